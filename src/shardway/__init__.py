@@ -1,0 +1,26 @@
+"""Shardway: carries a PyTorch training job from a laptop to a supercomputer without rewriting it.
+
+The public names, nothing else. Invariant: `import shardway` is quick and does not import torch; a name that needs
+torch loads it when it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardway.errors import Bug, JobError, ShardwayError, SiteError, UserError
+
+if TYPE_CHECKING:
+    from shardway.train.run import Run, start
+
+__all__ = ["Bug", "JobError", "Run", "ShardwayError", "SiteError", "UserError", "__version__", "start"]
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Run", "start"):
+        from shardway.train import run
+
+        return getattr(run, name)
+    raise AttributeError(f"module 'shardway' has no attribute {name!r}")

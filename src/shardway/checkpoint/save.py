@@ -1,0 +1,159 @@
+"""Writes a checkpoint: shards, then the manifest, then the rename that makes it exist.
+
+Invariant: until the rename there is no checkpoint of this step, after it there is a whole one; an existing one is
+never overwritten, and an older one goes only once a newer one is complete. A failed save raises on every rank and
+leaves what was saved before as it was.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from shardway.checkpoint.manifest import NAME, Manifest, Seal, seal_file, write_manifest
+from shardway.checkpoint.state import Trained, collect_tensors, count_bytes, random_state
+from shardway.errors import JobError, ShardwayError
+from shardway.ranks.start import Ranks
+from shardway.rundir.atomic import fsync_folder
+from shardway.rundir.directory import RunDir
+from shardway.units import render_count
+
+HEADROOM = 1.05
+"""A checkpoint needs a little more than its tensors: metadata and file system blocks."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a save left: the checkpoint's name and its size."""
+
+    name: str
+    bytes: int
+
+
+def save_checkpoint(
+    directory: RunDir, ranks: Ranks, trained: Trained, step: int, numbers: Mapping[str, Any]
+) -> Saved | None:
+    """Save on all ranks together; None where this step is saved already. Raises JobError on every rank alike."""
+    if ranks.together(lambda: directory.checkpoint_path(step).exists()):
+        return None
+    partial, final = directory.partial_checkpoint_path(step), directory.checkpoint_path(step)
+    tensors = collect_tensors(trained)
+    tensors["random"] = {f"rank-{ranks.rank}": random_state()}
+    try:
+        _check_space(directory, ranks, count_bytes(tensors))
+        ranks.together(lambda: _clear_and_make(partial) if ranks.is_first else None)
+        _write_shards(ranks, tensors, partial)
+        seals = _seal_all(ranks, partial)
+        manifest = Manifest(step, ranks.world, numbers, seals)
+        ranks.together(lambda: _commit(partial, final, manifest) if ranks.is_first else None)
+    except ShardwayError as error:
+        if ranks.is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise _explain(error, directory, step) from error
+    return Saved(final.name, manifest.total_bytes)
+
+
+def prune_checkpoints(directory: RunDir, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints; called on rank 0 after a save is complete."""
+    for step in directory.checkpoint_steps()[:-keep]:
+        # Renamed first, so that one that is half deleted is never taken for a checkpoint.
+        doomed = directory.partial_checkpoint_path(step)
+        shutil.rmtree(doomed, ignore_errors=True)
+        directory.checkpoint_path(step).rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def remove_leftovers(directory: RunDir) -> None:
+    """Remove what saves that were cut off have left; called on rank 0 while it holds the writer's lock."""
+    for partial in directory.partial_checkpoints():
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _check_space(directory: RunDir, ranks: Ranks, local_bytes: int) -> None:
+    needed = int(sum(ranks.gather(local_bytes)) * HEADROOM)
+
+    def check() -> None:
+        free = shutil.disk_usage(directory.checkpoints).free
+        if free < needed:
+            raise JobError(f"it needs about {render_count(needed)}B and {render_count(free)}B are free")
+
+    ranks.together(check)
+
+
+def _clear_and_make(partial: Path) -> None:
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(exist_ok=True)
+    except OSError as error:
+        raise JobError(_say(error)) from error
+
+
+def _write_shards(ranks: Ranks, tensors: dict[str, Any], folder: Path) -> None:
+    def write() -> None:
+        writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
+        _told(lambda: dcp.save(tensors, storage_writer=writer, no_dist=not ranks.grouped))
+
+    ranks.together(write)
+
+
+def _told(write: Callable[[], Any]) -> None:
+    """Run a write of torch's; its CheckpointException is a BaseException and would escape `except Exception`."""
+    try:
+        with warnings.catch_warnings():
+            # That a process without a group saves alone is meant.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+            write()
+    except CheckpointException as error:
+        raise JobError(_say(next(iter(error.failures.values()))[0])) from None
+    except (OSError, RuntimeError) as error:
+        raise JobError(_say(error)) from error
+
+
+def _seal_all(ranks: Ranks, folder: Path) -> dict[str, Seal]:
+    """Every rank reads back its share of the files; the seals of all."""
+
+    def seal_share() -> dict[str, Seal]:
+        names = sorted(path.name for path in folder.iterdir() if path.name != NAME)
+        return {name: seal_file(folder / name) for name in names[ranks.rank :: ranks.world]}
+
+    shares = ranks.gather(ranks.together(seal_share))
+    return {name: seal for share in shares for name, seal in share.items()}
+
+
+def _commit(partial: Path, final: Path, manifest: Manifest) -> None:
+    try:
+        write_manifest(partial, manifest)
+        fsync_folder(partial)
+        os.rename(partial, final)
+        fsync_folder(final.parent)
+    except OSError as error:
+        raise JobError(_say(error)) from error
+
+
+def _say(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return "no space is left on the device"
+    # torch's zip writer reports a full disk as an unexpected file position.
+    if "unexpected pos" in str(error) or "file write failed" in str(error):
+        return "the file system took only a part of what was written (no space, or a quota)"
+    return f"{type(error).__name__}: {error}"
+
+
+def _explain(error: ShardwayError, directory: RunDir, step: int) -> JobError:
+    steps = directory.checkpoint_steps()
+    last = f"step {steps[-1]} is the last complete checkpoint" if steps else "there is no earlier checkpoint"
+    return JobError(
+        f"the checkpoint of step {step} could not be saved in {directory.checkpoints}: {error}\n"
+        f"  Nothing that was saved before has changed; {last}.\n"
+        "  To do: make room (or lower checkpoint.keep, or choose another disk with --dir), then run the same command "
+        "again."
+    )

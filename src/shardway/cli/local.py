@@ -1,0 +1,102 @@
+"""N local ranks: starts them through the agent and turns how they ended into an outcome or an error.
+
+Invariant: the error that is raised is that of the rank which failed first on its own account, not of those that lost
+contact with it. This module must not train.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from shardway.errors import ERRORS_BY_NAME, JobError, ShardwayError
+from shardway.ranks.local import LocalLaunch, RankFailure, run_local
+from shardway.resolve.request import Request, Resolution
+from shardway.rundir.directory import RunDir
+from shardway.rundir.events import Event
+
+
+def train_local(resolution: Resolution, ranks: int) -> dict[str, Any]:
+    """Train on `ranks` local ranks. Raises the error of the rank that failed first."""
+    run = resolution.directory
+    marks = {rank: sum(1 for _ in run.all_events(rank)) for rank in range(ranks)}
+    if resolution.request.fresh:
+        marks = dict.fromkeys(marks, 0)
+    launch = LocalLaunch(
+        ranks=ranks,
+        module="shardway.cli.rank",
+        arguments=[pack_request(resolution.request)],
+        log_folder=run.log_folder,
+        threads=int(resolution.resolved.values.run.threads),
+    )
+    failures = run_local(launch, on_stop=lambda: _ask_to_stop(run))
+    if failures:
+        error = _explain(run, failures, marks)
+        _mark_failed(run, error)
+        raise error
+    status = run.read_status()
+    return {
+        "directory": str(run.path),
+        "state": status.get("state", ""),
+        "reason": status.get("reason", ""),
+        "step": status.get("step", 0),
+    }
+
+
+def pack_request(request: Request) -> str:
+    """A request as one word of a command line."""
+    return json.dumps(asdict(request), default=str)
+
+
+def _ask_to_stop(run: RunDir) -> None:
+    run.request_stop()
+    print("stopping after this step and saving; once more to end at once", file=sys.stderr)
+
+
+def _explain(run: RunDir, failures: list[RankFailure], marks: dict[int, int]) -> ShardwayError:
+    """The error of the rank that is to blame: one that was killed, else one with an error that is no lost contact."""
+    killed = [failure for failure in failures if failure.signal_name]
+    if killed:
+        return _killed(run, killed[0])
+    faults = {rank: fault for rank, mark in marks.items() if (fault := _last_fault(run, rank, mark)) is not None}
+    own = {rank: fault for rank, fault in faults.items() if "lost contact" not in fault["message"]}
+    for rank, fault in (own or faults).items():
+        kind = ERRORS_BY_NAME.get(fault["kind"], JobError)
+        prefix = "" if kind.__name__ == "UserError" else f"rank {rank}: "
+        return kind(f"{prefix}{fault['message']}{_where_output(run, rank) if kind.__name__ == 'Bug' else ''}")
+    return _unexplained(run, failures[0])
+
+
+def _killed(run: RunDir, failure: RankFailure) -> JobError:
+    saved = run.checkpoint_steps()
+    base = f"the checkpoint of step {saved[-1]}" if saved else "the start, since nothing was saved yet"
+    return JobError(
+        f"rank {failure.rank} (process {failure.pid}) was ended by {failure.signal_name}; the other ranks were ended "
+        f"with it.\n  To do: run the same command again: it goes on from {base}. If nobody sent that signal, the "
+        "machine may have run out of memory (dmesg says so)."
+    )
+
+
+def _unexplained(run: RunDir, failure: RankFailure) -> JobError:
+    return JobError(f"rank {failure.rank} ended with exit code {failure.exit_code}.{_where_output(run, failure.rank)}")
+
+
+def _where_output(run: RunDir, rank: int) -> str:
+    files = run.rank_output(rank)
+    return f"\n  What it printed is in {files[-1]}" if files else ""
+
+
+def _last_fault(run: RunDir, rank: int, mark: int) -> Event | None:
+    """The fault that a rank wrote in this start (events before `mark` are older)."""
+    events = list(run.all_events(rank))[mark:]
+    return next((event for event in reversed(events) if event["event"] == "fault"), None)
+
+
+def _mark_failed(run: RunDir, error: ShardwayError) -> None:
+    """A rank 0 that was killed could not say so itself."""
+    status = run.read_status()
+    if status.get("state") == "running":
+        status.pop("format", None)
+        run.write_status(**{**status, "state": "failed", "reason": str(error).splitlines()[0]})

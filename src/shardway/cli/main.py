@@ -1,0 +1,82 @@
+"""The command `shardway`: its verbs, and the one place where errors become messages and exit codes.
+
+Invariant: exit codes are 0 done, 2 user, 3 site, 4 job, 70 bug, 130 ended by a second signal. This module must not
+know what a verb does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+import click
+import typer
+
+from shardway import __version__
+from shardway.cli import config, init, logs, report, status, train
+from shardway.errors import Bug, ShardwayError
+
+EXIT_KILLED = 130
+
+app = typer.Typer(
+    name="shardway",
+    help="Carries a PyTorch training job from a laptop to a supercomputer without rewriting it.",
+    epilog="A first run: `shardway train`. A run file of your own: `shardway init my.toml`.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("train")(train.train)
+app.command("init")(init.init)
+app.add_typer(config.app, name="config")
+app.command("status")(status.status)
+app.command("logs")(logs.logs)
+app.command("report")(report.report)
+
+
+@app.callback(invoke_without_command=True)
+def _options(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+    if version:
+        typer.echo(f"shardway {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Entry point of the command `shardway`."""
+    code = run_guarded(lambda: app(standalone_mode=False))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        # Threads of a process group whose peer died can keep an interpreter from ending.
+        os._exit(code)
+
+
+def run_guarded(work: Callable[[], object]) -> int:
+    """Run a verb; the exit code of how it ended, its error printed."""
+    try:
+        result = work()
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except ShardwayError as error:
+        return report_error(error)
+    except (KeyboardInterrupt, click.Abort):
+        print("shardway: ended at once by a second signal", file=sys.stderr)
+        return EXIT_KILLED
+    except BrokenPipeError:
+        return 0
+    except Exception as error:
+        traceback.print_exc()
+        return report_error(Bug(f"{type(error).__name__}: {error}"))
+    return result if isinstance(result, int) else 0
+
+
+def report_error(error: ShardwayError) -> int:
+    """Print an error for the person who can act, and return its exit code."""
+    tail = "\n  This is a defect of Shardway: please report it with the lines above." if isinstance(error, Bug) else ""
+    print(f"shardway: {error}{tail}", file=sys.stderr)
+    return error.exit_code

@@ -1,0 +1,67 @@
+"""Shows a run while it trains: a live view on a terminal, plain lines elsewhere.
+
+Invariant: it follows the run directory like any other reader, so that what is shown is what was written, whoever
+trains. This module must not slow the run: it looks twice a second.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+
+from shardway.rundir.directory import RunDir
+from shardway.rundir.events import Event
+from shardway.watch.live import LiveView
+from shardway.watch.plain import PlainLines
+
+REFRESH_S = 0.5
+
+
+class Display:
+    """While entered, a thread shows the events that rank 0 appends."""
+
+    def __init__(self, run: RunDir, *, to_stderr: bool) -> None:
+        self._console = Console(stderr=to_stderr, highlight=False, soft_wrap=True)
+        self._run = run
+        self._events = run.follow_events(from_end=True)
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._show, name="display", daemon=True)
+
+    def __enter__(self) -> Display:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _show(self) -> None:
+        show = self._show_live if self._console.is_terminal else self._show_lines
+        show()
+
+    def _show_lines(self) -> None:
+        lines = PlainLines()
+        for event in self._events.follow(self._done.is_set, REFRESH_S):
+            for line in lines.lines(event) if event["event"] != "fault" else []:
+                self._console.print(line, markup=False)
+
+    def _show_live(self) -> None:
+        view = LiveView(self._run.path.name, str(self._run.path))
+        with Live(view.render(), console=self._console, auto_refresh=False) as live:
+            while True:
+                done = self._done.wait(REFRESH_S)
+                for event in self._events.new_events():
+                    _take(view, event)
+                live.update(view.render(), refresh=True)
+                if done:
+                    return
+
+
+def _take(view: LiveView, event: Event) -> None:
+    if event["event"] != "fault":  # the error itself is printed when the view has ended
+        view.update(event)

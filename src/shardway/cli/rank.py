@@ -1,0 +1,47 @@
+"""What each rank that the local agent starts runs: `python -m shardway.cli.rank REQUEST`.
+
+Invariant: it ends with the exit code of its error, which it has written into its events, and it dies with its
+agent. This module must not show progress: the process that started the ranks does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from shardway.cli.main import run_guarded
+from shardway.ranks.local_rank import die_with_parent
+from shardway.resolve.request import Request
+
+
+def read_packed(word: str) -> Request:
+    """The request that `pack_request` put into one word."""
+    packed = json.loads(word)
+    return Request(
+        run_file=Path(packed["run_file"]) if packed["run_file"] else None,
+        overrides=tuple(packed["overrides"]),
+        directory=Path(packed["directory"]) if packed["directory"] else None,
+        fresh=packed["fresh"],
+    )
+
+
+def main() -> None:
+    """Train as one rank."""
+    die_with_parent()
+
+    def work() -> None:
+        from shardway.train.recipe import train
+
+        train(read_packed(sys.argv[1]))
+
+    code = run_guarded(work)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

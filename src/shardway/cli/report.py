@@ -1,0 +1,34 @@
+"""`shardway report`: writes report.html of a run again, from what the run directory says now.
+
+Invariant: apart from the report nothing is written. This module must not draw: that is `shardway.watch`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from shardway.cli.options import JsonOption, RunArgument, find_run
+from shardway.errors import JobError
+
+
+def report(
+    path: RunArgument = None,
+    as_json: JsonOption = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say where it would be written.")] = False,
+) -> None:
+    """Write the report of a run and print its path."""
+    from shardway.watch.report import render_report
+    from shardway.watch.summary import summarise
+
+    run = find_run(path)
+    run.check_format()
+    if not dry_run:
+        try:
+            run.write_report(render_report(run))
+        except OSError as error:
+            raise JobError(f"{run.report_path} cannot be written: {error.strerror}.") from None
+    facts = {"report": str(run.report_path), "summary": summarise(run).as_json()}
+    typer.echo(json.dumps(facts, indent=1) if as_json else str(run.report_path))

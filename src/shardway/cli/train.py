@@ -1,0 +1,100 @@
+"""`shardway train`: trains a run file on one rank, on N local ranks, or as a rank of whatever launched it.
+
+Invariant: every mistake that can be known without torch is told before torch is imported. This module must not
+train: it starts ranks, shows what they write, and says how it ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardway.cli.options import DirOption, JsonOption, NprocOption, Words, read_request
+from shardway.errors import UserError
+
+if TYPE_CHECKING:
+    from shardway.resolve.request import Request, Resolution
+
+
+def train(
+    words: Words = None,
+    nproc: NprocOption = None,
+    directory: DirOption = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over; what an earlier run left is moved aside, not deleted.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and do nothing.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a run file (the default run where none is named); resumes by itself."""
+    from shardway.ranks.launcher import find_placement
+    from shardway.resolve.request import resolve_request
+
+    request = read_request(words, directory, fresh)
+    placement = find_placement(os.environ)
+    launched = placement.launcher != "none"
+    if launched and nproc is not None:
+        raise UserError(
+            f"--nproc {nproc} starts ranks, but this process is already rank {placement.rank} of {placement.world}, "
+            f"started by {placement.launcher}.\n  To do: leave out --nproc."
+        )
+    ranks = placement.world if launched else nproc or 1
+    resolution = resolve_request(request, ranks, placement.local_world if launched else ranks)
+    if dry_run:
+        _print_plan(resolution, ranks)
+        return
+    shown = _display(resolution, as_json) if placement.rank == 0 else nullcontext()
+    _check_free(resolution)
+    with shown:
+        outcome = _train_here(request, resolution) if launched or ranks == 1 else _train_local(resolution, ranks)
+    if placement.rank == 0:
+        _print_end(outcome, as_json)
+
+
+def _check_free(resolution: Resolution) -> None:
+    """Tell a second writer before torch is imported; the lock itself is taken by rank 0."""
+    run = resolution.directory
+    if run.exists():
+        run.check_format()
+    if run.find_writer() is not None:
+        run.writer_lock().acquire()
+
+
+def _train_here(request: Request, resolution: Resolution) -> dict[str, Any]:
+    os.environ.setdefault("OMP_NUM_THREADS", str(resolution.resolved.values.run.threads))
+    from shardway.train.recipe import train as train_run
+
+    return asdict(train_run(request))
+
+
+def _train_local(resolution: Resolution, ranks: int) -> dict[str, Any]:
+    from shardway.cli.local import train_local
+
+    return train_local(resolution, ranks)
+
+
+def _display(resolution: Resolution, as_json: bool) -> AbstractContextManager[object]:
+    from shardway.cli.progress import Display
+
+    return Display(resolution.directory, to_stderr=as_json)
+
+
+def _print_plan(resolution: Resolution, ranks: int) -> None:
+    typer.echo(f"# would train with {ranks} rank(s) into {resolution.directory.path}")
+    typer.echo(resolution.resolved.render(), nl=False)
+
+
+def _print_end(outcome: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(outcome, indent=1))
+        return
+    typer.echo(f"{outcome['state']} at step {outcome['step']}: {outcome['reason']}")
+    typer.echo(f"run directory  {outcome['directory']}")
+    typer.echo(f"report         {outcome['directory']}/report.html")
+    if outcome["state"] == "stopped":
+        typer.echo("to go on, run the same command again")

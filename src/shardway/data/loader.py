@@ -1,0 +1,300 @@
+"""The batches of one rank, from any position on.
+
+One mechanism for our sources and for a user's map-style dataset: requests, a pure function of (order, start
+position, share), are answered in this process, or in workers by torch's DataLoader whose batch sampler they are.
+What a worker has read ahead but nobody has consumed is dropped and read again; there is nothing to save but the
+position of the next batch.
+
+Invariant: the ids of a step do not depend on workers, prefetch or where reading began, and torch's random state
+is left as it was. This module must not keep a position of its own nor know steps, losses or checkpoints.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import random
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from shardway.data.order import Ids, Order, Words, derive_keys, position_share
+from shardway.data.sources.base import Source
+from shardway.data.workers import ended_workers, isolate_worker
+from shardway.errors import Bug, ShardwayError, UserError
+
+_IDS_AT_ONCE = 16384
+"""Ids computed in one call of `Order.ids`: enough to make its fixed cost small beside a gather."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which rows of each global batch (samples over all ranks) this rank reads."""
+
+    global_batch: int
+    rank: int = 0
+    ranks: int = 1
+
+
+@dataclass(frozen=True)
+class LoaderOptions:
+    """`workers` processes (0 = read in this one), each `prefetch` batches ahead; `pin_memory` needs CUDA.
+
+    Tokens are read fastest with 0 workers: sending a batch between processes costs more than gathering it.
+    """
+
+    workers: int = 0
+    prefetch: int = 2
+    pin_memory: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """This rank's samples of one step.
+
+    `data` is {"inputs": tensor, "targets": tensor} from a source, or what the user's dataset collates to; `ids`
+    are the samples in it, int64; `position` is that of the step's first sample over all ranks.
+    """
+
+    data: Any
+    ids: Ids
+    position: int
+
+    def pin_memory(self) -> Batch:
+        """The batch in page-locked memory (the DataLoader calls this by its name)."""
+        return replace(self, data=map_tensors(torch.Tensor.pin_memory, self.data))
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What the sampler asks of the dataset for one step."""
+
+    position: int
+    ids: Ids
+    seed: int
+    """For what the dataset draws at random in a worker; in the rank itself the rank's random state serves."""
+
+
+@dataclass(frozen=True)
+class StepSampler:
+    """The requests of one rank: steps of `share.global_batch` from `position` on, `steps` of them or without end."""
+
+    order: Order
+    share: Share
+    position: int
+    steps: int | None = None
+
+    def __iter__(self) -> Iterator[Request]:
+        batch = self.share.global_batch
+        rows = np.array(position_share(batch, self.share.rank, self.share.ranks), np.int64)
+        at_once = max(1, _IDS_AT_ONCE // max(1, rows.size))
+        step = 0
+        while self.steps is None or step < self.steps:
+            count = at_once if self.steps is None else min(at_once, self.steps - step)
+            starts = self.position + np.arange(step, step + count) * batch
+            ids = self.order.ids(starts[:, None] + rows)
+            yield from map(Request, starts.tolist(), ids, self._seeds(starts).tolist())
+            step += count
+
+    def _seeds(self, starts: Ids) -> Words:
+        key = derive_keys(np.array([self.order.seed], np.uint64), np.array([self.share.rank]))
+        return derive_keys(key, starts)
+
+
+class SourceDataset(Dataset[Any]):
+    """A source as torch's map-style dataset: one gather for each batch."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitems__(self, ids: Sequence[int] | Ids) -> dict[str, torch.Tensor]:
+        arrays = self.source.batch(np.asarray(ids, np.int64))
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+class CollatedDataset(Dataset[Any]):
+    """A user's map-style dataset whose samples are collated where they are read."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
+        self.dataset = dataset
+        self.collate = collate
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, ids: Sequence[int] | Ids) -> Any:
+        if len(ids) == 0:  # only a sample can tell the shapes of no samples
+            return map_tensors(lambda tensor: tensor[:0], self.__getitems__([0]))
+        wanted = [int(index) for index in ids]
+        if hasattr(self.dataset, "__getitems__"):
+            return self.collate(self.dataset.__getitems__(wanted))
+        return self.collate([self.dataset[index] for index in wanted])
+
+
+class _WorkerDataset(Dataset[Any]):
+    """Answers requests in a worker; an error of ours is an answer too, so that its text stays as it is."""
+
+    def __init__(self, dataset: SourceDataset | CollatedDataset) -> None:
+        self.dataset = dataset
+
+    def __getitems__(self, request: Request) -> Batch | ShardwayError:
+        _seed_worker(request.seed)
+        try:
+            return _answer(self.dataset, request)
+        except ShardwayError as error:
+            return error
+
+
+class StepLoader:
+    """The steps of one rank over a source or a user's map-style dataset.
+
+    `collate` joins the samples of a user's dataset (torch's default_collate where it is None); a source needs none.
+    Raises UserError for a dataset without length and index, because only those can be resumed exactly.
+    """
+
+    def __init__(
+        self,
+        samples: Source | Dataset[Any],
+        order: Order,
+        share: Share,
+        options: LoaderOptions = LoaderOptions(),
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        self._dataset = make_dataset(samples, collate)
+        if len(self._dataset) != order.samples:
+            raise Bug(f"an order of {order.samples} samples over data with {len(self._dataset)}; please report this")
+        self._order, self._share, self._options = order, share, options
+
+    def batches(self, position: int, steps: int | None = None) -> Iterator[Batch]:
+        """This rank's batches from `position` (samples consumed by all ranks) on; without end where `steps` is None.
+
+        A rank whose share is empty gets empty batches. Closing the iterator ends its worker processes.
+        """
+        return read_batches(self._dataset, StepSampler(self._order, self._share, position, steps), self._options)
+
+
+def validation_batches(
+    samples: Source | Dataset[Any],
+    count: int,
+    share: Share,
+    options: LoaderOptions = LoaderOptions(),
+    collate: Callable[[list[Any]], Any] | None = None,
+) -> Iterator[Batch]:
+    """The first `count` samples (all, where there are fewer), in order, each exactly once over all ranks.
+
+    Every rank gets the same number of batches; the last step may be smaller than `share.global_batch`.
+    """
+    dataset = make_dataset(samples, collate)
+    order = Order(len(dataset), seed=0, shuffle=False)
+    whole, rest = divmod(min(count, len(dataset)), share.global_batch)
+    last = StepSampler(order, replace(share, global_batch=rest), whole * share.global_batch, min(rest, 1))
+    return read_batches(dataset, itertools.chain(StepSampler(order, share, 0, whole), last), options)
+
+
+def make_dataset(
+    samples: Source | Dataset[Any], collate: Callable[[list[Any]], Any] | None = None
+) -> SourceDataset | CollatedDataset:
+    """A source or a user's map-style dataset behind one interface: `__getitems__(ids)` is a whole batch."""
+    if isinstance(samples, Source):
+        return SourceDataset(samples)
+    if not hasattr(samples, "__len__") or not hasattr(samples, "__getitem__"):
+        raise UserError(
+            f"{type(samples).__name__} is not a map-style dataset, and only such a dataset resumes exactly\n"
+            "      allowed: a dataset with __len__ and __getitem__\n"
+            "      to do: give each sample a number, and read it in __getitem__"
+        )
+    return CollatedDataset(samples, collate or default_collate)
+
+
+def read_batches(
+    dataset: SourceDataset | CollatedDataset, requests: Iterable[Request], options: LoaderOptions
+) -> Iterator[Batch]:
+    """Answer each request, in order. Closing the iterator, or dropping it, leaves no process behind.
+
+    Raises UserError where the dataset cannot be sent to a worker, JobError where a worker dies; an error of the
+    user's dataset passes unchanged.
+    """
+    if options.workers:
+        with ended_workers(_start_workers(dataset, requests, options)) as answers:
+            for answer in answers:
+                if isinstance(answer, ShardwayError):
+                    raise answer
+                yield answer
+    else:  # the same reading without the DataLoader, whose fixed cost is more than that of a gather
+        for request in requests:
+            batch = _answer(dataset, request)
+            yield batch.pin_memory() if options.pin_memory else batch
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch with its tensors on a device; the copy overlaps with other work where the memory is pinned."""
+    return replace(batch, data=map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch.data))
+
+
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """The tree of mappings, lists and tuples with `change` applied to each tensor; other leaves stay as they are."""
+    if isinstance(tree, torch.Tensor):
+        return change(tree)
+    if isinstance(tree, MutableMapping):
+        mapped = copy.copy(tree)  # keeps the type of a mapping that cannot be built from a dict
+        mapped.update({name: map_tensors(change, value) for name, value in tree.items()})
+        return mapped
+    if isinstance(tree, Mapping):
+        return {name: map_tensors(change, value) for name, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_tensors(change, value) for value in tree))
+    if isinstance(tree, list | tuple):
+        return type(tree)(map_tensors(change, value) for value in tree)
+    return tree
+
+
+def _answer(dataset: SourceDataset | CollatedDataset, request: Request) -> Batch:
+    return Batch(dataset.__getitems__(request.ids), request.ids, request.position)
+
+
+def _start_workers(
+    dataset: SourceDataset | CollatedDataset, requests: Iterable[Request], options: LoaderOptions
+) -> Iterator[Any]:
+    # Workers are spawned. A fork of a process that runs threads (a process group, CUDA) may copy a held lock and
+    # wait for it for ever. Workers of a fork server hold the pipe that keeps the server alive, so that after a
+    # SIGKILL of the rank all of them stay behind.
+    loader: DataLoader[Any] = DataLoader(
+        _WorkerDataset(dataset),
+        batch_sampler=cast(Any, requests),  # a request stands for a batch of indices
+        collate_fn=_as_it_is,
+        num_workers=options.workers,
+        prefetch_factor=options.prefetch,
+        pin_memory=options.pin_memory,
+        multiprocessing_context="spawn",
+        worker_init_fn=isolate_worker,
+        generator=torch.Generator(),  # else the start of a loader would draw from the run's random state
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Got pickle error")
+            return iter(loader)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"the dataset cannot be sent to a loader process: {error}\n"
+            "      to do: define its class in a module and open files on first use, or set data.workers = 0"
+        ) from error
+
+
+def _as_it_is(answer: Any) -> Any:
+    return answer
+
+
+def _seed_worker(seed: int) -> None:
+    """Set the random state of a worker, so that what a dataset draws depends on the batch, not on the worker."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

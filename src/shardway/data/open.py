@@ -1,0 +1,124 @@
+"""From the [data] section to the sources of a run.
+
+Invariant: whatever is wrong with the data is one UserError here, before any rank starts. Text is prepared here:
+where ranks share a cache folder, rank 0 calls `open_data` first and the others after a barrier, so that the work
+is done once (all of them at once is safe, but each would do it). This module must not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from shardway.data.sources.arrays import open_arrays
+from shardway.data.sources.base import Asked, Place, Slice, Source, Wants, data_error
+from shardway.data.sources.idx import TEST, has_part, open_idx, open_idx_validation
+from shardway.data.sources.synthetic import open_synthetic
+from shardway.data.sources.text import open_text
+from shardway.data.sources.tokens import open_tokens
+from shardway.runfile.schema import DataSection
+
+_GIVES: dict[str, tuple[Wants, ...]] = {
+    "text": ("tokens",),
+    "tokens": ("tokens",),
+    "arrays": ("images",),
+    "idx": ("images",),
+    "synthetic": ("tokens", "images"),
+}
+_OPENERS: dict[str, Callable[[Place, Asked], Source]] = {
+    "text": open_text,
+    "tokens": open_tokens,
+    "arrays": open_arrays,
+    "idx": open_idx,
+}
+_VALIDATION_OPENERS = {**_OPENERS, "idx": open_idx_validation}
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run trains and validates on; no validation where nothing is held out."""
+
+    train: Source
+    validation: Source | None
+
+
+def open_data(
+    section: DataSection, seed: int, wants: Wants, vocab: int | None = None, classes: int | None = None
+) -> Data:
+    """The sources that a [data] section names, checked.
+
+    `wants` is what the model takes; `vocab` and `classes` are the model's, None where it follows the data. Validation
+    is data.validation; for idx without it the t10k files, where they are there; else the last
+    data.validation_fraction of the samples of data.path (of windows that share one token with the training part).
+
+    Raises UserError for anything wrong with the data, JobError where the cache has no space.
+    """
+    asked = Asked(section, seed, wants, vocab, classes)
+    _check_kind(section, wants)
+    if section.kind == "synthetic":
+        return _hold_out(open_synthetic(asked), "data.samples", section)
+    place = Place("data.path", section.path)
+    train = _open(_OPENERS[section.kind], place, asked)
+    validation = _open_validation(place, replace(asked, classes=train.facts.classes))
+    if validation is None:
+        return _hold_out(train, place.key, section)
+    _check_alike(train, validation)
+    return Data(train, validation)
+
+
+def _check_kind(section: DataSection, wants: Wants) -> None:
+    if wants not in _GIVES[section.kind]:
+        raise data_error(
+            "data.kind",
+            f'"{section.kind}" gives {_GIVES[section.kind][0]}, but the model takes {wants}',
+            allowed=", ".join(kind for kind, gives in _GIVES.items() if wants in gives),
+        )
+    if section.kind == "synthetic" and section.validation:
+        raise data_error(
+            "data.validation",
+            f'"{section.validation}" cannot go with data.kind = "synthetic", which reads no files',
+            remedy="leave it out; data.validation_fraction of the samples is held out",
+        )
+
+
+def _open(opener: Callable[[Place, Asked], Source], place: Place, asked: Asked) -> Source:
+    try:
+        return opener(place, asked)
+    except OSError as error:
+        at = f' at "{error.filename}"' if error.filename else ""
+        raise place.error(f"cannot be read: {error.strerror}{at}") from error
+
+
+def _open_validation(place: Place, asked: Asked) -> Source | None:
+    section = asked.section
+    if section.validation:
+        return _open(_VALIDATION_OPENERS[section.kind], Place("data.validation", section.validation), asked)
+    if section.kind == "idx" and has_part(place, TEST):
+        return _open(open_idx_validation, place, asked)
+    return None
+
+
+def _check_alike(train: Source, validation: Source) -> None:
+    if train.facts.sample_shape != validation.facts.sample_shape:
+        raise data_error(
+            "data.validation",
+            f"has samples of shape {list(validation.facts.sample_shape)}",
+            allowed=f"{list(train.facts.sample_shape)}, the shape of the training samples",
+        )
+
+
+def _hold_out(whole: Source, key: str, section: DataSection) -> Data:
+    """The last part of the samples, at least one, for validation; the samples before it for training."""
+    fraction = section.validation_fraction
+    if fraction == 0.0:
+        return Data(whole, None)
+    samples = len(whole)
+    held = max(1, round(samples * fraction))
+    if held >= samples:
+        raise data_error(
+            key,
+            f"has {samples} samples, too few to hold out data.validation_fraction = {fraction} of them",
+            allowed="at least one sample to train on and one to validate on",
+            remedy="give more data, or set data.validation_fraction = 0.0",
+        )
+    return Data(Slice(whole, 0, samples - held), Slice(whole, samples - held, samples))

@@ -1,0 +1,49 @@
+"""Images and labels out of one .npz file.
+
+Invariant: nothing in the file is executed (no pickles). This module must not know what the arrays mean beyond
+their names: `images` checks shapes and types.
+"""
+
+from __future__ import annotations
+
+import difflib
+import zipfile
+import zlib
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardway.data.sources.base import Asked, Place, data_error
+from shardway.data.sources.images import Images, make_images
+
+
+def open_arrays(place: Place, asked: Asked) -> Images:
+    """The samples of the arrays data.inputs and data.targets of a .npz file."""
+    if not place.path.is_file():
+        raise place.error("does not exist", allowed="a .npz file")
+    section = asked.section
+    inputs = _read_array(place, "data.inputs", section.inputs)
+    labels = _read_array(place, "data.targets", section.targets)
+    return make_images(inputs, labels, place, asked, f"arrays {section.inputs} and {section.targets} of {place.path}")
+
+
+def _read_array(place: Place, key: str, name: str) -> npt.NDArray[Any]:
+    try:
+        with np.load(place.path, allow_pickle=False) as arrays:
+            names = list(arrays.files)
+            if name in names:
+                found: npt.NDArray[Any] = arrays[name]
+                return found
+    except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, AttributeError) as error:
+        raise place.error(
+            "is not a .npz file that can be read: it is damaged, truncated or holds pickled objects",
+            remedy="write it with numpy.savez from plain arrays, or copy it again",
+        ) from error
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+    raise data_error(
+        key,
+        f'"{name}" is not an array of {place.path}',
+        allowed=", ".join(sorted(names)) or "nothing: the file holds no arrays",
+        remedy=f'did you mean "{near[0]}"?' if near else "",
+    )

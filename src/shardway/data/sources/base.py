@@ -1,0 +1,149 @@
+"""What a source is: its protocol, the facts about it, a view of a part of it.
+
+Invariant: a source is picklable without its data where that lies in a file (a worker opens the file anew). This
+module must not read files nor know any sort of data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from shardway.errors import Problem, UserError, render_problems
+from shardway.runfile.schema import DataSection
+
+Ids = npt.NDArray[np.int64]
+Arrays = dict[str, npt.NDArray[Any]]
+Wants = Literal["tokens", "images"]
+
+
+@dataclass(frozen=True)
+class SourceFacts:
+    """What others need to know of a source without reading it.
+
+    `sample_shape` is that of the inputs of one sample. `bytes_per_token` is the number of text bytes that a target
+    token stands for, so that bits per byte = loss / ln 2 / bytes_per_token; None where there is no text.
+    `fingerprint` is xxh3-128 over what identifies the content: sizes, names, some blocks.
+    """
+
+    description: str
+    fingerprint: str
+    sample_shape: tuple[int, ...]
+    vocab: int | None = None
+    classes: int | None = None
+    bytes_per_token: float | None = None
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Numbered samples; `batch` gathers many at once.
+
+    `batch(ids)` returns "inputs" and "targets" with the samples along the first axis; no ids give arrays of length
+    0 with the right remaining shape. `tokens_per_sample` is 1 for images.
+    """
+
+    @property
+    def facts(self) -> SourceFacts: ...
+
+    @property
+    def tokens_per_sample(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def batch(self, ids: Ids) -> Arrays: ...
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Samples start .. stop of another source, without a copy."""
+
+    whole: Source
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def tokens_per_sample(self) -> int:
+        return self.whole.tokens_per_sample
+
+    @property
+    def facts(self) -> SourceFacts:
+        facts = self.whole.facts
+        return replace(
+            facts,
+            description=f"{facts.description}, samples {self.start} to {self.stop - 1}",
+            fingerprint=fingerprint(facts.fingerprint, self.start, self.stop),
+        )
+
+    def batch(self, ids: Ids) -> Arrays:
+        return self.whole.batch(ids + self.start)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A path as the person wrote it and the key that holds it, for messages that name both."""
+
+    key: str
+    text: str
+
+    @property
+    def path(self) -> Path:
+        return Path(self.text).expanduser()
+
+    def error(self, what: str, allowed: str = "", remedy: str = "") -> UserError:
+        """The error for this place: `what` goes on after the quoted path."""
+        return data_error(self.key, f'"{self.text}" {what}', allowed, remedy)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the run wants from its data: the [data] section, train.seed and what the model takes.
+
+    `vocab` and `classes` are those of the model, None where it takes what the data has.
+    """
+
+    section: DataSection
+    seed: int
+    wants: Wants
+    vocab: int | None = None
+    classes: int | None = None
+
+
+def data_error(key: str, what: str, allowed: str = "", remedy: str = "") -> UserError:
+    """One problem of the data as an error."""
+    return UserError(render_problems("the data", [Problem(key, what, allowed=allowed, remedy=remedy)]))
+
+
+def fingerprint(*parts: object) -> str:
+    """xxh3-128 in hex over the texts of `parts`, each ended so that no two lists run into the same bytes."""
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        text = str(part).encode()
+        digest.update(f"{len(text)}:".encode() + text)
+    return digest.hexdigest()
+
+
+def fingerprint_arrays(arrays: Iterable[npt.NDArray[Any]], *parts: object) -> str:
+    """A fingerprint of arrays by type, shape and sixteen blocks of up to 4 KiB spread over each, and of `parts`."""
+    blocks = [
+        text
+        for array in arrays
+        for text in (array.dtype.str, str(array.shape), *(block.tobytes().hex() for block in sample_blocks(array)))
+    ]
+    return fingerprint(*blocks, *parts)
+
+
+def sample_blocks(array: npt.NDArray[Any], blocks: int = 16, block_bytes: int = 4096) -> list[npt.NDArray[Any]]:
+    """Flat pieces of an array, evenly spread, the first and the last included."""
+    flat = array.reshape(-1)
+    length = min(flat.size, block_bytes // array.itemsize)
+    starts = np.linspace(0, flat.size - length, num=blocks, dtype=np.int64)
+    return [flat[start : start + length] for start in np.unique(starts)]

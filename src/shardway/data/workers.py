@@ -1,0 +1,76 @@
+"""The life of loader processes: isolated while they work, ended with their iterator, gone with their rank.
+
+Invariant: no worker outlives the rank that started it, however that rank ends. This module must not import torch
+nor know what workers read.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import multiprocessing
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from shardway.errors import JobError
+
+_DEAD_WORKER = re.compile(r"DataLoader worker \(pid")
+_DEAD_WORKER_TEXT = """\
+a loader process died: {reason}
+      likely: out of memory (of the node, or of /dev/shm), or its own traceback above says that the new process
+      could not import the dataset, or that the script lacks `if __name__ == "__main__":`
+      to do: lower data.workers or data.prefetch; data.workers = 0 reads in the rank itself"""
+
+
+@contextlib.contextmanager
+def ended_workers(answers: Iterator[Any]) -> Iterator[Iterator[Any]]:
+    """Use the iterator of a DataLoader; its workers end with the context, or with the interpreter.
+
+    Raises JobError where a worker died.
+    """
+    workers: list[BaseProcess] = list(getattr(answers, "_workers", []))
+    end = functools.partial(_end_workers, answers, workers)
+    atexit.register(end)
+    try:
+        yield answers
+    except RuntimeError as error:
+        if _DEAD_WORKER.search(str(error)):
+            raise JobError(_DEAD_WORKER_TEXT.format(reason=str(error).splitlines()[0])) from error
+        raise
+    finally:
+        atexit.unregister(end)
+        end()
+
+
+def isolate_worker(_: int) -> None:
+    """Let a worker live exactly as long as its rank wants it; runs in the worker (`worker_init_fn`).
+
+    Ctrl-C and a scheduler's signals reach every process of a job; the rank answers them and still needs its batches
+    until the step has ended. A rank that was killed cannot end its workers, so each watches for that.
+    """
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(name, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _end_workers(answers: Iterator[Any], workers: Sequence[BaseProcess]) -> None:
+    """End the workers now: torch does so only when the last reference goes, which a traceback may hold."""
+    shutdown = getattr(answers, "_shutdown_workers", None)
+    if shutdown is not None:
+        shutdown()
+    for worker in workers:
+        worker.kill()  # nothing where it has ended; SIGTERM is ignored by workers
+        worker.join()
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

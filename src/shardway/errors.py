@@ -1,0 +1,84 @@
+"""The error tree, by who can act.
+
+    ShardwayError
+    ├── UserError   exit 2    the person can mend it: a run file, a path, an option
+    ├── SiteError   exit 3    the machine or its profile has to change: scheduler, devices, ports
+    ├── JobError    exit 4    the job went wrong while it ran: a rank died, a checkpoint is damaged, no space
+    └── Bug         exit 70   Shardway itself is wrong; the message asks for a report
+
+Invariant: the text of an error is complete for the person who reads it: what happened, the value and where it
+came from, what is allowed, what to do. This module must not import anything of Shardway nor print.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class ShardwayError(Exception):
+    """Base of every error that Shardway raises on purpose; `exit_code` is what the command line returns."""
+
+    exit_code = 70
+
+
+class UserError(ShardwayError):
+    """Something that the person who started the run can mend."""
+
+    exit_code = 2
+
+
+class SiteError(ShardwayError):
+    """Something that the machine or its profile lacks."""
+
+    exit_code = 3
+
+
+class JobError(ShardwayError):
+    """Something that went wrong while the job ran."""
+
+    exit_code = 4
+
+
+class Bug(ShardwayError):
+    """A state that Shardway promised never to reach."""
+
+    exit_code = 70
+
+
+ERRORS_BY_NAME: dict[str, type[ShardwayError]] = {cls.__name__: cls for cls in (UserError, SiteError, JobError, Bug)}
+"""Name -> class, so that an error recorded by one rank can be raised again by the process that started it."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with what the person wrote.
+
+    `where` is the key or file, `origin` where its value came from ("run.toml:12", "command line"), `what` a
+    sentence with the value in it, `allowed` what may stand there instead, `remedy` what to do.
+    """
+
+    where: str
+    what: str
+    origin: str = ""
+    allowed: str = ""
+    remedy: str = ""
+
+    def render(self) -> str:
+        """The problem as indented lines, without a trailing newline."""
+        head = f"  {self.where} ({self.origin}): {self.what}" if self.origin else f"  {self.where}: {self.what}"
+        tail = [f"      allowed: {self.allowed}"] if self.allowed else []
+        tail += [f"      to do: {self.remedy}"] if self.remedy else []
+        return "\n".join([head, *tail])
+
+
+def render_problems(title: str, problems: Sequence[Problem]) -> str:
+    """All problems under one counted title: "2 problems in run.toml"."""
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return "\n".join([f"{count} in {title}", *(problem.render() for problem in problems)])
+
+
+def check_no_problems(title: str, problems: Sequence[Problem]) -> None:
+    """Raise one UserError that names every problem; return where there is none."""
+    if problems:
+        raise UserError(render_problems(title, problems))

@@ -1,0 +1,54 @@
+"""Replication: every rank holds the whole model, gradients are averaged (DistributedDataParallel).
+
+Invariant: all replicas start from the same weights and apply the same averaged gradient. This module must not
+shard.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shardway.parallel.mesh import Mesh
+from shardway.runfile.schema import ParallelSection
+
+
+def replicate(model: nn.Module, mesh: Mesh, parallel: ParallelSection) -> nn.Module:
+    """Wrap a materialised model so that its backward pass averages gradients over dp_replicate.
+
+    Buffers are not broadcast in every forward pass: `average_buffers` brings them together when they are read.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return model
+    return DistributedDataParallel(
+        model,
+        process_group=mesh.part("dp_replicate").get_group(),
+        bucket_cap_mb=parallel.bucket_mib,
+        broadcast_buffers=False,
+        gradient_as_bucket_view=True,
+    )
+
+
+def broadcast_from_first(model: nn.Module, mesh: Mesh) -> None:
+    """Give every rank the weights and buffers that rank 0 has."""
+    if mesh.devices is None:
+        return
+    for tensor in (*model.parameters(), *model.buffers()):
+        dist.broadcast(tensor.data, src=0)
+
+
+@torch.no_grad()
+def average_buffers(model: nn.Module, mesh: Mesh) -> None:
+    """Set floating-point buffers (running statistics) to their mean over the ranks, before they are read or saved.
+
+    During training each rank's batch norm sees its own micro-batches alone; without this, validation would depend
+    on which rank it runs on.
+    """
+    if mesh.devices is None:
+        return
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            dist.all_reduce(buffer)
+            buffer.div_(dist.get_world_size())

@@ -1,0 +1,45 @@
+"""How all ranks come to the same decision between two steps.
+
+Invariant: every rank puts its own wishes into one small vector, the vector is summed over the ranks, and each reads
+the same decision out of the sum; nobody acts on a wish of its own. It must not know where wishes come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+WISH_SLOTS = 3
+"""Numbers that one rank's wishes take up in the vector."""
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What one rank wants to happen after the current step."""
+
+    stop_signal: bool = False
+    stop_file: bool = False
+    save: bool = False
+
+    def as_numbers(self) -> list[float]:
+        """One slot a wish: 1.0 where this rank has it."""
+        return [float(self.stop_signal), float(self.stop_file), float(self.save)]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all ranks do after the current step; `stop_reason` is empty where they go on."""
+
+    stop_reason: str = ""
+    save: bool = False
+
+
+def read_decision(summed: Sequence[float]) -> Decision:
+    """The decision in the sum of all ranks' wishes."""
+    signals, files, saves = summed
+    reasons = []
+    if signals:
+        reasons.append("a signal asked for a stop")
+    if files:
+        reasons.append("the stop file asked for a stop")
+    return Decision(" and ".join(reasons), save=saves > 0)

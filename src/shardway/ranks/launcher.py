@@ -1,0 +1,277 @@
+"""Where this process stands among the ranks, read from the variables of whatever started it.
+
+Invariant: every rank of one launch gets the same world, address and port, and a rank of its own, or a SiteError;
+variables that are partial or contradict each other never end as rank 0 of 1. This module must not import torch,
+change the environment or open a connection; the one file it reads is PBS_NODEFILE.
+
+Sources: srun(1) "Output environment variables", pbsdsh(1B), mpirun(1) of Open MPI, torchrun's "Environment
+variables", and the variables that MPICH's hydra, Intel MPI and HPE's PALS hand to their processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardway.ranks.hostlist import parse_tasks_per_node
+from shardway.ranks.meeting import LOOPBACK, find_address, find_port, read_nodefile
+from shardway.ranks.variables import (
+    Environ,
+    first_set,
+    first_value,
+    read_int,
+    read_optional_int,
+    variables_error,
+)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One rank's place in its launch.
+
+    `node` and `nodes` are None where the launcher does not number nodes (Open MPI, hydra, over several nodes).
+    `master_port` 0 means that nobody else has to find it: choose any free port. `launcher` is "none" where
+    nothing started this process: rank 0 of 1.
+    """
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    node: int | None
+    nodes: int | None
+    master_addr: str
+    master_port: int
+    launcher: str
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The variables in which one launcher tells a rank its place; None where it tells no such thing."""
+
+    rank: str
+    world: str
+    local_rank: str
+    local_world: str
+    node: str | None = None
+    nodes: str | None = None
+
+
+@dataclass(frozen=True)
+class _Seat:
+    """A place without the meeting point."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    node: int | None = None
+    nodes: int | None = None
+
+
+_TORCHRUN = _Names("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+# OMPI_COMM_WORLD_NODE_RANK numbers the ranks of one node over all jobs there; it is not the node's number.
+_MPIRUN = _Names(
+    "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
+)
+_HYDRA = _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_PALS = _Names("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "PALS_NODEID")
+
+
+def find_placement(environ: Environ) -> Placement:
+    """This process's place, from the first launcher whose variables are there.
+
+    torchrun comes first, since its ranks inherit the variables of the scheduler around it; MPI's starters come
+    before srun, since they start their daemons with srun. A batch script, the shell of salloc and the job script
+    of PBS are no ranks, whatever they carry: they get launcher "none", rank 0 of 1.
+
+    Raises SiteError where variables are missing, are no numbers, contradict each other, or name no way to meet.
+    """
+    for read in _READERS.values():
+        placement = read(environ)
+        if placement is not None:
+            _check_agrees_with_environment(environ, placement)
+            return placement
+    return Placement(0, 1, 0, 1, 0, 1, LOOPBACK, 0, "none")
+
+
+def describe_placement(placement: Placement) -> str:
+    """One line: "rank 3 of 8 (local 1 of 4) on node 0 of 2, started by srun, meeting at n1:15213"."""
+    p = placement
+    node = "a node without a number" if p.node is None else f"node {p.node}"
+    nodes = "" if p.nodes is None else f" of {p.nodes}"
+    how = "without a launcher" if p.launcher == "none" else f"started by {p.launcher}"
+    port = f":{p.master_port}" if p.master_port else ", any port"
+    return (
+        f"rank {p.rank} of {p.world} (local {p.local_rank} of {p.local_world}) on {node}{nodes}, {how}, "
+        f"meeting at {p.master_addr}{port}"
+    )
+
+
+def _read_torchrun(environ: Environ) -> Placement | None:
+    """torchrun itself, or its four variables set by hand in the same way."""
+    if "TORCHELASTIC_RUN_ID" in environ:
+        return _place(environ, "torchrun", _read_seat(environ, "torchrun", _TORCHRUN))
+    names = (_TORCHRUN.rank, _TORCHRUN.world, _TORCHRUN.local_rank, _TORCHRUN.local_world)
+    return _read_environment(environ) if all(name in environ for name in names) else None
+
+
+def _read_mpirun(environ: Environ) -> Placement | None:
+    if _MPIRUN.rank not in environ and _MPIRUN.world not in environ:
+        return None
+    # One value for each mpirun, by Open MPI 5 and 4: two of them in one job get two ports.
+    launch = first_value(environ, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+    return _place(environ, "mpirun", _read_seat(environ, "mpirun", _MPIRUN), launch)
+
+
+def _read_pals(environ: Environ) -> Placement | None:
+    # Slurm's plug-in for Cray systems sets PALS_RANKID as well; there srun knows all of it.
+    if _PALS.rank not in environ or _is_srun_task(environ):
+        return None
+    return _place(environ, "mpiexec (PALS)", _read_seat(environ, "mpiexec (PALS)", _PALS))
+
+
+def _read_hydra(environ: Environ) -> Placement | None:
+    # `srun --mpi=pmi2` sets PMI_RANK as well, but not hydra's local rank.
+    by_srun = _is_srun_task(environ) and _HYDRA.local_rank not in environ
+    if _HYDRA.rank not in environ or by_srun:
+        return None
+    return _place(environ, "mpiexec (hydra)", _read_seat(environ, "mpiexec (hydra)", _HYDRA))
+
+
+def _read_srun(environ: Environ) -> Placement | None:
+    if not _is_srun_task(environ):
+        return None
+    world = first_set(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    names = _Names("SLURM_PROCID", world, "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID")
+    seat = _read_srun_seat(environ, names)
+    _check_seat(environ, "srun", names, seat)
+    step = f"{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}"
+    return _place(environ, "srun", seat, step)
+
+
+def _is_srun_task(environ: Environ) -> bool:
+    """Whether srun started this process. A batch step carries SLURM_PROCID=0 too, but no step id (22.05, 24.11) or
+    -5 (26.05); batch, interactive and extern steps are 0xfffffffb, -a and -c as unsigned numbers (slurm.h)."""
+    step = environ.get("SLURM_STEP_ID", "")
+    return "SLURM_PROCID" in environ and step.isdecimal() and int(step) < 0xFFFFFFF0
+
+
+def _read_srun_seat(environ: Environ, names: _Names) -> _Seat:
+    rank, world, local_rank, node = (
+        read_int(environ, "srun", name) for name in (names.rank, names.world, names.local_rank, "SLURM_NODEID")
+    )
+    try:
+        tasks = parse_tasks_per_node(environ.get(names.local_world, ""))
+    except ValueError:
+        allowed = 'the tasks of each node, such as "2(x3),1"'
+        raise variables_error(environ, "srun", (names.local_world,), allowed) from None
+    if sum(tasks) != world or node >= len(tasks):
+        shown = (names.world, "SLURM_NODEID", names.local_world)
+        allowed = f"{sum(tasks)} tasks and a node less than {len(tasks)}, as {names.local_world} says"
+        raise variables_error(environ, "srun", shown, allowed)
+    return _Seat(rank, world, local_rank, tasks[node], node, len(tasks))
+
+
+def _read_pbs(environ: Environ) -> Placement | None:
+    """pbsdsh and pbs_tmrsh: one rank a line of PBS_NODEFILE. Torque numbers the lines (PBS_VNODENUM); OpenPBS
+    numbers the hosts (PBS_NODENUM), and its PBS_TASKNUM only counts up, so that it can place one rank a host."""
+    if environ.get("PBS_TASKNUM", "1") == "1":  # the job script itself
+        return None
+    name = first_set(environ, "PBS_VNODENUM", "PBS_NODENUM")
+    index, slots = read_int(environ, "pbsdsh", name), read_nodefile(environ, "pbsdsh", _SHARE_NODEFILE)
+    hosts = list(dict.fromkeys(slots))
+    if name == "PBS_NODENUM" and len(hosts) < len(slots):
+        raise variables_error(environ, "pbsdsh", (name, "PBS_NODEFILE"), _HOSTS_ONCE, _ONE_TASK_A_HOST)
+    if index >= len(slots):
+        allowed = f"{name} less than {len(slots)}, the lines of PBS_NODEFILE"
+        raise variables_error(environ, "pbsdsh", (name, "PBS_NODEFILE"), allowed)
+    host = slots[index]
+    local_rank, local_world = slots[:index].count(host), slots.count(host)
+    seat = _Seat(index, len(slots), local_rank, local_world, hosts.index(host), len(hosts))
+    return _place(environ, "pbsdsh", seat)
+
+
+_HOSTS_ONCE = "each host once in PBS_NODEFILE, since PBS does not number the tasks of one host"
+_ONE_TASK_A_HOST = "ask for mpiprocs=1 and start torchrun on each host, or start the ranks with mpirun"
+_SHARE_NODEFILE = "copy it to a shared folder in the job script, then: pbsdsh -- env PBS_NODEFILE=COPY ..."
+
+
+def _read_environment(environ: Environ) -> Placement | None:
+    """RANK and WORLD_SIZE set by hand; the local numbers may be left out where all ranks are on one node."""
+    if "RANK" not in environ and "WORLD_SIZE" not in environ:
+        return None
+    rank, world = (read_int(environ, "the environment", name) for name in ("RANK", "WORLD_SIZE"))
+    one_node = world == 1 or environ.get("MASTER_ADDR", "") in (LOOPBACK, "localhost", "::1")
+    if not one_node or "LOCAL_RANK" in environ:
+        return _place(environ, "the environment", _read_seat(environ, "the environment", _TORCHRUN))
+    seat = _Seat(rank, world, rank, world, 0, 1)
+    _check_seat(environ, "the environment", _TORCHRUN, seat)
+    return _place(environ, "the environment", seat)
+
+
+_READERS: dict[str, Callable[[Environ], Placement | None]] = {
+    "torchrun": _read_torchrun,
+    "mpirun": _read_mpirun,
+    "mpiexec (PALS)": _read_pals,
+    "mpiexec (hydra)": _read_hydra,
+    "srun": _read_srun,
+    "pbsdsh": _read_pbs,
+    "the environment": _read_environment,
+}
+
+
+def _read_seat(environ: Environ, launcher: str, names: _Names) -> _Seat:
+    """The seat of a launcher that tells each number in a variable of its own."""
+    rank, world, local_rank, local_world = (
+        read_int(environ, launcher, name) for name in (names.rank, names.world, names.local_rank, names.local_world)
+    )
+    node, nodes = (read_optional_int(environ, launcher, name) for name in (names.node, names.nodes))
+    if local_world == world:
+        node, nodes = 0, 1
+    seat = _Seat(rank, world, local_rank, local_world, node, nodes)
+    _check_seat(environ, launcher, names, seat)
+    return seat
+
+
+def _check_seat(environ: Environ, launcher: str, names: _Names, seat: _Seat) -> None:
+    """Raise where a number is outside its range; the message names all variables of the comparison."""
+    if seat.rank >= seat.world:
+        allowed = f"{names.rank} less than {names.world}"
+        raise variables_error(environ, launcher, (names.rank, names.world), allowed)
+    if not seat.local_rank < seat.local_world <= seat.world:
+        allowed = f"{names.local_rank} less than {names.local_world}, and that at most {names.world}"
+        raise variables_error(environ, launcher, (names.local_rank, names.local_world, names.world), allowed)
+    if seat.node is not None and seat.nodes is not None and seat.node >= seat.nodes:
+        shown = (names.node or "", names.nodes or "")
+        raise variables_error(environ, launcher, shown, f"{names.node} less than {names.nodes}")
+
+
+def _check_agrees_with_environment(environ: Environ, placement: Placement) -> None:
+    """Raise where RANK or WORLD_SIZE beside a launcher's numbers says otherwise: exported earlier, or expanded in
+    the job script, where `$SLURM_PROCID` is still 0, rather than in each task."""
+    launched = _read_srun(environ) if placement.launcher == "the environment" else placement
+    if launched is None or launched.launcher == "torchrun":
+        return
+    if placement.launcher == "the environment" and launched.world != placement.world:
+        return  # another starter within the task of srun
+    for name, value in (("RANK", launched.rank), ("WORLD_SIZE", launched.world)):
+        if name in environ and environ[name] != str(value):
+            allowed = f"{name} not set, or {value} as {launched.launcher} says"
+            raise variables_error(environ, launched.launcher, (name,), allowed, f"unset {name} in the job script")
+
+
+def _place(environ: Environ, launcher: str, seat: _Seat, launch: str = "") -> Placement:
+    """The seat with its meeting point; `launch` identifies the launch more finely than the scheduler's job id."""
+    job = launch or first_value(environ, "PBS_JOBID", "SLURM_JOB_ID")
+    return Placement(
+        rank=seat.rank,
+        world=seat.world,
+        local_rank=seat.local_rank,
+        local_world=seat.local_world,
+        node=seat.node,
+        nodes=seat.nodes,
+        master_addr=find_address(environ, launcher, one_node=seat.local_world == seat.world),
+        master_port=find_port(environ, launcher, seat.world, job),
+        launcher=launcher,
+    )

@@ -1,0 +1,112 @@
+"""Starts ranks on this machine through torch's own elastic agent, and says how they ended.
+
+Invariant: when `run_local` returns or raises, none of the ranks it started is alive; should this process be killed,
+the kernel tells the ranks (`ranks.local_rank`). This module must not know what the ranks do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from shardway.ranks.signals import STOP_SIGNALS
+
+
+@dataclass(frozen=True)
+class LocalLaunch:
+    """How many ranks run which Python module with which arguments, where their output goes, and CPU threads each."""
+
+    ranks: int
+    module: str
+    arguments: Sequence[str]
+    log_folder: Path
+    threads: int
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """A rank that ended badly: its exit code, negative for a signal."""
+
+    rank: int
+    pid: int
+    exit_code: int
+
+    @property
+    def signal_name(self) -> str | None:
+        """Name of the signal that ended it, or None."""
+        return signal.Signals(-self.exit_code).name if self.exit_code < 0 else None
+
+
+def run_local(launch: LocalLaunch, on_stop: Callable[[], None]) -> list[RankFailure]:
+    """Run the ranks to their end; those that failed, the first to fail first (empty: all went well).
+
+    The first Ctrl-C or SIGTERM calls `on_stop` (which asks the ranks to stop gracefully), the second kills them.
+    """
+    launch.log_folder.mkdir(parents=True, exist_ok=True)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=launch.ranks,
+        run_id=f"shardway-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(log_dir=str(launch.log_folder), redirects=Std.ALL),
+        # Stop signals are ours (below); the agent keeps one that nobody sends in passing.
+        signals_to_handle="SIGQUIT",
+    )
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    with _stop_signals(on_stop), _environment({"OMP_NUM_THREADS": str(launch.threads)}):
+        try:
+            elastic_launch(config, sys.executable)("-m", launch.module, *launch.arguments)
+        except ChildFailedError as error:
+            failures = [RankFailure(rank, f.pid, f.exitcode) for rank, f in error.failures.items()]
+            return sorted(failures, key=lambda failure: failure.rank)
+        except SignalException as error:
+            raise KeyboardInterrupt(str(error)) from None
+    return []
+
+
+@contextlib.contextmanager
+def _stop_signals(on_stop: Callable[[], None]) -> Iterator[None]:
+    asked: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if asked:
+            # Understood by the elastic agent, which then kills its ranks with this very signal.
+            raise SignalException("a second signal", signal.SIGKILL)
+        asked.append(number)
+        on_stop()
+
+    before: dict[int, Any] = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Variables that the ranks inherit; what the user set already stays."""
+    added = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)

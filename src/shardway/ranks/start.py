@@ -1,0 +1,194 @@
+"""Starts this process as one of the ranks, and ends it.
+
+Invariant: after `start_ranks` every rank of the launch is in the default process group, or every rank has an error
+that says who waited where; after `Ranks.end` no group is left. The only place that makes the default process group.
+It must not make subgroups (that is `parallel.mesh`) nor read the environment (that is `ranks.launcher`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from shardway.errors import ERRORS_BY_NAME, Bug, JobError, ShardwayError, SiteError
+from shardway.ranks.launcher import Placement
+from shardway.units import render_seconds
+
+T = TypeVar("T")
+
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+"""On CUDA both: decisions between ranks travel by gloo, so that they never wait for the device."""
+
+
+@dataclass(frozen=True)
+class StartOptions:
+    """How the ranks start: device type, CPU threads a rank, and the two nested waits in seconds."""
+
+    device: str = "cpu"
+    threads: int = 1
+    start_timeout_s: float = 600.0
+    collective_timeout_s: float = 300.0
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of this launch as seen from one of them."""
+
+    placement: Placement
+    device: torch.device
+    grouped: bool
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        return self.placement.rank
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are."""
+        return self.placement.world
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, the one that writes what is written once."""
+        return self.placement.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, in the order of ranks, on every rank."""
+        if not self.grouped:
+            return [value]
+        values: list[Any] = [None] * self.world
+        with self.contact("while gathering values"):
+            dist.all_gather_object(values, value)
+        return values
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum of a small tensor over all ranks, in place."""
+        if self.grouped:
+            with self.contact("while adding values"):
+                dist.all_reduce(values)
+        return values
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.gather(None)
+
+    def first_then_all(self, work: Callable[[], T]) -> T:
+        """Run `work` on rank 0 and, once that went well, on the others; its error is raised on every rank."""
+        outcome = self.together(lambda: work() if self.is_first else None)
+        return cast(T, outcome) if self.is_first else work()
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Run `work` on every rank; if it fails on any, raise that error on all, so that none waits for ever."""
+        result, failure = _attempt(work)
+        failures = [note for note in self.gather(_note(failure)) if note is not None]
+        if failure is not None:
+            raise failure
+        if failures:
+            name, text = failures[0]
+            raise ERRORS_BY_NAME.get(name, JobError)(text)
+        return cast(T, result)
+
+    @contextlib.contextmanager
+    def contact(self, when: str) -> Iterator[None]:
+        """Turn the loss of another rank into a JobError that says when it happened."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_lost_contact(error):
+                raise
+            raise JobError(
+                f"rank {self.rank} lost contact with another rank {when}: {_first_line(error)}\n"
+                "  A rank of this job has died or hangs. To do: look for the rank whose own message is an error "
+                "(its log or its events), then run the same command again: it goes on from the last checkpoint."
+            ) from error
+
+    def end(self) -> None:
+        """Leave the process group; on the clean path only, since a dead peer would make it wait."""
+        if self.grouped and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def start_ranks(placement: Placement, options: StartOptions) -> Ranks:
+    """Join the launch that `placement` describes. Raises SiteError where the device or the other ranks are missing."""
+    torch.set_num_threads(options.threads)
+    device = _choose_device(placement, options.device)
+    if placement.launcher == "none":
+        return Ranks(placement, device, grouped=False)
+    _join(placement, options, device)
+    return Ranks(placement, device, grouped=True)
+
+
+def _choose_device(placement: Placement, kind: str) -> torch.device:
+    if kind == "cpu":
+        return torch.device("cpu")
+    visible = torch.cuda.device_count()
+    if placement.local_rank >= max(visible, 1) or not torch.cuda.is_available():
+        raise SiteError(
+            f"rank {placement.rank} is number {placement.local_rank + 1} on its node, where torch {torch.__version__} "
+            f"sees {visible} CUDA devices.\n"
+            '  To do: start at most as many ranks a node as it has devices, or set run.device = "cpu"; '
+            "if the node has devices, check the driver and that this torch is a CUDA build."
+        )
+    device = torch.device("cuda", placement.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _join(placement: Placement, options: StartOptions, device: torch.device) -> None:
+    where = f"{placement.master_addr}:{placement.master_port}"
+    url = f"tcp://{where}"
+    wait = timedelta(seconds=options.start_timeout_s)
+    try:
+        rendezvous = dist.rendezvous(url, rank=placement.rank, world_size=placement.world, timeout=wait)
+        store, _, _ = next(rendezvous)
+        store.set_timeout(wait)
+        dist.init_process_group(
+            BACKENDS[device.type],
+            store=store,
+            rank=placement.rank,
+            world_size=placement.world,
+            timeout=timedelta(seconds=options.collective_timeout_s),
+            device_id=device if device.type == "cuda" else None,
+        )
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise SiteError(
+            f"rank {placement.rank} of {placement.world} could not meet the others at {where} "
+            f"within {render_seconds(options.start_timeout_s)}: {_first_line(error)}\n"
+            "  To do: check that every rank was started, that the address is reachable from every node and the port is "
+            "free; if ranks start slowly, raise run.start_timeout."
+        ) from error
+
+
+def is_lost_contact(error: BaseException) -> bool:
+    """Whether an error of a collective means that another rank is gone or silent."""
+    if isinstance(error, dist.DistError):
+        return True
+    text = str(error).lower()
+    signs = ("connection closed by peer", "connection reset", "timed out", "broken pipe", "gloo", "nccl")
+    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, ShardwayError | None]:
+    try:
+        return work(), None
+    except ShardwayError as error:
+        return None, error
+    except Exception as error:  # the other ranks wait for word from this one, whatever went wrong
+        bug = Bug(f"{type(error).__name__}: {error}")
+        bug.__cause__ = error
+        return None, bug
+
+
+def _note(failure: ShardwayError | None) -> tuple[str, str] | None:
+    return None if failure is None else (type(failure).__name__, str(failure))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,20 @@
+"""RunFile + circumstances -> Resolved: what was asked for becomes what will happen.
+
+Invariant: a `Resolved` holds no "auto" that could be settled, every value has its origin, and no rule changes what
+the user set. This room must not import torch, read data or look at the machine.
+"""
+
+from shardway.resolve.build import resolve, resolve_with_data, scale_of
+from shardway.resolve.resolved import Circumstances, DataFacts, Derived, Resolved
+from shardway.resolve.same_run import check_same_run
+
+__all__ = [
+    "Circumstances",
+    "DataFacts",
+    "Derived",
+    "Resolved",
+    "check_same_run",
+    "resolve",
+    "resolve_with_data",
+    "scale_of",
+]

@@ -1,0 +1,118 @@
+"""Applies the rules: a loaded run file and the circumstances give a `Resolved`, the opened data completes it.
+
+Invariant: all that cannot be is told at once, and nothing that the user set is changed. This module must not read
+data: what it needs of them is handed in.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import MappingProxyType
+
+from shardway.errors import Problem, check_no_problems
+from shardway.resolve.draft import Draft
+from shardway.resolve.resolved import Circumstances, DataFacts, Derived, Resolved
+from shardway.resolve.rules import RULES, a_run_without_a_name_is_called_after_its_file, replicas_of
+from shardway.runfile.load import DEFAULT, Loaded
+from shardway.units import Scale, Span
+
+
+def resolve(loaded: Loaded, circumstances: Circumstances) -> Resolved:
+    """Apply every rule in order. Raises UserError with all that cannot be."""
+    draft = Draft(loaded, circumstances)
+    name = loaded.path.stem if loaded.path else "default"
+    for rule in (a_run_without_a_name_is_called_after_its_file(name), *RULES):
+        rule(draft)
+    check_no_problems(_title(loaded), draft.problems)
+    return draft.finish(_derive(draft))
+
+
+def _derive(draft: Draft) -> Derived:
+    replicas = replicas_of(draft)
+    share = math.ceil(draft.get("train.global_batch") / replicas)
+    factor = 1.0
+    if draft.get("optim.lr_scaling") == "linear":
+        factor = draft.get("train.global_batch") / draft.get("optim.base_batch")
+    return Derived(
+        replicas=replicas,
+        accumulation=math.ceil(share / draft.get("train.micro_batch")),
+        peak_lr=draft.get("optim.lr") * factor,
+    )
+
+
+def resolve_with_data(resolved: Resolved, facts: DataFacts) -> Resolved:
+    """Settle what only the opened data can: vocabulary, and spans in steps. Raises UserError."""
+    values, origins, problems = resolved.values, dict(resolved.origins), []
+    if values.model.kind == "transformer" and facts.vocab is not None:
+        if values.model.vocab == "auto":
+            model = values.model.model_copy(update={"vocab": facts.vocab})
+            values = values.model_copy(update={"model": model})
+            origins["model.vocab"] = "derived: vocabulary of the data"
+        elif int(values.model.vocab) < facts.vocab:
+            what = f"{values.model.vocab} is smaller than the vocabulary of the data, {facts.vocab}"
+            problems.append(Problem("model.vocab", what, origins["model.vocab"], f"at least {facts.vocab}"))
+    resolved = replace(resolved, values=values, origins=MappingProxyType(origins))
+    spans = _Spans(resolved, scale_of(resolved, facts))
+    check_no_problems("the run file", [*problems, *spans.find_problems()])
+    return spans.settle()
+
+
+class _Spans:
+    """The lengths of a run in steps: the whole, the warm-up, the decay at the end."""
+
+    def __init__(self, resolved: Resolved, scale: Scale) -> None:
+        self._resolved = resolved
+        optim = resolved.values.optim
+        self._total = resolved.values.train.steps.in_steps(scale)
+        self._spans: dict[str, Span] = {"warmup": optim.warmup}
+        if optim.schedule == "wsd":
+            self._spans["decay"] = optim.decay
+        self._steps = {name: self._fit(name, span.in_steps(scale)) for name, span in self._spans.items()}
+
+    def _fit(self, name: str, steps: int) -> int:
+        """A default that is long for a short run shrinks with it; what the user set is never changed."""
+        is_default = self._resolved.origins[f"optim.{name}"] == DEFAULT
+        return min(steps, self._total // 10) if is_default else steps
+
+    def find_problems(self) -> list[Problem]:
+        """What cannot be about these lengths."""
+        origins = self._resolved.origins
+        if self._total == 0:
+            what = f"{self._resolved.values.train.steps} is no step at all"
+            return [Problem("train.steps", what, origins["train.steps"], "at least 1 step")]
+        over = sum(self._steps.values()) - self._total
+        longest = max(self._steps, key=lambda name: self._steps[name])
+        if over <= 0:
+            return []
+        parts = " and ".join(f"{name} {steps}" for name, steps in self._steps.items())
+        what = f"{parts} steps do not fit into a run of {self._total} steps"
+        return [Problem(f"optim.{longest}", what, origins[f"optim.{longest}"], f"{over} steps less")]
+
+    def settle(self) -> Resolved:
+        """The resolved run with its lengths in steps; a shrunk default is written down as derived."""
+        optim, origins = self._resolved.values.optim, dict(self._resolved.origins)
+        for name, steps in self._steps.items():
+            if origins[f"optim.{name}"] == DEFAULT and self._spans[name] != Span(steps, "steps"):
+                optim = optim.model_copy(update={name: Span(steps, "steps")})
+                origins[f"optim.{name}"] = f"derived: at most a tenth of {self._total} steps"
+        return replace(
+            self._resolved,
+            values=self._resolved.values.model_copy(update={"optim": optim}),
+            origins=MappingProxyType(origins),
+            derived=replace(
+                self._resolved.derived,
+                total_steps=self._total,
+                warmup_steps=self._steps["warmup"],
+                decay_steps=self._steps.get("decay", 0),
+            ),
+        )
+
+
+def scale_of(resolved: Resolved, facts: DataFacts) -> Scale:
+    """How steps, samples, tokens and epochs of this run convert."""
+    return Scale(resolved.values.train.global_batch, facts.tokens_per_sample, facts.samples)
+
+
+def _title(loaded: Loaded) -> str:
+    return str(loaded.path) if loaded.path else "the run"

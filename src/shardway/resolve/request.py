@@ -1,0 +1,63 @@
+"""From what a person asked for to the resolved run: reads the run file, the site profile and this machine.
+
+Invariant: the same request on the same machine gives the same `Resolved` on every rank, so that each can do it for
+itself. The only module of this room that reads files; it must not write any.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shardway.hardware.probe import probe_machine
+from shardway.resolve.build import resolve
+from shardway.resolve.resolved import Circumstances, Resolved
+from shardway.rundir.directory import RunDir
+from shardway.runfile.load import Loaded, load_run
+from shardway.sites.load import load_site
+
+
+@dataclass(frozen=True)
+class Request:
+    """A run file (None: the default run), `key.path=value` overrides, the run directory (None: root/name)."""
+
+    run_file: Path | None = None
+    overrides: tuple[str, ...] = ()
+    directory: Path | None = None
+    fresh: bool = False
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """A request, what was read for it, and what follows."""
+
+    request: Request
+    loaded: Loaded
+    resolved: Resolved
+
+    @property
+    def directory(self) -> RunDir:
+        """Where the run writes."""
+        values = self.resolved.values.run
+        return RunDir(self.request.directory or Path(values.root) / values.name)
+
+    def with_default(self, dotted: str, value: Any, origin: str) -> Resolution:
+        """The same resolution where `value` stands in for a key that nobody set."""
+        loaded = self.loaded.with_default(dotted, value, origin)
+        return replace(self, loaded=loaded, resolved=resolve(loaded, self.resolved.circumstances))
+
+
+def resolve_request(request: Request, ranks: int = 1, ranks_per_node: int = 1) -> Resolution:
+    """Read and resolve. Raises UserError with every problem."""
+    loaded = load_run(request.run_file, request.overrides)
+    machine = probe_machine()
+    site = load_site(loaded.values.site.name, lambda: machine)
+    circumstances = Circumstances(
+        ranks=ranks,
+        ranks_per_node=ranks_per_node,
+        usable_cores=machine.usable_cores,
+        accelerators=len(machine.accelerators),
+        site=site.name,
+    )
+    return Resolution(request, loaded, resolve(loaded, circumstances))

@@ -1,0 +1,41 @@
+"""Whether a run directory may be continued with a run file that has changed since.
+
+Invariant: a change that would make saved weights, optimizer state or the data position mean something else is
+refused; every other change is allowed. This module must not look at checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from shardway.errors import Problem, check_no_problems
+from shardway.resolve.applies import TRANSFORMER_KEYS
+from shardway.resolve.resolved import Resolved
+
+FIXED_AT_RESUME = (
+    *(f"model.{name}" for name in ("kind", "channels", "hidden", "classes", *TRANSFORMER_KEYS)),
+    *(f"data.{name}" for name in ("kind", "tokenizer", "include", "seq_len", "shuffle", "validation_fraction")),
+    "train.seed",
+    "optim.name",
+)
+"""Keys whose change would make the saved weights, optimizer state or data position mean something else."""
+
+
+def check_same_run(saved: Mapping[str, Any], resolved: Resolved, directory: str) -> None:
+    """Raise UserError where a key that must not change between attempts differs from the saved resolved run."""
+    now = resolved.values.model_dump(mode="json")
+    problems = []
+    for dotted in FIXED_AT_RESUME:
+        section, name = dotted.split(".")
+        before, after = saved.get(section, {}).get(name), now[section][name]
+        if before not in (None, "auto") and after != "auto" and before != after:
+            what = f"{after!r}, but the run in {directory} was started with {before!r}"
+            problems.append(Problem(dotted, what, resolved.origins[dotted], repr(before)))
+    if problems:
+        problems[-1] = replace(
+            problems[-1],
+            remedy=f"restore the value, choose another directory with --dir, or start {directory} over with --fresh",
+        )
+    check_no_problems(f"what has changed since {directory} was started", problems)

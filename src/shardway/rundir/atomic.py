@@ -1,0 +1,46 @@
+"""Files that appear whole or not at all.
+
+Invariant: after `write_whole` returns, the file has the new content even across a power cut; if it raises, the file
+has the old content. This module must not know what it writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write `text` to a temporary neighbour, fsync it, rename it over `path` and fsync the folder."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with open(temporary, "x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    fsync_folder(path.parent)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """`content` as JSON, written whole."""
+    write_whole(path, json.dumps(content, indent=1) + "\n")
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make renames in `folder` durable; file systems that cannot fsync a folder are left alone."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,230 @@
+"""The layout of a run directory, as one object.
+
+Invariant: every path inside a run directory is made here. This module must not decide what to write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardway.errors import JobError, UserError
+from shardway.rundir.atomic import write_json, write_whole
+from shardway.rundir.events import Event, EventFollower, EventWriter, drop_undone, read_events
+from shardway.rundir.lock import WriterLock, find_holder
+
+FORMAT = 1
+"""Version of the run directory that this code writes, and the newest that it reads."""
+
+_CHECKPOINT = re.compile(r"step-(\d{9})")
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """One run's directory; the object itself touches the disk only when a method is called."""
+
+    path: Path
+
+    def exists(self) -> bool:
+        """Whether a run has been here."""
+        return self._status_path.exists() or self.resolved_path.exists() or self._events_folder.exists()
+
+    def create(self) -> None:
+        """Make the directory (parents too) and the folders in it. Raises UserError where that is refused."""
+        try:
+            for folder in (self.path, self._events_folder, self.checkpoints):
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"the run directory {self.path} cannot be made: {error.strerror}.\n"
+                "  To do: choose a folder that you may write to with --dir, or set run.root in the run file."
+            ) from None
+
+    def check_format(self) -> None:
+        """Raise UserError where a newer Shardway wrote this directory."""
+        status = self.read_status()
+        found = status.get("format", FORMAT) if status else FORMAT
+        if not isinstance(found, int) or found > FORMAT:
+            raise UserError(
+                f"{self.path} has run directory format {found}; this Shardway reads formats up to {FORMAT}.\n"
+                "  Nothing in it was changed. To do: update Shardway, or choose another directory with --dir."
+            )
+
+    # --- one writer
+
+    def writer_lock(self) -> WriterLock:
+        """The lock that whoever writes here must hold."""
+        return WriterLock(self._lock_path)
+
+    def find_writer(self) -> str | None:
+        """Who is training here now, or None."""
+        return find_holder(self._lock_path)
+
+    # --- what was asked and decided
+
+    @property
+    def resolved_path(self) -> Path:
+        """The resolved run; runs again as it stands."""
+        return self.path / "resolved.toml"
+
+    def write_request(self, run_toml: str, resolved_toml: str) -> None:
+        """Keep the user's file as it was read, and what was made of it."""
+        write_whole(self.path / "run.toml", run_toml)
+        write_whole(self.resolved_path, resolved_toml)
+
+    def read_resolved(self) -> dict[str, Any]:
+        """The resolved run as plain data; empty where there is none. Raises JobError where it is unreadable."""
+        if not self.resolved_path.exists():
+            return {}
+        try:
+            return tomllib.loads(self.resolved_path.read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise JobError(
+                f"{self.resolved_path} is damaged: {error}.\n"
+                "  To do: delete that one file (it is written again from the run file), or start over with --fresh."
+            ) from None
+
+    # --- events
+
+    def event_writer(self, rank: int) -> EventWriter:
+        """Opens this rank's event file for appending."""
+        return EventWriter(self._events_path(rank))
+
+    def events(self, rank: int = 0) -> list[Event]:
+        """The events of a rank that still hold (steps undone by a resume are left out)."""
+        return drop_undone(self.all_events(rank))
+
+    def all_events(self, rank: int = 0) -> Iterator[Event]:
+        """Every event of a rank as it was written, undone steps too."""
+        return read_events(self._events_path(rank))
+
+    def follow_events(self, rank: int = 0, *, from_end: bool = False) -> EventFollower:
+        """A reader of what is appended from now on (or from the start of the file)."""
+        return EventFollower(self._events_path(rank), from_end=from_end)
+
+    def ranks_with_events(self) -> list[int]:
+        """Ranks that have an event file."""
+        return sorted(int(path.stem.split("-")[1]) for path in self._events_folder.glob("rank-*.jsonl"))
+
+    # --- status
+
+    def write_status(self, **facts: Any) -> None:
+        """Replace status.json."""
+        write_json(self._status_path, {"format": FORMAT, **facts})
+
+    def read_status(self) -> dict[str, Any]:
+        """status.json, or an empty dict where there is none. Raises JobError where it is unreadable."""
+        try:
+            status = json.loads(self._status_path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except (ValueError, OSError) as error:
+            raise JobError(
+                f"{self._status_path} cannot be read: {error}.\n"
+                "  It only repeats what the events say: delete that one file and run again."
+            ) from None
+        if not isinstance(status, dict):
+            raise JobError(f"{self._status_path} is damaged: it holds no object. Delete that one file and run again.")
+        return status
+
+    # --- stopping
+
+    def request_stop(self) -> None:
+        """Ask the run to stop after its current step."""
+        (self.path / "stop").touch()
+
+    def stop_requested(self) -> bool:
+        """Whether somebody asked for a stop."""
+        return (self.path / "stop").exists()
+
+    def clear_stop(self) -> None:
+        """Take the request back (it has been obeyed)."""
+        (self.path / "stop").unlink(missing_ok=True)
+
+    # --- checkpoints
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of checkpoints."""
+        return self.path / "checkpoints"
+
+    def checkpoint_path(self, step: int) -> Path:
+        """Where the checkpoint of a step stands once it is complete."""
+        return self.checkpoints / f"step-{step:09d}"
+
+    def partial_checkpoint_path(self, step: int) -> Path:
+        """Where the checkpoint of a step is written before it is complete."""
+        return self.checkpoints / f".step-{step:09d}.partial"
+
+    def checkpoint_steps(self) -> list[int]:
+        """Steps with a complete checkpoint, oldest first."""
+        if not self.checkpoints.is_dir():
+            return []
+        found = (_CHECKPOINT.fullmatch(path.name) for path in self.checkpoints.iterdir())
+        return sorted(int(match[1]) for match in found if match)
+
+    def partial_checkpoints(self) -> list[Path]:
+        """Leftovers of saves that never became complete."""
+        return sorted(self.checkpoints.glob(".step-*.partial"))
+
+    # --- pictures and logs
+
+    @property
+    def report_path(self) -> Path:
+        """The report for a browser."""
+        return self.path / "report.html"
+
+    def write_report(self, html: str) -> None:
+        """Replace the report."""
+        write_whole(self.report_path, html)
+
+    @property
+    def log_folder(self) -> Path:
+        """Output of ranks that this machine's agent started, one folder a start."""
+        return self.path / "logs"
+
+    def rank_output(self, rank: int) -> list[Path]:
+        """Files with what a rank printed in the newest local start, stdout first; empty where nothing was captured."""
+        found = list(self.log_folder.glob(f"*/attempt_*/{rank}/std*.log"))
+        if not found:
+            return []
+        newest = max(found, key=lambda path: path.stat().st_mtime).parent
+        return sorted(newest.glob("std*.log"), reverse=True)
+
+    def set_aside(self) -> Path | None:
+        """Move what an earlier run left here out of the way (for a fresh start); where it went, or None.
+
+        Nothing is deleted: the old run stands beside as `<name>.old-N`.
+        """
+        if not self.exists():
+            return None
+        number = 1
+        while (target := self.path.with_name(f"{self.path.name}.old-{number}")).exists():
+            number += 1
+        self.path.rename(target)
+        with contextlib.suppress(FileNotFoundError):
+            (target / "stop").unlink()
+        return target
+
+    # --- names
+
+    @property
+    def _events_folder(self) -> Path:
+        return self.path / "events"
+
+    def _events_path(self, rank: int) -> Path:
+        return self._events_folder / f"rank-{rank:05d}.jsonl"
+
+    @property
+    def _status_path(self) -> Path:
+        return self.path / "status.json"
+
+    @property
+    def _lock_path(self) -> Path:
+        return self.path / "writer.lock"

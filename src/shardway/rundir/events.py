@@ -1,0 +1,121 @@
+"""Event files: one JSON object a line, append only.
+
+Invariant: a line is written by one `write` call and never changed; a torn last line (the writer was killed) is
+skipped by readers and closed off by the next writer. This module must not interpret events beyond `event` and
+`step`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+Event = dict[str, Any]
+
+
+class EventWriter:
+    """Appends events to one file; each carries `event` and `time` (Unix seconds)."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._close_off_torn_line()
+
+    def _close_off_torn_line(self) -> None:
+        size = os.fstat(self._descriptor).st_size
+        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+            os.write(self._descriptor, b"\n")
+
+    def write(self, event: str, /, **facts: Any) -> None:
+        """Append one event. Raises OSError where the file system refuses it."""
+        line = json.dumps({"event": event, **facts, "time": time.time()}, separators=(", ", ": "))
+        data = line.encode() + b"\n"
+        written = os.write(self._descriptor, data)
+        if written != len(data):
+            raise OSError(28, f"only {written} of {len(data)} bytes of an event could be written")
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> EventWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def parse_event(line: bytes) -> Event | None:
+    """The event of one line, or None for a torn or foreign line."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """Every whole event of a file, in the order written; nothing where there is no file."""
+    if not path.exists():
+        return
+    with open(path, "rb") as file:
+        for line in file:
+            if line.endswith(b"\n") and (event := parse_event(line)) is not None:
+                yield event
+
+
+def drop_undone(events: Iterator[Event]) -> list[Event]:
+    """The events that still hold: a run that resumed at step s undoes the steps after s that came before it."""
+    kept: list[Event] = []
+    for event in events:
+        if event["event"] == "started":
+            base = _step_of(event)
+            kept = [old for old in kept if _step_of(old) <= base or old["event"] in ("started", "fault")]
+        kept.append(event)
+    return kept
+
+
+def _step_of(event: Event) -> int:
+    step = event.get("step")
+    return step if isinstance(step, int) else 0
+
+
+class EventFollower:
+    """Reads what was appended to an event file since the last call."""
+
+    def __init__(self, path: Path, *, from_end: bool = False) -> None:
+        self._path = path
+        self._rest = b""
+        self._offset = path.stat().st_size if from_end and path.exists() else 0
+
+    def new_events(self) -> list[Event]:
+        """Whole events that were appended since the last call; from its start for a file that took its place."""
+        size = self._path.stat().st_size if self._path.exists() else 0
+        if size < self._offset:
+            self._offset, self._rest = 0, b""
+        if size == self._offset:
+            return []
+        with open(self._path, "rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        self._offset += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [event for event in map(parse_event, lines) if event is not None]
+
+    def follow(self, until: Callable[[], bool], pause_s: float = 0.25) -> Iterator[Event]:
+        """Yield events as they come; after `until` turns true, what is left, then end."""
+        while True:
+            ended = until()
+            yield from self.new_events()
+            if ended:
+                return
+            time.sleep(pause_s)

@@ -1,0 +1,88 @@
+"""One writer a run directory.
+
+Invariant: while a `WriterLock` is held, no other process on a file system with working `flock` can take it; the
+kernel frees it when its holder dies, however it dies. This module must not remove the lock file: unlinking a locked
+file would let two writers hold two locks of the same name.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+from shardway.errors import UserError
+
+TRIES, PAUSE_S = 5, 0.05
+
+
+class WriterLock:
+    """The right to write one run directory, until `release` or the end of the process."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = -1
+
+    def acquire(self) -> None:
+        """Take the lock. Raises UserError that names the holder where another process has it."""
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        if not _try_lock(descriptor):
+            holder = _read_holder(descriptor)
+            os.close(descriptor)
+            raise UserError(_held_message(self._path.parent, holder))
+        os.ftruncate(descriptor, 0)
+        note = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        os.pwrite(descriptor, json.dumps(note).encode(), 0)
+        self._descriptor = descriptor
+
+    def release(self) -> None:
+        """Give the lock back; a second call does nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def find_holder(path: Path) -> str | None:
+    """Who holds the lock ("process 4711 on host n1 since ..."), or None where nobody does."""
+    if not path.exists():
+        return None
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _read_holder(descriptor)
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def _try_lock(descriptor: int) -> bool:
+    """Take the lock, with a little patience: a reader that looks who holds it holds it for an instant itself."""
+    for _ in range(TRIES):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(PAUSE_S)
+        else:
+            return True
+    return False
+
+
+def _read_holder(descriptor: int) -> str:
+    try:
+        note = json.loads(os.pread(descriptor, 4096, 0))
+        return f"process {note['pid']} on host {note['host']} since {note['since']}"
+    except (ValueError, KeyError, TypeError):
+        return "a process that has just started"
+
+
+def _held_message(directory: Path, holder: str) -> str:
+    return (
+        f"another run is training into {directory}: {holder}.\n"
+        "  Two writers would destroy each other's checkpoints, so this one stops before it wrote anything.\n"
+        f"  To do: wait for it, stop it gracefully with `touch {directory}/stop`, or give this run another "
+        "directory with --dir."
+    )

@@ -1,0 +1,76 @@
+"""The doc of a key, from the schema alone.
+
+Invariant: what is said here is what the schema enforces. This module must not know any key by name.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shardway.errors import UserError
+from shardway.runfile.schema import RunFile, all_keys, sections
+from shardway.runfile.write import render_value
+
+
+@dataclass(frozen=True)
+class KeyDoc:
+    """What a key means, what it allows, and its default as it stands in TOML."""
+
+    key: str
+    doc: str
+    allowed: str
+    default: str
+
+    def render(self) -> str:
+        """A few lines for a terminal."""
+        return f"{self.key}\n  {self.doc}\n  allowed: {self.allowed}\n  default: {self.default}"
+
+    def as_json(self) -> dict[str, str]:
+        """Plain data."""
+        return asdict(self)
+
+
+def explain_key(name: str) -> list[KeyDoc]:
+    """The docs of a key, or of all keys of a section. Raises UserError for a name that is neither."""
+    keys = [dotted for dotted in all_keys() if dotted == name or dotted.split(".")[0] == name]
+    if not keys:
+        near = difflib.get_close_matches(name, [*all_keys(), *sections()], n=3, cutoff=0.5)
+        guess = f"\n  Did you mean {' or '.join(near)}?" if near else ""
+        raise UserError(f"there is no key {name}; allowed: a section ({', '.join(sections())}) or section.key.{guess}")
+    return [_explain(dotted) for dotted in keys]
+
+
+def _explain(dotted: str) -> KeyDoc:
+    section, name = dotted.split(".")
+    model = sections()[section]
+    prop = model.model_json_schema()["properties"][name]
+    default = RunFile().model_dump(mode="json")[section][name]
+    return KeyDoc(dotted, model.model_fields[name].description or "", _allowed(prop), render_value(default))
+
+
+def _allowed(prop: dict[str, Any]) -> str:
+    if "anyOf" in prop:
+        return " or ".join(_allowed(choice) for choice in prop["anyOf"])
+    if "enum" in prop:
+        return ", ".join(render_value(choice) for choice in prop["enum"])
+    if "const" in prop:
+        return render_value(prop["const"])
+    if "examples" in prop:
+        return f"such as {', '.join(render_value(example) for example in prop['examples'])}"
+    if prop.get("type") == "array":
+        return f"a list of {_allowed(prop['items'])}"
+    words = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "a text"}
+    return words[prop["type"]] + _bounds(prop)
+
+
+def _bounds(prop: dict[str, Any]) -> str:
+    names = {
+        "minimum": "at least",
+        "exclusiveMinimum": "more than",
+        "maximum": "at most",
+        "exclusiveMaximum": "less than",
+    }
+    said = [f"{words} {prop[bound]:g}" for bound, words in names.items() if bound in prop]
+    return f", {' and '.join(said)}" if said else ""

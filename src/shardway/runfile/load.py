@@ -1,0 +1,161 @@
+"""Reads a run file, its parent and the overrides into one typed value with the origin of each key.
+
+Invariant: nothing read is changed on disk, and all problems of a run file are told at once. This module must not
+derive values: a key that nobody set keeps the schema's default.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import ValidationError
+
+from shardway.errors import Problem, UserError, check_no_problems
+from shardway.runfile.locate import key_lines
+from shardway.runfile.problems import find_problems
+from shardway.runfile.schema import RunFile, all_keys
+
+COMMAND_LINE = "command line"
+DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A run file as asked for: its values, the origin of each key, the user's own text and file name."""
+
+    values: RunFile
+    origins: Mapping[str, str]
+    text: str
+    path: Path | None = None
+
+    def with_default(self, dotted: str, value: Any, origin: str) -> Loaded:
+        """The same run where `value` stands in for a key that nobody set."""
+        if self.origins[dotted] != DEFAULT:
+            return self
+        section, name = dotted.split(".")
+        raw = {**self.values.model_dump(mode="json")[section], name: value}
+        table = type(getattr(self.values, section)).model_validate(raw)
+        values = self.values.model_copy(update={section: table})
+        return replace(self, values=values, origins=MappingProxyType({**self.origins, dotted: origin}))
+
+
+@dataclass
+class _Draft:
+    """Raw values and origins while files are merged."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+
+    def lay_over(self, dotted: str, value: Any, origin: str) -> None:
+        section, _, name = dotted.partition(".")
+        if not name:
+            self.values[section] = value
+        else:
+            table = self.values.setdefault(section, {})
+            if not isinstance(table, dict):
+                table = self.values[section] = {}
+            table[name] = value
+        self.origins[dotted] = origin
+
+
+def load_run(path: Path | None, overrides: Sequence[str] = ()) -> Loaded:
+    """The run of a file (None: all defaults) with `key.path=value` overrides laid over it.
+
+    Raises UserError with every problem of the file, its parent and the overrides.
+    """
+    draft = _Draft()
+    text = _merge_file(draft, path) if path else ""
+    problems = _lay_overrides(draft, overrides)
+    title = str(path) if path else "the command line"
+    try:
+        values = RunFile.model_validate(draft.values)
+    except ValidationError as error:
+        problems += find_problems(error.errors(), draft.origins, title)
+        check_no_problems(title, problems)
+        raise
+    check_no_problems(title, problems)
+    origins = {name: draft.origins.get(name, DEFAULT) for name in all_keys()}
+    return Loaded(values, MappingProxyType(origins), text, path)
+
+
+def _merge_file(draft: _Draft, path: Path) -> str:
+    """Lay a file over its parent; returns the file's own text."""
+    text = _read_text(path)
+    table = _parse(text, path)
+    parent = table.pop("extends", None)
+    if parent is not None:
+        _merge_parent(draft, path, parent)
+    lines = key_lines(text)
+    for dotted, value in _flatten(table):
+        line = lines.get(dotted) or lines.get(dotted.split(".")[0])
+        draft.lay_over(dotted, value, f"{path.name}:{line}" if line else path.name)
+    return text
+
+
+def _merge_parent(draft: _Draft, path: Path, parent: Any) -> None:
+    if not isinstance(parent, str):
+        raise UserError(f"extends in {path} is {parent!r}; allowed: the path of one run file as a text.")
+    parent_path = path.parent / parent
+    parent_text = _read_text(parent_path, wanted_by=f"extends in {path}")
+    if "extends" in _parse(parent_text, parent_path):
+        raise UserError(
+            f"{path} extends {parent_path}, which extends another file itself; allowed: one parent.\n"
+            f"  To do: copy the keys that you need from {parent_path}'s parent into {path}."
+        )
+    _merge_file(draft, parent_path)
+
+
+def _read_text(path: Path, wanted_by: str = "") -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"the run file {path} is not UTF-8 text (byte {error.start}): is it a run file?") from None
+    except OSError as error:
+        source = f" ({wanted_by})" if wanted_by else ""
+        raise UserError(
+            f"the run file {path}{source} cannot be read: {error.strerror}.\n"
+            "  To do: check the path, or write a new run file with `shardway init`."
+        ) from None
+
+
+def _parse(text: str, path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} is not valid TOML: {error}.") from None
+
+
+def _flatten(table: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    """Dotted key and value of each entry; only sections are taken apart."""
+    for name, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from ((f"{name}.{inner}", entry) for inner, entry in value.items())
+        else:
+            yield name, value
+
+
+def _lay_overrides(draft: _Draft, overrides: Sequence[str]) -> list[Problem]:
+    """Lay `key.path=value` texts over the draft; those without this form are problems."""
+    problems = []
+    for override in overrides:
+        dotted, equals, text = override.partition("=")
+        if not equals or "." not in dotted:
+            problems.append(
+                Problem(override, "is not an override", COMMAND_LINE, "section.key=value, such as train.steps=500")
+            )
+            continue
+        draft.lay_over(dotted.strip(), parse_override_value(text.strip()), COMMAND_LINE)
+    return problems
+
+
+def parse_override_value(text: str) -> Any:
+    """A value as TOML reads it (`3`, `true`, `[1, 2]`, `"x"`), or else the text itself (`500 steps`)."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text

@@ -1,0 +1,199 @@
+"""Every key of a run file: its type, default, bounds and meaning.
+
+Invariant: keys are strict (an unknown one is an error) and each carries the sentence that `shardway config
+explain` prints. This module must not check one key against another: that is a rule in `shardway.resolve`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from shardway.runfile.types import Auto, CadenceOrOff, Off, SecondsField, SpanField, SpanOrOff
+from shardway.units import Span
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+PositiveFloat = Annotated[float, Field(gt=0.0)]
+
+
+def key(default: Any, doc: str, **bounds: Any) -> Any:
+    """A documented key with its default."""
+    return Field(default, description=doc, **bounds)
+
+
+class Section(BaseModel):
+    """Base of the sections: strict keys, strict types, frozen once read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class ModelSection(Section):
+    """What is trained."""
+
+    kind: Literal["transformer", "convnet", "mlp"] = key("transformer", "The reference model to build.")
+    hf: str = key("", "A Hugging Face model (folder or name) instead of a reference model.")
+    dim: PositiveInt = key(128, "Width of the residual stream (transformer).")
+    layers: PositiveInt = key(4, "Number of blocks (transformer).")
+    heads: PositiveInt = key(4, "Attention heads; must divide dim (transformer).")
+    kv_heads: PositiveInt | Auto = key("auto", "Key/value heads; must divide heads; auto = heads (transformer).")
+    ffn_dim: PositiveInt | Auto = key(
+        "auto", "Width of the feed-forward layer; auto = 8/3 dim for swiglu, 4 dim for gelu (transformer)."
+    )
+    vocab: PositiveInt | Auto = key("auto", "Vocabulary; auto = that of the data's tokenizer (transformer).")
+    norm: Literal["rmsnorm", "layernorm"] = key("rmsnorm", "Normalisation (transformer).")
+    activation: Literal["swiglu", "gelu"] = key("swiglu", "Feed-forward activation (transformer).")
+    tied: bool = key(True, "Share the embedding with the output layer (transformer).")
+    rope_theta: PositiveFloat = key(10000.0, "Base of the rotary position frequencies (transformer).")
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = key(0.0, "Dropout probability (transformer, mlp).")
+    channels: list[PositiveInt] = key([16, 32], "Output channels of the convolution blocks (convnet).", min_length=1)
+    hidden: list[PositiveInt] = key([256], "Widths of the hidden layers (mlp).")
+    classes: PositiveInt = key(10, "Number of classes (convnet, mlp).")
+
+
+class DataSection(Section):
+    """What it learns from, and in which order."""
+
+    kind: Literal["text", "tokens", "arrays", "idx", "synthetic"] = key(
+        "text", "Sort of data: text files, a token file, .npz arrays, MNIST idx files, or made up."
+    )
+    path: str = key("python:stdlib", 'File or folder; "python:stdlib" is the running Python\'s own library.')
+    validation: str = key("", "File or folder to validate on; empty = hold out validation_fraction of path.")
+    validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = key(
+        0.01, "Part at the end of path that is held out where validation names nothing."
+    )
+    include: str = key("*.py", "Files of a folder that belong to the text (glob on the name).")
+    tokenizer: str = key("bytes", '"bytes", or a tokenizer.json (tokenizers) or .model file (sentencepiece).')
+    token_dtype: Literal["uint8", "uint16", "uint32"] = key("uint16", "Width of a token in a raw .bin token file.")
+    seq_len: PositiveInt = key(128, "Tokens in a sample.")
+    inputs: str = key("x", "Name of the input array in an .npz file.")
+    targets: str = key("y", "Name of the target array in an .npz file.")
+    mean: float = key(0.0, "Subtracted from pixels after they were scaled to 0..1 (arrays, idx).")
+    std: PositiveFloat = key(1.0, "Divides pixels after mean was subtracted (arrays, idx).")
+    samples: PositiveInt = key(4096, "Number of samples that synthetic data has.")
+    shape: list[PositiveInt] = key([1, 28, 28], "Shape of a synthetic image (convnet, mlp).")
+    shuffle: bool = key(True, "Visit the samples of an epoch in a random order derived from train.seed.")
+    workers: NonNegativeInt = key(0, "Loader processes a rank; 0 reads in the rank itself (best for tokens).")
+    prefetch: PositiveInt = key(2, "Batches that each worker reads ahead.")
+    record_ids: bool = key(False, "Write the ids of the samples that each rank consumed into its events.")
+    cache: str = key("auto", "Folder for prepared token files; auto = shardway in the user's cache folder.")
+
+
+class TrainSection(Section):
+    """How long and in which portions."""
+
+    steps: SpanField = key(Span(1000, "steps"), "Length of the run: steps, samples, tokens or epochs.")
+    seed: NonNegativeInt = key(0, "Seed of initial weights, data order and dropout.")
+    global_batch: PositiveInt = key(32, "Samples that one optimizer step sees, over all ranks.")
+    micro_batch: PositiveInt | Auto = key(
+        "auto", "Samples that one rank passes through the model at once; auto = its whole share."
+    )
+    validate_every: SpanOrOff = key("off", "How often to validate.")
+    validation_samples: PositiveInt = key(512, "At most so many samples are validated on.")
+    deterministic: bool = key(False, "Refuse operations whose result may differ from one run to the next.")
+    compile: Literal["off", "blocks"] = key("off", "torch.compile nothing, or each block of the model.")
+
+
+class OptimSection(Section):
+    """The optimizer and its learning rate."""
+
+    name: Literal["adamw", "sgd"] = key("adamw", "Optimizer.")
+    lr: PositiveFloat = key(1e-3, "Peak learning rate.")
+    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = key([0.9, 0.95], "AdamW moments.")
+    eps: PositiveFloat = key(1e-8, "AdamW denominator term.")
+    momentum: Fraction = key(0.9, "SGD momentum.")
+    nesterov: bool = key(False, "SGD with Nesterov momentum.")
+    weight_decay: Annotated[float, Field(ge=0.0)] = key(
+        0.1, "Weight decay of matrices; norms, biases and other vectors have none."
+    )
+    clip: PositiveFloat | Off = key(1.0, 'Largest global gradient norm; "off" leaves gradients as they are.')
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = key(
+        "cosine", "Course of the learning rate after the warm-up; wsd = warm-up, stable, decay."
+    )
+    warmup: SpanField = key(Span(50, "steps"), "Length of the linear warm-up from zero.")
+    decay: SpanField = key(Span(200, "steps"), "Length of the decay at the end (wsd).")
+    final_lr: Fraction = key(0.1, "Learning rate at the end, as a fraction of the peak.")
+    lr_scaling: Literal["none", "linear"] = key(
+        "none", "linear = multiply lr by train.global_batch / base_batch (Goyal et al., arXiv:1706.02677)."
+    )
+    base_batch: PositiveInt = key(256, "Global batch that lr was chosen for (lr_scaling = linear).")
+
+
+class ParallelSection(Section):
+    """The degree of each axis; their product is the number of ranks."""
+
+    dp_replicate: PositiveInt | Auto = key("auto", "Copies of the model; auto = what the other axes leave.")
+    dp_shard: PositiveInt | Auto = key(1, "Ranks that share one copy of the states (FSDP2).")
+    cp: PositiveInt = key(1, "Context parallel degree (splits the sequence).")
+    tp: PositiveInt = key(1, "Tensor parallel degree (splits matrices).")
+    pp: PositiveInt = key(1, "Pipeline parallel degree (splits the layers).")
+    ep: PositiveInt = key(1, "Expert parallel degree (over dp_shard x cp).")
+    reshard_after_forward: bool = key(True, "Free gathered weights after the forward pass (dp_shard > 1).")
+    prefetch: NonNegativeInt = key(1, "Blocks whose weights are gathered ahead of use (dp_shard > 1).")
+    bucket_mib: PositiveInt = key(25, "Size of a gradient bucket in MiB (dp_replicate > 1).")
+
+
+class PrecisionSection(Section):
+    """Number formats."""
+
+    compute: Literal["fp32", "bf16", "fp16", "float8"] = key("fp32", "Format of matrix products; weights stay fp32.")
+    reduce: Literal["fp32", "bf16"] = key("fp32", "Format in which sharded gradients are summed.")
+    tf32: bool = key(False, "Let fp32 matrix products run in TF32 on devices that have it.")
+
+
+class CheckpointSection(Section):
+    """When state is saved and how much of it is kept."""
+
+    every: CadenceOrOff = key(Span(500, "steps"), 'How often to save: an amount of training, a time, or "off".')
+    keep: PositiveInt = key(
+        3, "Complete checkpoints that are kept; older ones are removed after a newer one is complete."
+    )
+
+
+class RunSection(Section):
+    """The process: where it writes, on what it runs, how long it waits."""
+
+    name: str = key("auto", "Name of the run; auto = the run file's name.", min_length=1)
+    root: str = key("runs", "Folder of run directories; the run directory is root/name unless --dir is given.")
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "Device of the model; auto = cuda where there is one.")
+    threads: PositiveInt | Auto = key("auto", "CPU threads a rank; auto = usable cores / ranks on the node.")
+    start_timeout: SecondsField = key(600.0, "How long ranks wait for each other at the start.")
+    collective_timeout: SecondsField = key(300.0, "How long a collective waits before the job is ended.")
+    stop_timeout: SecondsField = key(900.0, "How long a graceful stop may take before ranks are killed.")
+
+
+class SiteSection(Section):
+    """The machine."""
+
+    name: str = key("laptop", "A shipped profile, or the path of a profile of your own.")
+
+
+class RunFile(Section):
+    """A whole run file; `format` changes when a key changes its meaning."""
+
+    format: Literal[1] = key(1, "Version of the run file format.")
+    model: ModelSection = Field(default_factory=ModelSection)
+    data: DataSection = Field(default_factory=DataSection)
+    train: TrainSection = Field(default_factory=TrainSection)
+    optim: OptimSection = Field(default_factory=OptimSection)
+    parallel: ParallelSection = Field(default_factory=ParallelSection)
+    precision: PrecisionSection = Field(default_factory=PrecisionSection)
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    run: RunSection = Field(default_factory=RunSection)
+    site: SiteSection = Field(default_factory=SiteSection)
+
+
+def sections() -> dict[str, type[Section]]:
+    """Section name -> its model, in the order of the file."""
+    return {
+        name: field.annotation
+        for name, field in RunFile.model_fields.items()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+    }
+
+
+def all_keys() -> list[str]:
+    """Every dotted key of a run file, in the order of the schema."""
+    return [f"{name}.{field}" for name, section in sections().items() for field in section.model_fields]

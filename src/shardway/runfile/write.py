@@ -1,0 +1,63 @@
+"""Writes run files: the commented one of `shardway init` and the resolved one of a run directory.
+
+Invariant: what is written here loads again to the same values. This module must not choose values.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shardway.runfile.schema import RunFile, Section
+
+
+def render_value(value: Any) -> str:
+    """One value as TOML."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
+    if isinstance(value, list):
+        return f"[{', '.join(map(render_value, value))}]"
+    return repr(value)
+
+
+def render_run(values: RunFile, origins: Mapping[str, str], keep: Callable[[str], bool]) -> str:
+    """A run file with every key that `keep` wants, each with its origin beside it."""
+    lines = [f"format = {values.format}"]
+    for section, table in _tables(values):
+        lines += ["", f"[{section}]"]
+        for name, value in table.items():
+            dotted = f"{section}.{name}"
+            if keep(dotted):
+                lines.append(f"{f'{name} = {render_value(value)}':<40} # {origins[dotted]}")
+    return "\n".join(lines) + "\n"
+
+
+def render_commented(values: RunFile, chosen: Mapping[str, Any]) -> str:
+    """A run file for a newcomer: the `chosen` keys set, every other key as a comment with its default."""
+    lines = [
+        "# A Shardway run file. Keys that are commented out stand at their defaults.",
+        "# `shardway config explain KEY` says more of a key; `shardway train THIS_FILE` runs it.",
+        f"format = {values.format}",
+    ]
+    for section, table in _tables(values):
+        model: Section = getattr(values, section)
+        lines += ["", *_comment((type(model).__doc__ or "").strip()), f"[{section}]"]
+        for name, default in table.items():
+            lines += _comment(type(model).model_fields[name].description or "")
+            dotted = f"{section}.{name}"
+            entry = f"{name} = {render_value(chosen.get(dotted, default))}"
+            lines.append(entry if dotted in chosen else f"# {entry}")
+    return "\n".join(lines) + "\n"
+
+
+def _tables(values: RunFile) -> list[tuple[str, dict[str, Any]]]:
+    dump = values.model_dump(mode="json")
+    return [(name, table) for name, table in dump.items() if isinstance(table, dict)]
+
+
+def _comment(text: str) -> list[str]:
+    return [f"## {line}" for line in textwrap.wrap(text, 100)]

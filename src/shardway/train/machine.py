@@ -1,0 +1,49 @@
+"""The states of the loop and the order in which they follow each other, as a pure function.
+
+    RESTORE ─► STEP ─► VALIDATE ─► SAVE ─► STEP ...        (VALIDATE and SAVE only when due)
+                 └──────────────────┴─► STOP ─► END        (asked to stop: save first, do not validate)
+                                    └─► FINISH ─► END      (the last step: validate and save first)
+
+Invariant: every phase that is entered on one rank is entered on all, since the facts it follows from are agreed.
+This module must not do anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+
+class Phase(Enum):
+    """What the loop does now."""
+
+    RESTORE = auto()
+    STEP = auto()
+    VALIDATE = auto()
+    SAVE = auto()
+    STOP = auto()
+    FINISH = auto()
+    END = auto()
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the next phase follows from; the same on every rank."""
+
+    done: bool
+    stop: bool
+    validate_due: bool
+    save_due: bool
+
+
+def next_phase(phase: Phase, facts: Facts) -> Phase:
+    """The phase after `phase`."""
+    if phase in (Phase.STOP, Phase.FINISH, Phase.END):
+        return Phase.END
+    if phase is Phase.STEP and facts.validate_due and not facts.stop:
+        return Phase.VALIDATE
+    if phase in (Phase.STEP, Phase.VALIDATE) and facts.save_due:
+        return Phase.SAVE
+    if facts.stop and not facts.done:
+        return Phase.STOP
+    return Phase.FINISH if facts.done else Phase.STEP

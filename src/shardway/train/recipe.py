@@ -1,0 +1,96 @@
+"""The run that a run file describes, from its data to its report, through the library door.
+
+Invariant: everything it does, a script of a user's own could do with the same calls. This module must not hold a
+loop of its own beside the one of `Run.steps`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from shardway.data.loader import Share, validation_batches
+from shardway.data.open import Data, open_data
+from shardway.data.sources.base import Source
+from shardway.models.build import build_model
+from shardway.resolve import DataFacts
+from shardway.resolve.request import Request
+from shardway.train.loss import LossSum, class_cross_entropy, token_cross_entropy
+from shardway.train.optim import build_optimizer
+from shardway.train.run import Run, start
+from shardway.train.validate import Validation
+from shardway.watch.report import render_report
+
+LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], LossSum]] = {
+    "tokens": token_cross_entropy,
+    "images": class_cross_entropy,
+}
+"""What a model takes -> its loss."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: its directory, and the state and reason of its last event."""
+
+    directory: str
+    state: str
+    reason: str
+    step: int
+
+
+def train(request: Request) -> Outcome:
+    """Train on this rank until the run is finished or asked to stop. Raises ShardwayError."""
+    with start(request.run_file, *request.overrides, directory=request.directory, fresh=request.fresh) as run:
+        data = _open(run)
+        values = run.resolved.values
+        wants = wants_of(values.model.kind)
+        model = run.shard(
+            build_model(values.model, vocab=data.train.facts.vocab, sample_shape=data.train.facts.sample_shape)
+        )
+        peak_lr = run.resolved.derived.peak_lr
+        run.optimizer(lambda parameters: build_optimizer(values.optim, model, peak_lr), model)
+        validation = _validation(run, data.validation, LOSSES[wants])
+        for batch in run.steps(run.loader(data.train), validation=validation):
+            run.step(model, batch, LOSSES[wants])
+        status = run.directory.read_status() if run.is_first else {}
+        if run.is_first:
+            run.directory.write_report(render_report(run.directory))
+    return Outcome(
+        str(run.directory.path), status.get("state", ""), status.get("reason", ""), int(status.get("step", 0))
+    )
+
+
+def wants_of(model_kind: str) -> Any:
+    """Whether a model takes tokens or images."""
+    return "tokens" if model_kind == "transformer" else "images"
+
+
+def _open(run: Run) -> Data:
+    """The data, opened by rank 0 first (it prepares what the others then find), and the run completed with it."""
+    values = run.resolved.values
+    model = values.model
+    wants = wants_of(model.kind)
+    vocab = model.vocab if wants == "tokens" and isinstance(model.vocab, int) else None
+    classes = model.classes if wants == "images" else None
+    data = run.session.ranks.first_then_all(
+        lambda: open_data(values.data, values.train.seed, wants, vocab=vocab, classes=classes)
+    )
+    run.session.settle(DataFacts(len(data.train), data.train.tokens_per_sample, data.train.facts.vocab))
+    return data
+
+
+def _validation(run: Run, source: Source | None, loss_fn: Callable[..., LossSum]) -> Validation | None:
+    if source is None:
+        return None
+    return Validation(partial(_validation_data, run, source), loss_fn, source.facts.bytes_per_token)
+
+
+def _validation_data(run: Run, source: Source) -> Iterator[Any]:
+    values, mesh = run.resolved.values, run.session.mesh
+    share = Share(int(values.train.micro_batch) * mesh.data_ranks, mesh.data_rank, mesh.data_ranks)
+    batches = validation_batches(source, values.train.validation_samples, share, run.loader_options())
+    return (batch.data for batch in run.batches_on_device(batches))

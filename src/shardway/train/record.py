@@ -1,0 +1,79 @@
+"""Writes down what happens: events of every rank that has something to say, status by rank 0.
+
+Invariant: recording never changes the run; a file system that refuses becomes one JobError with what to do. Rank 0
+writes one step event a step. This module must not decide anything.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from typing import Any
+
+from shardway.errors import JobError
+from shardway.ranks.start import Ranks
+from shardway.rundir.directory import RunDir
+from shardway.rundir.events import EventWriter
+
+STATUS_EVERY_S = 1.0
+"""A status is written to be read by people and schedulers: once a second is often enough."""
+
+
+class Recorder:
+    """Events and status of one rank."""
+
+    def __init__(self, directory: RunDir, ranks: Ranks, *, every_rank: bool) -> None:
+        self._directory = directory
+        self._ranks = ranks
+        self._every_rank = every_rank
+        self._writer: EventWriter | None = None
+        self._status: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "world": ranks.world}
+        self._status_at = 0.0
+
+    def event(self, name: str, /, **facts: Any) -> None:
+        """An event of the whole run: written by rank 0."""
+        if self._ranks.is_first:
+            self._write(name, facts)
+
+    def step(self, facts: dict[str, Any], ids: list[int] | None) -> None:
+        """A finished step: by rank 0, and with `ids` by every rank for its own samples."""
+        if self._ranks.is_first or self._every_rank:
+            self._write("step", facts if ids is None else {**facts, "ids": ids})
+
+    def fault(self, **facts: Any) -> None:
+        """What ended this rank: written by the rank itself."""
+        self._write("fault", {"rank": self._ranks.rank, **facts})
+
+    def status(self, *, now: bool = False, **facts: Any) -> None:
+        """Update status.json on rank 0; at most once a second unless `now`."""
+        self._status.update(facts)
+        if not self._ranks.is_first or (not now and time.monotonic() - self._status_at < STATUS_EVERY_S):
+            return
+        self._status_at = time.monotonic()
+        try:
+            self._directory.write_status(**self._status, time=time.time())
+        except OSError as error:
+            raise _refused(self._directory, error) from error
+
+    def close(self) -> None:
+        """Close the event file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _write(self, name: str, facts: dict[str, Any]) -> None:
+        try:
+            if self._writer is None:
+                self._writer = self._directory.event_writer(self._ranks.rank)
+            self._writer.write(name, **facts)
+        except OSError as error:
+            raise _refused(self._directory, error) from error
+
+
+def _refused(directory: RunDir, error: OSError) -> JobError:
+    return JobError(
+        f"the run directory {directory.path} does not take more writing: {error.strerror}.\n"
+        "  What was saved before is unchanged. To do: make room (or check the quota and the mount), then run the same "
+        "command again: it goes on from the last checkpoint."
+    )

@@ -1,0 +1,251 @@
+"""The library door: `shardway.start()` and what a script that owns its loop calls.
+
+    with shardway.start() as run:
+        model = run.shard(Net())
+        optimizer = run.optimizer(torch.optim.AdamW, model, lr=3e-4)
+        loader = run.loader(dataset, batch_size=64)
+        for batch in run.steps(loader):
+            loss = run.step(model, batch, loss_fn)
+
+Invariant: the command line trains through this same door. This module must not hold logic of its own: it hands each
+call to the room that knows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardway.checkpoint.state import Trained
+from shardway.data.loader import Batch, LoaderOptions, Share, StepLoader, to_device
+from shardway.data.order import Order
+from shardway.data.sources.base import Source
+from shardway.errors import UserError
+from shardway.parallel.apply import ApplyOptions, apply_parallelism
+from shardway.resolve import DataFacts, Resolved, scale_of
+from shardway.resolve.request import Request
+from shardway.rundir.directory import RunDir
+from shardway.runfile.load import DEFAULT
+from shardway.train.loop import Loop, LoopParts, LoopPlan
+from shardway.train.loss import LossSum
+from shardway.train.schedule import Course
+from shardway.train.session import Session, open_session
+from shardway.train.step import StepOptions, take_step
+from shardway.train.validate import Validation
+from shardway.units import Span
+
+OWN_MODEL_KEYS = ("data.shuffle", "data.workers", "data.prefetch", "data.record_ids")
+"""Of [model] and [data], what has an effect on a script that brings its own model and data."""
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Where a run's batches come from."""
+
+    samples: Any
+    size: int
+    tokens_per_sample: int
+    fingerprint: str
+
+
+class Run:
+    """One run as its script sees it; made by `start`."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._model: nn.Module | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._loop: Loop | None = None
+
+    @property
+    def resolved(self) -> Resolved:
+        """The resolved run: `run.resolved.values.train.seed`."""
+        return self._session.resolved
+
+    @property
+    def directory(self) -> RunDir:
+        """The run directory."""
+        return self._session.directory
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        return self._session.ranks.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0."""
+        return self._session.ranks.is_first
+
+    @property
+    def session(self) -> Session:
+        """What the run is made of, for recipes."""
+        return self._session
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        """Make a model parallel as the run file says and move it to this rank's device; returns what to call.
+
+        A model that has weights keeps those of rank 0; one on the meta device is filled by its `init_weights(seed)`.
+        Raises UserError where the model cannot be split or filled.
+        """
+        values = self.resolved.values
+        options = ApplyOptions(values.parallel, self._session.precision, values.train.compile, values.train.seed)
+        self._model = apply_parallelism(model, self._session.mesh, self.device, options)
+        return self._model
+
+    def optimizer(
+        self, factory: Callable[..., torch.optim.Optimizer], model: nn.Module, **options: Any
+    ) -> torch.optim.Optimizer:
+        """`factory(model.parameters(), **options)`, saved and resumed with the run.
+
+        Its learning rate stays as given unless the run file sets `optim.schedule`; then it is the peak of it.
+        """
+        self._optimizer = factory(model.parameters(), **options)
+        return self._optimizer
+
+    def loader(self, dataset: Any, batch_size: int | None = None) -> Loader:
+        """Batches of a map-style dataset (or a source of `shardway.data`), each rank its share of every batch.
+
+        `batch_size` counts samples over all ranks, so that the loss does not depend on their number;
+        `train.global_batch` of a run file or the command line wins over it.
+        """
+        if batch_size is not None:
+            origin = f"run.loader(batch_size={batch_size})"
+            self._session.resolution = self._session.resolution.with_default("train.global_batch", batch_size, origin)
+        if isinstance(dataset, Source):
+            return Loader(dataset, len(dataset), dataset.tokens_per_sample, dataset.facts.fingerprint)
+        if not hasattr(dataset, "__len__"):
+            raise UserError(
+                f"{type(dataset).__name__} has no length, so its samples cannot be numbered and resumed exactly.\n"
+                "  To do: give it __len__ and __getitem__ (a map-style dataset)."
+            )
+        return Loader(dataset, len(dataset), 1, f"{type(dataset).__name__} of {len(dataset)}")
+
+    def steps(
+        self,
+        loader: Loader,
+        length: str | int | None = None,
+        validation: Validation | None = None,
+        on_step: Callable[[int, dict[str, Any]], None] | None = None,
+    ) -> Iterator[Any]:
+        """The batches that are left of the run, on this rank's device: resumes, records, validates, saves, stops.
+
+        `length` ("3 epochs", 500) stands where nothing sets `train.steps`. A source's batch is (inputs, targets); a
+        dataset's is what torch's default_collate makes of its samples.
+        """
+        if length is not None:
+            resolution = self._session.resolution
+            self._session.resolution = resolution.with_default("train.steps", length, f"run.steps(length={length!r})")
+        if self.resolved.derived.total_steps == 0:
+            self._session.own_model = True
+            self._session.settle(DataFacts(loader.size, loader.tokens_per_sample, None), keep=_has_effect_on_own_model)
+        trained = self._trained()
+        parts = LoopParts(trained, lambda position: self._stream(loader, position), validation, on_step)
+        self._loop = Loop(self._session, self._plan(loader), parts)
+        return self._loop.batches()
+
+    def step(self, model: nn.Module, batch: Any, loss_fn: Callable[..., LossSum | torch.Tensor]) -> float:
+        """One optimizer step on this batch; the mean loss over the global batch.
+
+        Of a pair (inputs, targets), `loss_fn(model(inputs), targets)` is the loss; of any other batch,
+        `loss_fn(model, batch)`. It returns the mean over its samples, or a `LossSum` where targets may not count.
+        """
+        if self._loop is None or self._optimizer is None:
+            raise UserError("run.step was called outside `for batch in run.steps(loader)`, or before run.optimizer.")
+        values = self.resolved.values
+        options = StepOptions(
+            global_batch=values.train.global_batch,
+            data_ranks=self._session.mesh.data_ranks,
+            accumulation=self.resolved.derived.accumulation,
+            clip=None if values.optim.clip == "off" else float(values.optim.clip),
+            precision=self._session.precision,
+        )
+        result = take_step(model, self._optimizer, batch, loss_fn, options, self._session.ranks, self._loop.wishes())
+        self._loop.note(result)
+        return result.loss
+
+    def batches_on_device(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Batches moved to this rank's device, a source's as the pair (inputs, targets)."""
+        with contextlib.closing(batches) as stream:  # type: ignore[type-var]
+            for batch in stream:
+                yield to_device(_paired(batch), self.device)
+
+    def _stream(self, loader: Loader, position: int) -> Iterator[Batch]:
+        values = self.resolved.values
+        order = Order(loader.size, values.train.seed, values.data.shuffle)
+        share = Share(values.train.global_batch, self._session.mesh.data_rank, self._session.mesh.data_ranks)
+        step_loader = StepLoader(loader.samples, order, share, self.loader_options())
+        return self.batches_on_device(step_loader.batches(position))
+
+    def loader_options(self) -> LoaderOptions:
+        """Workers, read-ahead and pinned memory as the run file and the device want them."""
+        data = self.resolved.values.data
+        return LoaderOptions(data.workers, data.prefetch, pin_memory=self.device.type == "cuda")
+
+    def _trained(self) -> Trained:
+        if self._model is None or self._optimizer is None:
+            missing = "run.shard(model)" if self._model is None else "run.optimizer(...)"
+            raise UserError(f"run.steps needs what is to be resumed and saved: call {missing} before it.")
+        return Trained(self._model, self._optimizer)
+
+    def _plan(self, loader: Loader) -> LoopPlan:
+        resolved = self.resolved
+        values, derived = resolved.values, resolved.derived
+        scale = scale_of(resolved, DataFacts(loader.size, loader.tokens_per_sample, None))
+        every, validate_every = values.checkpoint.every, values.train.validate_every
+        constant = self._session.own_model and resolved.origins["optim.schedule"] == DEFAULT
+        warmup_steps = 0 if constant else derived.warmup_steps
+        return LoopPlan(
+            total_steps=derived.total_steps,
+            global_batch=values.train.global_batch,
+            tokens_per_sample=loader.tokens_per_sample,
+            validate_every=None if validate_every == "off" else max(1, validate_every.in_steps(scale)),
+            save_every=max(1, every.in_steps(scale)) if isinstance(every, Span) else None,
+            save_every_s=every if isinstance(every, float) else None,
+            save_at_end=every != "off",
+            keep=values.checkpoint.keep,
+            schedule="constant" if constant else values.optim.schedule,
+            course=Course(derived.total_steps, warmup_steps, derived.decay_steps, values.optim.final_lr),
+            data_fingerprint=loader.fingerprint,
+        )
+
+
+@contextlib.contextmanager
+def start(
+    run_file: str | Path | None = None,
+    *overrides: str,
+    directory: str | Path | None = None,
+    fresh: bool = False,
+) -> Iterator[Run]:
+    """Join whatever started this process (nothing, torchrun, srun, mpirun, PBS) and open the run directory.
+
+    `run_file` None takes every default; `overrides` are `key.path=value`; `directory` is the run directory (else
+    run.root/run.name); `fresh` sets what an earlier run left there aside. Raises ShardwayError on every rank alike.
+    """
+    request = Request(
+        Path(run_file) if run_file is not None else None,
+        overrides,
+        Path(directory) if directory is not None else None,
+        fresh,
+    )
+    with open_session(request, os.environ) as session:
+        yield Run(session)
+
+
+def _has_effect_on_own_model(dotted: str) -> bool:
+    return not dotted.startswith(("model.", "data.")) or dotted in OWN_MODEL_KEYS
+
+
+def _paired(batch: Batch) -> Batch:
+    """A source's batch, {"inputs": ..., "targets": ...}, as the pair that a training script expects."""
+    data = batch.data
+    if isinstance(data, dict) and data.keys() == {"inputs", "targets"}:
+        return Batch((data["inputs"], data["targets"]), batch.ids, batch.position)
+    return batch

@@ -1,0 +1,155 @@
+"""Opens and closes what every run needs around its steps: ranks, grid, run directory, recorder, signals.
+
+Invariant: nothing is written into a run directory before its lock is held, and a second writer is refused on all
+ranks. On the clean path the process group is left in order; on the error path it is not, since a peer may be dead.
+This module must not know models or data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from shardway.checkpoint.load import peek_latest
+from shardway.checkpoint.save import remove_leftovers
+from shardway.checkpoint.state import seed_all
+from shardway.errors import JobError, ShardwayError
+from shardway.hardware.facts import render_machine
+from shardway.hardware.probe import probe_machine
+from shardway.parallel.mesh import Mesh, build_mesh
+from shardway.parallel.precision import Precision, apply_precision, read_precision
+from shardway.ranks.launcher import find_placement
+from shardway.ranks.signals import SignalWatch
+from shardway.ranks.start import Ranks, StartOptions, start_ranks
+from shardway.resolve import DataFacts, Resolved, check_same_run, resolve_with_data
+from shardway.resolve.request import Request, Resolution, resolve_request
+from shardway.rundir.directory import RunDir
+from shardway.train.record import Recorder
+
+
+@dataclass
+class Session:
+    """One rank's view of a run.
+
+    `resolution` is completed when the data is open; `own_model` tells a script that brings its own model and data
+    from a run that its run file describes whole.
+    """
+
+    resolution: Resolution
+    ranks: Ranks
+    mesh: Mesh
+    precision: Precision
+    recorder: Recorder
+    signals: SignalWatch
+    own_model: bool = False
+
+    @property
+    def resolved(self) -> Resolved:
+        """The run as it is resolved so far."""
+        return self.resolution.resolved
+
+    @property
+    def directory(self) -> RunDir:
+        """Where the run writes."""
+        return self.resolution.directory
+
+    def settle(self, facts: DataFacts, keep: Callable[[str], bool] = lambda dotted: True) -> None:
+        """Complete the resolved run with what the opened data says, and write down the keys that `keep` wants.
+
+        Raises UserError on every rank where the run does not fit the data or what was trained here before.
+        """
+        resolved = resolve_with_data(self.resolved, facts)
+        self.resolution = replace(self.resolution, resolved=resolved)
+        self.ranks.together(lambda: self._write_request(keep) if self.ranks.is_first else None)
+
+    def _write_request(self, keep: Callable[[str], bool]) -> None:
+        saved = self.directory.read_resolved() if self.directory.checkpoint_steps() else {}
+        check_same_run(saved, self.resolved, str(self.directory.path))
+        self.directory.write_request(self.resolution.loaded.text, self.resolved.render(keep))
+
+
+@contextlib.contextmanager
+def open_session(request: Request, environ: Mapping[str, str]) -> Iterator[Session]:
+    """Resolve the request, join the ranks, take the run directory. Raises ShardwayError on every rank alike."""
+    placement = find_placement(environ)
+    resolution = resolve_request(request, placement.world, placement.local_world)
+    values = resolution.resolved.values
+    options = StartOptions(
+        values.run.device, int(values.run.threads), values.run.start_timeout, values.run.collective_timeout
+    )
+    ranks = start_ranks(placement, options)
+    precision = read_precision(values.precision)
+    apply_precision(precision, ranks.device)
+    torch.use_deterministic_algorithms(values.train.deterministic)
+    directory = resolution.directory
+    with contextlib.ExitStack() as stack:
+        ranks.together(lambda: _take_directory(resolution, stack) if ranks.is_first else None)
+        recorder = Recorder(directory, ranks, every_rank=values.data.record_ids)
+        stack.callback(recorder.close)
+        mesh = build_mesh(ranks, values.parallel)
+        seed_all(values.train.seed, ranks.rank)
+        signals = stack.enter_context(SignalWatch())
+        with _faults_recorded(recorder):
+            yield Session(resolution, ranks, mesh, precision, recorder, signals)
+        ranks.end()
+
+
+def _take_directory(resolution: Resolution, stack: contextlib.ExitStack) -> None:
+    """On rank 0: make the directory, hold its lock, check that it can be continued."""
+    directory = resolution.directory
+    if directory.exists():
+        directory.check_format()
+    directory.create()
+    lock = directory.writer_lock()
+    lock.acquire()
+    stack.callback(lock.release)
+    if resolution.request.fresh and directory.exists():
+        lock.release()
+        directory.set_aside()
+        directory.create()
+        lock.acquire()
+    remove_leftovers(directory)
+    peek_latest(directory)
+
+
+@contextlib.contextmanager
+def _faults_recorded(recorder: Recorder) -> Iterator[None]:
+    """Write down what ends this rank; recording is best effort here, the error itself matters more."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        with contextlib.suppress(JobError):
+            recorder.status(now=True, state="stopped", reason="a second signal ended the run at once")
+        raise
+    except Exception as error:
+        name = type(error).__name__
+        kind, code = (name, error.exit_code) if isinstance(error, ShardwayError) else ("Bug", 70)
+        message = str(error) if isinstance(error, ShardwayError) else f"{name}: {error}"
+        with contextlib.suppress(JobError):
+            recorder.fault(kind=kind, exit_code=code, message=message)
+            recorder.status(now=True, state="failed", reason=message.splitlines()[0] if message else name)
+        raise
+
+
+def machine_facts(ranks: Ranks) -> dict[str, Any]:
+    """What a started event says of where the run is."""
+    machine = {fact.label: fact.value for fact in render_machine(probe_machine())}
+    return {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "world": ranks.world,
+        "launcher": ranks.placement.launcher,
+        "device": str(ranks.device),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "command": sys.argv,
+        "machine": {**machine, "torch": torch.__version__},
+    }

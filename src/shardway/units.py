@@ -1,0 +1,151 @@
+"""Text such as "64GiB", "1h30m", "2e9 tokens" <-> typed values.
+
+Invariant: `parse_x(render_x(v)) == v` for every value that a run file can hold. Errors are `ValueError` with a
+sentence that names the text and what is allowed. This module must not know any key of a run file.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+SpanUnit = Literal["steps", "samples", "tokens", "epochs"]
+SPAN_UNITS: tuple[SpanUnit, ...] = ("steps", "samples", "tokens", "epochs")
+
+_BINARY = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
+_DECIMAL = {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
+_SECONDS = {"d": 86400.0, "h": 3600.0, "min": 60.0, "m": 60.0, "s": 1.0, "ms": 1e-3}
+_COUNTS = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+_NUMBER = r"(?P<number>\d+(?:_\d+)*(?:\.\d+)?(?:[eE][+-]?\d+)?)"
+_BYTES_PATTERN = re.compile(rf"{_NUMBER}\s*(?P<unit>[A-Za-z]*)")
+_SPAN_PATTERN = re.compile(rf"{_NUMBER}\s*(?P<scale>[kKMBT]?)\s+(?P<unit>[a-z]+)")
+_TIME_PATTERN = re.compile(rf"{_NUMBER}\s*(?P<unit>ms|min|d|h|m|s)\s*")
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from "64GiB", "1.5 GB", "4096"; binary and decimal units are both exact."""
+    match = _BYTES_PATTERN.fullmatch(text.strip())
+    units = {**_BINARY, **_DECIMAL, "": 1}
+    if match is None or match["unit"] not in units:
+        raise ValueError(f'"{text}" is not a size; allowed: a number and one of {", ".join([*_BINARY, *_DECIMAL])}')
+    return round(float(match["number"]) * units[match["unit"]])
+
+
+def render_bytes(count: int) -> str:
+    """The shortest exact binary form: 68719476736 -> "64GiB", 1000 -> "1000B"."""
+    for unit, size in reversed(_BINARY.items()):
+        if count and count % size == 0:
+            return f"{count // size}{unit}"
+    return "0B"
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds from "90s", "1h30m", "2d", "500ms"."""
+    rest, total, matched = text.strip(), 0.0, False
+    while match := _TIME_PATTERN.match(rest):
+        total += float(match["number"]) * _SECONDS[match["unit"]]
+        rest, matched = rest[match.end() :], True
+    if rest or not matched:
+        raise ValueError(f'"{text}" is not a time; allowed: numbers with d, h, min, m, s or ms, such as "1h30m"')
+    return total
+
+
+def render_seconds(seconds: float) -> str:
+    """A time that `parse_seconds` reads back to the same value: 5400.0 -> "1h30m", 0.25 -> "250ms"."""
+    if seconds < 1.0 or seconds != int(seconds):
+        return f"{seconds!r}s" if seconds * 1000 != int(seconds * 1000) else f"{int(seconds * 1000)}ms"
+    rest, parts = int(seconds), []
+    for unit in ("d", "h", "m", "s"):
+        count, rest = divmod(rest, int(_SECONDS[unit]))
+        parts += [f"{count}{unit}"] if count else []
+    return "".join(parts)
+
+
+def render_clock(seconds: float) -> str:
+    """A time for a person to glance at: 3725 -> "1:02:05", 65 -> "1:05"."""
+    hours, rest = divmod(max(0, round(seconds)), 3600)
+    minutes, secs = divmod(rest, 60)
+    return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"
+
+
+def render_count(count: float) -> str:
+    """Three figures and a suffix: 51234.5 -> "51.2k", 999 -> "999"."""
+    for suffix, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(count) >= size:
+            return f"{count / size:.3g}{suffix}" if abs(count) < 999.5 * size else f"{count / size:.0f}{suffix}"
+    return f"{count:.3g}" if abs(count) < 999.5 else f"{count:.0f}"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How one unit of progress converts to another: samples a step, tokens a sample, samples an epoch."""
+
+    samples_per_step: int
+    tokens_per_sample: int
+    samples_per_epoch: int
+
+
+@dataclass(frozen=True)
+class Span:
+    """An amount of training: "500 steps", "2e9 tokens", "3 epochs", "60000 samples"."""
+
+    amount: float
+    unit: SpanUnit
+
+    def __str__(self) -> str:
+        amount = int(self.amount) if self.amount == int(self.amount) else self.amount
+        return f"{amount} {self.unit}"
+
+    def in_steps(self, scale: Scale) -> int:
+        """Whole steps that cover this span (rounded up; 0 only for an amount of 0)."""
+        if self.unit == "steps":
+            return math.ceil(self.amount)
+        samples = {
+            "samples": self.amount,
+            "tokens": self.amount / scale.tokens_per_sample,
+            "epochs": self.amount * scale.samples_per_epoch,
+        }[self.unit]
+        return math.ceil(samples / scale.samples_per_step)
+
+
+def parse_span(value: str | int) -> Span:
+    """A Span from "2e9 tokens", "0.5M tokens" or a bare number of steps."""
+    text = f"{value} steps" if isinstance(value, int) else value.strip()
+    text = f"{text} steps" if re.fullmatch(_NUMBER, text) else text
+    match = _SPAN_PATTERN.fullmatch(text)
+    unit = next((u for u in SPAN_UNITS if match and match["unit"] in (u, u[:-1])), None)
+    if match is None or unit is None:
+        raise ValueError(
+            f'"{value}" is not an amount of training; allowed: a number of {", ".join(SPAN_UNITS)}, such as "500 steps"'
+        )
+    amount = float(match["number"]) * _COUNTS[match["scale"]]
+    if unit == "steps" and amount != int(amount):
+        raise ValueError(f'"{value}" is not a whole number of steps')
+    return Span(amount, unit)
+
+
+Cadence = Span | float
+"""How often something happens: a Span of training, or seconds of wall time."""
+
+
+def parse_cadence(value: str | int) -> Cadence:
+    """A Span ("200 steps") or a time in seconds ("10min")."""
+    if isinstance(value, str):
+        try:
+            return parse_seconds(value)
+        except ValueError:
+            pass
+    try:
+        return parse_span(value)
+    except ValueError:
+        raise ValueError(
+            f'"{value}" is neither an amount of training ("200 steps", "1 epochs") nor a time ("10min")'
+        ) from None
+
+
+def render_cadence(cadence: Cadence) -> str:
+    """The text that `parse_cadence` reads back."""
+    return str(cadence) if isinstance(cadence, Span) else render_seconds(cadence)

@@ -1,0 +1,173 @@
+"""Events as typed values.
+
+Invariant: reading never raises; a field that is absent, null or of another type becomes None, "" or (for a loss
+that was measured) NaN. This module must not combine events: that is `shardway.watch.progress`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+def number(event: Mapping[str, Any], key: str) -> float | None:
+    """The number under `key` (NaN and infinity included), or None."""
+    value = event.get(key)
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def measured(event: Mapping[str, Any], key: str) -> float:
+    """A number that was measured: null stands for a NaN, because strict JSON has none."""
+    value = number(event, key)
+    return math.nan if value is None else value
+
+
+def whole(event: Mapping[str, Any], key: str) -> int | None:
+    """The finite number under `key` as an int, or None."""
+    value = number(event, key)
+    return int(value) if value is not None and math.isfinite(value) else None
+
+
+def text(event: Mapping[str, Any], key: str) -> str:
+    """The text under `key`, or an empty one."""
+    value = event.get(key)
+    return value if isinstance(value, str) else ""
+
+
+@dataclass(frozen=True)
+class Start:
+    """The beginning of an attempt: from which step, on what, with what."""
+
+    step: int
+    total_steps: int | None
+    time: float
+    host: str
+    launcher: str
+    world: int | None
+    device: str
+    torch: str
+    python: str
+    parameters: int | None
+    tokens_per_step: int | None
+    samples_per_step: int | None
+    bytes_per_token: float | None
+    checkpoint: str
+    machine: dict[str, str]
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether tokens are the unit of this run: its samples have more than one, or a token has a size."""
+        longer = (self.tokens_per_step or 0) > (self.samples_per_step or 0) > 0
+        return longer or self.bytes_per_token is not None
+
+
+def read_start(event: Mapping[str, Any]) -> Start:
+    """The facts of a `started` event."""
+    machine = event.get("machine")
+    return Start(
+        step=whole(event, "step") or 0,
+        total_steps=whole(event, "total_steps"),
+        time=number(event, "time") or 0.0,
+        host=text(event, "host"),
+        launcher=text(event, "launcher"),
+        world=whole(event, "world"),
+        device=text(event, "device"),
+        torch=text(event, "torch"),
+        python=text(event, "python"),
+        parameters=whole(event, "parameters"),
+        tokens_per_step=whole(event, "tokens_per_step"),
+        samples_per_step=whole(event, "samples_per_step"),
+        bytes_per_token=number(event, "bytes_per_token"),
+        checkpoint=text(event, "checkpoint"),
+        machine={str(label): str(value) for label, value in machine.items()} if isinstance(machine, dict) else {},
+    )
+
+
+@dataclass(frozen=True)
+class Validation:
+    """One validation; `loss` is NaN where it was not a number, the other metrics None where not measured."""
+
+    step: int
+    time: float
+    loss: float
+    bits_per_byte: float | None
+    accuracy: float | None
+    seconds: float | None
+
+
+def read_validation(event: Mapping[str, Any]) -> Validation:
+    """The facts of a `validation` event."""
+    return Validation(
+        step=whole(event, "step") or 0,
+        time=number(event, "time") or 0.0,
+        loss=measured(event, "loss"),
+        bits_per_byte=number(event, "bits_per_byte"),
+        accuracy=number(event, "accuracy"),
+        seconds=number(event, "seconds"),
+    )
+
+
+@dataclass(frozen=True)
+class Save:
+    """One complete checkpoint."""
+
+    step: int
+    time: float
+    name: str
+    size_bytes: int | None
+    seconds: float | None
+
+
+def read_save(event: Mapping[str, Any]) -> Save:
+    """The facts of a `saved` event."""
+    return Save(
+        step=whole(event, "step") or 0,
+        time=number(event, "time") or 0.0,
+        name=text(event, "name"),
+        size_bytes=whole(event, "bytes"),
+        seconds=number(event, "seconds"),
+    )
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that went wrong; `kind` is the name of the error class."""
+
+    step: int | None
+    time: float
+    kind: str
+    message: str
+    exit_code: int | None
+
+
+def read_fault(event: Mapping[str, Any]) -> Fault:
+    """The facts of a `fault` event."""
+    return Fault(
+        step=whole(event, "step"),
+        time=number(event, "time") or 0.0,
+        kind=text(event, "kind") or "fault",
+        message=text(event, "message"),
+        exit_code=whole(event, "exit_code"),
+    )
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an attempt ended by itself: `state` is "finished", "stopped" or "failed"."""
+
+    state: str
+    step: int | None
+    time: float
+    reason: str
+
+
+def read_ending(event: Mapping[str, Any]) -> Ending:
+    """The facts of a `finished`, `stopped` or `failed` event."""
+    return Ending(
+        state=text(event, "event"),
+        step=whole(event, "step"),
+        time=number(event, "time") or 0.0,
+        reason=text(event, "reason"),
+    )

@@ -1,0 +1,203 @@
+"""A run's progress for a person: a panel for a terminal; `PlainLines` for everything else.
+
+Invariant: a render reads no file and costs little (it shares its cores with the training): all that it shows was
+folded when its event came. This module must not print; whoever owns the terminal does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.segment import Segment
+from rich.style import Style
+from rich.text import Text
+
+from shardway.rundir.events import Event
+from shardway.watch.curve import GrowingCurve
+from shardway.watch.facts import measured, read_ending, read_fault, read_save, read_start
+from shardway.watch.plain import PlainLines
+from shardway.watch.progress import Progress
+from shardway.watch.words import (
+    one_line,
+    render_ending,
+    render_fault,
+    render_loss,
+    render_machine,
+    render_number,
+    render_rate,
+    render_save,
+    render_size,
+    render_start,
+    render_time,
+    render_validation,
+)
+
+__all__ = ["LiveView", "PlainLines", "Sparkline"]
+
+_MESSAGES = 4
+Words = tuple[str, str]
+"""Text and its style, as `rich.text.Text.assemble` takes them."""
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_ASCII_BLOCKS = "_.-:=+*#"
+_STATE_STYLES = {"starting": "dim", "running": "cyan", "finished": "green", "stopped": "yellow", "failed": "red"}
+
+
+class Sparkline:
+    """A curve as one row of blocks, as wide as there is room for, up to `width`."""
+
+    def __init__(self, curve: GrowingCurve, width: int = 40, style: str = "cyan") -> None:
+        self._curve = curve
+        self._width = width
+        self._style = style
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        blocks = _ASCII_BLOCKS if options.ascii_only else _BLOCKS
+        row = render_blocks(self._curve.columns(min(self._width, options.max_width)), blocks)
+        yield Segment(row, Style.parse(self._style))
+
+
+class Row:
+    """One line: fixed text, a part that takes the room that is left, fixed text. A table would cost thrice the time."""
+
+    def __init__(self, before: Text, flexible: RenderableType, after: Text) -> None:
+        self._before = before
+        self._flexible = flexible
+        self._after = after
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        room = max(1, options.max_width - self._before.cell_len - self._after.cell_len)
+        yield from self._before.render(console)
+        yield from console.render_lines(self._flexible, options.update(width=room, height=1), pad=True)[0]
+        yield from self._after.render(console)
+        yield Segment.line()
+
+
+def render_blocks(values: list[float], blocks: str) -> str:
+    """One character a value, from the lowest block at the least value to the highest at the greatest."""
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    scale = (len(blocks) - 1) / (high - low) if high > low else 0.0
+    return "".join(blocks[round((value - low) * scale)] for value in values)
+
+
+class LiveView:
+    """Fed with events, it renders where the run stands; `clock` is Unix seconds."""
+
+    def __init__(self, name: str, directory: str, clock: Callable[[], float] = time.time) -> None:
+        self._name = one_line(name)
+        self._directory = one_line(directory)
+        self._clock = clock
+        self._progress = Progress()
+        self._losses = GrowingCurve()
+        self._messages: deque[Text] = deque(maxlen=_MESSAGES)
+
+    def update(self, event: Event) -> None:
+        """Take one event into account."""
+        self._progress.update(event)
+        match event["event"]:
+            case "step":
+                self._losses.add(self._progress.step, measured(event, "loss"))
+            case "started":
+                self._losses.undo_after(self._progress.step)
+                self._say(render_start(read_start(event)), event)
+            case "saved":
+                self._say(render_save(read_save(event)), event)
+            case "fault":
+                self._say(render_fault(read_fault(event)), event, "red")
+            case "finished" | "stopped" | "failed":
+                self._say(render_ending(read_ending(event)), event, _STATE_STYLES[event["event"]])
+
+    def note(self, text: str) -> None:
+        """Show a message that is not an event: "stopping after this step"."""
+        self._say(one_line(text), {"event": "note", "time": self._clock()}, "yellow")
+
+    def render(self) -> RenderableType:
+        """The view at this moment; build it anew for every refresh."""
+        alive = "running" if self._progress.attempts else "starting"
+        state = self._progress.ending.state if self._progress.ending else alive
+        style = _STATE_STYLES[state]
+        return Panel(
+            Group(self._header(), Text(), self._bar(style), Text(), self._facts(), Text(), self._message_rows()),
+            title=Text(self._name, "bold"),
+            title_align="left",
+            subtitle=Text(state, style),
+            subtitle_align="right",
+            border_style="dim",
+            padding=(0, 1),
+        )
+
+    def _say(self, text: str, event: Event, style: str = "") -> None:
+        start = self._progress.start
+        since = max(0.0, event.get("time", 0.0) - start.time) if start else 0.0
+        words = Text(f"{render_time(since):>7}  ", "dim", no_wrap=True, overflow="ellipsis")
+        self._messages.append(words.append(text, style or "default"))
+
+    def _header(self) -> RenderableType:
+        start = self._progress.start
+        machine = render_machine(start) if start else "waiting for the ranks to start"
+        return Text(f"{machine}  ·  {self._directory}", "dim", no_wrap=True, overflow="ellipsis")
+
+    def _bar(self, style: str) -> RenderableType:
+        step, total = self._progress.step, self._progress.total_steps
+        share = step / total if total else 0.0
+        bar = ProgressBar(total=total or 1, completed=step, complete_style=style, finished_style="green")
+        return Row(Text(), bar, Text.assemble((f"  {step}/{total or '?'}", "bold"), f"  {share:4.0%}"))
+
+    def _facts(self) -> RenderableType:
+        return Group(
+            self._loss(),
+            _fact("validation", *self._validation()),
+            _fact("speed", *self._speed()),
+            _fact("time", *self._time()),
+            _fact("last save", *self._save()),
+        )
+
+    def _loss(self) -> RenderableType:
+        smooth, last = render_loss(self._progress.smooth_loss), render_loss(self._progress.loss)
+        words = _fact("loss", (f"{smooth:<7}", "bold"), (f"  last {last:<7}  ", "dim"))
+        return Row(words, Sparkline(self._losses), Text())
+
+    def _validation(self) -> list[Words]:
+        validations, best = self._progress.validations, self._progress.best_validation
+        if not validations:
+            return [("none yet", "dim")]
+        words = [(f"{render_validation(validations[-1])}  at step {validations[-1].step}", "")]
+        if validations[-1] is best:
+            return [*words, ("  ★ best", "green")]
+        return [*words, (f"  best {render_validation(best)} at step {best.step}", "dim")] if best else words
+
+    def _speed(self) -> list[Words]:
+        if not self._progress.recent:
+            return [("none yet", "dim")]
+        seconds = render_number(self._progress.typical("seconds"), ".3g")
+        return [(render_rate(self._progress), ""), (f"  {seconds} s/step", "dim")]
+
+    def _time(self) -> list[Words]:
+        left = f"{render_time(self._progress.seconds_left)} left  "
+        return [("" if self._progress.ending else left, ""), (f"{render_time(self._elapsed())} elapsed", "dim")]
+
+    def _elapsed(self) -> float | None:
+        attempt = self._progress.attempt
+        if attempt is None:
+            return None
+        return attempt.wall_s if attempt.ending else max(0.0, self._clock() - attempt.start.time)
+
+    def _save(self) -> list[Words]:
+        if not self._progress.saves:
+            return [("none yet", "dim")]
+        save = self._progress.saves[-1]
+        ago = render_time(max(0.0, self._clock() - save.time))
+        return [(f"step {save.step}, {ago} ago", ""), (f"  {render_size(save.size_bytes)}", "dim")]
+
+    def _message_rows(self) -> RenderableType:
+        blank = [Text() for _ in range(_MESSAGES - len(self._messages))]
+        return Group(*self._messages, *blank)
+
+
+def _fact(label: str, *words: Words) -> Text:
+    return Text.assemble((f"{label:<12}", "dim"), *words, no_wrap=True, overflow="ellipsis")

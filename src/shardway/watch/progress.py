@@ -1,0 +1,181 @@
+"""The state of a run after each of its events: the one fold that status, live view and report share.
+
+Invariant: memory grows with validations, saves and attempts, never with steps; after a resume from step s nothing
+that came after s is left but faults and the time it took. This module must not read files except through a RunDir.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+
+from shardway.rundir.directory import RunDir
+from shardway.rundir.events import Event
+from shardway.watch.facts import (
+    Ending,
+    Fault,
+    Save,
+    Start,
+    Validation,
+    measured,
+    number,
+    read_ending,
+    read_fault,
+    read_save,
+    read_start,
+    read_validation,
+    whole,
+)
+
+RECENT_STEPS = 20
+"""Steps over which speed and loss are smoothed."""
+
+
+@dataclass
+class Attempt:
+    """One start of the run and what came of it: `step` is the last step done, `last_time` that of any event."""
+
+    start: Start
+    step: int
+    last_time: float
+    first_step: int | None = None
+    first_step_time: float = 0.0
+    last_step_time: float = 0.0
+    ending: Ending | None = None
+    faults: list[Fault] = field(default_factory=list)
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds from the start to the last event."""
+        return max(0.0, self.last_time - self.start.time)
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Wall seconds a step since the first step ended, validations and saves included; None before two steps."""
+        if self.first_step is None or self.step <= self.first_step:
+            return None
+        return max(0.0, self.last_step_time - self.first_step_time) / (self.step - self.first_step)
+
+
+class Progress:
+    """Fed with events in the order written, it knows where the run stands."""
+
+    def __init__(self) -> None:
+        self.attempts: list[Attempt] = []
+        self.validations: list[Validation] = []
+        self.saves: list[Save] = []
+        self.recent: deque[Event] = deque(maxlen=RECENT_STEPS)
+
+    def update(self, event: Event) -> None:
+        """Take one event into account; events of unknown names only count as a sign of life."""
+        if event["event"] == "started" or not self.attempts:  # without attempts, the line of a start was lost
+            self._start(read_start(event if event["event"] == "started" else {"time": event.get("time")}))
+        attempt = self.attempts[-1]
+        attempt.last_time = number(event, "time") or attempt.last_time
+        match event["event"]:
+            case "step":
+                self._add_step(attempt, event)
+            case "validation":
+                self.validations.append(read_validation(event))
+            case "saved":
+                self.saves.append(read_save(event))
+            case "fault":
+                attempt.faults.append(read_fault(event))
+            case "finished" | "stopped" | "failed":
+                attempt.ending = read_ending(event)
+
+    def _start(self, start: Start) -> None:
+        self.attempts.append(Attempt(start, start.step, start.time))
+        self.recent.clear()
+        self.validations = [validation for validation in self.validations if validation.step <= start.step]
+        self.saves = [save for save in self.saves if save.step <= start.step]
+
+    def _add_step(self, attempt: Attempt, event: Event) -> None:
+        attempt.step = whole(event, "step") or attempt.step
+        attempt.last_step_time = attempt.last_time
+        if attempt.first_step is None:
+            attempt.first_step, attempt.first_step_time = attempt.step, attempt.last_time
+        self.recent.append(event)
+
+    # --- what is known now
+
+    @property
+    def attempt(self) -> Attempt | None:
+        """The attempt that runs now, or ran last."""
+        return self.attempts[-1] if self.attempts else None
+
+    @property
+    def start(self) -> Start | None:
+        """The start of the last attempt."""
+        return self.attempts[-1].start if self.attempts else None
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self.attempts[-1].step if self.attempts else 0
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps that the run shall have."""
+        return self.attempts[-1].start.total_steps if self.attempts else None
+
+    @property
+    def ending(self) -> Ending | None:
+        """How the last attempt ended, None while it goes on (or was killed)."""
+        return self.attempts[-1].ending if self.attempts else None
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds that all attempts took together, undone steps included."""
+        return sum(attempt.wall_s for attempt in self.attempts)
+
+    @property
+    def loss(self) -> float | None:
+        """Loss of the last step of this attempt; NaN where it was not a number; None before the first."""
+        return measured(self.recent[-1], "loss") if self.recent else None
+
+    @property
+    def smooth_loss(self) -> float | None:
+        """Mean finite loss of the last RECENT_STEPS steps."""
+        losses = self._recent("loss")
+        return sum(losses) / len(losses) if losses else None
+
+    def last(self, key: str) -> float | None:
+        """A number of the last step."""
+        return number(self.recent[-1], key) if self.recent else None
+
+    def typical(self, key: str) -> float | None:
+        """Median of a number over the last RECENT_STEPS steps."""
+        values = self._recent(key)
+        return median(values) if values else None
+
+    @property
+    def best_validation(self) -> Validation | None:
+        """The validation with the lowest finite loss (the earliest of equals)."""
+        finite = [validation for validation in self.validations if math.isfinite(validation.loss)]
+        return min(finite, key=lambda validation: validation.loss, default=None)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds until the last step at this attempt's pace; None where that cannot be told."""
+        if self.attempt is None or self.total_steps is None or self.ending is not None:
+            return None
+        pace = self.attempt.seconds_per_step
+        pace = self.last("seconds") if pace is None else pace
+        if pace is None or not math.isfinite(pace):
+            return None
+        return max(0, self.total_steps - self.step) * pace
+
+    def _recent(self, key: str) -> list[float]:
+        values = (number(event, key) for event in self.recent)
+        return [value for value in values if value is not None and math.isfinite(value)]
+
+
+def read_progress(run: RunDir) -> Progress:
+    """Where a run stands, from every event of its first rank."""
+    progress = Progress()
+    for event in run.all_events():
+        progress.update(event)
+    return progress

@@ -1,0 +1,218 @@
+"""The report of a run: one HTML file that a browser shows without a network.
+
+Invariant: it can be made of any run directory, however little is in it or however the run died; what is missing is
+said. This module must not write the file: `RunDir.write_report` does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from html import escape
+from typing import Any
+
+from shardway.errors import JobError
+from shardway.rundir.directory import RunDir
+from shardway.rundir.events import Event
+from shardway.watch.facts import Fault
+from shardway.watch.figures import Figure, count_broken_losses, find_marks, make_figures
+from shardway.watch.page import (
+    SCRIPT,
+    render_data,
+    render_figure,
+    render_page,
+    render_pairs,
+    render_table,
+    render_tile,
+)
+from shardway.watch.progress import Attempt, Progress, read_progress
+from shardway.watch.summary import RunSummary, summarise_progress
+from shardway.watch.words import (
+    UNKNOWN,
+    one_line,
+    render_loss,
+    render_plural,
+    render_size,
+    render_time,
+    render_total,
+)
+
+
+def render_report(run: RunDir) -> str:
+    """The report as HTML. Raises JobError where status.json is damaged."""
+    progress = read_progress(run)
+    summary, events = summarise_progress(run, progress), run.events()
+    figures = make_figures(events, progress)
+    body = "\n".join(
+        [
+            _header(summary),
+            _tiles(summary),
+            _curves(figures, progress, events),
+            _attempts(progress),
+            _faults(progress),
+            _resolved(run),
+            _machine(progress),
+        ]
+    )
+    return render_page(f"{summary.name} - Shardway", body, _scripts(figures, progress) if figures else "")
+
+
+def _scripts(figures: Sequence[Figure], progress: Progress) -> str:
+    from plotly.offline import get_plotlyjs  # here, because it takes longer to import than all else together
+
+    last = max((x for figure in figures for trace in figure.traces for x in trace["x"]), default=0)
+    data = {
+        "figures": [asdict(figure) for figure in figures],
+        "marks": [asdict(mark) for mark in find_marks(progress)],
+        "range": [0, max(1, last) * 1.01],
+    }
+    return f"<script>{get_plotlyjs()}</script>\n{render_data('data', data)}\n<script>{SCRIPT}</script>"
+
+
+# --- the top
+
+
+def _header(summary: RunSummary) -> str:
+    reason = f"<p>{escape(one_line(summary.reason))}</p>" if summary.reason else ""
+    return (
+        f'<header><h1>{escape(summary.name)}<span class="state {escape(summary.state)}">{escape(summary.state)}'
+        f'</span></h1>{reason}<p class="soft">{escape(str(summary.path))} · started '
+        f"{_render_date(summary.started)} · last event {_render_date(summary.updated)}</p></header>"
+    )
+
+
+def _tiles(summary: RunSummary) -> str:
+    rate = summary.tokens_per_s if summary.unit == "tokens" else summary.samples_per_s
+    saved = f"last at step {summary.checkpoints[-1]}" if summary.checkpoints else "none kept"
+    tiles = [
+        render_tile("steps", f"{summary.step}", f"of {summary.total_steps or UNKNOWN}"),
+        render_tile("loss, recent mean", render_loss(summary.smooth_loss), f"last step {render_loss(summary.loss)}"),
+        *_validation_tile(summary),
+        render_tile(f"{summary.unit}/s", render_total(rate), "median of the last steps"),
+        render_tile("wall time", render_time(summary.wall_s), render_plural(summary.attempts, "attempt")),
+        render_tile("checkpoints", f"{len(summary.checkpoints)}", saved),
+        render_tile("parameters", render_total(summary.parameters)),
+        render_tile("ranks", f"{summary.world or UNKNOWN}", f"on {summary.device or UNKNOWN}"),
+    ]
+    return f'<section class="tiles">{"".join(tiles)}</section>'
+
+
+def _validation_tile(summary: RunSummary) -> list[str]:
+    best = summary.best_validation
+    if best is None:
+        return []
+    place = f"best, at step {best.step}"
+    if best.bits_per_byte is not None:
+        return [render_tile("validation bits/byte", f"{best.bits_per_byte:.3f}", place)]
+    if best.accuracy is not None:
+        return [render_tile("validation accuracy", f"{best.accuracy:.2%}", f"loss {render_loss(best.loss)}, {place}")]
+    return [render_tile("validation loss", render_loss(best.loss), place)]
+
+
+# --- curves
+
+
+def _curves(figures: Sequence[Figure], progress: Progress, events: Sequence[Event]) -> str:
+    if not figures:
+        return '<h2>Curves</h2><p class="soft">No step has been recorded yet.</p>'
+    frames = "".join(render_figure(each.name, each.title, wide=each.wide, log=each.log) for each in figures)
+    return (
+        f"<h2>Curves</h2>{_broken_losses(events)}{_key(progress)}"
+        "<noscript><p>The curves need JavaScript; the tables below do not.</p></noscript>"
+        f'<section class="curves">{frames}</section>'
+    )
+
+
+def _broken_losses(events: Sequence[Event]) -> str:
+    count = count_broken_losses(events)
+    return f"<p>The loss of {render_plural(count, 'step')} was not a finite number: a gap.</p>" if count else ""
+
+
+def _key(progress: Progress) -> str:
+    kinds = sorted({mark.kind for mark in find_marks(progress)}, reverse=True)
+    marks = "".join(f'<i class="{kind}"></i>{kind}' for kind in kinds)
+    return f'<p class="key">{marks}</p>' if marks else ""
+
+
+# --- tables
+
+
+def _attempts(progress: Progress) -> str:
+    columns = ["attempt", "started", "steps", "ranks", "launcher", "device", "host", "torch", "Python", "time", "end"]
+    rows = [_attempt_row(number, attempt) for number, attempt in enumerate(progress.attempts, 1)]
+    table = render_table(columns, rows) if rows else '<p class="soft">It has not been started.</p>'
+    return f"<h2>Attempts</h2>{table}"
+
+
+def _attempt_row(number: int, attempt: Attempt) -> list[str]:
+    start, ending = attempt.start, attempt.ending
+    end = f"{ending.state}: {ending.reason}" if ending and ending.reason else ending.state if ending else "open"
+    return [
+        str(number),
+        _render_date(start.time),
+        f"{start.step} to {attempt.step}",
+        str(start.world or UNKNOWN),
+        start.launcher or UNKNOWN,
+        start.device or UNKNOWN,
+        start.host or UNKNOWN,
+        start.torch or UNKNOWN,
+        start.python or UNKNOWN,
+        render_time(attempt.wall_s),
+        end,
+    ]
+
+
+def _faults(progress: Progress) -> str:
+    faults = [fault for attempt in progress.attempts for fault in attempt.faults]
+    if not faults:
+        return ""
+    return f"<h2>Faults</h2>{render_table(['step', 'time', 'kind', 'exit code', 'message'], map(_fault_row, faults))}"
+
+
+def _fault_row(fault: Fault) -> list[str]:
+    step, code = (UNKNOWN if value is None else str(value) for value in (fault.step, fault.exit_code))
+    return [step, _render_date(fault.time), fault.kind, code, fault.message]
+
+
+def _resolved(run: RunDir) -> str:
+    try:
+        resolved = run.read_resolved()
+    except JobError as error:
+        return f"<h2>Resolved run</h2><p>{escape(str(error))}</p>"
+    if not resolved:
+        return '<h2>Resolved run</h2><p class="soft">There is no resolved run in this directory.</p>'
+    loose = {key: value for key, value in resolved.items() if not isinstance(value, dict)}
+    sections = {key: value for key, value in resolved.items() if isinstance(value, dict)}
+    tables = [_section("run file", loose)] if loose else []
+    tables += [_section(name, section) for name, section in sections.items()]
+    return f'<h2>Resolved run</h2><section class="tables">{"".join(tables)}</section>'
+
+
+def _section(name: str, section: dict[str, Any]) -> str:
+    return render_pairs(name, ((key, _render_value(value)) for key, value in section.items()))
+
+
+def _machine(progress: Progress) -> str:
+    start = progress.start
+    if start is None or not start.machine:
+        return '<h2>Machine</h2><p class="soft">Nothing was recorded about the machine.</p>'
+    saves = progress.saves
+    size = [("last checkpoint", render_size(saves[-1].size_bytes))] if saves else []
+    return f"<h2>Machine</h2>{render_pairs(start.host or 'host', [*start.machine.items(), *size])}"
+
+
+def _render_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return ", ".join(map(_render_value, value)) if isinstance(value, list) else str(value) or '""'
+
+
+def _render_date(seconds: float | None) -> str:
+    """Local time with its zone, or n/a where it is unknown or no date."""
+    if not seconds:
+        return UNKNOWN
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(seconds))
+    except (ValueError, OverflowError, OSError):
+        return UNKNOWN

@@ -1,0 +1,142 @@
+"""All facts of a run that a status shows.
+
+Invariant: the keys of `as_json` are stable; a value that is unknown is None. This module must not render for people.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shardway.rundir.directory import RunDir
+from shardway.watch.facts import Save, Validation, text, whole
+from shardway.watch.progress import Progress, read_progress
+
+GONE = "the process is gone (killed?)"
+"""Reason of a run whose status says running although nobody holds its lock."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """Where a run stands.
+
+    `state` is "new" (nothing recorded yet), "running", "finished", "stopped" or "failed". Losses are NaN where they
+    were not a number. `tokens_per_s` and `samples_per_s` are medians over the last 20 steps; `unit` says which of
+    them the run is measured in. `seconds_left` is None unless the run is running. Times are Unix seconds: `started`
+    that of the first attempt, `updated` that of the last event; `wall_s` adds up all attempts.
+    """
+
+    name: str
+    path: Path
+    state: str
+    reason: str
+    step: int
+    total_steps: int | None
+    loss: float | None
+    smooth_loss: float | None
+    grad_norm: float | None
+    lr: float | None
+    unit: str
+    tokens_per_s: float | None
+    samples_per_s: float | None
+    seconds_left: float | None
+    validation: Validation | None
+    best_validation: Validation | None
+    last_save: Save | None
+    checkpoints: tuple[int, ...]
+    world: int | None
+    device: str
+    host: str
+    parameters: int | None
+    started: float | None
+    updated: float | None
+    wall_s: float
+    attempts: int
+    writer: str | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data that strict JSON can hold: paths as text, numbers that are not finite as None."""
+        plain: dict[str, Any] = _as_plain(asdict(self))
+        return plain
+
+
+def summarise(run: RunDir) -> RunSummary:
+    """Where the run stands now. Raises JobError where status.json is damaged."""
+    return summarise_progress(run, read_progress(run))
+
+
+def summarise_progress(run: RunDir, progress: Progress) -> RunSummary:
+    """Where the run stands, for a reader that has read its events already."""
+    standing = _standing(run, progress)
+    start = progress.start
+    return RunSummary(
+        name=run.path.resolve().name,
+        path=run.path,
+        state=standing.state,
+        reason=standing.reason,
+        step=progress.step if start else standing.step,
+        total_steps=progress.total_steps or standing.total_steps,
+        loss=progress.loss,
+        smooth_loss=progress.smooth_loss,
+        grad_norm=progress.last("grad_norm"),
+        lr=progress.last("lr"),
+        unit="tokens" if start and start.counts_tokens else "samples",
+        tokens_per_s=progress.typical("tokens_per_s"),
+        samples_per_s=progress.typical("samples_per_s"),
+        seconds_left=progress.seconds_left if standing.state == "running" else None,
+        validation=progress.validations[-1] if progress.validations else None,
+        best_validation=progress.best_validation,
+        last_save=progress.saves[-1] if progress.saves else None,
+        checkpoints=tuple(run.checkpoint_steps()),
+        world=start.world if start else None,
+        device=start.device if start else "",
+        host=start.host if start else "",
+        parameters=start.parameters if start else None,
+        started=progress.attempts[0].start.time if start else None,
+        updated=progress.attempts[-1].last_time if start else None,
+        wall_s=progress.wall_s,
+        attempts=len(progress.attempts),
+        writer=standing.writer,
+    )
+
+
+def find_runs(root: Path) -> list[RunDir]:
+    """The runs directly under `root`, by name; `root` itself where it is a run; none where it is no folder."""
+    if RunDir(root).exists():
+        return [RunDir(root)]
+    folders = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+    return [run for run in map(RunDir, folders) if run.exists()]
+
+
+@dataclass(frozen=True)
+class _Standing:
+    state: str
+    reason: str
+    step: int
+    total_steps: int | None
+    writer: str | None
+
+
+def _standing(run: RunDir, progress: Progress) -> _Standing:
+    """What status.json says, or where it is missing the events, checked against who holds the lock."""
+    writer, status = run.find_writer(), run.read_status()
+    ending = progress.ending
+    open_state = "running" if progress.attempts or writer else "new"
+    state = text(status, "state") or (ending.state if ending else open_state)
+    reason = text(status, "reason") or (ending.reason if ending else "")
+    if state == "running" and writer is None:
+        writer = run.find_writer()  # it may have started between the first look and the reading of its status
+        state, reason = ("running", reason) if writer else ("failed", GONE)
+    return _Standing(state, reason, whole(status, "step") or 0, whole(status, "total_steps"), writer)
+
+
+def _as_plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _as_plain(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return [_as_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,108 @@
+"""The phrases in which a person reads of a run; plain ASCII, one line each.
+
+Invariant: what is unknown reads "n/a"; text that came from an event stays on one line. This module must not know
+colours, widths or HTML.
+"""
+
+from __future__ import annotations
+
+import math
+
+from shardway.units import render_clock, render_count
+from shardway.watch.facts import Ending, Fault, Save, Start, Validation
+from shardway.watch.progress import Progress
+
+UNKNOWN = "n/a"
+
+
+def one_line(text: str) -> str:
+    """Text without line breaks and control characters."""
+    return "".join(char if char.isprintable() else " " for char in " ".join(text.split()))
+
+
+def render_loss(loss: float | None) -> str:
+    """Four decimals, or four figures where that would hide a small loss."""
+    if loss is None or not math.isfinite(loss):
+        return UNKNOWN if loss is None else str(loss)
+    return f"{loss:.4f}" if loss == 0 or abs(loss) >= 0.01 else f"{loss:.3e}"
+
+
+def render_number(value: float | None, form: str) -> str:
+    """A number in a format such as ".2e"."""
+    return UNKNOWN if value is None else format(value, form)
+
+
+def render_total(total: float | None) -> str:
+    """Three figures and a suffix: 1264512 -> "1.26M"."""
+    return UNKNOWN if total is None or not math.isfinite(total) else render_count(total)
+
+
+def render_time(seconds: float | None) -> str:
+    """2:41, or n/a."""
+    return UNKNOWN if seconds is None or not math.isfinite(seconds) else render_clock(seconds)
+
+
+def render_size(size_bytes: float | None) -> str:
+    """Three figures and a binary unit: 14889779 -> "14.2 MiB"."""
+    if size_bytes is None or not math.isfinite(size_bytes):
+        return UNKNOWN
+    power = next((power for power in (4, 3, 2, 1) if abs(size_bytes) >= 1024**power), 0)
+    unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
+    scaled = size_bytes / 1024**power
+    return f"{scaled:.0f} {unit}" if power == 0 or scaled >= 100 else f"{scaled:.3g} {unit}"
+
+
+def render_unit(start: Start | None) -> str:
+    """The unit that a run's speed is measured in."""
+    return "tokens/s" if start and start.counts_tokens else "samples/s"
+
+
+def render_rate(progress: Progress) -> str:
+    """Typical speed of the last steps: "51.2k tokens/s"."""
+    unit = render_unit(progress.start)
+    return f"{render_total(progress.typical(unit.replace('/', '_per_')))} {unit}"
+
+
+def render_plural(count: int | None, noun: str) -> str:
+    """ "1 rank", "2 ranks", "n/a ranks"."""
+    return f"{UNKNOWN if count is None else count} {noun if count == 1 else noun + 's'}"
+
+
+def render_machine(start: Start) -> str:
+    """ "1.26M parameters, 2 ranks on cpu"."""
+    device = one_line(start.device) or UNKNOWN
+    return f"{render_total(start.parameters)} parameters, {render_plural(start.world, 'rank')} on {device}"
+
+
+def render_start(start: Start) -> str:
+    """How an attempt begins: "resumed from step 500 (step-000000500)", or what the run is."""
+    if start.step:
+        return f"resumed from step {start.step}" + (f" ({one_line(start.checkpoint)})" if start.checkpoint else "")
+    return f"started, {render_plural(start.total_steps, 'step')}"
+
+
+def render_validation(validation: Validation) -> str:
+    """ "loss 2.4012  1.830 bits/byte  98.51 % correct"."""
+    parts = [f"loss {render_loss(validation.loss)}"]
+    if validation.bits_per_byte is not None:
+        parts.append(f"{validation.bits_per_byte:.3f} bits/byte")
+    if validation.accuracy is not None:
+        parts.append(f"{validation.accuracy:.2%} correct")
+    return "  ".join(parts)
+
+
+def render_save(save: Save) -> str:
+    """ "saved step-000000100  14.2 MiB in 0.3 s"."""
+    took = "" if save.seconds is None else f" in {save.seconds:.1f} s"
+    return f"saved {one_line(save.name)}  {render_size(save.size_bytes)}{took}"
+
+
+def render_fault(fault: Fault) -> str:
+    """ "fault UserError: the first sentence of what happened"."""
+    return f"fault {one_line(fault.kind)}: {one_line(fault.message)}"
+
+
+def render_ending(ending: Ending) -> str:
+    """ "stopped at step 120: SIGTERM"."""
+    place = "" if ending.step is None else f" at step {ending.step}"
+    return f"{ending.state}{place}" + (f": {one_line(ending.reason)}" if ending.reason else "")

@@ -1,0 +1,34 @@
+"""Fixtures of every test: nothing may be left behind, and the ranks of `@ranks` live as long as the session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from leaks import list_leaks, restore, take_footprint
+from pool import RankPool
+
+# A machine that is busy with other ranks makes an example slow, not wrong.
+settings.register_profile("busy", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    """Fail a test that leaks variables, threads, signal handlers, a folder, a process group or torch's settings."""
+    before = take_footprint()
+    yield
+    leaks = list_leaks(before)
+    if leaks:
+        restore(before)
+        pytest.fail("\n  ".join(["the test leaves behind:", *leaks]), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[RankPool]:
+    """The ranks that `@ranks` tests run on; started by the first of them."""
+    pool = RankPool()
+    yield pool
+    pool.close()

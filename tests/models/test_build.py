@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardway.errors import Bug, UserError
+from shardway.models.build import BUILDERS, build_model
+from shardway.models.convnet import ConvNet, ConvNetShape
+from shardway.models.mlp import MLP, MLPShape
+from shardway.models.transformer import Transformer, TransformerShape
+from shardway.runfile.schema import ModelSection
+
+RESOLVED = {"kv_heads": 2, "ffn_dim": 40, "vocab": 300}
+TEXT = {"vocab": 256, "sample_shape": (128,)}
+IMAGES = {"vocab": None, "sample_shape": (1, 28, 28)}
+
+
+def section(kind: str = "transformer", **keys) -> ModelSection:
+    return ModelSection(kind=kind, **{**RESOLVED, **keys})
+
+
+def test_every_kind_of_the_run_file_has_a_builder():
+    assert set(BUILDERS) == set(ModelSection.model_fields["kind"].annotation.__args__)
+
+
+def test_a_transformer_takes_each_key_of_the_section():
+    keys = {"norm": "layernorm", "activation": "gelu", "tied": False, "rope_theta": 500.0, "dropout": 0.25}
+    model = build_model(section(dim=48, layers=3, heads=6, **keys), **TEXT)
+    assert isinstance(model, Transformer)
+    assert model.shape == TransformerShape(vocab=300, dim=48, layers=3, heads=6, kv_heads=2, ffn_dim=40, **keys)
+
+
+def test_a_convnet_takes_the_image_of_the_data():
+    model = build_model(section("convnet", channels=[4, 8], classes=7), vocab=None, sample_shape=(3, 12, 16))
+    assert isinstance(model, ConvNet)
+    assert model.shape == ConvNetShape((3, 12, 16), (4, 8), 7)
+
+
+def test_an_mlp_flattens_any_sample():
+    model = build_model(section("mlp", hidden=[5], dropout=0.5), vocab=None, sample_shape=(2, 3, 4))
+    assert isinstance(model, MLP)
+    assert model.shape == MLPShape(24, (5,), 10, dropout=0.5)
+
+
+@pytest.mark.parametrize(("kind", "data"), [("transformer", TEXT), ("convnet", IMAGES), ("mlp", IMAGES)])
+def test_a_model_is_on_meta_unless_a_device_is_named(kind, data):
+    assert all(p.is_meta for p in build_model(section(kind), **data).parameters())
+    assert all(p.device == torch.device("cpu") for p in build_model(section(kind), device="cpu", **data).parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "sentence"),
+    [
+        ("transformer", IMAGES, "sequences of tokens, and a sample of the data is 1 x 28 x 28 numbers"),
+        ("convnet", TEXT, "images of channels x height x width, and a sample of the data is 128 tokens"),
+        ("convnet", {"vocab": None, "sample_shape": (784,)}, "a sample of the data is 784 numbers"),
+        ("mlp", TEXT, "arrays of numbers, and a sample of the data is 128 tokens of a vocabulary of 256"),
+    ],
+)
+def test_data_that_do_not_fit_the_model_are_refused(kind, data, sentence):
+    with pytest.raises(UserError) as caught:
+        build_model(section(kind), **data)
+    assert sentence in str(caught.value)
+
+
+def test_a_vocabulary_smaller_than_the_data_s_is_refused():
+    with pytest.raises(UserError, match=r"model\.vocab: 255 is smaller than the data's vocabulary of 256"):
+        build_model(section(vocab=255), **TEXT)
+    assert build_model(section(vocab=256), **TEXT).shape.vocab == 256
+
+
+def test_an_image_too_small_for_the_poolings_is_refused():
+    with pytest.raises(UserError, match="halve images of 3 x 28 to nothing"):
+        build_model(section("convnet"), vocab=None, sample_shape=(1, 3, 28))
+
+
+def test_an_unresolved_auto_is_a_bug():
+    with pytest.raises(Bug, match=r"model\.ffn_dim = .auto. reached build_model unresolved"):
+        build_model(section(ffn_dim="auto"), **TEXT)

@@ -1,0 +1,406 @@
+"""Placement from the variables of each launcher.
+
+The sets named by a scheduler's version were recorded on running clusters and cut to the variables that place a rank;
+those of Open MPI, hydra and PALS are written from their documentation.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardway.errors import SiteError
+from shardway.ranks.launcher import Placement, describe_placement, find_placement
+
+ALONE = Placement(0, 1, 0, 1, 0, 1, "127.0.0.1", 0, "none")
+
+SLURM_JOB = {
+    "SLURM_JOB_ID": "3085",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_NTASKS": "4",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+}
+SLURM_26_BATCH = SLURM_JOB | {
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_STEPID": "-5",
+    "SLURM_STEP_ID": "-5",
+}
+SLURM_24_BATCH = {
+    "SLURM_JOB_ID": "85",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "0",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+}
+SLURM_22_BATCH = SLURM_24_BATCH | {"SLURM_JOB_ID": "105"}
+SLURM_STEP = {
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+}
+SLURM_26_TASK_0 = (
+    SLURM_JOB | SLURM_STEP | {"SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}
+)
+SLURM_26_TASK_3 = (
+    SLURM_JOB | SLURM_STEP | {"SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_PROCID": "3", "SLURM_STEP_ID": "1"}
+)
+SLURM_24_TASK_3 = SLURM_26_TASK_3 | {"SLURM_JOB_ID": "85"}
+SLURM_22_TASK_3 = SLURM_26_TASK_3 | {"SLURM_JOB_ID": "105"}
+
+OPENPBS_23_SCRIPT = {
+    "PBS_ENVIRONMENT": "PBS_BATCH",
+    "PBS_JOBID": "108.pbshead",
+    "PBS_NODEFILE": "/var/spool/pbs/aux/108.pbshead",
+    "PBS_NODENUM": "0",
+    "PBS_TASKNUM": "1",
+}
+OPENPBS_23_PBSDSH = {
+    "PBS_ENVIRONMENT": "PBS_BATCH",
+    "PBS_JOBID": "119.pbshead",
+    "PBS_NODEFILE": "/var/spool/pbs/aux/119.pbshead",
+    "PBS_NODENUM": "1",
+    "PBS_TASKNUM": "20000003",
+}
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "n1.sim.test",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "3085",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "OMPI_COMM_WORLD_NODE_RANK": "1",
+}
+HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+PALS = {
+    "PALS_RANKID": "5",
+    "PALS_NODEID": "1",
+    "PALS_LOCAL_RANKID": "1",
+    "PALS_LOCAL_SIZE": "4",
+    "PMI_RANK": "5",
+    "PMI_SIZE": "8",
+}
+
+
+def port_of(job: str) -> int:
+    """The documented rule for a port without MASTER_PORT."""
+    return 15000 + zlib.crc32(job.encode()) % 15000
+
+
+@pytest.fixture
+def nodefile(tmp_path: Path) -> Path:
+    """A PBS_NODEFILE of two hosts, one task each."""
+    path = tmp_path / "nodefile"
+    path.write_text("p1\np2\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"HOME": "/home/alice", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"},
+        SLURM_22_BATCH,
+        SLURM_24_BATCH,
+        SLURM_26_BATCH,
+        SLURM_26_BATCH | {"SLURM_STEP_ID": "4294967291"},  # the batch step as an unsigned number
+        SLURM_24_BATCH | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"},  # salloc's interactive step
+        SLURM_JOB,  # salloc's shell on the login node
+        OPENPBS_23_SCRIPT,
+    ],
+)
+def test_a_shell_or_batch_script_is_rank_0_of_1(environ: dict[str, str]) -> None:
+    assert find_placement(environ) == ALONE
+
+
+@pytest.mark.parametrize(
+    ("environ", "job"),
+    [(SLURM_22_TASK_3, "105.1"), (SLURM_24_TASK_3, "85.1"), (SLURM_26_TASK_3, "3085.1")],
+)
+def test_srun_task(environ: dict[str, str], job: str) -> None:
+    assert find_placement(environ) == Placement(3, 4, 1, 2, 1, 2, "n1", port_of(job), "srun")
+
+
+def test_srun_uneven_nodes() -> None:
+    environ = SLURM_26_TASK_3 | {
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "3",
+        "SLURM_PROCID": "6",
+        "SLURM_STEP_NODELIST": "r[01-02]n[7-8]",
+        "SLURM_STEP_NUM_TASKS": "7",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+    }
+    assert find_placement(environ) == Placement(6, 7, 0, 1, 3, 4, "r01n7", port_of("3085.1"), "srun")
+
+
+def test_srun_on_one_node_meets_on_loopback() -> None:
+    one_node = {"SLURM_STEP_NODELIST": "n1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    assert find_placement(SLURM_26_TASK_0 | one_node).master_addr == "127.0.0.1"
+
+
+def test_srun_pty_of_a_single_task_needs_no_port() -> None:
+    single = {"SLURM_STEP_NODELIST": "n1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    assert find_placement(SLURM_26_TASK_0 | single) == Placement(0, 1, 0, 1, 0, 1, "127.0.0.1", 0, "srun")
+
+
+def test_two_steps_of_a_job_meet_at_different_ports() -> None:
+    ports = {find_placement(SLURM_26_TASK_3 | {"SLURM_STEP_ID": str(step)}).master_port for step in range(8)}
+    assert len(ports) == 8
+
+
+def test_torchrun_wins_over_the_srun_around_it() -> None:
+    expected = Placement(3, 4, 1, 2, 1, 2, "n1.sim.test", 29500, "torchrun")
+    assert find_placement(SLURM_26_TASK_0 | {"SLURM_STEP_NUM_TASKS": "2"} | TORCHRUN) == expected
+
+
+def test_open_mpi_node_rank_is_not_the_node(nodefile: Path) -> None:
+    environ = OPEN_MPI | {"PBS_JOBID": "108.pbshead", "PBS_NODEFILE": str(nodefile), "PBS_TASKNUM": "20000001"}
+    assert find_placement(environ) == Placement(5, 8, 1, 4, None, None, "p1", port_of("108.pbshead"), "mpirun")
+
+
+def test_open_mpi_under_slurm_does_not_read_the_daemons_rank() -> None:
+    placement = find_placement(SLURM_26_TASK_0 | OPEN_MPI | {"PMIX_NAMESPACE": "prterun-n1-7@1"})
+    assert placement == Placement(5, 8, 1, 4, None, None, "n1", port_of("prterun-n1-7@1"), "mpirun")
+
+
+def test_open_mpi_on_one_node() -> None:
+    environ = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "5"}
+    placement = find_placement(environ | {"MASTER_PORT": "20001"})
+    assert placement == Placement(5, 8, 5, 8, 0, 1, "127.0.0.1", 20001, "mpirun")
+
+
+def test_hydra_wins_over_the_srun_that_started_its_proxies() -> None:
+    placement = find_placement(SLURM_26_TASK_0 | HYDRA)
+    assert placement == Placement(5, 8, 1, 4, None, None, "n1", port_of("3085"), "mpiexec (hydra)")
+
+
+def test_srun_with_pmi2_is_srun() -> None:
+    assert find_placement(SLURM_26_TASK_3 | {"PMI_RANK": "3", "PMI_SIZE": "4"}).launcher == "srun"
+
+
+def test_pals_under_pbs(nodefile: Path) -> None:
+    placement = find_placement(PALS | {"PBS_JOBID": "7.head", "PBS_NODEFILE": str(nodefile)})
+    assert placement == Placement(5, 8, 1, 4, 1, None, "p1", port_of("7.head"), "mpiexec (PALS)")
+
+
+def test_pals_rank_set_by_srun_is_srun() -> None:
+    assert find_placement(SLURM_26_TASK_3 | {"PALS_RANKID": "3"}).launcher == "srun"
+
+
+def test_pbsdsh_one_rank_a_host(nodefile: Path) -> None:
+    placement = find_placement(OPENPBS_23_PBSDSH | {"PBS_NODEFILE": str(nodefile)})
+    assert placement == Placement(1, 2, 0, 1, 1, 2, "p1", port_of("119.pbshead"), "pbsdsh")
+
+
+def test_torque_numbers_every_slot(nodefile: Path) -> None:
+    nodefile.write_text("p1\np1\np2\np2\np2\n")
+    environ = {"PBS_JOBID": "9.head", "PBS_NODEFILE": str(nodefile), "PBS_NODENUM": "1", "PBS_TASKNUM": "5"}
+    placement = find_placement(environ | {"PBS_VNODENUM": "4"})
+    assert placement == Placement(4, 5, 2, 3, 1, 2, "p1", port_of("9.head"), "pbsdsh")
+
+
+def test_rank_and_world_size_by_hand() -> None:
+    environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    assert find_placement(environ) == Placement(1, 2, 1, 2, 0, 1, "localhost", 29500, "the environment")
+
+
+def test_all_four_variables_by_hand_count_as_the_environment() -> None:
+    environ = {name: value for name, value in TORCHRUN.items() if name != "TORCHELASTIC_RUN_ID"}
+    assert find_placement(environ) == Placement(3, 4, 1, 2, 1, 2, "n1.sim.test", 29500, "the environment")
+
+
+def test_master_variables_win() -> None:
+    placement = find_placement(SLURM_26_TASK_3 | {"MASTER_ADDR": "10.86.0.11", "MASTER_PORT": "29501"})
+    assert (placement.master_addr, placement.master_port) == ("10.86.0.11", 29501)
+
+
+@given(st.integers(1, 10**8), st.integers(0, 10**4))
+def test_a_derived_port_is_in_range_and_the_same_for_all_ranks(job: int, step: int) -> None:
+    ids = {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
+    ports = {find_placement(task | ids).master_port for task in (SLURM_26_TASK_0, SLURM_26_TASK_3)}
+    assert len(ports) == 1
+    assert 15000 <= ports.pop() < 30000
+
+
+FRESH = "from a fresh shell; for a single rank, unset its variables"
+REFUSED = {
+    "rank without world size": (
+        {"RANK": "1", "LOCAL_RANK": "1"},
+        "the variables of the environment do not place this process among the ranks: WORLD_SIZE not set\n"
+        "      allowed: WORLD_SIZE is a whole number from 0 on\n"
+        f"      to do: start the ranks with torchrun {FRESH}",
+    ),
+    "world size without rank": (
+        {"WORLD_SIZE": "4"},
+        "the variables of the environment do not place this process among the ranks: RANK not set\n"
+        "      allowed: RANK is a whole number from 0 on\n"
+        f"      to do: start the ranks with torchrun {FRESH}",
+    ),
+    "two nodes without local rank": (
+        {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"},
+        "the variables of the environment do not place this process among the ranks: LOCAL_RANK not set\n"
+        "      allowed: LOCAL_RANK is a whole number from 0 on\n"
+        f"      to do: start the ranks with torchrun {FRESH}",
+    ),
+    "rank beyond the world": (
+        TORCHRUN | {"RANK": "4"},
+        'the variables of torchrun do not place this process among the ranks: RANK="4", WORLD_SIZE="4"\n'
+        "      allowed: RANK less than WORLD_SIZE\n"
+        f"      to do: start the ranks with torchrun {FRESH}",
+    ),
+    "not a number": (
+        OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "eight"},
+        "the variables of mpirun do not place this process among the ranks: "
+        'OMPI_COMM_WORLD_SIZE="eight"\n'
+        "      allowed: OMPI_COMM_WORLD_SIZE is a whole number from 0 on\n"
+        f"      to do: start the ranks with mpirun {FRESH}",
+    ),
+    "a negative number": (
+        SLURM_26_TASK_3 | {"SLURM_PROCID": "-1"},
+        'the variables of srun do not place this process among the ranks: SLURM_PROCID="-1"\n'
+        "      allowed: SLURM_PROCID is a whole number from 0 on\n"
+        f"      to do: start the ranks with srun {FRESH}",
+    ),
+    "local rank beyond the node": (
+        SLURM_26_TASK_3 | {"SLURM_LOCALID": "2"},
+        "the variables of srun do not place this process among the ranks: "
+        'SLURM_LOCALID="2", SLURM_STEP_TASKS_PER_NODE="2(x2)", SLURM_STEP_NUM_TASKS="4"\n'
+        "      allowed: SLURM_LOCALID less than SLURM_STEP_TASKS_PER_NODE, and that at most SLURM_STEP_NUM_TASKS\n"
+        f"      to do: start the ranks with srun {FRESH}",
+    ),
+    "tasks that do not add up": (
+        SLURM_26_TASK_3 | {"SLURM_STEP_TASKS_PER_NODE": "2"},
+        "the variables of srun do not place this process among the ranks: "
+        'SLURM_STEP_NUM_TASKS="4", SLURM_NODEID="1", SLURM_STEP_TASKS_PER_NODE="2"\n'
+        "      allowed: 2 tasks and a node less than 1, as SLURM_STEP_TASKS_PER_NODE says\n"
+        f"      to do: start the ranks with srun {FRESH}",
+    ),
+    "damaged tasks": (
+        SLURM_26_TASK_3 | {"SLURM_STEP_TASKS_PER_NODE": "2(x"},
+        'the variables of srun do not place this process among the ranks: SLURM_STEP_TASKS_PER_NODE="2(x"\n'
+        '      allowed: the tasks of each node, such as "2(x3),1"\n'
+        f"      to do: start the ranks with srun {FRESH}",
+    ),
+    "damaged host list": (
+        SLURM_26_TASK_3 | {"SLURM_STEP_NODELIST": "n[1-2"},
+        'the variables of srun do not place this process among the ranks: SLURM_STEP_NODELIST="n[1-2"\n'
+        '      allowed: a host list such as "n[01-03,7],login1"\n'
+        "      to do: export MASTER_ADDR with rank 0's host and hand it to every rank",
+    ),
+    "rank expanded in the job script": (
+        SLURM_26_TASK_3 | {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
+        'the variables of srun do not place this process among the ranks: RANK="0"\n'
+        "      allowed: RANK not set, or 3 as srun says\n"
+        "      to do: unset RANK in the job script",
+    ),
+    "world size left over": (
+        SLURM_26_TASK_3 | {"WORLD_SIZE": "8"},
+        'the variables of srun do not place this process among the ranks: WORLD_SIZE="8"\n'
+        "      allowed: WORLD_SIZE not set, or 4 as srun says\n"
+        "      to do: unset WORLD_SIZE in the job script",
+    ),
+    "several nodes without an address": (
+        OPEN_MPI,
+        "the variables of mpirun do not place this process among the ranks: MASTER_ADDR not set\n"
+        "      allowed: a host name or address, since the ranks are on several nodes\n"
+        "      to do: export MASTER_ADDR with rank 0's host and hand it to every rank",
+    ),
+    "no job id and no port": (
+        HYDRA | {"MASTER_ADDR": "n1"},
+        "the variables of mpiexec (hydra) do not place this process among the ranks: MASTER_PORT not set\n"
+        "      allowed: a free port of rank 0's host, since no job id is there to derive one from\n"
+        "      to do: export MASTER_PORT with one value for all ranks",
+    ),
+    "port out of range": (
+        TORCHRUN | {"MASTER_PORT": "65536"},
+        'the variables of torchrun do not place this process among the ranks: MASTER_PORT="65536"\n'
+        "      allowed: a port from 1 to 65535\n"
+        f"      to do: start the ranks with torchrun {FRESH}",
+    ),
+    "hydra without a local rank": (
+        {"PMI_RANK": "0", "PMI_SIZE": "2"},
+        "the variables of mpiexec (hydra) do not place this process among the ranks: MPI_LOCALRANKID not set\n"
+        "      allowed: MPI_LOCALRANKID is a whole number from 0 on\n"
+        f"      to do: start the ranks with mpiexec (hydra) {FRESH}",
+    ),
+    "node file of another host": (
+        OPENPBS_23_PBSDSH | {"PBS_NODEFILE": "/nonexistent/119.pbshead"},
+        "the variables of pbsdsh do not place this process among the ranks: "
+        'PBS_NODEFILE="/nonexistent/119.pbshead"\n'
+        "      allowed: a file that this host can read, with one host name a line\n"
+        "      to do: copy it to a shared folder in the job script, then: pbsdsh -- env PBS_NODEFILE=COPY ...",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_place_a_rank_is_refused(case: str) -> None:
+    environ, text = REFUSED[case]
+    with pytest.raises(SiteError) as caught:
+        find_placement(environ)
+    assert str(caught.value) == text
+
+
+def test_several_pbsdsh_tasks_on_a_host_are_refused(nodefile: Path) -> None:
+    nodefile.write_text("p1\np1\np2\np2\n")  # as recorded on OpenPBS 23.06 with mpiprocs=2
+    with pytest.raises(SiteError) as caught:
+        find_placement(OPENPBS_23_PBSDSH | {"PBS_NODEFILE": str(nodefile)})
+    assert str(caught.value) == (
+        "the variables of pbsdsh do not place this process among the ranks: "
+        f'PBS_NODENUM="1", PBS_NODEFILE="{nodefile}"\n'
+        "      allowed: each host once in PBS_NODEFILE, since PBS does not number the tasks of one host\n"
+        "      to do: ask for mpiprocs=1 and start torchrun on each host, or start the ranks with mpirun"
+    )
+
+
+def test_a_host_beyond_the_node_file_is_refused(nodefile: Path) -> None:
+    with pytest.raises(SiteError, match="PBS_NODENUM less than 2, the lines of PBS_NODEFILE"):
+        find_placement(OPENPBS_23_PBSDSH | {"PBS_NODEFILE": str(nodefile), "PBS_NODENUM": "2"})
+
+
+@pytest.mark.parametrize(
+    ("placement", "line"),
+    [
+        (
+            Placement(3, 8, 1, 4, 0, 2, "n1", 15213, "srun"),
+            "rank 3 of 8 (local 1 of 4) on node 0 of 2, started by srun, meeting at n1:15213",
+        ),
+        (
+            Placement(3, 8, 1, 4, None, None, "n1", 15213, "mpirun"),
+            "rank 3 of 8 (local 1 of 4) on a node without a number, started by mpirun, meeting at n1:15213",
+        ),
+        (
+            ALONE,
+            "rank 0 of 1 (local 0 of 1) on node 0 of 1, without a launcher, meeting at 127.0.0.1, any port",
+        ),
+    ],
+)
+def test_describe_placement(placement: Placement, line: str) -> None:
+    assert describe_placement(placement) == line
+
+
+def test_placement_needs_no_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; import shardway.ranks.launcher as m; m.find_placement({})"
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (finished.returncode, finished.stderr) == (0, "")

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardway.watch.curve import GrowingCurve, Point, smooth, thin
+
+values = st.lists(st.floats(-1e6, 1e6) | st.just(math.nan), max_size=300)
+limits = st.integers(1, 20).map(lambda half: 2 * half)
+
+
+def _points(numbers: list[float]) -> list[Point]:
+    return [Point(step, number) for step, number in enumerate(numbers, 1)]
+
+
+@given(values, limits)
+def test_thin_keeps_order_ends_and_extremes(numbers: list[float], limit: int) -> None:
+    points = _points(numbers)
+    kept = thin(points, limit)
+    steps = [point.step for point in kept]
+    assert len(kept) <= limit + 2
+    assert steps == sorted(set(steps))
+    assert {point.step for point in points[:1] + points[-1:]} <= set(steps)
+    finite = [number for number in numbers if math.isfinite(number)]
+    if finite:
+        shown = [point.value for point in kept if math.isfinite(point.value)]
+        assert (min(shown), max(shown)) == (min(finite), max(finite))
+
+
+def test_thin_leaves_a_gap_where_nothing_is_finite() -> None:
+    points = _points([1.0, 2.0] * 25 + [math.nan] * 50)
+    assert [math.isnan(point.value) for point in thin(points, 4)] == [
+        False,
+        False,
+        True,
+        True,
+    ]  # the last one is the end
+
+
+def test_thin_leaves_a_short_curve_alone() -> None:
+    assert thin(_points([3.0, 1.0, 2.0]), 4) == _points([3.0, 1.0, 2.0])
+
+
+@given(st.integers(2, 60), st.integers(0, 10))
+def test_smooth_does_not_lag_behind_a_straight_line(count: int, half_window: int) -> None:
+    line = _points([2.0 * step for step in range(count)])
+    means = smooth(line, half_window)
+    assert [point.step for point in means] == [point.step for point in line]
+    assert [point.value for point in means] == pytest.approx([point.value for point in line])
+
+
+def test_smooth_means_over_the_window_and_skips_nan() -> None:
+    means = smooth(_points([0.0, 3.0, math.nan, 6.0, 0.0]), 1)
+    assert means == [Point(1, 0.0), Point(2, 3.0), Point(4, 3.0), Point(5, 0.0)]
+
+
+@given(st.integers(0, 2000), st.integers(1, 40))
+def test_growing_curve_is_bounded_and_keeps_the_mean(count: int, width: int) -> None:
+    curve = GrowingCurve(capacity=16)
+    for step in range(1, count + 1):
+        curve.add(step, float(step))
+    columns = curve.columns(width)
+    assert len(columns) <= min(width, 16)
+    assert columns == sorted(columns)
+    assert (len(columns) == 0) == (count == 0)
+
+
+def test_growing_curve_forgets_what_was_undone() -> None:
+    curve = GrowingCurve()
+    for step, value in ((1, 5.0), (2, 4.0), (3, math.nan), (4, 3.0)):
+        curve.add(step, value)
+    curve.undo_after(2)
+    assert curve.columns(10) == [5.0, 4.0]

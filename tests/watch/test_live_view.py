@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import io
+import math
+import timeit
+
+from rich.console import Console, RenderableType
+from watch_events import BEGIN, event, started, step
+
+from shardway.rundir.events import Event
+from shardway.watch.live import LiveView
+
+
+def _view(events: list[Event], now: float) -> LiveView:
+    view = LiveView("demo", "runs/demo", clock=lambda: BEGIN + now)
+    for each in events:
+        view.update(each)
+    return view
+
+
+def _text(renderable: RenderableType, width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
+    with console.capture() as captured:
+        console.print(renderable)
+    return captured.get()
+
+
+def _running() -> list[Event]:
+    return [
+        started(total_steps=200),
+        *(step(number, 1 + number * 0.1) for number in range(1, 101)),
+        event("validation", 50, 6.0, loss=2.3, bits_per_byte=3.318, seconds=0.8),
+        event("validation", 100, 11.0, loss=2.2, bits_per_byte=3.174, seconds=0.8),
+        event("saved", 100, 11.5, name="step-000000100", bytes=14_889_779, seconds=0.31),
+    ]
+
+
+def test_running() -> None:
+    assert (
+        _text(_view(_running(), now=70.0).render())
+        == """\
+╭─ demo ───────────────────────────────────────────────────────────────────────────────────────────╮
+│ 1.26M parameters, 2 ranks on cpu  ·  runs/demo                                                   │
+│                                                                                                  │
+│ ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╸                                          100/200   50% │
+│                                                                                                  │
+│ loss        0.1097   last 0.0990   █▄▃▃▂▂▂▂▂▂▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁                      │
+│ validation  loss 2.2000  3.174 bits/byte  at step 100  ★ best                                    │
+│ speed       51.2k tokens/s  0.08 s/step                                                          │
+│ time        0:10 left  1:10 elapsed                                                              │
+│ last save   step 100, 0:58 ago  14.2 MiB                                                         │
+│                                                                                                  │
+│    0:00  started, 200 steps                                                                      │
+│    0:12  saved step-000000100  14.2 MiB in 0.3 s                                                 │
+│                                                                                                  │
+│                                                                                                  │
+╰──────────────────────────────────────────────────────────────────────────────────────── running ─╯
+"""
+    )
+
+
+def test_failed_after_a_resume_on_a_narrow_terminal() -> None:
+    events = [
+        *_running(),
+        started(step=50, at=60.0, total_steps=200),
+        step(51, 61.0),
+        event("validation", 51, 61.5, loss=9.0),
+        event("fault", 51, 62.0, kind="JobError", message="rank 1 died\nwith signal 9"),
+        event("failed", 51, 62.0, reason="rank 1 died"),
+    ]
+    assert (
+        _text(_view(events, now=1000.0).render(), width=60)
+        == """\
+╭─ demo ───────────────────────────────────────────────────╮
+│ 1.26M parameters, 2 ranks on cpu  ·  runs/demo           │
+│                                                          │
+│ ━━━━━━━━━━╸                                 51/200   26% │
+│                                                          │
+│ loss        0.1923   last 0.1923   █▅▃▃▂▂▂▂▁▁▁▁▁▁▁▁▁▁▁▁▁ │
+│ validation  loss 9.0000  at step 51  best loss 2.3000  … │
+│ speed       51.2k tokens/s  0.08 s/step                  │
+│ time        0:02 elapsed                                 │
+│ last save   none yet                                     │
+│                                                          │
+│    0:12  saved step-000000100  14.2 MiB in 0.3 s         │
+│    0:00  resumed from step 50 (step-000000050)           │
+│    0:02  fault JobError: rank 1 died with signal 9       │
+│    0:02  failed at step 51: rank 1 died                  │
+╰───────────────────────────────────────────────── failed ─╯
+"""
+    )
+
+
+def test_before_anything_happened() -> None:
+    assert (
+        _text(_view([], now=0.0).render(), width=60)
+        == """\
+╭─ demo ───────────────────────────────────────────────────╮
+│ waiting for the ranks to start  ·  runs/demo             │
+│                                                          │
+│                                                0/?    0% │
+│                                                          │
+│ loss        n/a      last n/a                            │
+│ validation  none yet                                     │
+│ speed       none yet                                     │
+│ time        n/a left  n/a elapsed                        │
+│ last save   none yet                                     │
+│                                                          │
+│                                                          │
+│                                                          │
+│                                                          │
+│                                                          │
+╰─────────────────────────────────────────────── starting ─╯
+"""
+    )
+
+
+def test_note_and_markup_are_shown_as_they_are() -> None:
+    view = _view([started(device="[red]cpu[/]")], now=3.0)
+    view.note("stopping\nafter [bold]this[/bold] step")
+    text = _text(view.render())
+    assert "2 ranks on [red]cpu[/]" in text
+    assert "0:03  stopping after [bold]this[/bold] step" in text
+
+
+def test_only_the_last_messages_stay() -> None:
+    view = _view([started()], now=0.0)
+    for number in range(6):
+        view.note(f"note {number}")
+    text = _text(view.render())
+    assert [number for number in range(6) if f"note {number}" in text] == [2, 3, 4, 5]
+
+
+def test_broken_losses_are_shown_but_not_drawn() -> None:
+    text = _text(_view([started(), step(1, 1.0), step(2, 2.0, loss=math.nan)], now=2.0).render())
+    assert "last nan" in text
+    assert "▁" in text
+
+
+def test_height_stays_the_same_from_start_to_end() -> None:
+    events = _running()
+    heights = {_text(_view(events[:count], now=20.0).render()).count("\n") for count in range(len(events) + 1)}
+    assert len(heights) == 1
+
+
+def test_a_render_costs_less_than_three_milliseconds() -> None:
+    """The best of ten rounds, since other work shares the machine."""
+    view = _view(_running(), now=70.0)
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system="truecolor")
+    seconds = min(timeit.repeat(lambda: console.print(view.render()), number=10, repeat=10)) / 10
+    assert seconds < 0.003

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from watch_events import event, started, step
+
+from shardway.rundir.events import Event
+from shardway.watch.plain import PlainLines
+
+
+class Clock:
+    """A clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def _lines(events: list[Event]) -> list[str]:
+    """What is told of the events by a clock that shows the time of each."""
+    clock = Clock()
+    plain = PlainLines(clock=clock)
+    told = []
+    for each in events:
+        clock.now = each["time"]
+        told += plain.lines(each)
+    return told
+
+
+def test_story_of_a_run() -> None:
+    events = [
+        started(total_steps=200),
+        *(step(number, number * 0.125) for number in range(1, 101)),
+        event("validation", 100, 12.5, loss=2.4, bits_per_byte=3.462, seconds=0.8),
+        event("saved", 100, 12.6, name="step-000000100", bytes=14_889_779, seconds=0.31),
+        *(step(number, number * 0.125 + 1) for number in range(101, 201)),
+        event("validation", 200, 26.1, loss=2.5, accuracy=0.985, seconds=0.8),
+        event("finished", 200, 26.2, reason="all 200 steps done"),
+    ]
+    assert _lines(events) == [
+        "started, 200 steps  1.26M parameters, 2 ranks on cpu, 4.1k tokens a step",
+        "step   1/200  loss  5.0000  grad  0.900  lr 1.00e-03  51.2k tokens/s  0:16 left",
+        "step  41/200  loss  0.2381  grad  0.900  lr 1.00e-03  51.2k tokens/s  0:20 left",
+        "step  81/200  loss  0.1220  grad  0.900  lr 1.00e-03  51.2k tokens/s  0:15 left",
+        "step 100/200  validation  loss 2.4000  3.462 bits/byte  best so far",
+        "step 100/200  saved step-000000100  14.2 MiB in 0.3 s",
+        "step 113/200  loss  0.0877  grad  0.900  lr 1.00e-03  51.2k tokens/s  0:12 left",
+        "step 153/200  loss  0.0649  grad  0.900  lr 1.00e-03  51.2k tokens/s  0:06 left",
+        "step 193/200  loss  0.0515  grad  0.900  lr 1.00e-03  51.2k tokens/s  0:01 left",
+        "step 200/200  loss  0.0498  grad  0.900  lr 1.00e-03  51.2k tokens/s  0:00 left",
+        "step 200/200  validation  loss 2.5000  98.50% correct",
+        "finished at step 200: all 200 steps done",
+    ]
+
+
+def test_resume_stop_and_fault_tell_the_step_that_was_held_back() -> None:
+    images = started(step=40, tokens_per_step=32, samples_per_step=32, bytes_per_token=None, world=1)
+    events = [
+        images,
+        step(41, 1.0),
+        step(42, 1.1, loss=math.nan, grad_norm=None),
+        event("fault", 42, 1.2, kind="UserError", message="no space\n  To do: free some"),
+        event("stopped", 42, 1.3, reason="a stop was asked for"),
+    ]
+    assert _lines(events) == [
+        "resumed from step 40 (step-000000040)  1.26M parameters, 1 rank on cpu, 32 samples a step",
+        "step   41/1000  loss  0.2381  grad  0.900  lr 1.00e-03    400 samples/s  1:17 left",
+        "fault UserError: no space To do: free some",
+        "step   42/1000  loss     nan  grad    n/a  lr 1.00e-03    400 samples/s  1:36 left",
+        "stopped at step 42: a stop was asked for",
+    ]
+
+
+def test_steps_are_told_at_most_every_five_seconds() -> None:
+    steps = [step(number, number * 0.01) for number in range(1, 2001)]
+    told = [line for line in _lines([started(total_steps=10_000), *steps]) if line.startswith("step")]
+    assert len(told) == 4  # at 0.01, 5.01, 10.01 and 15.01 seconds of 20
+
+
+@pytest.mark.parametrize("name", ["progress", "telemetry"])
+def test_unknown_events_have_no_line(name: str) -> None:
+    assert _lines([event(name, 1, 0.0)]) == []

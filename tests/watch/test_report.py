@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from watch_events import event, started, step, write_events
+
+from shardway.rundir.directory import RunDir
+from shardway.watch.figures import POINTS, find_marks
+from shardway.watch.progress import read_progress
+from shardway.watch.report import render_report
+
+NASTY = '</script><b>&"'
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "demo")
+    run.create()
+    return run
+
+
+def _without_plotly(html: str) -> str:
+    """The page without the library, which is megabytes of other people's text."""
+    return re.sub(r"<script>/\*\*\s+\* plotly\.js.*?</script>", "", html, flags=re.DOTALL)
+
+
+def _data(html: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, flags=re.DOTALL)
+    assert found
+    data: dict[str, Any] = json.loads(found[1], parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    return data
+
+
+def _figure(html: str, name: str) -> dict[str, Any]:
+    [figure] = [figure for figure in _data(html)["figures"] if figure["name"] == name]
+    return dict(figure)
+
+
+def _whole_run() -> list[dict[str, Any]]:
+    return [
+        started(machine={"CPU": f"cores {NASTY}"}),
+        *(step(number, number * 0.1) for number in range(1, 31)),
+        event("validation", 20, 2.0, loss=2.0, bits_per_byte=2.885, seconds=0.2),
+        event("saved", 20, 2.1, name="step-000000020", bytes=2048, seconds=0.1),
+        event("fault", 30, 3.1, kind="JobError", message=f"rank 1 died {NASTY}", exit_code=4),
+        event("failed", 30, 3.2, reason=f"rank 1 died {NASTY}"),
+        started(step=20, at=60.0, device=f"cpu {NASTY}"),
+        step(21, 61.0),
+        event("finished", 21, 61.5, reason="all steps done"),
+    ]
+
+
+def test_every_section_and_no_raw_text(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_events(monkeypatch, run, _whole_run())
+    run.checkpoint_path(20).mkdir()
+    run.write_request("", f"format = 1\n[model]\ntied = true\nhf = ''\nchannels = [16, 32]\n[data]\npath = '{NASTY}'\n")
+    run.write_status(state="finished", step=21, total_steps=1000, reason=f"done {NASTY}")
+    html = render_report(run)
+    page = _without_plotly(html)
+    for heading in ("Curves", "Attempts", "Faults", "Resolved run", "Machine"):
+        assert f"<h2>{heading}</h2>" in page
+    for title in ("Loss", "Bits per byte", "Throughput (tokens/s)", "Learning rate", "Gradient norm"):
+        assert f"<h3>{title}</h3>" in page
+    for row in (
+        "<td>failed: rank 1 died &lt;/script&gt;&lt;b&gt;&amp;&quot;</td>",
+        "<td>20 to 21</td>",
+        "<th>path</th><td>&lt;/script&gt;&lt;b&gt;&amp;&quot;</td>",
+        "<th>channels</th><td>16, 32</td>",
+        "<th>tied</th><td>true</td>",
+        "<th>hf</th><td>&quot;&quot;</td>",
+        "<th>CPU</th><td>",
+        "<p>done &lt;/script&gt;",
+        "<span>validation bits/byte</span><b>2.885</b>",
+        "<span>wall time</span><b>0:05</b><span>2 attempts</span>",
+        "<span>checkpoints</span><b>1</b>",
+    ):
+        assert row in page
+    assert NASTY not in page
+    assert "<b>&amp;" not in page
+
+
+def test_one_file_that_fetches_nothing(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_events(monkeypatch, run, _whole_run())
+    html = render_report(run)
+    assert html.count("* plotly.js v") == 1
+    assert "default-src 'none'" in html
+    assert re.findall(r"""(?:src|href)=|url\(|@import|https?://""", _without_plotly(html)) == []
+
+
+def test_curves_and_marks(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_events(monkeypatch, run, _whole_run())
+    html = render_report(run)
+    train, validation = _figure(html, "loss")["traces"]
+    assert (train["x"][-2:], train["y"][0]) == ([20, 21], 5.0)
+    assert (validation["x"], validation["y"]) == ([20], [2.0])
+    assert _data(html)["marks"] == [
+        {"kind": "save", "step": 20},
+        {"kind": "resume", "step": 20},
+        {"kind": "fault", "step": 30},
+    ]
+
+
+def test_long_curves_are_thinned_and_smoothed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [step(number, number * 0.1, loss=99.0 if number == 4321 else 1.0) for number in range(1, 6001)]
+    saves = [event("saved", number, number * 0.1, name="", bytes=1) for number in range(10, 6001, 10)]
+    write_events(monkeypatch, run, [started(total_steps=6000), *steps, *saves])
+    raw, mean = _figure(render_report(run), "loss")["traces"]
+    assert len(raw["x"]) <= POINTS + 2
+    assert (raw["x"][0], raw["x"][-1], max(raw["y"]), raw["faint"]) == (1, 6000, 99.0, True)
+    assert mean["name"] == "mean of 121 steps"
+    assert max(mean["y"]) == pytest.approx((120 + 99.0) / 121)
+    assert len(find_marks(read_progress(run))) == 200
+
+
+@pytest.mark.parametrize("broken", [None, math.nan, math.inf])
+def test_broken_losses_are_gaps_and_counted(run: RunDir, monkeypatch: pytest.MonkeyPatch, broken: float | None) -> None:
+    write_events(monkeypatch, run, [started(), step(1, 1.0), step(2, 2.0, loss=broken), step(3, 3.0)])
+    html = render_report(run)
+    assert _figure(html, "loss")["traces"][0]["y"] == [5.0, None, 2.5]
+    assert "The loss of 1 step was not a finite number" in html
+
+
+def test_run_that_never_stepped(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_events(monkeypatch, run, [started()])
+    html = render_report(run)
+    assert "No step has been recorded yet." in html
+    assert "There is no resolved run in this directory." in html
+    assert "<script" not in html
+
+
+def test_run_without_any_event(run: RunDir) -> None:
+    html = render_report(run)
+    assert '<span class="state new">new</span>' in html
+    assert "It has not been started." in html
+    assert "Nothing was recorded about the machine." in html
+
+
+def test_damaged_resolved_run_is_said(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_events(monkeypatch, run, [started(), step(1, 1.0)])
+    run.resolved_path.write_text("[model")
+    assert "resolved.toml is damaged" in render_report(run)
+
+
+def test_accuracy_and_samples(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = started(tokens_per_step=32, samples_per_step=32, bytes_per_token=None)
+    checked = event("validation", 1, 1.1, loss=0.05, accuracy=0.985)
+    write_events(monkeypatch, run, [images, step(1, 1.0), checked])
+    html = render_report(run)
+    assert "<span>validation accuracy</span><b>98.50%</b>" in html
+    assert _figure(html, "accuracy")["traces"][0]["y"] == [0.985]
+    assert _figure(html, "speed")["title"] == "Throughput (samples/s)"
+    assert _figure(html, "speed")["traces"][0]["y"] == [400.25]
+
+
+def test_the_same_events_give_the_same_report(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_events(monkeypatch, run, [started(), step(1, 1.0)])
+    assert render_report(run) == render_report(run)

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import json
+import math
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from watch_events import BEGIN, event, started, step, write_events
+
+from shardway.errors import JobError
+from shardway.rundir.directory import RunDir
+from shardway.watch.summary import GONE, find_runs, summarise
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "demo")
+
+
+def test_finished_run(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [step(number, number * 0.5, tokens_per_s=1000.0 * number) for number in range(1, 31)]
+    others = [
+        event("validation", 20, 10.1, loss=2.0, bits_per_byte=2.9, seconds=0.2),
+        event("validation", 30, 15.1, loss=2.5, bits_per_byte=3.6, seconds=0.2),
+        event("saved", 30, 15.2, name="step-000000030", bytes=1024, seconds=0.1),
+        event("finished", 30, 15.5, reason="all 30 steps done"),
+    ]
+    write_events(monkeypatch, run, [started(total_steps=30), *steps, *others])
+    run.checkpoint_path(30).mkdir()
+    run.write_status(state="finished", step=30, total_steps=30, reason="all 30 steps done")
+    summary = summarise(run)
+    assert (summary.name, summary.state, summary.reason) == ("demo", "finished", "all 30 steps done")
+    assert (summary.step, summary.total_steps, summary.attempts) == (30, 30, 1)
+    assert summary.loss == 10 / 31
+    assert summary.smooth_loss == pytest.approx(sum(10 / (number + 1) for number in range(11, 31)) / 20)
+    assert (summary.grad_norm, summary.lr) == (0.9, 1e-3)
+    assert (summary.unit, summary.tokens_per_s) == ("tokens", 20_500.0)  # median of 11,000 ... 30,000
+    assert summary.seconds_left is None
+    assert summary.validation is not None
+    assert (summary.validation.step, summary.validation.bits_per_byte) == (30, 3.6)
+    assert summary.best_validation is not None
+    assert summary.best_validation.step == 20
+    assert summary.last_save is not None
+    assert (summary.last_save.step, summary.last_save.time) == (30, BEGIN + 15.2)
+    assert summary.checkpoints == (30,)
+    assert (summary.world, summary.device, summary.parameters) == (2, "cpu", 1_264_512)
+    assert (summary.started, summary.updated, summary.wall_s) == (BEGIN, BEGIN + 15.5, 15.5)
+
+
+def test_running_run_names_its_writer_and_the_time_left(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step (20 s, it compiles) does not count; the pause for a save between the others does."""
+    write_events(monkeypatch, run, [started(total_steps=10), step(1, 20.0), step(2, 21.0), step(3, 24.0)])
+    run.write_status(state="running", step=3, total_steps=10, reason="")
+    lock = run.writer_lock()
+    lock.acquire()
+    try:
+        summary = summarise(run)
+    finally:
+        lock.release()
+    assert summary.state == "running"
+    assert summary.writer is not None
+    assert summary.writer.startswith("process ")
+    assert summary.seconds_left == pytest.approx(7 * (24.0 - 20.0) / 2)
+
+
+def test_killed_run_is_failed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_events(monkeypatch, run, [started(), step(1, 1.0)])
+    run.write_status(state="running", step=1, total_steps=1000, reason="")
+    summary = summarise(run)
+    assert (summary.state, summary.reason, summary.writer) == ("failed", "the process is gone (killed?)", None)
+    assert summary.seconds_left is None
+
+
+def test_killed_before_its_first_status(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_events(monkeypatch, run, [started(), step(1, 1.0)])
+    assert (summarise(run).state, summarise(run).reason) == ("failed", GONE)
+
+
+def test_without_status_the_ending_event_counts(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_events(monkeypatch, run, [started(), step(1, 1.0), event("stopped", 1, 1.5, reason="SIGTERM")])
+    assert (summarise(run).state, summarise(run).reason) == ("stopped", "SIGTERM")
+
+
+def test_run_without_events(run: RunDir) -> None:
+    run.create()
+    summary = summarise(run)
+    assert (summary.state, summary.step, summary.total_steps, summary.loss) == ("new", 0, None, None)
+    assert (summary.started, summary.attempts, summary.validation, summary.last_save) == (None, 0, None, None)
+
+
+def test_torn_last_line_is_skipped(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_events(monkeypatch, run, [started(), step(1, 1.0), step(2, 2.0)])
+    [path] = run.path.glob("**/rank-00000.jsonl")
+    path.write_bytes(path.read_bytes()[:-20])
+    assert summarise(run).step == 1
+
+
+def test_resume_undoes_later_steps(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = [
+        started(),
+        step(100, 10.0),
+        event("validation", 100, 10.1, loss=3.0),
+        event("saved", 100, 10.2, name="step-000000100", bytes=1),
+        step(200, 20.0),
+        event("validation", 200, 20.1, loss=1.0),
+        event("saved", 200, 20.2, name="step-000000200", bytes=1),
+    ]
+    write_events(monkeypatch, run, [*first, started(step=100, at=60.0)])
+    summary = summarise(run)
+    assert (summary.step, summary.attempts, summary.loss) == (100, 2, None)
+    assert summary.best_validation is not None
+    assert summary.best_validation.step == 100
+    assert summary.last_save is not None
+    assert summary.last_save.step == 100
+    assert (summary.started, summary.wall_s) == (BEGIN, pytest.approx(20.2))
+
+
+@pytest.mark.parametrize("loss", [None, math.nan])
+def test_broken_loss_is_nan_here_and_null_in_json(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, loss: float | None
+) -> None:
+    broken = event("validation", 1, 1.1, loss=loss)
+    write_events(monkeypatch, run, [started(), step(1, 1.0, loss=loss, grad_norm=math.inf), broken])
+    summary = summarise(run)
+    assert summary.loss is not None
+    assert math.isnan(summary.loss)
+    assert summary.best_validation is None
+    plain = json.loads(json.dumps(summary.as_json(), allow_nan=False))
+    assert (plain["loss"], plain["grad_norm"], plain["validation"]["loss"]) == (None, None, None)
+
+
+def test_json_names_are_stable(run: RunDir) -> None:
+    run.create()
+    names = """
+        name path state reason step total_steps loss smooth_loss grad_norm lr unit tokens_per_s samples_per_s
+        seconds_left validation best_validation last_save checkpoints world device host parameters started updated
+        wall_s attempts writer
+    """
+    assert list(summarise(run).as_json()) == names.split()
+    assert summarise(run).as_json()["path"] == str(run.path)
+
+
+def test_run_of_images_is_measured_in_samples(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = started(tokens_per_step=32, samples_per_step=32, bytes_per_token=None)
+    write_events(monkeypatch, run, [images, step(1, 1.0)])
+    assert (summarise(run).unit, summarise(run).samples_per_s) == ("samples", 400.25)
+
+
+def test_damaged_status_is_a_job_error(run: RunDir) -> None:
+    run.create()
+    (run.path / "status.json").write_text("{")
+    with pytest.raises(JobError, match="delete that one file"):
+        summarise(run)
+
+
+def test_find_runs(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        RunDir(tmp_path / name).create()
+    (tmp_path / "no-run").mkdir()
+    (tmp_path / "file").touch()
+    assert [run.path.name for run in find_runs(tmp_path)] == ["a", "b"]
+    assert find_runs(tmp_path / "a") == [RunDir(tmp_path / "a")]
+    assert find_runs(tmp_path / "missing") == []
+
+
+@pytest.mark.slow
+def test_a_long_run_is_summarised_quickly(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under 0.4 s of processor time for 20,000 steps, Python's start included: the best of five."""
+    write_events(monkeypatch, run, [started(total_steps=20_000), *(step(n, n * 0.1) for n in range(1, 20_001))])
+    code = (
+        "import sys; from pathlib import Path; from shardway.rundir.directory import RunDir; "
+        "from shardway.watch.summary import summarise; sys.exit(summarise(RunDir(Path(sys.argv[1]))).step != 20_000)"
+    )
+    costs = []
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-c", code, str(run.path)], check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        costs.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(costs) < 0.4
