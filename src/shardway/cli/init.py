@@ -21,7 +21,7 @@ def init(
     from shardway.runfile.schema import RunFile
     from shardway.runfile.write import render_commented
 
-    text = render_commented(RunFile(), {"data.kind": "text", "data.path": "python:stdlib", "train.steps": "1000 steps"})
+    text = render_commented(RunFile(), {"data.kind": "text", "data.path": "python:stdlib", "train.steps": "800 steps"})
     if dry_run:
         typer.echo(text, nl=False)
         return

@@ -93,7 +93,6 @@ def _print_end(outcome: dict[str, Any], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(outcome, indent=1))
         return
-    typer.echo(f"{outcome['state']} at step {outcome['step']}: {outcome['reason']}")
     typer.echo(f"run directory  {outcome['directory']}")
     typer.echo(f"report         {outcome['directory']}/report.html")
     if outcome["state"] == "stopped":

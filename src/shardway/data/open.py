@@ -117,7 +117,7 @@ def _hold_out(whole: Source, key: str, section: DataSection) -> Data:
     if held >= samples:
         raise data_error(
             key,
-            f"has {samples} samples, too few to hold out data.validation_fraction = {fraction} of them",
+            f"has too few samples ({samples}) to hold out data.validation_fraction = {fraction} of them",
             allowed="at least one sample to train on and one to validate on",
             remedy="give more data, or set data.validation_fraction = 0.0",
         )

@@ -84,13 +84,13 @@ class DataSection(Section):
 class TrainSection(Section):
     """How long and in which portions."""
 
-    steps: SpanField = key(Span(1000, "steps"), "Length of the run: steps, samples, tokens or epochs.")
+    steps: SpanField = key(Span(800, "steps"), "Length of the run: steps, samples, tokens or epochs.")
     seed: NonNegativeInt = key(0, "Seed of initial weights, data order and dropout.")
-    global_batch: PositiveInt = key(32, "Samples that one optimizer step sees, over all ranks.")
+    global_batch: PositiveInt = key(16, "Samples that one optimizer step sees, over all ranks.")
     micro_batch: PositiveInt | Auto = key(
         "auto", "Samples that one rank passes through the model at once; auto = its whole share."
     )
-    validate_every: SpanOrOff = key("off", "How often to validate.")
+    validate_every: SpanOrOff = key(Span(100, "steps"), "How often to validate; also at the end.")
     validation_samples: PositiveInt = key(512, "At most so many samples are validated on.")
     deterministic: bool = key(False, "Refuse operations whose result may differ from one run to the next.")
     compile: Literal["off", "blocks"] = key("off", "torch.compile nothing, or each block of the model.")
@@ -100,7 +100,7 @@ class OptimSection(Section):
     """The optimizer and its learning rate."""
 
     name: Literal["adamw", "sgd"] = key("adamw", "Optimizer.")
-    lr: PositiveFloat = key(1e-3, "Peak learning rate.")
+    lr: PositiveFloat = key(3e-3, "Peak learning rate.")
     betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = key([0.9, 0.95], "AdamW moments.")
     eps: PositiveFloat = key(1e-8, "AdamW denominator term.")
     momentum: Fraction = key(0.9, "SGD momentum.")
@@ -146,7 +146,7 @@ class PrecisionSection(Section):
 class CheckpointSection(Section):
     """When state is saved and how much of it is kept."""
 
-    every: CadenceOrOff = key(Span(500, "steps"), 'How often to save: an amount of training, a time, or "off".')
+    every: CadenceOrOff = key(Span(200, "steps"), 'How often to save: an amount of training, a time, or "off".')
     keep: PositiveInt = key(
         3, "Complete checkpoints that are kept; older ones are removed after a newer one is complete."
     )

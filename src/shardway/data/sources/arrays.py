@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import zipfile
 import zlib
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,12 @@ import numpy.typing as npt
 
 from shardway.data.sources.base import Asked, Place, data_error
 from shardway.data.sources.images import Images, make_images
+
+
+@dataclass(frozen=True, eq=False)
+class _Archive:
+    names: list[str]
+    found: npt.NDArray[Any] | None
 
 
 def open_arrays(place: Place, asked: Asked) -> Images:
@@ -29,21 +36,25 @@ def open_arrays(place: Place, asked: Asked) -> Images:
 
 
 def _read_array(place: Place, key: str, name: str) -> npt.NDArray[Any]:
+    arrays = _read_named(place, name)
+    if arrays.found is not None:
+        return arrays.found
+    near = difflib.get_close_matches(name, arrays.names, n=1, cutoff=0.4)
+    raise data_error(
+        key,
+        f'"{name}" is not an array of {place.path}',
+        allowed=", ".join(sorted(arrays.names)) or "nothing: the file holds no arrays",
+        remedy=f'did you mean "{near[0]}"?' if near else "",
+    )
+
+
+def _read_named(place: Place, name: str) -> _Archive:
     try:
-        with np.load(place.path, allow_pickle=False) as arrays:
-            names = list(arrays.files)
-            if name in names:
-                found: npt.NDArray[Any] = arrays[name]
-                return found
-    except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, AttributeError) as error:
+        # A ZipFile of our own, because np.load also takes bare arrays and pickles.
+        with zipfile.ZipFile(place.path), np.load(place.path, allow_pickle=False) as arrays:
+            return _Archive(list(arrays.files), arrays[name] if name in arrays.files else None)
+    except (zipfile.BadZipFile, zlib.error, ValueError, EOFError) as error:
         raise place.error(
             "is not a .npz file that can be read: it is damaged, truncated or holds pickled objects",
             remedy="write it with numpy.savez from plain arrays, or copy it again",
         ) from error
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-    raise data_error(
-        key,
-        f'"{name}" is not an array of {place.path}',
-        allowed=", ".join(sorted(names)) or "nothing: the file holds no arrays",
-        remedy=f'did you mean "{near[0]}"?' if near else "",
-    )

@@ -1,0 +1,38 @@
+# make run     train the default run on this machine
+# make test    every test that this machine can run
+# make check   what a change must pass: format, lint, types, import order, fast tests (under a minute)
+# make gpu     tests on a CUDA device, with the python3 that has torch (no install, PYTHONPATH=src)
+# make bench   measure the loop against a hand-written one
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: run test check gpu bench clean
+
+run: $(READY)
+	$(BIN)/shardway train examples/default.toml
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && echo "format, lint: ok"
+	@$(BIN)/mypy & types=$$!; \
+	$(BIN)/lint-imports --no-logo | tail -1 & \
+	$(BIN)/python -m pytest -m "not slow" && wait $$types
+
+gpu:
+	@PYTHONPATH=src $(PYTHON) -m pytest tests/gpu -rs
+
+bench: $(READY)
+	$(BIN)/python bench/loop_overhead.py
+
+$(READY): pyproject.toml constraints.txt tools/make_venv.sh
+	tools/make_venv.sh $(PYTHON) $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV)
