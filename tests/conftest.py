@@ -7,12 +7,20 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from golden_files import add_option, golden
 from leaks import list_leaks, restore, take_footprint
 from pool import RankPool
+
+__all__ = ["golden"]  # a fixture of every folder below
 
 # A machine that is busy with other ranks makes an example slow, not wrong.
 settings.register_profile("busy", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The option that writes golden files again."""
+    add_option(parser)
 
 
 @pytest.fixture(autouse=True)

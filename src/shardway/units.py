@@ -19,6 +19,11 @@ _DECIMAL = {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "P
 _SECONDS = {"d": 86400.0, "h": 3600.0, "min": 60.0, "m": 60.0, "s": 1.0, "ms": 1e-3}
 _COUNTS = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
+MAX_BYTES = 2**80
+MAX_SECONDS = 3650 * 86400.0
+MAX_AMOUNT = 2.0**53
+"""Above this a float no longer holds every whole number."""
+
 _NUMBER = r"(?P<number>\d+(?:_\d+)*(?:\.\d+)?(?:[eE][+-]?\d+)?)"
 _BYTES_PATTERN = re.compile(rf"{_NUMBER}\s*(?P<unit>[A-Za-z]*)")
 _SPAN_PATTERN = re.compile(rf"{_NUMBER}\s*(?P<scale>[kKMBT]?)\s+(?P<unit>[a-z]+)")
@@ -26,12 +31,15 @@ _TIME_PATTERN = re.compile(rf"{_NUMBER}\s*(?P<unit>ms|min|d|h|m|s)\s*")
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes from "64GiB", "1.5 GB", "4096"; binary and decimal units are both exact."""
+    """Bytes from "64GiB", "1.5 GB", "4096"; a whole number of a binary or decimal unit is exact."""
     match = _BYTES_PATTERN.fullmatch(text.strip())
     units = {**_BINARY, **_DECIMAL, "": 1}
     if match is None or match["unit"] not in units:
         raise ValueError(f'"{text}" is not a size; allowed: a number and one of {", ".join([*_BINARY, *_DECIMAL])}')
-    return round(float(match["number"]) * units[match["unit"]])
+    number, unit = match["number"], units[match["unit"]]
+    if float(number) * unit > MAX_BYTES:
+        raise ValueError(f'"{text}" is too large; allowed: up to {render_bytes(MAX_BYTES)}')
+    return int(number) * unit if number.replace("_", "").isdecimal() else round(float(number) * unit)
 
 
 def render_bytes(count: int) -> str:
@@ -50,6 +58,8 @@ def parse_seconds(text: str) -> float:
         rest, matched = rest[match.end() :], True
     if rest or not matched:
         raise ValueError(f'"{text}" is not a time; allowed: numbers with d, h, min, m, s or ms, such as "1h30m"')
+    if total > MAX_SECONDS:
+        raise ValueError(f'"{text}" is too long; allowed: up to {render_seconds(MAX_SECONDS)}')
     return total
 
 
@@ -74,7 +84,7 @@ def render_clock(seconds: float) -> str:
 def render_count(count: float) -> str:
     """Three figures and a suffix: 51234.5 -> "51.2k", 999 -> "999"."""
     for suffix, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(count) >= size:
+        if abs(count) >= 0.9995 * size:
             return f"{count / size:.3g}{suffix}" if abs(count) < 999.5 * size else f"{count / size:.0f}{suffix}"
     return f"{count:.3g}" if abs(count) < 999.5 else f"{count:.0f}"
 
@@ -122,6 +132,8 @@ def parse_span(value: str | int) -> Span:
             f'"{value}" is not an amount of training; allowed: a number of {", ".join(SPAN_UNITS)}, such as "500 steps"'
         )
     amount = float(match["number"]) * _COUNTS[match["scale"]]
+    if amount > MAX_AMOUNT:
+        raise ValueError(f'"{value}" is too large; allowed: up to {MAX_AMOUNT:.0f} {unit}')
     if unit == "steps" and amount != int(amount):
         raise ValueError(f'"{value}" is not a whole number of steps')
     return Span(amount, unit)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shardway.compat import without_buffer_sync
 from shardway.parallel.mesh import Mesh
 from shardway.runfile.schema import ParallelSection
 
@@ -26,8 +27,8 @@ def replicate(model: nn.Module, mesh: Mesh, parallel: ParallelSection) -> nn.Mod
         model,
         process_group=mesh.part("dp_replicate").get_group(),
         bucket_cap_mb=parallel.bucket_mib,
-        broadcast_buffers=False,
         gradient_as_bucket_view=True,
+        **without_buffer_sync(),
     )
 
 

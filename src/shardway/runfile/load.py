@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from shardway.errors import Problem, UserError, check_no_problems
 from shardway.runfile.locate import key_lines
 from shardway.runfile.problems import find_problems
-from shardway.runfile.schema import RunFile, all_keys
+from shardway.runfile.schema import RunFile, all_keys, sections
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
@@ -57,9 +57,8 @@ class _Draft:
             self.values[section] = value
         else:
             table = self.values.setdefault(section, {})
-            if not isinstance(table, dict):
-                table = self.values[section] = {}
-            table[name] = value
+            if isinstance(table, dict):  # anything else is a problem that the schema tells
+                table[name] = value
         self.origins[dotted] = origin
 
 
@@ -115,10 +114,11 @@ def _read_text(path: Path, wanted_by: str = "") -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"the run file {path} is not UTF-8 text (byte {error.start}): is it a run file?") from None
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a ValueError for a name that no file can have
         source = f" ({wanted_by})" if wanted_by else ""
+        reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(
-            f"the run file {path}{source} cannot be read: {error.strerror}.\n"
+            f"the run file {path}{source} cannot be read: {reason}.\n"
             "  To do: check the path, or write a new run file with `shardway init`."
         ) from None
 
@@ -126,14 +126,14 @@ def _read_text(path: Path, wanted_by: str = "") -> str:
 def _parse(text: str, path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also for a number or a nesting that Python cannot hold
         raise UserError(f"{path} is not valid TOML: {error}.") from None
 
 
 def _flatten(table: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
-    """Dotted key and value of each entry; only sections are taken apart."""
+    """Dotted key and value of each entry; only sections are taken apart, and an empty one says nothing."""
     for name, value in table.items():
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict) and name in sections():
             yield from ((f"{name}.{inner}", entry) for inner, entry in value.items())
         else:
             yield name, value
@@ -149,13 +149,25 @@ def _lay_overrides(draft: _Draft, overrides: Sequence[str]) -> list[Problem]:
                 Problem(override, "is not an override", COMMAND_LINE, "section.key=value, such as train.steps=500")
             )
             continue
+        if not _is_text(override):  # stray bytes, which Python hands over as lone surrogates
+            what = f"{ascii(text)} is not UTF-8 text"
+            problems.append(Problem(ascii(dotted)[1:-1], what, COMMAND_LINE, "text in UTF-8"))
+            continue
         draft.lay_over(dotted.strip(), parse_override_value(text.strip()), COMMAND_LINE)
     return problems
+
+
+def _is_text(word: str) -> bool:
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def parse_override_value(text: str) -> Any:
     """A value as TOML reads it (`3`, `true`, `[1, 2]`, `"x"`), or else the text itself (`500 steps`)."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text

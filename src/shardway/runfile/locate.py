@@ -1,47 +1,52 @@
 """Finds the line of a key in a TOML text, for "run.toml:12" in origins and errors.
 
-Invariant: a wrong answer is impossible for what `tomllib` accepts with one key a line; where a key is written in a
-way that this scanner does not know (an inline table), it is left out rather than guessed. It must not read values.
+Invariant: a wrong answer is impossible for what `tomllib` accepts; where a key is written in a way that this
+scanner does not know (quoted, in an inline table, in an array of tables), it is left out rather than guessed. It
+must not read values.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
-_TABLE = re.compile(r"^\s*\[\s*([A-Za-z0-9_.\-\s]+?)\s*\]\s*(#.*)?$")
-_KEY = re.compile(r"^\s*([A-Za-z0-9_.\-]+)\s*=\s*(.*)$")
+_TABLE = re.compile(r"\s*\[\s*([A-Za-z0-9_.\-\s]+?)\s*\]\s*(#.*)?")
+_KEY = re.compile(r"\s*([A-Za-z0-9_.\-]+)\s*=.*")
+_TOKEN = re.compile(
+    r"""
+      \"{3} (?: \\. | [^\\] )*? \"{3} \"{0,2}   # strings over several lines
+    | '{3} .*? '{3} '{0,2}
+    | " (?: \\. | [^"\\] )* "                   # strings on one line
+    | ' [^']* '
+    | \# [^\n]*
+    | [\[\]{}\n]
+    """,
+    re.VERBOSE | re.DOTALL,
+)
 
 
 def key_lines(text: str) -> dict[str, int]:
-    """Dotted key -> line number (from 1) of every key and table head in a TOML text."""
+    """Dotted key -> line number (from 1) of every key and table head in a valid TOML text."""
     found: dict[str, int] = {}
-    table, skipping = "", ""
-    for number, line in enumerate(text.splitlines(), start=1):
-        if skipping:
-            skipping = "" if _ends(line, skipping) else skipping
-        elif head := _TABLE.match(line):
-            table = head[1].replace(" ", "")
+    lines, table = text.split("\n"), ""
+    for number in _statement_lines(text):
+        line = lines[number - 1]
+        if head := _TABLE.fullmatch(line):
+            table = re.sub(r"\s", "", head[1])
             found.setdefault(table, number)
-        elif pair := _KEY.match(line):
+        elif line.lstrip().startswith("["):
+            table = "?"  # a head of another form: its keys get a name that no key has
+        elif (pair := _KEY.fullmatch(line)) and table != "?":
             found.setdefault(f"{table}.{pair[1]}".lstrip("."), number)
-            skipping = _opens(pair[2])
     return found
 
 
-def _opens(value: str) -> str:
-    """What must close a value that goes on in the next lines; empty where it ends on its own line."""
-    for quotes in ('"""', "'''"):
-        if value.startswith(quotes):
-            return "" if value.count(quotes) >= 2 else quotes
-    if value.startswith("["):
-        return "" if _bracket_depth(value) <= 0 else "]"
-    return ""
-
-
-def _ends(line: str, closer: str) -> bool:
-    return closer in line if closer != "]" else _bracket_depth(line) < 0
-
-
-def _bracket_depth(line: str) -> int:
-    bare = re.sub(r"\"[^\"]*\"|'[^']*'|#.*", "", line)
-    return bare.count("[") - bare.count("]")
+def _statement_lines(text: str) -> Iterator[int]:
+    """The lines that no string and no bracket of an earlier line reaches into."""
+    number, depth = 1, 0
+    yield number
+    for token in _TOKEN.finditer(text):
+        depth += (token[0] in "[{") - (token[0] in "]}")
+        number += token[0].count("\n")
+        if token[0] == "\n" and depth == 0:
+            yield number

@@ -43,22 +43,28 @@ class Outcome:
 
 
 def train(request: Request) -> Outcome:
-    """Train on this rank until the run is finished or asked to stop. Raises ShardwayError."""
+    """Train on this rank until the run is finished or asked to stop, then report. Raises ShardwayError."""
     with start(request.run_file, *request.overrides, directory=request.directory, fresh=request.fresh) as run:
-        data = _open(run)
-        values = run.resolved.values
-        wants = wants_of(values.model.kind)
-        model = run.shard(
-            build_model(values.model, vocab=data.train.facts.vocab, sample_shape=data.train.facts.sample_shape)
-        )
-        peak_lr = run.resolved.derived.peak_lr
-        run.optimizer(lambda parameters: build_optimizer(values.optim, model, peak_lr), model)
-        validation = _validation(run, data.validation, LOSSES[wants])
-        for batch in run.steps(run.loader(data.train), validation=validation):
-            run.step(model, batch, LOSSES[wants])
-        status = run.directory.read_status() if run.is_first else {}
+        outcome = train_run(run)
         if run.is_first:
             run.directory.write_report(render_report(run.directory))
+    return outcome
+
+
+def train_run(run: Run) -> Outcome:
+    """Train what the run file of an open run describes."""
+    data = _open(run)
+    values = run.resolved.values
+    wants = wants_of(values.model.kind)
+    model = run.shard(
+        build_model(values.model, vocab=data.train.facts.vocab, sample_shape=data.train.facts.sample_shape)
+    )
+    peak_lr = run.resolved.derived.peak_lr
+    run.optimizer(lambda parameters: build_optimizer(values.optim, model, peak_lr), model)
+    validation = _validation(run, data.validation, LOSSES[wants])
+    for batch in run.steps(run.loader(data.train), validation=validation):
+        run.step(model, batch, LOSSES[wants])
+    status = run.directory.read_status() if run.is_first else {}
     return Outcome(
         str(run.directory.path), status.get("state", ""), status.get("reason", ""), int(status.get("step", 0))
     )

@@ -156,6 +156,7 @@ class Run:
 
         Of a pair (inputs, targets), `loss_fn(model(inputs), targets)` is the loss; of any other batch,
         `loss_fn(model, batch)`. It returns the mean over its samples, or a `LossSum` where targets may not count.
+        Gradients of a script's own model are clipped only where the run file sets `optim.clip`.
         """
         if self._loop is None or self._optimizer is None:
             raise UserError("run.step was called outside `for batch in run.steps(loader)`, or before run.optimizer.")
@@ -164,7 +165,7 @@ class Run:
             global_batch=values.train.global_batch,
             data_ranks=self._session.mesh.data_ranks,
             accumulation=self.resolved.derived.accumulation,
-            clip=None if values.optim.clip == "off" else float(values.optim.clip),
+            clip=None if values.optim.clip == "off" or self._is_left_alone("optim.clip") else float(values.optim.clip),
             precision=self._session.precision,
         )
         result = take_step(model, self._optimizer, batch, loss_fn, options, self._session.ranks, self._loop.wishes())
@@ -176,6 +177,10 @@ class Run:
         with contextlib.closing(batches) as stream:  # type: ignore[type-var]
             for batch in stream:
                 yield to_device(_paired(batch), self.device)
+
+    def _is_left_alone(self, dotted: str) -> bool:
+        """Whether a default must not touch a script that owns its model: what it did not ask for does not happen."""
+        return self._session.own_model and self.resolved.origins[dotted] == DEFAULT
 
     def _stream(self, loader: Loader, position: int) -> Iterator[Batch]:
         values = self.resolved.values
@@ -200,7 +205,7 @@ class Run:
         values, derived = resolved.values, resolved.derived
         scale = scale_of(resolved, DataFacts(loader.size, loader.tokens_per_sample, None))
         every, validate_every = values.checkpoint.every, values.train.validate_every
-        constant = self._session.own_model and resolved.origins["optim.schedule"] == DEFAULT
+        constant = self._is_left_alone("optim.schedule")
         warmup_steps = 0 if constant else derived.warmup_steps
         return LoopPlan(
             total_steps=derived.total_steps,

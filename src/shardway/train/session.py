@@ -81,15 +81,21 @@ def open_session(request: Request, environ: Mapping[str, str]) -> Iterator[Sessi
     """Resolve the request, join the ranks, take the run directory. Raises ShardwayError on every rank alike."""
     placement = find_placement(environ)
     resolution = resolve_request(request, placement.world, placement.local_world)
-    values = resolution.resolved.values
-    options = StartOptions(
-        values.run.device, int(values.run.threads), values.run.start_timeout, values.run.collective_timeout
-    )
+    run = resolution.resolved.values.run
+    options = StartOptions(run.device, int(run.threads), run.start_timeout, run.collective_timeout)
     ranks = start_ranks(placement, options)
+    with hold_session(resolution, ranks) as session:
+        yield session
+    ranks.end()
+
+
+@contextlib.contextmanager
+def hold_session(resolution: Resolution, ranks: Ranks) -> Iterator[Session]:
+    """The session of a resolved run on ranks that have started; they are left as they are when it ends."""
+    values, directory = resolution.resolved.values, resolution.directory
     precision = read_precision(values.precision)
     apply_precision(precision, ranks.device)
     torch.use_deterministic_algorithms(values.train.deterministic)
-    directory = resolution.directory
     with contextlib.ExitStack() as stack:
         ranks.together(lambda: _take_directory(resolution, stack) if ranks.is_first else None)
         recorder = Recorder(directory, ranks, every_rank=values.data.record_ids)
@@ -99,7 +105,6 @@ def open_session(request: Request, environ: Mapping[str, str]) -> Iterator[Sessi
         signals = stack.enter_context(SignalWatch())
         with _faults_recorded(recorder):
             yield Session(resolution, ranks, mesh, precision, recorder, signals)
-        ranks.end()
 
 
 def _take_directory(resolution: Resolution, stack: contextlib.ExitStack) -> None:

@@ -1,0 +1,109 @@
+"""Whole tiny runs on ranks that are there already: those of the pool, or this process alone.
+
+    @ranks(2)
+    def test_it(rank: int, tmp_path: Path) -> None:
+        train_tiny(tmp_path, pool_ranks(), "parallel.dp_shard=2", "parallel.dp_replicate=1")
+        assert len(read_steps(tmp_path)) == 20
+
+Invariant: a run here walks the way of `shardway train` from the resolved run on; only the start of the ranks and the
+report are left out. A run of 20 steps takes a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardway.ranks.launcher import Placement
+from shardway.ranks.start import Ranks
+from shardway.resolve.request import Request, resolve_request
+from shardway.rundir.directory import RunDir
+from shardway.train.recipe import Outcome, train_run
+from shardway.train.run import Run
+from shardway.train.session import hold_session
+
+TINY = (
+    "model.dim=16",
+    "model.layers=2",
+    "model.heads=2",
+    "model.ffn_dim=32",
+    "model.vocab=32",
+    "data.kind=synthetic",
+    "data.samples=96",
+    "data.seq_len=12",
+    "train.steps=20",
+    "train.global_batch=8",
+    "train.validate_every=off",
+    "optim.warmup=4 steps",
+    "checkpoint.every=off",
+    "run.device=cpu",
+    "run.threads=1",
+)
+"""Overrides that make the default run one of seconds; what a test sets after them wins."""
+
+
+def place(rank: int, world: int, launcher: str = "torchrun", port: int = 0) -> Placement:
+    """A rank's place where all ranks are on this machine."""
+    return Placement(rank, world, rank, world, 0, 1, "127.0.0.1", port, launcher)
+
+
+def pool_ranks() -> Ranks:
+    """The ranks of the pool that this process is in."""
+    return Ranks(place(dist.get_rank(), dist.get_world_size()), torch.device("cpu"), grouped=True)
+
+
+def lone_rank() -> Ranks:
+    """A process that nothing launched, whatever group it is in."""
+    return Ranks(place(0, 1, "none"), torch.device("cpu"), grouped=False)
+
+
+def layout(replicate: int, shard: int) -> tuple[str, str]:
+    """The overrides of a layout."""
+    return f"parallel.dp_replicate={replicate}", f"parallel.dp_shard={shard}"
+
+
+@contextlib.contextmanager
+def open_tiny(directory: Path, ranks: Ranks, *overrides: str, fresh: bool = False) -> Iterator[Run]:
+    """A tiny run, open on these ranks."""
+    request = Request(None, (*TINY, *overrides), directory, fresh)
+    with hold_session(resolve_request(request, ranks.world, ranks.world), ranks) as session:
+        yield Run(session)
+
+
+def train_tiny(directory: Path, ranks: Ranks, *overrides: str, fresh: bool = False) -> Outcome:
+    """Train a tiny run until it is finished or stopped."""
+    with open_tiny(directory, ranks, *overrides, fresh=fresh) as run:
+        return train_run(run)
+
+
+def train_alone(rank: int, directory: Path, *overrides: str) -> None:
+    """The same run without other ranks, on rank 0 of the pool while the others wait."""
+    if rank == 0:
+        train_tiny(directory, lone_rank(), *overrides)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def read_steps(directory: Path, rank: int = 0) -> list[dict[str, Any]]:
+    """The step events of a rank that still hold."""
+    return [event for event in RunDir(directory).events(rank) if event["event"] == "step"]
+
+
+def read_column(directory: Path, name: str = "loss") -> list[Any]:
+    """One number of every step, in order."""
+    return [event[name] for event in read_steps(directory)]
+
+
+def read_named(directory: Path, name: str) -> list[dict[str, Any]]:
+    """Rank 0's events of one name, undone ones too."""
+    return [event for event in RunDir(directory).all_events() if event["event"] == name]
+
+
+def worst_difference(these: Sequence[float], those: Sequence[float]) -> float:
+    """The largest relative difference between two curves of one length."""
+    return max(abs(a - b) / abs(b) for a, b in zip(these, those, strict=True))
