@@ -12,7 +12,8 @@ report are left out. A run of 20 steps takes a fraction of a second.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,9 @@ from shardway.train.recipe import Outcome, train_run
 from shardway.train.run import Run
 from shardway.train.session import hold_session
 
-TINY = (
-    "model.dim=16",
-    "model.layers=2",
-    "model.heads=2",
-    "model.ffn_dim=32",
-    "model.vocab=32",
+COMMON = (
     "data.kind=synthetic",
     "data.samples=96",
-    "data.seq_len=12",
     "train.steps=20",
     "train.global_batch=8",
     "train.validate_every=off",
@@ -44,7 +39,17 @@ TINY = (
     "run.device=cpu",
     "run.threads=1",
 )
-"""Overrides that make the default run one of seconds; what a test sets after them wins."""
+TINY = (
+    *COMMON,
+    "model.dim=16",
+    "model.layers=2",
+    "model.heads=2",
+    "model.ffn_dim=32",
+    "model.vocab=32",
+    "data.seq_len=12",
+)
+TINY_IMAGES = (*COMMON, "model.kind=convnet", "model.channels=[4]", "model.classes=4", "data.shape=[1, 8, 8]")
+"""Overrides that make the default run one of a fraction of a second; what a test sets after them wins."""
 
 
 def place(rank: int, world: int, launcher: str = "torchrun", port: int = 0) -> Placement:
@@ -68,25 +73,75 @@ def layout(replicate: int, shard: int) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def open_tiny(directory: Path, ranks: Ranks, *overrides: str, fresh: bool = False) -> Iterator[Run]:
+def open_tiny(
+    directory: Path, ranks: Ranks, *overrides: str, base: Sequence[str] = TINY, fresh: bool = False
+) -> Iterator[Run]:
     """A tiny run, open on these ranks."""
-    request = Request(None, (*TINY, *overrides), directory, fresh)
+    request = Request(None, (*base, *overrides), directory, fresh)
     with hold_session(resolve_request(request, ranks.world, ranks.world), ranks) as session:
         yield Run(session)
 
 
-def train_tiny(directory: Path, ranks: Ranks, *overrides: str, fresh: bool = False) -> Outcome:
-    """Train a tiny run until it is finished or stopped."""
-    with open_tiny(directory, ranks, *overrides, fresh=fresh) as run:
+def train_tiny(
+    directory: Path,
+    ranks: Ranks,
+    *overrides: str,
+    base: Sequence[str] = TINY,
+    before_step: Callable[[Run, int], None] | None = None,
+) -> Outcome:
+    """Train a tiny run until it is finished or stopped; `before_step` is told each step (1 is the first) to come."""
+    with open_tiny(directory, ranks, *overrides, base=base) as run:
+        if before_step is not None:
+            _tell_steps(run, before_step)
         return train_run(run)
 
 
-def train_alone(rank: int, directory: Path, *overrides: str) -> None:
+def _tell_steps(run: Run, before_step: Callable[[Run, int], None]) -> None:
+    take = run.step
+
+    def step(*arguments: Any) -> float:
+        before_step(run, run._loop.counters.step + 1)  # type: ignore[union-attr]
+        return take(*arguments)
+
+    run.step = step  # type: ignore[method-assign]
+
+
+class Died(Exception):
+    """What ends a run in the middle of a step, as a death would."""
+
+
+def die_at(last: int) -> Callable[[Run, int], None]:
+    """For `before_step`: end all ranks before the step after `last`."""
+
+    def look(run: Run, step: int) -> None:
+        if step > last:
+            raise Died
+
+    return look
+
+
+@dataclass
+class Signalled:
+    """Stands in for a SignalWatch that has received a signal."""
+
+    received: str | None = "SIGTERM"
+
+
+def signal_at(last: int, rank: int = 0) -> Callable[[Run, int], None]:
+    """For `before_step`: one rank is signalled during step `last`."""
+
+    def look(run: Run, step: int) -> None:
+        if step == last and run.session.ranks.rank == rank:
+            run.session.signals = Signalled()  # type: ignore[assignment]
+
+    return look
+
+
+def train_alone(rank: int, directory: Path, *overrides: str, base: Sequence[str] = TINY) -> None:
     """The same run without other ranks, on rank 0 of the pool while the others wait."""
     if rank == 0:
-        train_tiny(directory, lone_rank(), *overrides)
-    if dist.is_initialized():
-        dist.barrier()
+        train_tiny(directory, lone_rank(), *overrides, base=base)
+    dist.barrier()
 
 
 def read_steps(directory: Path, rank: int = 0) -> list[dict[str, Any]]:

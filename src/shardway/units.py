@@ -16,7 +16,8 @@ SPAN_UNITS: tuple[SpanUnit, ...] = ("steps", "samples", "tokens", "epochs")
 
 _BINARY = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
 _DECIMAL = {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
-_SECONDS = {"d": 86400.0, "h": 3600.0, "min": 60.0, "m": 60.0, "s": 1.0, "ms": 1e-3}
+_SECONDS = {"d": 86400.0, "h": 3600.0, "min": 60.0, "m": 60.0, "s": 1.0}
+_MS_PER_S = 1000.0
 _COUNTS = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 MAX_BYTES = 2**80
@@ -54,7 +55,9 @@ def parse_seconds(text: str) -> float:
     """Seconds from "90s", "1h30m", "2d", "500ms"."""
     rest, total, matched = text.strip(), 0.0, False
     while match := _TIME_PATTERN.match(rest):
-        total += float(match["number"]) * _SECONDS[match["unit"]]
+        number, unit = float(match["number"]), match["unit"]
+        # 1900 / 1000 is 1.9 where 1900 * 0.001 is not.
+        total += number / _MS_PER_S if unit == "ms" else number * _SECONDS[unit]
         rest, matched = rest[match.end() :], True
     if rest or not matched:
         raise ValueError(f'"{text}" is not a time; allowed: numbers with d, h, min, m, s or ms, such as "1h30m"')
@@ -66,7 +69,8 @@ def parse_seconds(text: str) -> float:
 def render_seconds(seconds: float) -> str:
     """A time that `parse_seconds` reads back to the same value: 5400.0 -> "1h30m", 0.25 -> "250ms"."""
     if seconds < 1.0 or seconds != int(seconds):
-        return f"{seconds!r}s" if seconds * 1000 != int(seconds * 1000) else f"{int(seconds * 1000)}ms"
+        count = round(seconds * _MS_PER_S)
+        return f"{count}ms" if count / _MS_PER_S == seconds else f"{seconds!r}s"
     rest, parts = int(seconds), []
     for unit in ("d", "h", "m", "s"):
         count, rest = divmod(rest, int(_SECONDS[unit]))

@@ -6,8 +6,9 @@ must not change anything on disk.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,11 @@ class Loaded:
 def peek_latest(directory: RunDir) -> Manifest | None:
     """The manifest of the newest checkpoint, or None. Raises JobError where it is damaged."""
     steps = directory.checkpoint_steps()
-    return read_manifest(directory.checkpoint_path(steps[-1])) if steps else None
+    if not steps:
+        return None
+    folder = directory.checkpoint_path(steps[-1])
+    with _saying_how_to_go_on(folder, steps):
+        return read_manifest(folder)
 
 
 def load_latest(directory: RunDir, ranks: Ranks, trained: Trained) -> Loaded | None:
@@ -68,8 +73,14 @@ def verify_checkpoint(folder: Path, rank: int = 0, world: int = 1) -> Manifest:
 
 
 def _verified(folder: Path, ranks: Ranks, steps: list[int]) -> Manifest:
-    try:
+    with _saying_how_to_go_on(folder, steps):
         return verify_checkpoint(folder, ranks.rank, ranks.world)
+
+
+@contextlib.contextmanager
+def _saying_how_to_go_on(folder: Path, steps: list[int]) -> Iterator[None]:
+    try:
+        yield
     except JobError as error:
         older = f"step {steps[-2]}" if len(steps) > 1 else "the start of the run"
         raise JobError(

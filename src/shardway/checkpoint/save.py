@@ -7,11 +7,12 @@ leaves what was saved before as it was.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from shardway.checkpoint.manifest import NAME, Manifest, Seal, seal_file, write_manifest
 from shardway.checkpoint.state import Trained, collect_tensors, count_bytes, random_state
-from shardway.errors import JobError, ShardwayError
-from shardway.ranks.start import Ranks
+from shardway.errors import Bug, JobError, ShardwayError
+from shardway.ranks.start import Ranks, is_lost_contact
 from shardway.rundir.atomic import fsync_folder
 from shardway.rundir.directory import RunDir
 from shardway.units import render_count
@@ -43,13 +44,15 @@ def save_checkpoint(
     directory: RunDir, ranks: Ranks, trained: Trained, step: int, numbers: Mapping[str, Any]
 ) -> Saved | None:
     """Save on all ranks together; None where this step is saved already. Raises JobError on every rank alike."""
-    if ranks.together(lambda: directory.checkpoint_path(step).exists()):
+    # Rank 0 looks for all: on a network file system ranks may see different things for a while.
+    if ranks.gather(ranks.is_first and directory.checkpoint_path(step).exists())[0]:
         return None
     partial, final = directory.partial_checkpoint_path(step), directory.checkpoint_path(step)
     tensors = collect_tensors(trained)
     tensors["random"] = {f"rank-{ranks.rank}": random_state()}
     try:
-        _check_space(directory, ranks, count_bytes(tensors))
+        random_elsewhere = (ranks.world - 1) * count_bytes(tensors["random"])
+        _check_space(directory, ranks, count_bytes(tensors) + random_elsewhere)
         ranks.together(lambda: _clear_and_make(partial) if ranks.is_first else None)
         _write_shards(ranks, tensors, partial)
         seals = _seal_all(ranks, partial)
@@ -58,6 +61,8 @@ def save_checkpoint(
     except ShardwayError as error:
         if ranks.is_first:
             shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, Bug) or is_lost_contact(error.__cause__):
+            raise  # nothing that more room would mend
         raise _explain(error, directory, step) from error
     return Saved(final.name, manifest.total_bytes)
 
@@ -68,7 +73,8 @@ def prune_checkpoints(directory: RunDir, keep: int) -> None:
         # Renamed first, so that one that is half deleted is never taken for a checkpoint.
         doomed = directory.partial_checkpoint_path(step)
         shutil.rmtree(doomed, ignore_errors=True)
-        directory.checkpoint_path(step).rename(doomed)
+        with contextlib.suppress(OSError):  # one that cannot be removed now is tried again after the next save
+            directory.checkpoint_path(step).rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
 
@@ -78,43 +84,46 @@ def remove_leftovers(directory: RunDir) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _check_space(directory: RunDir, ranks: Ranks, local_bytes: int) -> None:
-    needed = int(sum(ranks.gather(local_bytes)) * HEADROOM)
+def _check_space(directory: RunDir, ranks: Ranks, whole_bytes: int) -> None:
+    needed = int(whole_bytes * HEADROOM)
 
     def check() -> None:
-        free = shutil.disk_usage(directory.checkpoints).free
+        with _told():
+            free = shutil.disk_usage(directory.checkpoints).free
         if free < needed:
             raise JobError(f"it needs about {render_count(needed)}B and {render_count(free)}B are free")
 
-    ranks.together(check)
+    ranks.together(lambda: check() if ranks.is_first else None)
 
 
 def _clear_and_make(partial: Path) -> None:
-    try:
+    with _told():
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(exist_ok=True)
-    except OSError as error:
-        raise JobError(_say(error)) from error
 
 
 def _write_shards(ranks: Ranks, tensors: dict[str, Any], folder: Path) -> None:
     def write() -> None:
         writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
-        _told(lambda: dcp.save(tensors, storage_writer=writer, no_dist=not ranks.grouped))
+        with ranks.contact("during a save"), _told(), warnings.catch_warnings():
+            # That a process without a group saves alone is meant.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+            dcp.save(tensors, storage_writer=writer, no_dist=not ranks.grouped)
 
     ranks.together(write)
 
 
-def _told(write: Callable[[], Any]) -> None:
-    """Run a write of torch's; its CheckpointException is a BaseException and would escape `except Exception`."""
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """What a file system refuses, or torch's writer for it, as a JobError.
+
+    torch's CheckpointException is a BaseException: it would escape `except Exception`.
+    """
     try:
-        with warnings.catch_warnings():
-            # That a process without a group saves alone is meant.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-            write()
+        yield
     except CheckpointException as error:
         raise JobError(_say(next(iter(error.failures.values()))[0])) from None
-    except (OSError, RuntimeError) as error:
+    except OSError as error:
         raise JobError(_say(error)) from error
 
 
@@ -122,21 +131,20 @@ def _seal_all(ranks: Ranks, folder: Path) -> dict[str, Seal]:
     """Every rank reads back its share of the files; the seals of all."""
 
     def seal_share() -> dict[str, Seal]:
-        names = sorted(path.name for path in folder.iterdir() if path.name != NAME)
-        return {name: seal_file(folder / name) for name in names[ranks.rank :: ranks.world]}
+        with _told():
+            names = sorted(path.name for path in folder.iterdir() if path.name != NAME)
+            return {name: seal_file(folder / name) for name in names[ranks.rank :: ranks.world]}
 
     shares = ranks.gather(ranks.together(seal_share))
     return {name: seal for share in shares for name, seal in share.items()}
 
 
 def _commit(partial: Path, final: Path, manifest: Manifest) -> None:
-    try:
+    with _told():
         write_manifest(partial, manifest)
         fsync_folder(partial)
         os.rename(partial, final)
         fsync_folder(final.parent)
-    except OSError as error:
-        raise JobError(_say(error)) from error
 
 
 def _say(error: BaseException) -> str:

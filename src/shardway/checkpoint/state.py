@@ -58,14 +58,13 @@ def install_tensors(trained: Trained, tensors: Tensors) -> None:
 
 
 def count_bytes(tensors: Tensors) -> int:
-    """Bytes that this rank holds of the tensors."""
+    """Bytes of the tensors as they are saved: each whole and once, however many ranks hold parts or copies of it."""
     total = 0
     for value in tensors.values():
         if isinstance(value, dict):
             total += count_bytes(value)
         elif isinstance(value, torch.Tensor):
-            local = value.to_local() if hasattr(value, "to_local") else value
-            total += local.numel() * local.element_size()
+            total += value.numel() * value.element_size()
     return total
 
 

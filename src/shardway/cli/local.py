@@ -11,7 +11,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from shardway.errors import ERRORS_BY_NAME, JobError, ShardwayError
+from shardway.errors import ERRORS_BY_NAME, JobError, LostContact, ShardwayError
 from shardway.ranks.local import LocalLaunch, RankFailure, run_local
 from shardway.resolve.request import Request, Resolution
 from shardway.rundir.directory import RunDir
@@ -61,10 +61,11 @@ def _explain(run: RunDir, failures: list[RankFailure], marks: dict[int, int]) ->
     if killed:
         return _killed(run, killed[0])
     faults = {rank: fault for rank, mark in marks.items() if (fault := _last_fault(run, rank, mark)) is not None}
-    own = {rank: fault for rank, fault in faults.items() if "lost contact" not in fault["message"]}
+    own = {rank: fault for rank, fault in faults.items() if fault["kind"] != LostContact.__name__}
     for rank, fault in (own or faults).items():
         kind = ERRORS_BY_NAME.get(fault["kind"], JobError)
-        prefix = "" if kind.__name__ == "UserError" else f"rank {rank}: "
+        agreed = len({fault["message"] for fault in faults.values()}) == 1
+        prefix = "" if agreed else f"rank {rank}: "
         return kind(f"{prefix}{fault['message']}{_where_output(run, rank) if kind.__name__ == 'Bug' else ''}")
     return _unexplained(run, failures[0])
 
@@ -95,8 +96,8 @@ def _last_fault(run: RunDir, rank: int, mark: int) -> Event | None:
 
 
 def _mark_failed(run: RunDir, error: ShardwayError) -> None:
-    """A rank 0 that was killed could not say so itself."""
+    """A rank 0 that was killed could not say so itself, and one that lost contact could not know why."""
     status = run.read_status()
-    if status.get("state") == "running":
+    if status.get("state") in ("running", "failed"):
         status.pop("format", None)
         run.write_status(**{**status, "state": "failed", "reason": str(error).splitlines()[0]})

@@ -23,8 +23,9 @@ REFRESH_S = 0.5
 class Display:
     """While entered, a thread shows the events that rank 0 appends."""
 
-    def __init__(self, run: RunDir, *, to_stderr: bool) -> None:
+    def __init__(self, run: RunDir, *, to_stderr: bool, plain: bool) -> None:
         self._console = Console(stderr=to_stderr, highlight=False, soft_wrap=True)
+        self._plain = plain or not self._console.is_terminal
         self._run = run
         self._events = run.follow_events(from_end=True)
         self._done = threading.Event()
@@ -41,8 +42,10 @@ class Display:
         self._thread.join()
 
     def _show(self) -> None:
-        show = self._show_live if self._console.is_terminal else self._show_lines
-        show()
+        if self._plain:
+            self._show_lines()
+        else:
+            self._show_live()
 
     def _show_lines(self) -> None:
         lines = PlainLines()

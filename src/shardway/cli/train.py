@@ -33,7 +33,6 @@ def train(
 ) -> None:
     """Train a run file (the default run where none is named); resumes by itself."""
     from shardway.ranks.launcher import find_placement
-    from shardway.resolve.request import resolve_request
 
     request = read_request(words, directory, fresh)
     placement = find_placement(os.environ)
@@ -44,20 +43,36 @@ def train(
             f"started by {placement.launcher}.\n  To do: leave out --nproc."
         )
     ranks = placement.world if launched else nproc or 1
-    resolution = resolve_request(request, ranks, placement.local_world if launched else ranks)
+    resolution = _resolve(request, ranks, placement.local_world if launched else ranks, told=placement.rank == 0)
     if dry_run:
         _print_plan(resolution, ranks)
         return
-    shown = _display(resolution, as_json) if placement.rank == 0 else nullcontext()
-    _check_free(resolution)
+    shown = _display(resolution, as_json, launched) if placement.rank == 0 else nullcontext()
+    if not launched:
+        _check_free(resolution)
     with shown:
         outcome = _train_here(request, resolution) if launched or ranks == 1 else _train_local(resolution, ranks)
     if placement.rank == 0:
         _print_end(outcome, as_json)
 
 
+def _resolve(request: Request, ranks: int, ranks_per_node: int, *, told: bool) -> Resolution:
+    """Every rank of a launch finds the same mistakes; one of them tells."""
+    from shardway.resolve.request import resolve_request
+
+    try:
+        return resolve_request(request, ranks, ranks_per_node)
+    except UserError as error:
+        if told:
+            raise
+        raise typer.Exit(error.exit_code) from None
+
+
 def _check_free(resolution: Resolution) -> None:
-    """Tell a second writer before torch is imported; the lock itself is taken by rank 0."""
+    """Tell a second writer before torch is imported; the lock itself is taken by rank 0.
+
+    Not where a launcher started this rank: another rank of the same job may hold the lock already.
+    """
     run = resolution.directory
     if run.exists():
         run.check_format()
@@ -78,10 +93,11 @@ def _train_local(resolution: Resolution, ranks: int) -> dict[str, Any]:
     return train_local(resolution, ranks)
 
 
-def _display(resolution: Resolution, as_json: bool) -> AbstractContextManager[object]:
+def _display(resolution: Resolution, as_json: bool, launched: bool) -> AbstractContextManager[object]:
     from shardway.cli.progress import Display
 
-    return Display(resolution.directory, to_stderr=as_json)
+    # A launcher collects output, also where it gives its first rank a terminal of its own (mpirun does).
+    return Display(resolution.directory, to_stderr=as_json, plain=launched)
 
 
 def _print_plan(resolution: Resolution, ranks: int) -> None:

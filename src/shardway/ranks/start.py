@@ -8,6 +8,7 @@ It must not make subgroups (that is `parallel.mesh`) nor read the environment (t
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,7 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from shardway.errors import ERRORS_BY_NAME, Bug, JobError, ShardwayError, SiteError
+from shardway.errors import ERRORS_BY_NAME, Bug, JobError, LostContact, ShardwayError, SiteError
 from shardway.ranks.launcher import Placement
 from shardway.units import render_seconds
 
@@ -97,14 +98,14 @@ class Ranks:
 
     @contextlib.contextmanager
     def contact(self, when: str) -> Iterator[None]:
-        """Turn the loss of another rank into a JobError that says when it happened."""
+        """Turn the loss of another rank into a LostContact that says when it happened."""
         try:
             yield
         except RuntimeError as error:
             if not is_lost_contact(error):
                 raise
-            raise JobError(
-                f"rank {self.rank} lost contact with another rank {when}: {_first_line(error)}\n"
+            raise LostContact(
+                f"rank {self.rank} lost contact with another rank {when}: {_transport_words(error)}\n"
                 "  A rank of this job has died or hangs. To do: look for the rank whose own message is an error "
                 "(its log or its events), then run the same command again: it goes on from the last checkpoint."
             ) from error
@@ -166,7 +167,7 @@ def _join(placement: Placement, options: StartOptions, device: torch.device) -> 
         ) from error
 
 
-def is_lost_contact(error: BaseException) -> bool:
+def is_lost_contact(error: BaseException | None) -> bool:
     """Whether an error of a collective means that another rank is gone or silent."""
     if isinstance(error, dist.DistError):
         return True
@@ -188,6 +189,12 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, ShardwayError | None]:
 
 def _note(failure: ShardwayError | None) -> tuple[str, str] | None:
     return None if failure is None else (type(failure).__name__, str(failure))
+
+
+def _transport_words(error: BaseException) -> str:
+    """What gloo or NCCL says without the place in their own source and their advice."""
+    said = re.sub(r"^\[[^\]]*\.cc:\d+\]\s*", "", _first_line(error))
+    return said.split(". This is typically")[0].rstrip(".")
 
 
 def _first_line(error: BaseException) -> str:

@@ -6,6 +6,7 @@ read files or look at the machine.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from shardway.resolve.draft import Draft, Rule
 from shardway.units import render_seconds
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+LATER_AXES = ("cp", "tp", "pp", "ep")
 
 
 # --- run
@@ -92,8 +94,8 @@ def data_other_than_text_name_their_path(draft: Draft) -> None:
 def heads_divide_the_width(draft: Draft) -> None:
     dim, heads = draft.get("model.dim"), draft.get("model.heads")
     if dim % heads:
-        near = [h for h in range(1, dim + 1) if dim % h == 0]
-        draft.refuse("model.heads", f"{heads} does not divide model.dim = {dim}", f"{_nearest(near, heads)} is nearest")
+        near = _nearest_divisor(dim, heads)
+        draft.refuse("model.heads", f"{heads} does not divide model.dim = {dim}", f"{near} is nearest")
     elif dim // heads % 2:
         draft.refuse(
             "model.heads",
@@ -107,12 +109,8 @@ def key_value_heads_divide_the_heads(draft: Draft) -> None:
     if kv_heads == "auto":
         draft.derive("model.kv_heads", heads, "as many as heads")
     elif heads % kv_heads:
-        near = [h for h in range(1, heads + 1) if heads % h == 0]
-        draft.refuse(
-            "model.kv_heads",
-            f"{kv_heads} does not divide model.heads = {heads}",
-            f"{_nearest(near, kv_heads)} is nearest",
-        )
+        near = _nearest_divisor(heads, kv_heads)
+        draft.refuse("model.kv_heads", f"{kv_heads} does not divide model.heads = {heads}", f"{near} is nearest")
 
 
 def the_feed_forward_width_follows_the_activation(draft: Draft) -> None:
@@ -141,7 +139,7 @@ def bytes_have_256_values(draft: Draft) -> None:
 
 def what_this_version_lacks_is_refused(draft: Draft) -> None:
     """Refused with a sentence rather than ignored, so that nobody trains something other than what they wrote."""
-    for axis in ("cp", "tp", "pp", "ep"):
+    for axis in LATER_AXES:
         if draft.get(f"parallel.{axis}") > 1:
             draft.refuse(
                 f"parallel.{axis}",
@@ -174,6 +172,8 @@ def tf32_needs_a_device_that_has_it(draft: Draft) -> None:
 
 def degrees_multiply_to_the_ranks(draft: Draft) -> None:
     """One of dp_replicate and dp_shard may be "auto" and takes what the other axes leave."""
+    if any(draft.get(f"parallel.{axis}") > 1 for axis in LATER_AXES):
+        return  # refused already
     ranks = draft.circumstances.ranks
     degrees = {axis: draft.get(f"parallel.{axis}") for axis in AXES}
     open_axes = [axis for axis, degree in degrees.items() if degree == "auto"]
@@ -185,28 +185,41 @@ def degrees_multiply_to_the_ranks(draft: Draft) -> None:
     if open_axes and ranks % known == 0:
         draft.derive(f"parallel.{open_axes[0]}", ranks // known, _what_is_left(ranks, degrees))
     elif known != ranks:
-        _refuse_product(draft, degrees, open_axes)
+        _refuse_product(draft, degrees, known)
 
 
 def _what_is_left(ranks: int, degrees: Mapping[str, Any]) -> str:
-    others = [f"{axis} {degree}" for axis, degree in degrees.items() if degree not in ("auto", 1)]
-    return f"{ranks} ranks / {' x '.join(others)}" if others else f"{ranks} ranks"
+    others = _above_one(degrees)
+    return f"{ranks} ranks / {_product(others)}" if others else f"{ranks} ranks"
 
 
-def _refuse_product(draft: Draft, degrees: Mapping[str, Any], open_axes: list[str]) -> None:
-    ranks = draft.circumstances.ranks
-    product = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree not in (1, "auto")) or "1"
-    known = math.prod(degree for degree in degrees.values() if degree != "auto")
-    culprit = next(
-        axis for axis in ("dp_shard", "dp_replicate", *AXES) if degrees[axis] not in (1, "auto") or known == 1
-    )
-    verb = "does not divide" if open_axes else f"= {known} is not"
+def _refuse_product(draft: Draft, degrees: Mapping[str, Any], known: int) -> None:
+    ranks, above = draft.circumstances.ranks, _above_one(degrees)
+    if not above:
+        what = f"every degree is 1, and there are {ranks} ranks"
+    elif "auto" in degrees.values():
+        what = f"{_product(above)} does not divide the number of ranks, {ranks}"
+    else:
+        product = _product(above) if len(above) == 1 else f"{_product(above)} = {known}"
+        what = f"{product} is not the number of ranks, {ranks}"
+    start = f"start {known} rank{'s' if known > 1 else ''} (--nproc {known})"
+    culprit = next((axis for axis in ("dp_shard", "dp_replicate", *AXES) if axis in above), "dp_replicate")
     draft.refuse(
         f"parallel.{culprit}",
-        f"{product} {verb} the number of ranks, {ranks}",
+        what,
         "degrees whose product is the number of ranks",
-        f'start as many ranks as the product (--nproc {known}), or set parallel.dp_replicate = "auto"',
+        start
+        + (", or change a degree" if len(above) > 1 else ", or change it")
+        + '; "auto" takes what the others leave',
     )
+
+
+def _above_one(degrees: Mapping[str, Any]) -> dict[str, int]:
+    return {axis: degree for axis, degree in degrees.items() if degree not in ("auto", 1)}
+
+
+def _product(degrees: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis} {degree}" for axis, degree in degrees.items())
 
 
 def every_replica_gets_a_sample(draft: Draft) -> None:
@@ -267,5 +280,8 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def _nearest(choices: list[int], wanted: int) -> int:
-    return min(choices, key=lambda choice: abs(choice - wanted))
+def _nearest_divisor(number: int, wanted: int) -> int:
+    """The divisor of `number` nearest to `wanted`, the smaller of two; found from `wanted` outwards, to 1 at worst."""
+    near = ((wanted - away, wanted + away) for away in itertools.count())
+    found = (divisor for pair in near for divisor in pair if divisor > 0 and number % divisor == 0)
+    return number if wanted > number else next(found)

@@ -23,6 +23,7 @@ FORMAT = 1
 """Version of the run directory that this code writes, and the newest that it reads."""
 
 _CHECKPOINT = re.compile(r"step-(\d{9})")
+_EVENTS = re.compile(r"rank-(\d{5,})\.jsonl")
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class RunDir:
             return {}
         try:
             return tomllib.loads(self.resolved_path.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError, OSError) as error:
             raise JobError(
                 f"{self.resolved_path} is damaged: {error}.\n"
                 "  To do: delete that one file (it is written again from the run file), or start over with --fresh."
@@ -110,7 +111,10 @@ class RunDir:
 
     def ranks_with_events(self) -> list[int]:
         """Ranks that have an event file."""
-        return sorted(int(path.stem.split("-")[1]) for path in self._events_folder.glob("rank-*.jsonl"))
+        if not self._events_folder.is_dir():
+            return []
+        found = (_EVENTS.fullmatch(path.name) for path in self._events_folder.iterdir())
+        return sorted(int(match[1]) for match in found if match)
 
     # --- status
 
@@ -124,7 +128,7 @@ class RunDir:
             status = json.loads(self._status_path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return {}
-        except (ValueError, OSError) as error:
+        except (ValueError, RecursionError, OSError) as error:
             raise JobError(
                 f"{self._status_path} cannot be read: {error}.\n"
                 "  It only repeats what the events say: delete that one file and run again."
@@ -200,10 +204,15 @@ class RunDir:
     def set_aside(self) -> Path | None:
         """Move what an earlier run left here out of the way (for a fresh start); where it went, or None.
 
-        Nothing is deleted: the old run stands beside as `<name>.old-N`.
+        Nothing is deleted: the old run stands beside as `<name>.old-N`. Raises UserError for a path such as ".".
         """
         if not self.exists():
             return None
+        if self.path.name in ("", ".."):
+            raise UserError(
+                f"the run directory {self.path} has no name of its own, so the run in it cannot be moved aside.\n"
+                "  To do: name it by its path with --dir."
+            )
         number = 1
         while (target := self.path.with_name(f"{self.path.name}.old-{number}")).exists():
             number += 1

@@ -24,19 +24,16 @@ class EventWriter:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        self._close_off_torn_line()
-
-    def _close_off_torn_line(self) -> None:
         size = os.fstat(self._descriptor).st_size
-        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
-            os.write(self._descriptor, b"\n")
+        self._torn = bool(size) and os.pread(self._descriptor, 1, size - 1) != b"\n"
 
     def write(self, event: str, /, **facts: Any) -> None:
         """Append one event. Raises OSError where the file system refuses it."""
         line = json.dumps({"event": event, **facts, "time": time.time()}, separators=(", ", ": "))
-        data = line.encode() + b"\n"
+        data = (b"\n" if self._torn else b"") + line.encode() + b"\n"
         written = os.write(self._descriptor, data)
-        if written != len(data):
+        self._torn = written != len(data)
+        if self._torn:
             raise OSError(28, f"only {written} of {len(data)} bytes of an event could be written")
 
     def close(self) -> None:
@@ -58,7 +55,7 @@ def parse_event(line: bytes) -> Event | None:
     """The event of one line, or None for a torn or foreign line."""
     try:
         event = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
 
@@ -94,17 +91,22 @@ class EventFollower:
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
         self._path = path
-        self._rest = b""
-        self._offset = path.stat().st_size if from_end and path.exists() else 0
+        self._offset, self._rest = 0, b""
+        self._inode: int | None = None
+        if from_end and path.exists():
+            found = path.stat()
+            self._offset, self._inode = found.st_size, found.st_ino
 
     def new_events(self) -> list[Event]:
         """Whole events that were appended since the last call; from its start for a file that took its place."""
-        size = self._path.stat().st_size if self._path.exists() else 0
-        if size < self._offset:
+        if not self._path.exists():
             self._offset, self._rest = 0, b""
-        if size == self._offset:
             return []
         with open(self._path, "rb") as file:
+            found = os.fstat(file.fileno())
+            if found.st_ino != self._inode or found.st_size < self._offset:
+                self._offset, self._rest = 0, b""
+            self._inode = found.st_ino
             file.seek(self._offset)
             data = file.read()
         self._offset += len(data)

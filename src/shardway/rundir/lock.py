@@ -14,7 +14,7 @@ import socket
 import time
 from pathlib import Path
 
-from shardway.errors import UserError
+from shardway.errors import SiteError, UserError
 
 TRIES, PAUSE_S = 5, 0.05
 
@@ -27,9 +27,13 @@ class WriterLock:
         self._descriptor = -1
 
     def acquire(self) -> None:
-        """Take the lock. Raises UserError that names the holder where another process has it."""
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        if not _try_lock(descriptor):
+        """Take the lock.
+
+        Raises UserError that names the holder where another process has it, or where the file may not be written;
+        SiteError where the file system knows no locks.
+        """
+        descriptor = _open(self._path)
+        if not _try_lock(descriptor, self._path):
             holder = _read_holder(descriptor)
             os.close(descriptor)
             raise UserError(_held_message(self._path.parent, holder))
@@ -47,25 +51,45 @@ class WriterLock:
 
 def find_holder(path: Path) -> str | None:
     """Who holds the lock ("process 4711 on host n1 since ..."), or None where nobody does."""
-    if not path.exists():
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
         return None
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return _read_holder(descriptor)
+    except OSError:  # a file system without locks, where no writer starts either
+        return None
     finally:
         os.close(descriptor)
     return None
 
 
-def _try_lock(descriptor: int) -> bool:
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise UserError(
+            f"the run directory {path.parent} cannot be locked: {error.strerror} ({path}).\n"
+            "  To do: choose a directory that you may write to with --dir."
+        ) from None
+
+
+def _try_lock(descriptor: int, path: Path) -> bool:
     """Take the lock, with a little patience: a reader that looks who holds it holds it for an instant itself."""
     for _ in range(TRIES):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             time.sleep(PAUSE_S)
+        except OSError as error:  # ENOSYS of a Lustre that is mounted without `flock`, ENOLCK of an NFS
+            os.close(descriptor)
+            raise SiteError(
+                f"the file system of {path.parent} cannot lock files ({error.strerror}), so two runs could write there "
+                "at once.\n"
+                "  To do: choose a directory on another file system with --dir, or have it mounted with locks."
+            ) from None
         else:
             return True
     return False

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardway.errors import UserError
+from shardway.runfile.problems import render_bound
 from shardway.runfile.schema import RunFile, all_keys, sections
 from shardway.runfile.write import render_value
 
@@ -72,5 +73,5 @@ def _bounds(prop: dict[str, Any]) -> str:
         "maximum": "at most",
         "exclusiveMaximum": "less than",
     }
-    said = [f"{words} {prop[bound]:g}" for bound, words in names.items() if bound in prop]
+    said = [f"{words} {render_bound(prop[bound])}" for bound, words in names.items() if bound in prop]
     return f", {' and '.join(said)}" if said else ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import date, time
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -150,7 +151,7 @@ def _lay_overrides(draft: _Draft, overrides: Sequence[str]) -> list[Problem]:
             )
             continue
         if not _is_text(override):  # stray bytes, which Python hands over as lone surrogates
-            what = f"{ascii(text)} is not UTF-8 text"
+            what = f"{text!a} is not UTF-8 text"
             problems.append(Problem(ascii(dotted)[1:-1], what, COMMAND_LINE, "text in UTF-8"))
             continue
         draft.lay_over(dotted.strip(), parse_override_value(text.strip()), COMMAND_LINE)
@@ -166,8 +167,9 @@ def _is_text(word: str) -> bool:
 
 
 def parse_override_value(text: str) -> Any:
-    """A value as TOML reads it (`3`, `true`, `[1, 2]`, `"x"`), or else the text itself (`500 steps`)."""
+    """A value as TOML reads it (`3`, `true`, `[1, 2]`, `"x"`), or else the text itself (`500 steps`, `2026-01-31`)."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
         return text
+    return text if isinstance(value, date | time) else value

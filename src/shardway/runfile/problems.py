@@ -80,10 +80,12 @@ def _say(error: ErrorDetails) -> tuple[str, str]:
         return sentence, allowed
     if kind in ("greater_than_equal", "greater_than"):
         bound = context.get("ge", context.get("gt"))
-        return f"{_show(value)} is too small", f"{'at least' if 'ge' in context else 'more than'} {bound:g}"
+        return f"{_show(value)} is too small", f"{'at least' if 'ge' in context else 'more than'} {render_bound(bound)}"
     if kind in ("less_than_equal", "less_than"):
         bound = context.get("le", context.get("lt"))
-        return f"{_show(value)} is too large", f"{'at most' if 'le' in context else 'less than'} {bound:g}"
+        return f"{_show(value)} is too large", f"{'at most' if 'le' in context else 'less than'} {render_bound(bound)}"
+    if kind == "string_too_short":
+        return f"{_show(value)} is too short", f"a text of at least {context['min_length']} character"
     if kind in ("too_short", "too_long"):
         bound = f"at least {context['min_length']}" if kind == "too_short" else f"at most {context['max_length']}"
         return f"{_show(value)} has {context['actual_length']} entries", f"{bound} entries"
@@ -92,7 +94,16 @@ def _say(error: ErrorDetails) -> tuple[str, str]:
 
 
 def _show(value: Any) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else repr(value)
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value) if isinstance(value, list | dict) else str(value)
+
+
+def render_bound(bound: Any) -> str:
+    """A bound as a person writes it: 1.0 -> "1"."""
+    return f"{bound:g}" if isinstance(bound, float) else str(bound)
 
 
 def _merge(first: Problem, second: Problem) -> Problem:

@@ -85,7 +85,7 @@ class TrainSection(Section):
     """How long and in which portions."""
 
     steps: SpanField = key(Span(800, "steps"), "Length of the run: steps, samples, tokens or epochs.")
-    seed: NonNegativeInt = key(0, "Seed of initial weights, data order and dropout.")
+    seed: NonNegativeInt = key(0, "Seed of initial weights, data order and dropout.", le=2**63 - 1)
     global_batch: PositiveInt = key(16, "Samples that one optimizer step sees, over all ranks.")
     micro_batch: PositiveInt | Auto = key(
         "auto", "Samples that one rank passes through the model at once; auto = its whole share."
@@ -170,8 +170,16 @@ class SiteSection(Section):
     name: str = key("laptop", "A shipped profile, or the path of a profile of your own.")
 
 
+def _add_parent(schema: dict[str, Any]) -> None:
+    """`extends` is gone once a file is merged with its parent, but editors meet it."""
+    about = "Path of one other run file, beside this one, whose keys stand where this one sets none."
+    schema["properties"]["extends"] = {"description": about, "type": "string"}
+
+
 class RunFile(Section):
     """A whole run file; `format` changes when a key changes its meaning."""
+
+    model_config = ConfigDict(json_schema_extra=_add_parent)
 
     format: Literal[1] = key(1, "Version of the run file format.")
     model: ModelSection = Field(default_factory=ModelSection)

@@ -23,59 +23,77 @@ Auto = Literal["auto"]
 Off = Literal["off"]
 
 
+INTERVAL = 'more than 0, or "off"'
+
+
 def _as_span(value: Any) -> Span:
-    return value if isinstance(value, Span) else parse_span(_text_or_int(value, "steps"))
-
-
-def _as_cadence(value: Any) -> Cadence:
-    if isinstance(value, Span | float):
-        return value
-    return parse_cadence(_text_or_int(value, "steps"))
-
-
-def _as_cadence_or_off(value: Any) -> Cadence | str:
-    return "off" if value == "off" else _as_cadence(value)
+    return value if isinstance(value, Span) else parse_span(_text_or_steps(value))
 
 
 def _as_span_or_off(value: Any) -> Span | str:
-    return "off" if value == "off" else _as_span(value)
+    return "off" if value == "off" else _check_interval(_as_span(value))
+
+
+def _as_cadence_or_off(value: Any) -> Cadence | str:
+    return "off" if value == "off" else _check_interval(parse_cadence(_text_or_steps(value)))
+
+
+def _check_interval(cadence: Any) -> Any:
+    """An interval of nothing would be a silent "at every step"."""
+    if (cadence.amount if isinstance(cadence, Span) else cadence) <= 0:
+        raise ValueError(f"{render_cadence(cadence)} is no interval; allowed: {INTERVAL}")
+    return cadence
 
 
 def _as_seconds(value: Any) -> float:
-    return value if isinstance(value, float) else parse_seconds(str(value))
+    if not isinstance(value, str):
+        raise ValueError(f'{_show(value)} is not a text; allowed: a time in quotes with its unit, such as "90s"')
+    seconds = parse_seconds(value)
+    if seconds <= 0:
+        raise ValueError(f'"{value}" is no time to wait; allowed: more than 0s')
+    return seconds
 
 
-def _text_or_int(value: Any, unit: str) -> str | int:
+def _text_or_steps(value: Any) -> str | int:
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise ValueError(f'{value!r} is neither a text such as "500 {unit}" nor a whole number of {unit}')
+        raise ValueError(
+            f'{_show(value)} is neither a text nor a whole number; allowed: a text such as "500 steps", or a whole '
+            "number of steps"
+        )
     return value
 
 
-def _schema(examples: list[Any], pattern_hint: str) -> WithJsonSchema:
-    return WithJsonSchema({"type": ["string", "integer"], "examples": examples, "description": pattern_hint})
+def _show(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
+
+def _schema(kinds: list[str], examples: list[Any], hint: str) -> WithJsonSchema:
+    return WithJsonSchema({"type": kinds, "examples": examples, "description": hint})
+
+
+_AMOUNT, _TEXT = ["string", "integer"], ["string"]
 
 SpanField = Annotated[
     Span,
     BeforeValidator(_as_span),
     PlainSerializer(str, return_type=str),
-    _schema(["500 steps", "2e9 tokens", "3 epochs"], "a number of steps, samples, tokens or epochs"),
+    _schema(_AMOUNT, ["500 steps", "2e9 tokens", "3 epochs"], "a number of steps, samples, tokens or epochs"),
 ]
 SpanOrOff = Annotated[
     Any,
     BeforeValidator(_as_span_or_off),
     PlainSerializer(str, return_type=str),
-    _schema(["500 steps", "1 epochs", "off"], 'a number of steps, samples, tokens or epochs, or "off"'),
+    _schema(_AMOUNT, ["500 steps", "1 epochs", "off"], 'a number of steps, samples, tokens or epochs, or "off"'),
 ]
 CadenceOrOff = Annotated[
     Any,
     BeforeValidator(_as_cadence_or_off),
     PlainSerializer(lambda v: v if v == "off" else render_cadence(v), return_type=str),
-    _schema(["200 steps", "10min", "off"], 'an amount of training, a time, or "off"'),
+    _schema(_AMOUNT, ["200 steps", "10min", "off"], 'an amount of training, a time, or "off"'),
 ]
 SecondsField = Annotated[
     float,
     BeforeValidator(_as_seconds),
     PlainSerializer(render_seconds, return_type=str),
-    _schema(["90s", "1h30m"], "a time with d, h, min, m, s or ms"),
+    _schema(_TEXT, ["90s", "1h30m"], "a time with d, h, min, m, s or ms"),
 ]

@@ -137,10 +137,9 @@ class Loop:
         if loaded is not None:
             self._counters = read_counters(loaded.numbers)
             self._check_data(str(loaded.numbers.get("data", "")))
-        session.recorder.event(
-            "started",
+        session.recorder.begin(
+            self._counters.step,
             format=1,
-            step=self._counters.step,
             total_steps=self._plan.total_steps,
             samples_per_step=self._plan.global_batch,
             tokens_per_step=self._plan.global_batch * self._plan.tokens_per_sample,

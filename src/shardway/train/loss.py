@@ -18,16 +18,14 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class LossSum:
-    """Sum of the losses of a micro-batch (0-dim), how many targets it counts, and how many it has room for.
+    """Sum of the losses of a micro-batch (0-dim), and how many targets it counts.
 
-    `count` may be a tensor (it depends on the data); `capacity` follows from shapes alone and is what the gradient
-    is scaled by before the true global count is known. `correct` is the number of right answers where that means
+    `count` may be a tensor (it depends on the data). `correct` is the number of right answers where that means
     something.
     """
 
     total: torch.Tensor
     count: torch.Tensor | int
-    capacity: int
     correct: torch.Tensor | None = None
 
 
@@ -39,18 +37,18 @@ def token_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> LossSum:
     """Cross-entropy in nats over [batch, seq, vocab] logits; targets of -100 do not count."""
     flat = targets.flatten()
     total = F.cross_entropy(logits.flatten(0, -2).float(), flat, ignore_index=IGNORED, reduction="sum")
-    return LossSum(total, (flat != IGNORED).sum(), flat.numel())
+    return LossSum(total, (flat != IGNORED).sum())
 
 
 def class_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> LossSum:
     """Cross-entropy in nats over [batch, classes] logits, with the number of right answers."""
     logits = logits.float()
     total = F.cross_entropy(logits, targets, reduction="sum")
-    return LossSum(total, targets.numel(), targets.numel(), (logits.argmax(-1) == targets).sum())
+    return LossSum(total, targets.numel(), (logits.argmax(-1) == targets).sum())
 
 
 def as_sum(loss: LossSum | torch.Tensor, samples: int) -> LossSum:
     """A user's mean over `samples` as the sum that it stands for."""
     if isinstance(loss, LossSum):
         return loss
-    return LossSum(loss * samples, samples, samples)
+    return LossSum(loss * samples if samples else torch.zeros_like(loss), samples)

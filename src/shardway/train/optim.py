@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardway.runfile.schema import OptimSection
 
@@ -36,8 +37,11 @@ def _adamw(section: OptimSection, groups: Groups, lr: float) -> torch.optim.Opti
 
 
 def _sgd(section: OptimSection, groups: Groups, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups, lr=lr, momentum=section.momentum, nesterov=section.nesterov, fused=True)
+    # torch 2.13 knows no way to run SGD's fused kernel on sharded weights (AdamW's it does).
+    sharded = any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"])
+    kernel = {"foreach": True} if sharded else {"fused": True}
+    return torch.optim.SGD(groups, lr=lr, momentum=section.momentum, nesterov=section.nesterov, **kernel)
 
 
 OPTIMIZERS: dict[str, Callable[[OptimSection, Groups, float], torch.optim.Optimizer]] = {"adamw": _adamw, "sgd": _sgd}
-"""Name in the run file -> constructor. Both have a fused kernel on CPU and CUDA in every supported torch."""
+"""Name in the run file -> constructor; fused kernels where there are any, on CPU and CUDA."""

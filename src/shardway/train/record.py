@@ -1,7 +1,7 @@
 """Writes down what happens: events of every rank that has something to say, status by rank 0.
 
 Invariant: recording never changes the run; a file system that refuses becomes one JobError with what to do. Rank 0
-writes one step event a step. This module must not decide anything.
+writes one step event a step; every file of events says where an attempt began. This module must not decide anything.
 """
 
 from __future__ import annotations
@@ -30,6 +30,26 @@ class Recorder:
         self._writer: EventWriter | None = None
         self._status: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "world": ranks.world}
         self._status_at = 0.0
+
+    def begin(self, step: int, **facts: Any) -> None:
+        """The start of an attempt at `step`: by rank 0 with all facts, and marked in the events of every other rank.
+
+        Also of ranks that an earlier world had and this one lacks: what they wrote after `step` is undone as well.
+        """
+        self.event("started", step=step, **facts)
+        known, world = self._directory.ranks_with_events(), self._ranks.world
+        if self._ranks.is_first:
+            for rank in (rank for rank in known if rank >= world):
+                self._mark_start(rank, step)
+        elif self._every_rank or self._ranks.rank in known:
+            self._write("started", {"step": step, "world": world})
+
+    def _mark_start(self, rank: int, step: int) -> None:
+        try:
+            with self._directory.event_writer(rank) as writer:
+                writer.write("started", step=step, world=self._ranks.world)
+        except OSError as error:
+            raise _refused(self._directory, error) from error
 
     def event(self, name: str, /, **facts: Any) -> None:
         """An event of the whole run: written by rank 0."""

@@ -5,8 +5,8 @@ batch, however it was cut into ranks and micro-batches; every rank leaves with t
 fetch data, write files or decide what comes next.
 
 Why gradients are rescaled at the end: the global number of targets is known only when every rank has seen its share,
-so each micro-batch is divided by the number it has room for, and what is off by then (padding, ragged shares) is
-corrected by one factor, which is exactly 1 in the common case.
+so each micro-batch is divided by the number of samples in the global batch, which all ranks know, and the factor from
+samples to targets (exactly 1 where each sample is one target) goes with that of clipping into one pass.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ def take_step(
     tensors, for which `loss_fn(model, batch)` is. All tensors have the samples in dim 0.
     """
     with ranks.contact("during a step"):
-        sums, room = _forward_backward(model, batch, loss_fn, options, ranks.device)
+        sums = _forward_backward(model, batch, loss_fn, options, ranks.device)
         vector = torch.cat([sums, torch.tensor(wishes.as_numbers(), dtype=torch.float64, device=ranks.device)])
         vector = ranks.sum(vector)
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = _scale_and_clip(grads, room / vector[1], options.clip)
+        norm = _scale_and_clip(grads, _samples_per_target(vector[1], options), options.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         total, targets, *wished = vector.tolist()
@@ -90,21 +90,25 @@ def _forward_backward(
     loss_fn: Callable[..., LossSum | torch.Tensor],
     options: StepOptions,
     device: torch.device,
-) -> tuple[torch.Tensor, float]:
-    """Accumulate gradients; returns [sum of losses, targets] of this rank and the room of a global batch."""
-    sums, room = torch.zeros(2, dtype=torch.float64, device=device), 0.0
+) -> torch.Tensor:
+    """Accumulate gradients; returns [sum of losses, targets] of this rank."""
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
     micros = list(cut(batch, options.accumulation))
     for number, micro in enumerate(micros, start=1):
         with accumulating(model, last=number == len(micros)):
             with options.precision.autocast(device):
                 loss = as_sum(call_loss(loss_fn, model, micro.data), micro.rows)
-            room = loss.capacity / micro.rows * options.global_batch
-            # Ranks average their gradients, so each divides by a rank's part of the room.
-            (loss.total * (micro.weight * options.data_ranks / room)).backward()
+            # Ranks average their gradients, so each divides by a rank's part of the samples.
+            (loss.total * (micro.weight * options.data_ranks / options.global_batch)).backward()
         with torch.no_grad():
             sums[0] += loss.total.detach() * micro.weight
             sums[1] += loss.count * micro.weight
-    return sums, room
+    return sums
+
+
+def _samples_per_target(targets: torch.Tensor, options: StepOptions) -> torch.Tensor:
+    """What turns the gradient of a mean over samples into that over targets; 0 where no target counts."""
+    return torch.where(targets > 0, options.global_batch / targets, torch.zeros_like(targets))
 
 
 def call_loss(loss_fn: Callable[..., LossSum | torch.Tensor], model: nn.Module, data: Any) -> LossSum | torch.Tensor:

@@ -1,0 +1,115 @@
+"""What one CUDA device can show: NCCL, bf16, FSDP2, compile, resume, and the same numbers as a CPU."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from runs import TINY, worst_difference
+from shardway.errors import SiteError
+from shardway.models.initialise import normal_
+from shardway.parallel.mesh import Mesh, build_mesh
+from shardway.parallel.precision import Precision
+from shardway.parallel.shard import shard
+from shardway.parallel.units import find_units
+from shardway.ranks.launcher import find_placement
+from shardway.ranks.start import Ranks, StartOptions, start_ranks
+from shardway.resolve.request import Request
+from shardway.rundir.directory import RunDir
+from shardway.runfile.schema import ParallelSection
+from shardway.train.recipe import train
+
+pytestmark = pytest.mark.gpu
+
+FP32 = Precision(None, torch.float32)
+
+
+def curve(directory: Path, *overrides: str) -> list[float]:
+    """The losses of a tiny run."""
+    train(Request(None, (*TINY, *overrides), directory))
+    return [event["loss"] for event in RunDir(directory).events() if event["event"] == "step"]
+
+
+@pytest.fixture(name="nccl")
+def _nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    """One rank in a process group, as torchrun would start it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    names = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": port}
+    for name, value in {**names, "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    ranks = start_ranks(find_placement(os.environ), StartOptions("cuda", threads=torch.get_num_threads()))
+    yield ranks
+    ranks.end()
+
+
+def test_fp32_has_the_losses_of_a_cpu(tmp_path: Path) -> None:
+    on_cpu = curve(tmp_path / "cpu")
+    on_cuda = curve(tmp_path / "cuda", "run.device=cuda")
+    assert worst_difference(on_cuda, on_cpu) < 1e-4
+
+
+def test_bf16_learns_and_stays_near_fp32(tmp_path: Path) -> None:
+    fp32 = curve(tmp_path / "fp32", "run.device=cuda")
+    bf16 = curve(tmp_path / "bf16", "run.device=cuda", "precision.compute=bf16")
+    assert bf16 != fp32
+    assert worst_difference(bf16, fp32) < 2e-2
+
+
+@pytest.mark.filterwarnings("default")  # the compiler warns of its own doings
+def test_compiled_blocks_have_the_losses_of_eager_ones(tmp_path: Path) -> None:
+    eager = curve(tmp_path / "eager", "run.device=cuda")
+    compiled = curve(tmp_path / "compiled", "run.device=cuda", "train.compile=blocks")
+    assert worst_difference(compiled, eager) < 1e-3
+
+
+def test_a_resumed_run_goes_on_bit_by_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic with this alone
+    settings = ("run.device=cuda", "train.deterministic=true", "optim.schedule=constant")
+    whole = curve(tmp_path / "whole", *settings)
+    curve(tmp_path / "cut", *settings, "train.steps=10", "checkpoint.every=10 steps")
+    assert curve(tmp_path / "cut", *settings, "checkpoint.every=10 steps") == whole
+
+
+def test_nccl_adds_and_gathers_on_one_device(nccl: Ranks) -> None:
+    assert "nccl" in str(dist.get_backend_config())
+    assert nccl.sum(torch.ones(3, device="cuda")).tolist() == [1.0, 1.0, 1.0]
+    assert nccl.gather("here") == ["here"]
+
+
+def test_fsdp2_on_one_device_trains_like_the_plain_model(nccl: Ranks) -> None:
+    mesh = build_mesh(nccl, ParallelSection(dp_replicate=1))
+    plain, sharded = (torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)) for _ in "ab")
+    sharded.load_state_dict(plain.state_dict())
+    shard(sharded.cuda(), find_units(sharded), Mesh(mesh.degrees, 0, mesh.devices), ParallelSection(), FP32)
+    plain.cuda()
+    assert all(isinstance(parameter, DTensor) for parameter in sharded.parameters())
+    inputs = torch.randn(16, 8, device="cuda")
+    for model in (plain, sharded):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(inputs).square().mean().backward()
+        optimizer.step()
+    for ours, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
+        assert isinstance(ours, DTensor)
+        torch.testing.assert_close(ours.full_tensor(), theirs)
+
+
+def test_initial_values_have_the_bits_of_a_cpu() -> None:
+    on_cpu, on_cuda = torch.empty(1000, 7), torch.empty(1000, 7, device="cuda")
+    for tensor in (on_cpu, on_cuda):
+        normal_(tensor, seed=3, name="weight", std=0.02)
+    assert torch.equal(on_cuda.cpu(), on_cpu)
+
+
+def test_more_ranks_than_devices_are_refused_with_the_reason(nccl: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SiteError, match="sees 0 CUDA devices"):
+        start_ranks(nccl.placement, StartOptions("cuda"))

@@ -1,0 +1,423 @@
+"""Every rule between keys: what it derives with which reason, and what it refuses in which words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from resolving import refusal_of, resolve_words, value_of
+
+from shardway.resolve import Circumstances, resolve
+from shardway.resolve.rules import RULES
+from shardway.runfile.load import load_run
+
+
+@dataclass(frozen=True)
+class Derives:
+    rule: str
+    words: tuple[str, ...]
+    key: str
+    value: Any
+    reason: str
+    circumstances: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.rule}-{self.value}"
+
+
+@dataclass(frozen=True)
+class Refuses:
+    rule: str
+    words: tuple[str, ...]
+    told: str
+    circumstances: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.rule}-{' '.join(self.words)}"
+
+
+CONVNET = ("model.kind=convnet", "data.kind=synthetic")
+GPU = {"accelerators": 2}
+
+DERIVATIONS = [
+    Derives("a_run_uses_the_accelerator_where_there_is_one", (), "run.device", "cpu", "no accelerator found"),
+    Derives("a_run_uses_the_accelerator_where_there_is_one", (), "run.device", "cuda", "2 accelerators found", GPU),
+    Derives(
+        "ranks_of_a_node_share_its_cores",
+        (),
+        "run.threads",
+        4,
+        "16 cores / 4 ranks on a node",
+        {"ranks": 8, "ranks_per_node": 4, "usable_cores": 16},
+    ),
+    Derives(
+        "ranks_of_a_node_share_its_cores",
+        (),
+        "run.threads",
+        1,
+        "2 cores / 4 ranks on a node",
+        {"ranks": 4, "usable_cores": 2},
+    ),
+    Derives("key_value_heads_divide_the_heads", ("model.heads=8",), "model.kv_heads", 8, "as many as heads"),
+    Derives(
+        "the_feed_forward_width_follows_the_activation",
+        ("model.dim=128",),
+        "model.ffn_dim",
+        352,
+        "8/3 dim, rounded up to a multiple of 32",
+    ),
+    Derives(
+        "the_feed_forward_width_follows_the_activation",
+        ("model.dim=96",),
+        "model.ffn_dim",
+        256,
+        "8/3 dim, rounded up to a multiple of 32",
+    ),
+    Derives(
+        "the_feed_forward_width_follows_the_activation",
+        ("model.dim=128", "model.activation=gelu"),
+        "model.ffn_dim",
+        512,
+        "4 dim",
+    ),
+    Derives("bytes_have_256_values", (), "model.vocab", 256, "one entry a byte"),
+    Derives("bytes_have_256_values", ("data.kind=synthetic",), "model.vocab", 256, "one entry a byte"),
+    Derives("degrees_multiply_to_the_ranks", (), "parallel.dp_replicate", 4, "4 ranks", {"ranks": 4}),
+    Derives(
+        "degrees_multiply_to_the_ranks",
+        ("parallel.dp_shard=2",),
+        "parallel.dp_replicate",
+        3,
+        "6 ranks / dp_shard 2",
+        {"ranks": 6},
+    ),
+    Derives(
+        "degrees_multiply_to_the_ranks",
+        ("parallel.dp_shard=auto", "parallel.dp_replicate=2"),
+        "parallel.dp_shard",
+        3,
+        "6 ranks / dp_replicate 2",
+        {"ranks": 6},
+    ),
+    Derives(
+        "degrees_multiply_to_the_ranks",
+        ("parallel.dp_shard=auto",),
+        "parallel.dp_shard",
+        6,
+        "6 ranks",
+        {"ranks": 6},
+    ),
+    Derives(
+        "degrees_multiply_to_the_ranks",
+        ("parallel.dp_shard=auto",),
+        "parallel.dp_replicate",
+        1,
+        "dp_shard is auto and takes all ranks",
+        {"ranks": 6},
+    ),
+    Derives(
+        "a_micro_batch_is_a_part_of_a_rank_share",
+        ("train.global_batch=12",),
+        "train.micro_batch",
+        3,
+        "12 samples / 4 data-parallel ranks",
+        {"ranks": 4},
+    ),
+    Derives(
+        "a_micro_batch_is_a_part_of_a_rank_share",
+        ("train.global_batch=13",),
+        "train.micro_batch",
+        4,
+        "13 samples / 4 data-parallel ranks",
+        {"ranks": 4},
+    ),
+]
+
+REFUSALS = [
+    Refuses(
+        "a_run_uses_the_accelerator_where_there_is_one",
+        ("run.device=cuda",),
+        '  run.device (command line): "cuda" is asked for and this machine shows no accelerator\n'
+        '      allowed: "auto" or "cpu"',
+    ),
+    Refuses(
+        "timeouts_are_nested",
+        ("run.collective_timeout=10min", "run.stop_timeout=20min"),
+        "  run.collective_timeout (command line): 10m is not shorter than run.start_timeout = 10m, so a hanging "
+        "collective would be ended before it can say which operation hangs\n"
+        "      allowed: less than 10m\n"
+        "      to do: lower run.collective_timeout or raise run.start_timeout",
+    ),
+    Refuses(
+        "timeouts_are_nested",
+        ("run.stop_timeout=1s",),
+        "  run.collective_timeout (default): 5m is not shorter than run.stop_timeout = 1s, so a hanging "
+        "collective would be ended before it can say which operation hangs\n"
+        "      allowed: less than 1s\n"
+        "      to do: lower run.collective_timeout or raise run.stop_timeout",
+    ),
+    Refuses(
+        "a_key_of_another_kind_is_not_ignored",
+        (*CONVNET, "model.dropout=0.1"),
+        '  model.dropout (command line): has no effect with model.kind = "convnet"\n'
+        "      allowed: only with model.kind = transformer or mlp\n"
+        "      to do: remove the key",
+    ),
+    Refuses(
+        "a_key_of_another_kind_is_not_ignored",
+        ("optim.decay=5",),
+        '  optim.decay (command line): has no effect with optim.schedule = "cosine"\n'
+        "      allowed: only with optim.schedule = wsd\n"
+        "      to do: remove the key",
+    ),
+    Refuses(
+        "a_model_reads_the_data_it_is_made_for",
+        ("model.kind=convnet",),
+        '  data.kind (default): "text" cannot feed model.kind = "convnet"\n      allowed: arrays, idx, synthetic',
+    ),
+    Refuses(
+        "a_model_reads_the_data_it_is_made_for",
+        ("data.kind=idx", "data.path=x"),
+        '  data.kind (command line): "idx" cannot feed model.kind = "transformer"\n'
+        "      allowed: text, tokens, synthetic",
+    ),
+    Refuses(
+        "data_other_than_text_name_their_path",
+        ("data.kind=tokens",),
+        "  data.path (default): is not set\n      allowed: the file or folder that holds the data",
+    ),
+    Refuses(
+        "heads_divide_the_width",
+        ("model.dim=128", "model.heads=7"),
+        "  model.heads (command line): 7 does not divide model.dim = 128\n      allowed: 8 is nearest",
+    ),
+    Refuses(
+        "heads_divide_the_width",
+        ("model.dim=128", "model.heads=200", "model.kv_heads=1"),
+        "  model.heads (command line): 200 does not divide model.dim = 128\n      allowed: 128 is nearest",
+    ),
+    Refuses(
+        "heads_divide_the_width",
+        (f"model.dim={10**15}", "model.heads=3"),
+        f"  model.heads (command line): 3 does not divide model.dim = {10**15}\n      allowed: 2 is nearest",
+    ),
+    Refuses(
+        "heads_divide_the_width",
+        ("model.dim=12", "model.heads=4"),
+        "  model.heads (command line): 4 heads of width 3: rotary positions need an even width\n"
+        "      allowed: dim / heads even",
+    ),
+    Refuses(
+        "key_value_heads_divide_the_heads",
+        ("model.heads=4", "model.kv_heads=3"),
+        "  model.kv_heads (command line): 3 does not divide model.heads = 4\n      allowed: 2 is nearest",
+    ),
+    *(
+        Refuses(
+            "what_this_version_lacks_is_refused",
+            (f"parallel.{axis}=2",),
+            f"  parallel.{axis} (command line): 2: this version of Shardway does not split a run along {axis} yet\n"
+            "      allowed: 1\n"
+            "      to do: use dp_replicate and dp_shard",
+        )
+        for axis in ("cp", "tp", "pp", "ep")
+    ),
+    *(
+        Refuses(
+            "what_this_version_lacks_is_refused",
+            (f"precision.compute={wish}",),
+            f'  precision.compute (command line): "{wish}": this version of Shardway does not train in it yet\n'
+            '      allowed: "fp32", "bf16"',
+        )
+        for wish in ("fp16", "float8")
+    ),
+    Refuses(
+        "what_this_version_lacks_is_refused",
+        ("model.hf=gpt2",),
+        '  model.hf (command line): "gpt2": this version of Shardway does not load Hugging Face models yet\n'
+        "      allowed: empty, with model.kind naming a reference model; or `run.shard(your_model)` in a script of "
+        "your own",
+    ),
+    Refuses(
+        "tf32_needs_a_device_that_has_it",
+        ("precision.tf32=true",),
+        "  precision.tf32 (command line): true has no effect on a CPU\n      allowed: false",
+    ),
+    Refuses(
+        "degrees_multiply_to_the_ranks",
+        ("parallel.dp_shard=3",),
+        "  parallel.dp_shard (command line): dp_shard 3 does not divide the number of ranks, 4\n"
+        "      allowed: degrees whose product is the number of ranks\n"
+        '      to do: start 3 ranks (--nproc 3), or change it; "auto" takes what the others leave',
+        {"ranks": 4},
+    ),
+    Refuses(
+        "degrees_multiply_to_the_ranks",
+        ("parallel.dp_shard=3", "parallel.dp_replicate=2"),
+        "  parallel.dp_shard (command line): dp_replicate 2 x dp_shard 3 = 6 is not the number of ranks, 4\n"
+        "      allowed: degrees whose product is the number of ranks\n"
+        '      to do: start 6 ranks (--nproc 6), or change a degree; "auto" takes what the others leave',
+        {"ranks": 4},
+    ),
+    Refuses(
+        "degrees_multiply_to_the_ranks",
+        ("parallel.dp_replicate=1",),
+        "  parallel.dp_replicate (command line): every degree is 1, and there are 4 ranks\n"
+        "      allowed: degrees whose product is the number of ranks\n"
+        '      to do: start 1 rank (--nproc 1), or change it; "auto" takes what the others leave',
+        {"ranks": 4},
+    ),
+    Refuses(
+        "every_replica_gets_a_sample",
+        ("train.global_batch=3",),
+        "  train.global_batch (command line): 3 samples cannot be shared by 4 data-parallel ranks\n"
+        "      allowed: at least 4\n"
+        "      to do: raise train.global_batch or use fewer ranks",
+        {"ranks": 4},
+    ),
+    Refuses(
+        "a_micro_batch_is_a_part_of_a_rank_share",
+        ("train.global_batch=16", "train.micro_batch=5"),
+        "  train.micro_batch (command line): 5 is more than a rank's share of 4 (train.global_batch 16 / 4 ranks)\n"
+        "      allowed: 1 to 4",
+        {"ranks": 4},
+    ),
+    Refuses(
+        "nesterov_needs_momentum",
+        ("optim.name=sgd", "optim.nesterov=true", "optim.momentum=0"),
+        "  optim.nesterov (command line): true needs optim.momentum above 0\n      allowed: false, or a momentum",
+    ),
+]
+
+ONLY_DERIVE = {
+    "ranks_of_a_node_share_its_cores",
+    "the_feed_forward_width_follows_the_activation",
+    "bytes_have_256_values",
+}
+DERIVE_TOO = {
+    "a_run_uses_the_accelerator_where_there_is_one",
+    "key_value_heads_divide_the_heads",
+    "degrees_multiply_to_the_ranks",
+    "a_micro_batch_is_a_part_of_a_rank_share",
+}
+
+
+def test_every_rule_is_tested_below() -> None:
+    names = {rule.__name__ for rule in RULES}
+    assert {case.rule for case in DERIVATIONS} == ONLY_DERIVE | DERIVE_TOO
+    assert {case.rule for case in REFUSALS} == names - ONLY_DERIVE
+
+
+@pytest.mark.parametrize("case", DERIVATIONS, ids=str)
+def test_a_rule_derives(case: Derives) -> None:
+    resolved = resolve_words(*case.words, **case.circumstances)
+    assert value_of(resolved, case.key) == case.value
+    assert resolved.origins[case.key] == f"derived: {case.reason}"
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("run.device=cpu", "cpu"),
+        ("run.threads=3", 3),
+        ("model.kv_heads=1", 1),
+        ("model.ffn_dim=7", 7),
+        ("model.vocab=300", 300),
+        ("parallel.dp_replicate=2", 2),
+        ("train.micro_batch=1", 1),
+        ("run.name=mine", "mine"),
+    ],
+)
+def test_a_rule_leaves_what_is_set(word: str, value: object) -> None:
+    """None of these is what the rule would have chosen for a machine like this."""
+    key = word.partition("=")[0]
+    resolved = resolve_words(word, "parallel.dp_shard=auto", ranks=4, usable_cores=8, accelerators=4)
+    assert value_of(resolved, key) == value
+    assert resolved.origins[key] == "command line"
+
+
+@pytest.mark.parametrize("case", REFUSALS, ids=str)
+def test_a_rule_refuses(case: Refuses) -> None:
+    assert refusal_of(*case.words, **case.circumstances) == f"1 problem in the run\n{case.told}"
+
+
+# --- what rules leave alone
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        CONVNET,
+        ("model.kind=mlp", "data.kind=arrays", "data.path=x.npz", "data.inputs=a", "model.hidden=[4]"),
+        ("data.kind=tokens", "data.path=x.bin", "data.token_dtype=uint8"),
+        ("optim.name=sgd", "optim.nesterov=true"),
+        ("optim.schedule=wsd", "optim.decay=5", "optim.final_lr=0.0"),
+        ("optim.lr_scaling=linear", "optim.base_batch=64"),
+        ("model.dim=6", "model.heads=3"),
+        ("precision.compute=bf16", "precision.reduce=bf16"),
+    ],
+)
+def test_what_goes_together_is_not_refused(words: tuple[str, ...]) -> None:
+    resolved = resolve_words(*words)
+    assert {dotted for dotted, origin in resolved.origins.items() if origin == "command line"} == {
+        word.partition("=")[0] for word in words
+    }
+
+
+def test_tf32_is_for_cuda() -> None:
+    assert resolve_words("precision.tf32=true", accelerators=1).values.precision.tf32 is True
+
+
+def test_a_tokenizer_leaves_the_vocabulary_to_the_data() -> None:
+    resolved = resolve_words("data.tokenizer=words.json")
+    assert value_of(resolved, "model.vocab") == "auto"
+    assert resolved.origins["model.vocab"] == "default"
+
+
+def test_the_name_is_that_of_the_file(tmp_path: Any) -> None:
+    path = tmp_path / "mnist.toml"
+    path.write_text("format = 1\n")
+    resolved = resolve(load_run(path), Circumstances())
+    assert (resolved.values.run.name, resolved.origins["run.name"]) == ("mnist", "derived: name of the run file")
+    named = resolve(load_run(path, ["run.name=mine"]), Circumstances())
+    assert (named.values.run.name, named.origins["run.name"]) == ("mine", "command line")
+    assert resolve(load_run(None), Circumstances()).values.run.name == "default"
+
+
+def test_all_that_cannot_be_is_told_at_once() -> None:
+    told = refusal_of("model.heads=3", "train.global_batch=1", "precision.compute=fp16", "parallel.dp_shard=2", ranks=2)
+    assert [line for line in told.splitlines() if not line.startswith("      ")] == [
+        "3 problems in the run",
+        "  model.heads (command line): 3 does not divide model.dim = 128",
+        '  precision.compute (command line): "fp16": this version of Shardway does not train in it yet',
+        "  train.global_batch (command line): 1 samples cannot be shared by 2 data-parallel ranks",
+    ]
+
+
+def test_the_run_file_is_named_in_the_title(tmp_path: Any) -> None:
+    path = tmp_path / "my.toml"
+    path.write_text("[model]\nheads = 3\n")
+    with pytest.raises(Exception, match=rf"^1 problem in {path}\n  model.heads \(my.toml:2\): 3 does not"):
+        resolve(load_run(path), Circumstances())
+
+
+# --- numbers that are no keys
+
+
+def test_the_numbers_that_follow() -> None:
+    derived = resolve_words("train.global_batch=30", "train.micro_batch=4", ranks=3).derived
+    assert (derived.replicas, derived.accumulation, derived.peak_lr) == (3, 3, 3e-3)
+
+
+def test_linear_scaling_of_the_learning_rate() -> None:
+    words = ("optim.lr_scaling=linear", "optim.base_batch=64", "optim.lr=0.1", "train.global_batch=256")
+    assert resolve_words(*words).derived.peak_lr == pytest.approx(0.4)
+    assert resolve_words("optim.lr=0.1", "train.global_batch=256").derived.peak_lr == 0.1
+
+
+def test_nothing_loaded_is_changed() -> None:
+    loaded = load_run(None, ["train.seed=3"])
+    before = (loaded.values.model_dump(mode="json"), dict(loaded.origins))
+    resolve(loaded, Circumstances(ranks=2, ranks_per_node=2))
+    assert (loaded.values.model_dump(mode="json"), dict(loaded.origins)) == before

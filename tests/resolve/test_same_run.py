@@ -1,0 +1,114 @@
+"""Which keys of a run may change before it is continued."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+from resolving import resolve_words
+
+from shardway.errors import UserError
+from shardway.resolve import check_same_run
+from shardway.resolve.same_run import FIXED_AT_RESUME
+from shardway.runfile.schema import all_keys
+
+CHANGES = {
+    "model.kind": "mlp",
+    "model.dim": 64,
+    "model.layers": 5,
+    "model.heads": 2,
+    "model.kv_heads": 2,
+    "model.ffn_dim": 77,
+    "model.vocab": 300,
+    "model.norm": "layernorm",
+    "model.activation": "gelu",
+    "model.tied": False,
+    "model.rope_theta": 5.0,
+    "data.kind": "synthetic",
+    "data.tokenizer": "words.json",
+    "data.include": "*.md",
+    "data.seq_len": 64,
+    "data.shuffle": False,
+    "data.validation_fraction": 0.5,
+    "train.seed": 7,
+    "optim.name": "sgd",
+}
+"""Of the default run: another value of each fixed key that it has."""
+
+FREE = (
+    "train.steps=9",
+    "train.global_batch=8",
+    "train.micro_batch=2",
+    "optim.lr=0.5",
+    "optim.schedule=constant",
+    "optim.clip=off",
+    "parallel.dp_shard=2",
+    "precision.compute=bf16",
+    "checkpoint.every=off",
+    "checkpoint.keep=1",
+    "run.threads=3",
+    "run.name=other",
+    "data.path=/moved",
+    "data.workers=2",
+)
+
+
+def saved_of(*overrides: str, **circumstances: int) -> dict[str, object]:
+    return tomllib.loads(resolve_words(*overrides, **circumstances).render())
+
+
+def test_the_same_run_may_go_on() -> None:
+    check_same_run(saved_of(), resolve_words(), "runs/a")
+    check_same_run({}, resolve_words(), "runs/a")
+
+
+def test_what_may_change() -> None:
+    check_same_run(saved_of(), resolve_words(*FREE, ranks=2), "runs/a")
+
+
+@pytest.mark.parametrize("dotted", CHANGES)
+def test_what_must_not_change(dotted: str) -> None:
+    section, name = dotted.split(".")
+    saved = saved_of()
+    now = saved[section][name]  # type: ignore[index]
+    saved[section][name] = CHANGES[dotted]  # type: ignore[index]
+    with pytest.raises(UserError) as told:
+        check_same_run(saved, resolve_words(), "runs/a")
+    origin = resolve_words().origins[dotted]
+    assert str(told.value) == (
+        "1 problem in what has changed since runs/a was started\n"
+        f"  {dotted} ({origin}): {now!r}, but the run in runs/a was started with {CHANGES[dotted]!r}\n"
+        f"      allowed: {CHANGES[dotted]!r}\n"
+        "      to do: restore the value, choose another directory with --dir, or start runs/a over with --fresh"
+    )
+
+
+def test_the_fixed_keys_are_keys() -> None:
+    assert set(FIXED_AT_RESUME) <= set(all_keys())
+    assert len(set(FIXED_AT_RESUME)) == len(FIXED_AT_RESUME)
+    assert CHANGES.keys() == set(FIXED_AT_RESUME) - {"model.channels", "model.hidden", "model.classes"}
+
+
+def test_keys_of_another_model_do_not_count() -> None:
+    """What a saved run does not name, it did not use."""
+    images = ("model.kind=convnet", "data.kind=synthetic")
+    with pytest.raises(UserError) as told:
+        check_same_run(saved_of(*images), resolve_words("data.kind=synthetic"), "runs/a")
+    assert str(told.value).splitlines()[:2] == [
+        "1 problem in what has changed since runs/a was started",
+        "  model.kind (default): 'transformer', but the run in runs/a was started with 'convnet'",
+    ]
+
+
+def test_a_vocabulary_that_was_open_may_be_settled() -> None:
+    words = ("data.tokenizer=words.json",)
+    check_same_run(saved_of(*words), resolve_words(*words, "model.vocab=9"), "runs/a")
+    check_same_run(saved_of(*words, "model.vocab=9"), resolve_words(*words), "runs/a")
+
+
+def test_all_changes_are_told_at_once_and_what_to_do_once() -> None:
+    with pytest.raises(UserError) as told:
+        check_same_run(saved_of("train.seed=1", "model.dim=64"), resolve_words(), "runs/a")
+    lines = str(told.value).splitlines()
+    assert lines[0] == "3 problems in what has changed since runs/a was started"  # ffn_dim follows dim
+    assert [line.strip() for line in lines if "to do:" in line] == [lines[-1].strip()]

@@ -1,0 +1,228 @@
+"""Event files: appended line by line, read whatever a kill has left at their end."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardway.rundir.events import EventFollower, EventWriter, drop_undone, parse_event, read_events
+
+
+def write(path: Path, *steps: int) -> None:
+    with EventWriter(path) as writer:
+        for step in steps:
+            writer.write("step", step=step)
+
+
+def steps_of(events: Any) -> list[int]:
+    return [event["step"] for event in events]
+
+
+# --- writing and reading
+
+
+def test_an_event_is_one_line_of_json(tmp_path: Path) -> None:
+    path = tmp_path / "events" / "a.jsonl"
+    before = time.time()
+    with EventWriter(path) as writer:
+        writer.write("step", step=1, loss=1 / 3, name="é\n")
+    line = path.read_text()
+    assert line.count("\n") == 1
+    assert line.endswith("}\n")
+    event = json.loads(line)
+    assert before <= event.pop("time") <= time.time()
+    assert event == {"event": "step", "step": 1, "loss": 1 / 3, "name": "é\n"}
+    assert line.startswith('{"event": "step", "step": 1, "loss": 0.3333333333333333, ')
+
+
+def test_a_fact_may_be_called_event(tmp_path: Path) -> None:
+    with EventWriter(tmp_path / "a") as writer:
+        writer.write("fault", kind="UserError", self="x")
+    [event] = read_events(tmp_path / "a")
+    assert (event["event"], event["kind"], event["self"]) == ("fault", "UserError", "x")
+
+
+def test_a_second_writer_appends(tmp_path: Path) -> None:
+    write(tmp_path / "a", 1, 2)
+    write(tmp_path / "a", 3)
+    assert steps_of(read_events(tmp_path / "a")) == [1, 2, 3]
+
+
+def test_no_file_has_no_events(tmp_path: Path) -> None:
+    assert list(read_events(tmp_path / "a")) == []
+
+
+def test_closing_twice(tmp_path: Path) -> None:
+    writer = EventWriter(tmp_path / "a")
+    writer.close()
+    writer.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        writer.write("step")
+
+
+def test_a_write_that_was_cut_short_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a full disk or a quota does: the kernel takes a part."""
+    path = tmp_path / "a"
+    real_write = os.write
+    with EventWriter(path) as writer:
+        writer.write("step", step=1)
+        monkeypatch.setattr(os, "write", lambda descriptor, data: real_write(descriptor, data[:5]))
+        with pytest.raises(OSError, match=r"only 5 of \d+ bytes of an event could be written"):
+            writer.write("step", step=2)
+        monkeypatch.undo()
+        writer.write("fault", step=2)
+    assert [event["event"] for event in read_events(path)] == ["step", "fault"]
+
+
+@given(st.integers(0, 200))
+def test_a_file_cut_anywhere_is_read_up_to_there_and_goes_on(
+    tmp_path_factory: pytest.TempPathFactory, cut: int
+) -> None:
+    path = tmp_path_factory.mktemp("cut") / "a"
+    write(path, 1, 2, 3)
+    content = path.read_bytes()
+    kept = content[: min(cut, len(content))]
+    path.write_bytes(kept)
+    whole = list(range(1, kept.count(b"\n") + 1))
+    assert steps_of(read_events(path)) == whole
+    write(path, 9)
+    assert path.read_bytes().startswith(kept)
+    # Cut before its newline alone, a line is whole again once the next writer has closed it off.
+    closed = [len(whole) + 1] if kept.endswith(b"}") else []
+    assert steps_of(read_events(path)) == [*whole, *closed, 9]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"", b"{", b"null", b"3", b'"event"', b"[]", b"{}", b'{"event": 3}', b'{"step": 1}', b"\xff\xfe", b"[" * 10**5],
+)
+def test_a_foreign_line_is_skipped(line: bytes, tmp_path: Path) -> None:
+    assert parse_event(line) is None
+    (tmp_path / "a").write_bytes(line + b"\n")
+    write(tmp_path / "a", 1)
+    assert steps_of(read_events(tmp_path / "a")) == [1]
+
+
+# --- what a resume undoes
+
+
+def events_of(*pairs: tuple[str, int]) -> list[dict[str, Any]]:
+    return [{"event": name, "step": step} for name, step in pairs]
+
+
+def kept_of(*pairs: tuple[str, int]) -> list[tuple[str, int]]:
+    return [(event["event"], event["step"]) for event in drop_undone(iter(events_of(*pairs)))]
+
+
+def test_steps_after_the_checkpoint_are_undone_by_a_resume() -> None:
+    first = [("started", 0), ("step", 1), ("saved", 1), ("step", 2), ("validation", 2), ("fault", 2)]
+    again = [("started", 1), ("step", 2), ("finished", 2)]
+    assert kept_of(*first, *again) == [("started", 0), ("step", 1), ("saved", 1), ("fault", 2), *again]
+
+
+def test_a_start_from_scratch_undoes_all_steps() -> None:
+    assert kept_of(("started", 0), ("step", 1), ("started", 0), ("step", 1)) == [
+        ("started", 0),
+        ("started", 0),
+        ("step", 1),
+    ]
+
+
+def test_events_without_a_step_hold() -> None:
+    events = [{"event": "started", "step": 0}, {"event": "note"}, {"event": "started", "step": "x"}, {"event": "note"}]
+    assert drop_undone(iter(events)) == events
+
+
+@given(st.lists(st.tuples(st.sampled_from(["step", "started"]), st.integers(0, 6)), max_size=30))
+def test_each_step_is_there_once_whatever_was_resumed(pairs: list[tuple[str, int]]) -> None:
+    """Runs that count on from where they started; the last word on a step is the one that holds."""
+    written, step = [], 0
+    for number, (name, at) in enumerate(pairs):
+        step = min(at, step) if name == "started" else step + 1
+        written.append({"event": name, "step": step, "number": number})
+    kept = [event for event in drop_undone(iter(written)) if event["event"] == "step"]
+    assert steps_of(kept) == list(range(1, step + 1))
+    last = {event["step"]: event["number"] for event in written if event["event"] == "step"}
+    assert all(event["number"] == last[event["step"]] for event in kept)
+
+
+# --- following
+
+
+def test_a_follower_sees_each_event_once(tmp_path: Path) -> None:
+    follower = EventFollower(tmp_path / "a")
+    assert follower.new_events() == []
+    write(tmp_path / "a", 1, 2)
+    assert steps_of(follower.new_events()) == [1, 2]
+    assert follower.new_events() == []
+    write(tmp_path / "a", 3)
+    assert steps_of(follower.new_events()) == [3]
+
+
+def test_a_follower_from_the_end_sees_what_comes(tmp_path: Path) -> None:
+    write(tmp_path / "a", 1)
+    follower = EventFollower(tmp_path / "a", from_end=True)
+    write(tmp_path / "a", 2)
+    assert steps_of(follower.new_events()) == [2]
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12))
+def test_a_follower_waits_for_the_rest_of_a_line(tmp_path_factory: pytest.TempPathFactory, pieces: list[int]) -> None:
+    folder = tmp_path_factory.mktemp("follow")
+    write(folder / "source", 1, 2, 3)
+    content, seen, at = (folder / "source").read_bytes(), [], 0
+    follower = EventFollower(folder / "a")
+    for size in [*pieces, len(content)]:
+        with open(folder / "a", "ab") as file:
+            file.write(content[at : at + size])
+        at += size
+        seen += steps_of(follower.new_events())
+    assert seen == [1, 2, 3]
+
+
+def test_a_follower_starts_over_where_the_file_was_cut(tmp_path: Path) -> None:
+    write(tmp_path / "a", 1, 2, 3)
+    follower = EventFollower(tmp_path / "a")
+    follower.new_events()
+    (tmp_path / "a").write_bytes(b"")
+    assert follower.new_events() == []
+    write(tmp_path / "a", 7)
+    assert steps_of(follower.new_events()) == [7]
+
+
+@pytest.mark.parametrize("new", [(7,), (7, 8), (7, 8, 9)])
+def test_a_follower_starts_over_in_a_file_that_took_its_place(tmp_path: Path, new: tuple[int, ...]) -> None:
+    """What --fresh does: shorter than the old file, as long, or longer by the time somebody looks."""
+    write(tmp_path / "a", 1, 2)
+    follower = EventFollower(tmp_path / "a", from_end=True)
+    (tmp_path / "a").rename(tmp_path / "old")
+    write(tmp_path / "a", *new)
+    assert steps_of(follower.new_events()) == list(new)
+
+
+def test_a_follower_of_a_file_that_is_gone_for_a_while(tmp_path: Path) -> None:
+    write(tmp_path / "a", 1, 2)
+    follower = EventFollower(tmp_path / "a")
+    follower.new_events()
+    (tmp_path / "a").rename(tmp_path / "old")
+    assert follower.new_events() == []
+    write(tmp_path / "a", 5, 6, 7)
+    assert steps_of(follower.new_events()) == [5, 6, 7]
+
+
+def test_following_ends_with_what_is_left(tmp_path: Path) -> None:
+    looks = iter([False, True])
+
+    def ended() -> bool:
+        done = next(looks)
+        write(tmp_path / "a", 2 if done else 1)
+        return done
+
+    assert steps_of(EventFollower(tmp_path / "a").follow(ended, pause_s=0.0)) == [1, 2]

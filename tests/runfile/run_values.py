@@ -1,0 +1,99 @@
+"""Valid values of every key of a run file, for properties: `valid_values()` gives {"train.seed": 7, ...}."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hypothesis import strategies as st
+
+from shardway.runfile.schema import RunFile, all_keys
+from shardway.runfile.write import render_value
+
+SMALL = st.integers(1, 64)
+FRACTION = st.floats(0.0, 1.0)
+POSITIVE = st.floats(1e-12, 1e12)
+AUTO_OR_SMALL = st.one_of(st.just("auto"), SMALL)
+
+
+def texts(min_size: int = 0) -> st.SearchStrategy[str]:
+    """Any text that UTF-8 can hold."""
+    return st.text(st.characters(codec="utf-8"), min_size=min_size, max_size=12)
+
+
+def spans() -> st.SearchStrategy[str | int]:
+    """An amount of training in each of its forms."""
+    numbers = st.sampled_from(["1", "250", "1e3", "0.5k", "2M", "1_000"])
+    parts = st.sampled_from(["0.25", "3", "1.5e3"])
+    return st.one_of(
+        st.integers(1, 10**6),
+        st.builds("{} steps".format, numbers),
+        st.builds("{} {}".format, parts, st.sampled_from(["samples", "tokens", "epochs"])),
+    )
+
+
+def times() -> st.SearchStrategy[str]:
+    """A time in each of its forms."""
+    return st.sampled_from(["1s", "90s", "1h30m", "2d", "1.5h", "250ms", "10min", "1m 1s"])
+
+
+_BY_KEY: dict[str, st.SearchStrategy[Any]] = {
+    "model.kind": st.sampled_from(["transformer", "convnet", "mlp"]),
+    "model.kv_heads": AUTO_OR_SMALL,
+    "model.ffn_dim": AUTO_OR_SMALL,
+    "model.vocab": AUTO_OR_SMALL,
+    "model.norm": st.sampled_from(["rmsnorm", "layernorm"]),
+    "model.activation": st.sampled_from(["swiglu", "gelu"]),
+    "model.dropout": st.floats(0.0, 1.0, exclude_max=True),
+    "model.channels": st.lists(SMALL, min_size=1, max_size=3),
+    "model.hidden": st.lists(SMALL, max_size=3),
+    "data.kind": st.sampled_from(["text", "tokens", "arrays", "idx", "synthetic"]),
+    "data.validation_fraction": st.floats(0.0, 1.0, exclude_max=True),
+    "data.token_dtype": st.sampled_from(["uint8", "uint16", "uint32"]),
+    "data.mean": st.floats(-1e6, 1e6),
+    "data.shape": st.lists(SMALL, max_size=3),
+    "train.steps": spans(),
+    "train.seed": st.integers(0, 2**63 - 1),
+    "train.micro_batch": AUTO_OR_SMALL,
+    "train.validate_every": st.one_of(st.just("off"), spans()),
+    "train.compile": st.sampled_from(["off", "blocks"]),
+    "optim.name": st.sampled_from(["adamw", "sgd"]),
+    "optim.betas": st.lists(FRACTION, min_size=2, max_size=2),
+    "optim.momentum": FRACTION,
+    "optim.final_lr": FRACTION,
+    "optim.clip": st.one_of(st.just("off"), POSITIVE),
+    "optim.schedule": st.sampled_from(["cosine", "linear", "constant", "wsd"]),
+    "optim.warmup": spans(),
+    "optim.decay": spans(),
+    "optim.lr_scaling": st.sampled_from(["none", "linear"]),
+    "parallel.dp_replicate": AUTO_OR_SMALL,
+    "parallel.dp_shard": AUTO_OR_SMALL,
+    "precision.compute": st.sampled_from(["fp32", "bf16", "fp16", "float8"]),
+    "precision.reduce": st.sampled_from(["fp32", "bf16"]),
+    "checkpoint.every": st.one_of(st.just("off"), spans(), times()),
+    "run.name": texts(min_size=1),
+    "run.device": st.sampled_from(["auto", "cpu", "cuda"]),
+    "run.threads": AUTO_OR_SMALL,
+    "run.start_timeout": times(),
+    "run.collective_timeout": times(),
+    "run.stop_timeout": times(),
+}
+_BY_TYPE: dict[str, st.SearchStrategy[Any]] = {"bool": st.booleans(), "int": SMALL, "float": POSITIVE, "str": texts()}
+
+
+def strategy_of(dotted: str, default: Any) -> st.SearchStrategy[Any]:
+    """Values that the schema takes for a key."""
+    return _BY_KEY[dotted] if dotted in _BY_KEY else _BY_TYPE[type(default).__name__]
+
+
+def valid_values(keys: Iterable[str] | None = None) -> st.SearchStrategy[dict[str, Any]]:
+    """Some of these keys (default: all there are), each with a value that it takes."""
+    defaults = RunFile().model_dump(mode="json")
+    wanted = list(keys) if keys is not None else all_keys()
+    optional = {dotted: strategy_of(dotted, defaults[dotted.split(".")[0]][dotted.split(".")[1]]) for dotted in wanted}
+    return st.fixed_dictionaries({}, optional=optional)
+
+
+def overrides_of(values: Mapping[str, Any]) -> list[str]:
+    """The same values as words of a command line."""
+    return [f"{dotted}={render_value(value)}" for dotted, value in values.items()]

@@ -1,0 +1,155 @@
+"""`config explain` and the JSON Schema: every key is documented, and what they say is what is enforced."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from shardway.errors import UserError
+from shardway.runfile.explain import KeyDoc, explain_key
+from shardway.runfile.load import load_run
+from shardway.runfile.schema import RunFile, all_keys, sections
+
+
+@pytest.mark.parametrize("dotted", all_keys())
+def test_every_key_is_explained(dotted: str) -> None:
+    [doc] = explain_key(dotted)
+    assert doc.key == dotted
+    assert doc.doc.endswith(".")
+    assert doc.allowed
+    assert doc.render() == f"{dotted}\n  {doc.doc}\n  allowed: {doc.allowed}\n  default: {doc.default}"
+    assert json.loads(json.dumps(doc.as_json())) == {
+        "key": dotted,
+        "doc": doc.doc,
+        "allowed": doc.allowed,
+        "default": doc.default,
+    }
+
+
+@pytest.mark.parametrize("dotted", all_keys())
+def test_the_default_that_is_shown_is_taken(dotted: str) -> None:
+    [doc] = explain_key(dotted)
+    assert load_run(None, [f"{dotted}={doc.default}"]).values == RunFile()
+
+
+def test_examples_that_are_shown_are_taken() -> None:
+    shown = [doc for section in sections() for doc in explain_key(section) if doc.allowed.startswith("such as ")]
+    assert len(shown) >= 6
+    for doc in shown:
+        for example in doc.allowed.removeprefix("such as ").split(", "):
+            loaded = load_run(None, [f"{doc.key}={example}"])
+            assert loaded.origins[doc.key] == "command line"
+
+
+@pytest.mark.parametrize(
+    ("dotted", "allowed", "default"),
+    [
+        ("model.dim", "a whole number, at least 1", "128"),
+        ("model.kv_heads", 'a whole number, at least 1 or "auto"', '"auto"'),
+        ("model.tied", "true or false", "true"),
+        ("model.dropout", "a number, at least 0 and less than 1", "0.0"),
+        ("model.channels", "a list of a whole number, at least 1", "[16, 32]"),
+        ("optim.name", '"adamw", "sgd"', '"adamw"'),
+        ("optim.clip", 'a number, more than 0 or "off"', "1.0"),
+        ("train.seed", f"a whole number, at least 0 and at most {2**63 - 1}", "0"),
+        ("data.include", "a text", '"*.py"'),
+        ("run.stop_timeout", 'such as "90s", "1h30m"', '"15m"'),
+    ],
+)
+def test_what_is_allowed(dotted: str, allowed: str, default: str) -> None:
+    [doc] = explain_key(dotted)
+    assert (doc.allowed, doc.default) == (allowed, default)
+
+
+def test_a_section_is_all_its_keys() -> None:
+    docs = explain_key("checkpoint")
+    assert [doc.key for doc in docs] == ["checkpoint.every", "checkpoint.keep"]
+    assert docs[1] == KeyDoc(
+        "checkpoint.keep",
+        "Complete checkpoints that are kept; older ones are removed after a newer one is complete.",
+        "a whole number, at least 1",
+        "3",
+    )
+
+
+def test_an_unknown_key_is_answered_with_the_nearest() -> None:
+    with pytest.raises(UserError) as told:
+        explain_key("checkpoint.evry")
+    assert str(told.value) == (
+        "there is no key checkpoint.evry; allowed: a section (model, data, train, optim, parallel, precision, "
+        "checkpoint, run, site) or section.key.\n  Did you mean checkpoint.every or checkpoint.keep or checkpoint?"
+    )
+
+
+def test_a_name_that_is_like_no_other() -> None:
+    with pytest.raises(UserError) as told:
+        explain_key("zzz")
+    assert str(told.value) == (
+        "there is no key zzz; allowed: a section (model, data, train, optim, parallel, precision, checkpoint, run, "
+        "site) or section.key."
+    )
+
+
+# --- the JSON Schema
+
+KINDS = {"string", "integer", "number", "boolean", "array", "object"}
+WORDS = {
+    "$defs",
+    "$ref",
+    "additionalProperties",
+    "anyOf",
+    "const",
+    "default",
+    "description",
+    "enum",
+    "examples",
+    "exclusiveMaximum",
+    "exclusiveMinimum",
+    "items",
+    "maxItems",
+    "maximum",
+    "minItems",
+    "minLength",
+    "minimum",
+    "properties",
+    "title",
+    "type",
+}
+"""The part of JSON Schema 2020-12 that the schema uses; a new word belongs in here with a look at the standard."""
+
+
+def walk(node: dict[str, Any]) -> list[dict[str, Any]]:
+    """A schema and all schemas in it."""
+    inner = [*node.get("properties", {}).values(), *node.get("$defs", {}).values(), *node.get("anyOf", [])]
+    inner += [node["items"]] if "items" in node else []
+    return [node, *(found for child in inner for found in walk(child))]
+
+
+def test_the_schema_is_json_schema() -> None:
+    schema = json.loads(json.dumps(RunFile.model_json_schema()))
+    for node in walk(schema):
+        assert node.keys() <= WORDS
+        kinds = node.get("type", [])
+        assert set([kinds] if isinstance(kinds, str) else kinds) <= KINDS
+        if "$ref" in node:
+            assert node["$ref"].removeprefix("#/$defs/") in schema["$defs"]
+
+
+def test_the_schema_documents_each_key_and_forbids_others() -> None:
+    schema = RunFile.model_json_schema()
+    assert schema["additionalProperties"] is False
+    for name, section in sections().items():
+        table = schema["$defs"][schema["properties"][name]["$ref"].removeprefix("#/$defs/")]
+        assert table["additionalProperties"] is False
+        assert table["description"] == section.__doc__
+        assert list(table["properties"]) == list(section.model_fields)
+        for key, entry in table["properties"].items():
+            assert entry["description"], f"{name}.{key}"
+            assert "default" in entry, f"{name}.{key}"
+
+
+def test_the_schema_knows_the_parent() -> None:
+    """An editor that checks a run file must not mark `extends` as unknown."""
+    assert RunFile.model_json_schema()["properties"]["extends"]["type"] == "string"

@@ -1,0 +1,50 @@
+"""The error tree and the form in which problems are told."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardway.errors import (
+    ERRORS_BY_NAME,
+    Bug,
+    JobError,
+    Problem,
+    ShardwayError,
+    SiteError,
+    UserError,
+    check_no_problems,
+    render_problems,
+)
+
+FULL = Problem("train.steps", "0 steps is no step at all", "run.toml:3", "at least 1 step", "raise it")
+BARE = Problem("data.path", "is not set")
+
+
+@pytest.mark.parametrize(("kind", "code"), [(UserError, 2), (SiteError, 3), (JobError, 4), (Bug, 70)])
+def test_each_error_has_its_exit_code(kind: type[ShardwayError], code: int) -> None:
+    assert kind("what").exit_code == code
+    assert issubclass(kind, ShardwayError)
+    assert ERRORS_BY_NAME[kind.__name__] is kind
+
+
+def test_errors_by_name_are_all_there_are() -> None:
+    assert set(ERRORS_BY_NAME.values()) == set(ShardwayError.__subclasses__())
+
+
+def test_a_problem_says_all_it_knows() -> None:
+    assert FULL.render() == (
+        "  train.steps (run.toml:3): 0 steps is no step at all\n      allowed: at least 1 step\n      to do: raise it"
+    )
+    assert BARE.render() == "  data.path: is not set"
+
+
+def test_problems_are_counted() -> None:
+    assert render_problems("run.toml", [BARE]) == "1 problem in run.toml\n  data.path: is not set"
+    assert render_problems("run.toml", [BARE, FULL]) == f"2 problems in run.toml\n{BARE.render()}\n{FULL.render()}"
+
+
+def test_problems_are_raised_together() -> None:
+    with pytest.raises(UserError) as told:
+        check_no_problems("run.toml", [BARE, FULL])
+    assert str(told.value) == render_problems("run.toml", [BARE, FULL])
+    check_no_problems("run.toml", [])

@@ -1,0 +1,189 @@
+"""What was stopped goes on: the same bits on the same world, the same curve on another, no sample twice."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from pool import RankPool, ranks
+from runs import (
+    TINY,
+    TINY_IMAGES,
+    Died,
+    die_at,
+    layout,
+    lone_rank,
+    open_tiny,
+    pool_ranks,
+    read_column,
+    read_named,
+    read_steps,
+    signal_at,
+    train_tiny,
+    worst_difference,
+)
+from shardway.models.build import build_model
+from shardway.ranks.start import Ranks
+from shardway.rundir.directory import RunDir
+from shardway.train.loss import token_cross_entropy
+from shardway.train.optim import build_optimizer
+from trained import assert_same_bits, whole_state
+
+RUN = ("train.steps=12", "checkpoint.every=5 steps", "model.dropout=0.2", "train.micro_batch=2")
+
+
+def interrupt(directory: Path, on: Ranks, last: int, *words: str, base: tuple[str, ...] = TINY) -> None:
+    """Train until the death of all ranks after step `last`."""
+    with contextlib.suppress(Died):
+        train_tiny(directory, on, *words, base=base, before_step=die_at(last))
+        raise AssertionError("the run went on")
+
+
+def check_same_bits(folder: Path, on: Ranks, *words: str, base: tuple[str, ...] = TINY) -> None:
+    """A run that died after step 8 and one that was stopped after step 7, against one that ran through."""
+    train_tiny(folder / "through", on, *words, base=base)
+    interrupt(folder / "died", on, 8, *words, base=base)
+    train_tiny(folder / "stopped", on, *words, base=base, before_step=signal_at(7, rank=on.world - 1))
+    for name in ("died", "stopped"):
+        train_tiny(folder / name, on, *words, base=base)
+    if on.is_first:
+        assert [event["step"] for event in read_named(folder / "died", "started")] == [0, 5]
+        assert [event["step"] for event in read_named(folder / "stopped", "started")] == [0, 7]
+        for name in ("died", "stopped"):
+            for column in ("step", "loss", "grad_norm", "lr"):
+                assert read_column(folder / name, column) == read_column(folder / "through", column), (name, column)
+
+
+def test_one_rank_resumes_with_the_same_bits(tmp_path: Path, quiet_threads: None) -> None:
+    check_same_bits(tmp_path, lone_rank(), *RUN)
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+@ranks(2)
+def test_two_ranks_resume_with_the_same_bits(rank: int, tmp_path: Path, shape: tuple[int, int]) -> None:
+    check_same_bits(tmp_path, pool_ranks(), *RUN, *layout(*shape))
+
+
+@ranks(4)
+def test_hybrid_ranks_resume_with_the_same_bits(rank: int, tmp_path: Path) -> None:
+    check_same_bits(tmp_path, pool_ranks(), *RUN, *layout(2, 2), "optim.name=sgd", "optim.lr=0.1")
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+@ranks(2)
+def test_batch_norm_resumes_with_the_same_bits(rank: int, tmp_path: Path, shape: tuple[int, int]) -> None:
+    words = ("train.steps=12", "checkpoint.every=5 steps", "train.validate_every=4 steps", *layout(*shape))
+    check_same_bits(tmp_path, pool_ranks(), *words, base=TINY_IMAGES)
+
+
+@ranks(2)
+def test_plain_descent_without_state_resumes(rank: int, tmp_path: Path) -> None:
+    words = ("train.steps=12", "checkpoint.every=5 steps", "optim.name=sgd", "optim.momentum=0.0", "optim.lr=0.1")
+    check_same_bits(tmp_path, pool_ranks(), *words)
+
+
+def stage(rank: int, directory: Path, words: tuple[str, ...], last: int | None, graceful: bool) -> None:
+    """One attempt of a run: to its end, or until something happens after step `last`."""
+    if last is None:
+        train_tiny(directory, pool_ranks(), *words)
+    elif graceful:
+        train_tiny(directory, pool_ranks(), *words, before_step=signal_at(last))
+    else:
+        interrupt(directory, pool_ranks(), last, *words)
+
+
+def attempt(
+    pool: RankPool, directory: Path, shape: tuple[int, int], *words: str, last: int | None = None, graceful: bool = True
+) -> None:
+    arguments = {"directory": directory, "words": (*words, *layout(*shape)), "last": last, "graceful": graceful}
+    pool.run(stage, shape[0] * shape[1], arguments)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((2, 1), (1, 1)),
+        ((1, 1), (1, 2)),
+        ((1, 2), (4, 1)),
+        ((2, 2), (1, 2)),
+        ((1, 4), (2, 1)),
+        ((2, 1), (1, 2)),
+    ],
+    ids=lambda shape: f"replicate{shape[0]}shard{shape[1]}",
+)
+def test_another_world_goes_on_with_the_same_curve(
+    rank_pool: RankPool, tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    words = ("train.steps=12",)
+    attempt(rank_pool, tmp_path / "through", (1, 1), *words)
+    attempt(rank_pool, tmp_path / "moved", before, *words, last=6)
+    attempt(rank_pool, tmp_path / "moved", after, *words)
+    assert [event["step"] for event in read_named(tmp_path / "moved", "started")] == [0, 6]
+    assert read_column(tmp_path / "moved", "step") == list(range(1, 13))
+    assert worst_difference(read_column(tmp_path / "moved"), read_column(tmp_path / "through")) < 1e-5
+    assert read_column(tmp_path / "moved", "lr") == read_column(tmp_path / "through", "lr")
+
+
+def test_each_sample_of_an_epoch_is_used_once(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Over two deaths, a stop and three worlds; 96 samples are 12 steps an epoch."""
+    words = ("data.validation_fraction=0.0", "data.record_ids=true", "train.steps=2 epochs", "checkpoint.every=6 steps")
+    attempt(rank_pool, tmp_path, (2, 1), *words, last=9, graceful=False)
+    attempt(rank_pool, tmp_path, (1, 4), *words, last=15, graceful=False)
+    attempt(rank_pool, tmp_path, (1, 1), *words, last=14)
+    attempt(rank_pool, tmp_path, (1, 2), *words)
+    assert [event["step"] for event in read_named(tmp_path, "started")] == [0, 6, 12, 14]
+    used = used_samples(tmp_path)
+    assert sorted(used) == list(range(1, 25))
+    for first in (1, 13):
+        ids = Counter(identity for step in range(first, first + 12) for identity in used[step])
+        assert ids == Counter(range(96))
+    assert [used[step] for step in range(1, 13)] != [used[step] for step in range(13, 25)]
+
+
+def used_samples(directory: Path) -> dict[int, list[int]]:
+    """Step -> the samples of all ranks, from every event that still holds."""
+    used: dict[int, list[int]] = {}
+    for rank in RunDir(directory).ranks_with_events():
+        for event in read_steps(directory, rank):
+            used.setdefault(event["step"], []).extend(event["ids"])
+    return used
+
+
+def walk(directory: Path, on: Ranks, *words: str, steps: int) -> dict[str, torch.Tensor]:
+    """Open a run, take `steps` steps of what is left, and return the state then."""
+    with open_tiny(directory, on, *words) as run:
+        values = run.resolved.values
+        model = run.shard(build_model(values.model, vocab=32, sample_shape=(12,)))
+        optimizer = run.optimizer(lambda _: build_optimizer(values.optim, model, 0.01), model)
+        rows = [(torch.arange(12) * k % 32, torch.arange(12) * (k + 1) % 32) for k in range(16)]
+        for number, batch in enumerate(run.steps(run.loader(rows))):
+            if number == steps:
+                break
+            run.step(model, batch, token_cross_entropy)
+        return whole_state(model, optimizer)
+
+
+STATE = {"adamw": ("exp_avg", "exp_avg_sq", "step"), "sgd": ("momentum_buffer",)}
+
+
+@pytest.mark.parametrize("name", STATE)
+@ranks(4)
+def test_state_is_loaded_with_the_same_bits(rank: int, tmp_path: Path, name: str) -> None:
+    words = ("train.steps=4", "checkpoint.every=4 steps", f"optim.name={name}")
+    saved = walk(tmp_path / "run", pool_ranks(), *words, *layout(2, 2), steps=4)
+    assert {key.split()[-1] for key in saved} == {"weight", *STATE[name]}
+    longer = (*words, "train.steps=20", "checkpoint.every=off")
+    for shape in ((1, 4), (4, 1), (2, 2)):
+        loaded = walk(tmp_path / "run", pool_ranks(), *longer, *layout(*shape), steps=0)
+        assert_same_bits(loaded, saved)
+
+
+def test_learning_rate_settings_are_those_of_today(tmp_path: Path, quiet_threads: None) -> None:
+    words = ("train.steps=6", "optim.schedule=constant", "optim.warmup=0 steps")
+    train_tiny(tmp_path, lone_rank(), *words, "optim.lr=0.01", before_step=signal_at(3))
+    train_tiny(tmp_path, lone_rank(), *words, "optim.lr=0.002")
+    assert read_column(tmp_path, "lr") == [0.01] * 3 + [0.002] * 3
