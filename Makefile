@@ -1,7 +1,7 @@
 # make run     train the default run on this machine
 # make test    every test that this machine can run
 # make check   what a change must pass: format, lint, types, import order, fast tests (under a minute)
-# make gpu     tests on a CUDA device, with the python3 that has torch (no install, PYTHONPATH=src)
+# make gpu     tests on a CUDA device: with python3 where that has torch (no install, PYTHONPATH=src), else .venv
 # make bench   measure the loop against a hand-written one
 
 PYTHON ?= python3
@@ -24,7 +24,8 @@ check: $(READY)
 	$(BIN)/python -m pytest -m "not slow" && wait $$types
 
 gpu:
-	@PYTHONPATH=src $(PYTHON) -m pytest tests/gpu -rs
+	@if $(PYTHON) -c "import torch, pytest" 2>/dev/null; then PYTHONPATH=src $(PYTHON) -m pytest tests/gpu -rs; \
+	else $(MAKE) --no-print-directory $(READY) && $(BIN)/python -m pytest tests/gpu -rs; fi
 
 bench: $(READY)
 	$(BIN)/python bench/loop_overhead.py

@@ -37,6 +37,11 @@ def times() -> st.SearchStrategy[str]:
     return st.sampled_from(["1s", "90s", "1h30m", "2d", "1.5h", "250ms", "10min", "1m 1s"])
 
 
+def sizes() -> st.SearchStrategy[str]:
+    """A size in each of its forms."""
+    return st.sampled_from(["1MiB", "25MiB", "1.5 GB", "100kB", "4096", "1TiB"])
+
+
 _BY_KEY: dict[str, st.SearchStrategy[Any]] = {
     "model.kind": st.sampled_from(["transformer", "convnet", "mlp"]),
     "model.kv_heads": AUTO_OR_SMALL,
@@ -68,6 +73,7 @@ _BY_KEY: dict[str, st.SearchStrategy[Any]] = {
     "optim.lr_scaling": st.sampled_from(["none", "linear"]),
     "parallel.dp_replicate": AUTO_OR_SMALL,
     "parallel.dp_shard": AUTO_OR_SMALL,
+    "parallel.bucket": sizes(),
     "precision.compute": st.sampled_from(["fp32", "bf16", "fp16", "float8"]),
     "precision.reduce": st.sampled_from(["fp32", "bf16"]),
     "checkpoint.every": st.one_of(st.just("off"), spans(), times()),

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,11 +95,26 @@ def _read(tensors: dict[str, Any], folder: Path, ranks: Ranks) -> None:
         with warnings.catch_warnings():
             # That a process without a group loads alone is meant.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-            dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=not ranks.grouped)
+            reader = dcp.FileSystemReader(folder)
+            _leave_out_unsaved_state(tensors, sorted(reader.read_metadata().state_dict_metadata))
+            dcp.load(tensors, storage_reader=reader, no_dist=not ranks.grouped)
     except CheckpointException as error:
         raise JobError(_misfit(folder, next(iter(error.failures.values()))[0])) from None
     except (RuntimeError, KeyError, ValueError) as error:
         raise JobError(_misfit(folder, error)) from error
+
+
+def _leave_out_unsaved_state(tensors: dict[str, Any], saved: Sequence[str]) -> None:
+    """Ask for no optimizer state of a parameter that has none among the sorted names `saved`.
+
+    A parameter that no batch had used by then had none; the template made it up.
+    """
+    states = tensors.get("optimizer", {}).get("state", {})
+    for name in list(states):
+        prefix = f"optimizer.state.{name}."
+        place = bisect_left(saved, prefix)
+        if place == len(saved) or not saved[place].startswith(prefix):
+            del states[name]
 
 
 def _misfit(folder: Path, error: BaseException) -> str:

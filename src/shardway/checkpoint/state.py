@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -52,7 +53,9 @@ def install_tensors(trained: Trained, tensors: Tensors) -> None:
     settings = [
         {name: value for name, value in group.items() if name != "params"} for group in trained.optimizer.param_groups
     ]
-    set_optimizer_state_dict(trained.model, trained.optimizer, tensors["optimizer"])
+    # Not strict: a parameter that no batch has used yet has no state.
+    options = StateDictOptions(strict=False)
+    set_optimizer_state_dict(trained.model, trained.optimizer, tensors["optimizer"], options=options)
     for group, setting in zip(trained.optimizer.param_groups, settings, strict=True):
         group.update(setting)
 

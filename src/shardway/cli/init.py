@@ -31,5 +31,7 @@ def init(
     except FileExistsError:
         raise UserError(f"{path} exists and is left as it is.\n  To do: name another file, or remove it.") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}.") from None
+        raise UserError(
+            f"{path} cannot be written: {error.strerror}.\n  To do: name a file in a folder that you may write to."
+        ) from None
     typer.echo(f"wrote {path}; train it with `shardway train {path}`")

@@ -10,8 +10,8 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from typing import Any
 
-import click
 import typer
 
 from shardway import __version__
@@ -19,6 +19,9 @@ from shardway.cli import config, init, logs, report, status, train
 from shardway.errors import Bug, ShardwayError
 
 EXIT_KILLED = 130
+
+_ClickException: Any = typer.BadParameter.__mro__[2]
+"""Base of typer's usage errors. Newer releases of typer carry a click of their own, whose classes are no others'."""
 
 app = typer.Typer(
     name="shardway",
@@ -59,16 +62,18 @@ def run_guarded(work: Callable[[], object]) -> int:
     """Run a verb; the exit code of how it ended, its error printed."""
     try:
         result = work()
-    except click.ClickException as error:
+    except _ClickException as error:
         error.show()
         return 2
     except ShardwayError as error:
         return report_error(error)
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         print("shardway: ended at once by a second signal", file=sys.stderr)
         return EXIT_KILLED
-    except BrokenPipeError:
-        return 0
+    except SystemExit as error:
+        if not isinstance(error.__context__, BrokenPipeError):
+            raise
+        return 0  # nobody reads on (`| head`); typer ends a verb so
     except Exception as error:
         traceback.print_exc()
         return report_error(Bug(f"{type(error).__name__}: {error}"))

@@ -10,12 +10,14 @@ import json
 import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shardway.cli.options import DirOption, JsonOption, NprocOption, Words, read_request
 from shardway.errors import UserError
+from shardway.rundir.directory import RunDir
 
 if TYPE_CHECKING:
     from shardway.resolve.request import Request, Resolution
@@ -77,7 +79,9 @@ def _check_free(resolution: Resolution) -> None:
     if run.exists():
         run.check_format()
     if run.find_writer() is not None:
-        run.writer_lock().acquire()
+        lock = run.writer_lock()
+        lock.acquire()
+        lock.release()  # it has ended since
 
 
 def _train_here(request: Request, resolution: Resolution) -> dict[str, Any]:
@@ -110,6 +114,6 @@ def _print_end(outcome: dict[str, Any], as_json: bool) -> None:
         typer.echo(json.dumps(outcome, indent=1))
         return
     typer.echo(f"run directory  {outcome['directory']}")
-    typer.echo(f"report         {outcome['directory']}/report.html")
+    typer.echo(f"report         {RunDir(Path(outcome['directory'])).report_path}")
     if outcome["state"] == "stopped":
         typer.echo("to go on, run the same command again")

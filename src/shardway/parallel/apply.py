@@ -6,6 +6,7 @@ the degrees. This module must not enumerate combinations of axes: each axis is a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,5 +72,23 @@ def _check_device(model: nn.Module) -> bool:
 
 
 def _materialise(model: nn.Module, device: torch.device, seed: int) -> None:
+    ties = _find_ties(model)
     model.to_empty(device=device)
+    for names in ties:
+        _tie(model, names)
     model.init_weights(seed)  # type: ignore[operator]
+
+
+def _find_ties(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several; `to_empty` makes a tensor of its own for each of them."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [each for each in names.values() if len(each) > 1]
+
+
+def _tie(model: nn.Module, names: Sequence[str]) -> None:
+    first, *others = names
+    for name in others:
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, model.get_parameter(first))

@@ -26,7 +26,7 @@ def replicate(model: nn.Module, mesh: Mesh, parallel: ParallelSection) -> nn.Mod
     return DistributedDataParallel(
         model,
         process_group=mesh.part("dp_replicate").get_group(),
-        bucket_cap_mb=parallel.bucket_mib,
+        bucket_cap_mb=max(1, parallel.bucket // 2**20),
         gradient_as_bucket_view=True,
         **without_buffer_sync(),
     )
@@ -37,7 +37,9 @@ def broadcast_from_first(model: nn.Module, mesh: Mesh) -> None:
     if mesh.devices is None:
         return
     for tensor in (*model.parameters(), *model.buffers()):
-        dist.broadcast(tensor.data, src=0)
+        dense = tensor.detach().contiguous()  # gloo sends no strides
+        dist.broadcast(dense, src=0)
+        tensor.data.copy_(dense)
 
 
 @torch.no_grad()
@@ -45,11 +47,13 @@ def average_buffers(model: nn.Module, mesh: Mesh) -> None:
     """Set floating-point buffers (running statistics) to their mean over the ranks, before they are read or saved.
 
     During training each rank's batch norm sees its own micro-batches alone; without this, validation would depend
-    on which rank it runs on.
+    on which rank it runs on. The mean is taken in float64, where that of equal numbers is the number itself, so that
+    a table of constants stays as it is.
     """
     if mesh.devices is None:
         return
     for buffer in model.buffers():
         if buffer.is_floating_point():
-            dist.all_reduce(buffer)
-            buffer.div_(dist.get_world_size())
+            total = buffer.double().contiguous()
+            dist.all_reduce(total)
+            buffer.copy_(total / dist.get_world_size())

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from shardway.runfile.types import Auto, CadenceOrOff, Off, SecondsField, SpanField, SpanOrOff
+from shardway.runfile.types import Auto, BytesField, CadenceOrOff, Off, SecondsField, SpanField, SpanOrOff
 from shardway.units import Span
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -132,7 +132,7 @@ class ParallelSection(Section):
     ep: PositiveInt = key(1, "Expert parallel degree (over dp_shard x cp).")
     reshard_after_forward: bool = key(True, "Free gathered weights after the forward pass (dp_shard > 1).")
     prefetch: NonNegativeInt = key(1, "Blocks whose weights are gathered ahead of use (dp_shard > 1).")
-    bucket_mib: PositiveInt = key(25, "Size of a gradient bucket in MiB (dp_replicate > 1).")
+    bucket: BytesField = key(25 * 2**20, "Size of a bucket of gradients that travel together (dp_replicate > 1).")
 
 
 class PrecisionSection(Section):

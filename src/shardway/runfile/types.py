@@ -12,9 +12,11 @@ from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 from shardway.units import (
     Cadence,
     Span,
+    parse_bytes,
     parse_cadence,
     parse_seconds,
     parse_span,
+    render_bytes,
     render_cadence,
     render_seconds,
 )
@@ -52,6 +54,15 @@ def _as_seconds(value: Any) -> float:
     if seconds <= 0:
         raise ValueError(f'"{value}" is no time to wait; allowed: more than 0s')
     return seconds
+
+
+def _as_bytes(value: Any) -> int:
+    if not isinstance(value, str):
+        raise ValueError(f'{_show(value)} is not a text; allowed: a size in quotes with its unit, such as "25MiB"')
+    count = parse_bytes(value)
+    if count <= 0:
+        raise ValueError(f'"{value}" is no size; allowed: more than 0B')
+    return count
 
 
 def _text_or_steps(value: Any) -> str | int:
@@ -96,4 +107,10 @@ SecondsField = Annotated[
     BeforeValidator(_as_seconds),
     PlainSerializer(render_seconds, return_type=str),
     _schema(_TEXT, ["90s", "1h30m"], "a time with d, h, min, m, s or ms"),
+]
+BytesField = Annotated[
+    int,
+    BeforeValidator(_as_bytes),
+    PlainSerializer(render_bytes, return_type=str),
+    _schema(_TEXT, ["25MiB", "1GB"], "a size with B, kB, MB, GB, KiB, MiB or GiB"),
 ]

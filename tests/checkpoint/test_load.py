@@ -1,0 +1,352 @@
+"""What is loaded is what was saved; what is damaged is refused whole, on every rank, with nothing changed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from pool import RankPool, ranks
+from runs import lone_rank, pool_ranks
+from shardway.checkpoint.load import load_latest, peek_latest, verify_checkpoint
+from shardway.checkpoint.save import save_checkpoint
+from shardway.checkpoint.state import Trained, collect_tensors
+from shardway.errors import JobError, UserError
+from shardway.models.transformer import TransformerShape
+from shardway.ranks.start import Ranks
+from shardway.rundir.directory import RunDir
+from trained import SHAPE, assert_same_bits, make_parallel, make_trained, train_on, whole_state
+
+NUMBERS = {"step": 2, "samples": 16, "targets": 192, "data": "abc"}
+
+
+def save_two(folder: Path, on: Ranks, shape: tuple[int, int] = (1, 1)) -> RunDir:
+    """Checkpoints of steps 1 and 2; the same weights in both."""
+    directory, trained = RunDir(folder), make_trained(on, shape)
+    directory.create()
+    for step in (1, 2):
+        save_checkpoint(directory, on, trained, step, {**NUMBERS, "step": step})
+    on.barrier()
+    return directory
+
+
+def shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.distcp"))
+
+
+def lose_shard(folder: Path) -> None:
+    shards(folder)[-1].unlink()
+
+
+def flip_bit(folder: Path) -> None:
+    data = bytearray(shards(folder)[-1].read_bytes())
+    data[len(data) // 2] ^= 1
+    shards(folder)[-1].write_bytes(data)
+
+
+def truncate(folder: Path) -> None:
+    shards(folder)[-1].write_bytes(shards(folder)[-1].read_bytes()[:1000])
+
+
+def lose_metadata(folder: Path) -> None:
+    (folder / ".metadata").unlink()
+
+
+def lose_manifest(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+
+
+def tear_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_text('{"format": 1, "step"')
+
+
+def empty_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_text("[]")
+
+
+def change_manifest(folder: Path, **changes: object) -> None:
+    path = folder / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def count_in_words(folder: Path) -> None:
+    change_manifest(folder, step="two")
+
+
+DAMAGES: dict[Callable[[Path], None], str] = {
+    lose_shard: "{shard} is missing",
+    flip_bit: "the content of {shard} has changed (its checksum is another)",
+    truncate: "{shard} has 1000 bytes, the manifest says {size}",
+    lose_metadata: ".metadata is missing",
+    lose_manifest: "its manifest.json is missing",
+    tear_manifest: "its manifest.json cannot be read (Expecting ':' delimiter: line 1 column 21 (char 20))",
+    empty_manifest: "its manifest.json cannot be read (list indices must be integers or slices, not str)",
+    count_in_words: "its manifest.json cannot be read (invalid literal for int() with base 10: 'two')",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@ranks(2)
+def test_damage_is_told_on_every_rank_and_changes_nothing(
+    rank: int, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    on = pool_ranks()
+    directory = save_two(tmp_path, on, (1, 2))
+    folder = directory.checkpoint_path(2)
+    last = shards(folder)[-1]
+    what = DAMAGES[damage].format(shard=last.name, size=last.stat().st_size)
+    on.barrier()
+    if rank == 0:
+        damage(folder)
+    on.barrier()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    trained = make_trained(on, (1, 2), seed=1)
+    state = whole_state(trained.model, trained.optimizer)
+    with pytest.raises(JobError) as failure:
+        load_latest(directory, on, trained)
+    assert str(failure.value) == (
+        f"the checkpoint {folder} is damaged: {what}.\n  It was not loaded, and nothing was changed. To do: restore "
+        f"the file, or move {folder} out of the way and run the same command again: it then goes on from step 1."
+    )
+    assert_same_bits(whole_state(trained.model, trained.optimizer), state)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    on.barrier()
+    if rank == 0:
+        folder.rename(tmp_path / "aside")
+    on.barrier()
+    loaded = load_latest(directory, on, trained)
+    assert loaded is not None
+    assert loaded.step == 1
+
+
+@ranks(2)
+def test_a_newer_format_is_refused_on_every_rank(rank: int, tmp_path: Path) -> None:
+    on = pool_ranks()
+    directory = save_two(tmp_path, on, (2, 1))
+    folder = directory.checkpoint_path(2)
+    if rank == 0:
+        change_manifest(folder, format=2)
+    on.barrier()
+    with pytest.raises(UserError) as failure:
+        load_latest(directory, on, make_trained(on, (2, 1)))
+    assert str(failure.value) == (
+        f"the checkpoint {folder} has format 2; this Shardway reads format 1.\n"
+        "  Nothing in it was changed. To do: update Shardway."
+    )
+
+
+def test_the_only_checkpoint_says_that_the_run_would_start_over(tmp_path: Path) -> None:
+    directory = save_two(tmp_path, lone_rank())
+    shutil.rmtree(directory.checkpoint_path(1))
+    lose_manifest(directory.checkpoint_path(2))
+    with pytest.raises(JobError, match="it then goes on from the start of the run") as failure:
+        peek_latest(directory)
+    with pytest.raises(JobError) as same:
+        load_latest(directory, lone_rank(), make_trained(lone_rank()))
+    assert str(same.value) == str(failure.value)
+
+
+def test_nothing_saved_is_nothing_loaded(tmp_path: Path) -> None:
+    directory = RunDir(tmp_path)
+    directory.create()
+    assert peek_latest(directory) is None
+    assert load_latest(directory, lone_rank(), make_trained(lone_rank())) is None
+
+
+def test_the_newest_is_read_by_number_not_by_time(tmp_path: Path) -> None:
+    directory, trained = RunDir(tmp_path), make_trained(lone_rank())
+    directory.create()
+    for step in (10, 9):
+        save_checkpoint(directory, lone_rank(), trained, step, {**NUMBERS, "step": step})
+    manifest = peek_latest(directory)
+    assert manifest is not None
+    assert manifest.step == 10
+    assert verify_checkpoint(directory.checkpoint_path(9)).step == 9
+
+
+WIDER = TransformerShape(vocab=64, dim=48, layers=2, heads=2, kv_heads=1, ffn_dim=64)
+DEEPER = TransformerShape(vocab=64, dim=32, layers=3, heads=2, kv_heads=1, ffn_dim=64)
+
+
+@pytest.mark.parametrize("sizes", [WIDER, DEEPER], ids=["wider", "deeper"])
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+@ranks(2)
+def test_another_model_is_a_misfit_on_every_rank(
+    rank: int, tmp_path: Path, shape: tuple[int, int], sizes: TransformerShape
+) -> None:
+    on = pool_ranks()
+    directory = save_two(tmp_path, on, shape)
+    other = make_trained(on, shape, sizes=sizes)
+    with pytest.raises(JobError) as failure:
+        load_latest(directory, on, other)
+    first, second = str(failure.value).splitlines()
+    start = f"the checkpoint {directory.checkpoint_path(2)} is whole but does not fit this model or optimizer: "
+    assert first.startswith(start)
+    assert len(first) > len(start) + 10
+    assert second == "  To do: use the run file that it was saved with, or start over with --fresh."
+
+
+def test_a_misfit_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    directory = save_two(tmp_path, lone_rank())
+    other = make_trained(lone_rank(), sizes=DEEPER)
+    state = whole_state(other.model, other.optimizer)
+    with pytest.raises(JobError):
+        load_latest(directory, lone_rank(), other)
+    assert_same_bits(whole_state(other.model, other.optimizer), state)
+
+
+def write_state(rank: int, folder: Path, shape: tuple[int, int]) -> None:
+    directory, trained = RunDir(folder), make_trained(pool_ranks(), shape, steps=3)
+    directory.create()
+    save_checkpoint(directory, pool_ranks(), trained, 2, NUMBERS)
+    if rank == 0:
+        torch.save(whole_state(trained.model, trained.optimizer), folder / "expected.pt")
+    else:
+        whole_state(trained.model, trained.optimizer)
+
+
+def read_state(rank: int, folder: Path, shape: tuple[int, int], same_world: bool) -> None:
+    trained = make_trained(pool_ranks(), shape, steps=0, seed=1)
+    loaded = load_latest(RunDir(folder), pool_ranks(), trained)
+    assert loaded is not None
+    assert (loaded.step, loaded.numbers, loaded.random_restored) == (2, NUMBERS, same_world)
+    assert_same_bits(whole_state(trained.model, trained.optimizer), torch.load(folder / "expected.pt"))
+
+
+@pytest.mark.parametrize("before", [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)])
+def test_every_layout_reads_every_other(rank_pool: RankPool, tmp_path: Path, before: tuple[int, int]) -> None:
+    """What is saved under `before` has the same bits in all others."""
+    world = before[0] * before[1]
+    rank_pool.run(write_state, world, {"folder": tmp_path, "shape": before})
+    for after in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4)):
+        size = after[0] * after[1]
+        rank_pool.run(read_state, size, {"folder": tmp_path, "shape": after, "same_world": size == world})
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Tied(nn.Module):
+    """A language model whose output layer is its embedding, tied in the usual way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 8)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.head = nn.Linear(8, 64, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def make_tied(on: Ranks, shape: tuple[int, int], steps: int) -> Trained:
+    torch.manual_seed(steps)
+    model = make_parallel(Tied(), on, shape)
+    trained = Trained(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    train_on(trained, steps)
+    return trained
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+@ranks(2)
+def test_tied_weights_are_saved_and_stay_tied(rank: int, tmp_path: Path, shape: tuple[int, int]) -> None:
+    directory, trained = RunDir(tmp_path), make_tied(pool_ranks(), shape, 2)
+    directory.create()
+    save_checkpoint(directory, pool_ranks(), trained, 2, NUMBERS)
+    again = make_tied(pool_ranks(), shape, 0)
+    assert load_latest(directory, pool_ranks(), again) is not None
+    assert_same_bits(whole_state(again.model, again.optimizer), whole_state(trained.model, trained.optimizer))
+    for each in (trained, again):
+        names = dict(each.model.named_parameters(remove_duplicate=False))
+        embedding, head = (p for name, p in names.items() if name.endswith(("embedding.weight", "head.weight")))
+        assert embedding is head
+        train_on(each, 2)
+    assert_same_bits(whole_state(again.model, again.optimizer), whole_state(trained.model, trained.optimizer))
+
+
+@pytest.mark.parametrize("name", ["SGD", "RMSprop", "Adagrad"])
+def test_another_optimizer_is_a_misfit_and_changes_nothing(tmp_path: Path, name: str) -> None:
+    directory, model = save_two(tmp_path, lone_rank()), make_trained(lone_rank(), steps=0, seed=4).model
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.5, weight_decay=0.1)
+    before, settings = whole_state(model, None), {**optimizer.param_groups[0]}
+    with pytest.raises(JobError, match="is whole but does not fit this model or optimizer"):
+        load_latest(directory, lone_rank(), Trained(model, optimizer))
+    assert_same_bits(whole_state(model, None), before)
+    assert {**optimizer.param_groups[0]} == settings
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop", "Adagrad", "Adamax"])
+def test_asking_a_fresh_optimizer_for_its_state_changes_no_weight(name: str) -> None:
+    """torch makes the state by a step without gradients: neither weights nor settings may notice."""
+    model = make_trained(lone_rank(), steps=0).model
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.5, weight_decay=0.1)
+    before, settings = whole_state(model, None), {**optimizer.param_groups[0]}
+    collect_tensors(Trained(model, optimizer))
+    assert_same_bits(whole_state(model, None), before)
+    assert {**optimizer.param_groups[0]} == settings
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_steps_that_an_optimizer_has_taken_are_those_saved(tmp_path: Path) -> None:
+    again = make_trained(lone_rank(), steps=0, seed=4)
+    load_latest(save_two(tmp_path, lone_rank()), lone_rank(), again)
+    assert again.optimizer is not None
+    assert {float(state["step"]) for state in again.optimizer.state.values()} == {2.0}
+
+
+class Sparse(nn.Module):
+    """A model one of whose layers was frozen and one of whose layers no batch has used yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 8)
+        self.unused = nn.Linear(8, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.head = nn.Linear(8, 64)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.frozen(self.embedding(tokens)))
+
+
+def test_parameters_without_state_are_resumed(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = Sparse()
+    trained = Trained(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    train_on(trained, 2)
+    directory = RunDir(tmp_path)
+    directory.create()
+    save_checkpoint(directory, lone_rank(), trained, 2, NUMBERS)
+    fresh = Sparse()
+    again = Trained(fresh, torch.optim.AdamW(fresh.parameters(), lr=0.01))
+    assert load_latest(directory, lone_rank(), again) is not None
+    assert_same_bits(whole_state(fresh, None), whole_state(model, None))
+    for each in (trained, again):
+        train_on(each, 2)
+    assert_same_bits(whole_state(fresh, None), whole_state(model, None))
+
+
+def test_a_model_without_optimizer_is_loaded(tmp_path: Path) -> None:
+    directory = save_two(tmp_path, lone_rank())
+    model = make_trained(lone_rank(), steps=0, seed=1).model
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load_latest(directory, lone_rank(), Trained(model, None)) is not None
+    expected = make_trained(lone_rank())
+    assert_same_bits(whole_state(model, None), whole_state(expected.model, None))
+    assert SHAPE.parameters == sum(p.numel() for p in model.parameters())

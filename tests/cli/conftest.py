@@ -1,0 +1,44 @@
+"""The command line in this process, in a folder of its own, as on a machine without accelerators or scheduler."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command_line import Ended, Shardway
+
+from shardway.cli import progress
+from shardway.cli.main import app, run_guarded
+from shardway.hardware import probe
+
+_LAUNCHERS = re.compile(r"(SLURM|PBS|OMPI|PMI|PMIX|PALS|MPI|TORCHELASTIC)_.*|(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE")
+
+
+@pytest.fixture
+def shardway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Shardway]:
+    """`shardway("train", "train.steps=2")`, run in tmp_path. No output may hold a traceback."""
+    for name in filter(_LAUNCHERS.fullmatch, list(os.environ)):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # what a run would set for its ranks
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(probe, "_list_nvidia_devices", tuple)
+    monkeypatch.setattr(progress, "REFRESH_S", 0.01)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> Ended:
+        capsys.readouterr()
+        code = run_guarded(lambda: app(list(words), standalone_mode=False, prog_name="shardway"))
+        said = capsys.readouterr()
+        assert "Traceback" not in said.err
+        return Ended(code, said.out, said.err)
+
+    torch = sys.modules.get("torch")
+    threads = torch.get_num_threads() if torch else 0
+    yield run
+    if torch:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(False)

@@ -1,0 +1,347 @@
+"""What a person reads when something is wrong: whole messages, kept as files under tests/golden/errors.
+
+Each file holds the command, what it prints to stderr, and its exit code.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from command_line import TINY, Shardway, write_text
+
+from golden_files import Golden, golden_names
+from shardway.rundir import lock
+from shardway.rundir.directory import RunDir
+from shardway.rundir.lock import WriterLock
+
+Setup = Callable[[Path], object]
+
+
+def nothing(folder: Path) -> None:
+    """No file is needed."""
+
+
+def file(name: str, content: str | bytes) -> Setup:
+    """A file with this content."""
+    data = content.encode() if isinstance(content, str) else content
+
+    def write(folder: Path) -> None:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+
+    return write
+
+
+def both(*setups: Setup) -> Setup:
+    """One after the other."""
+    return lambda folder: [setup(folder) for setup in setups]
+
+
+def folder(name: str) -> Setup:
+    """An empty folder."""
+    return lambda root: (root / name).mkdir(parents=True)
+
+
+def arrays(name: str, **contents: Any) -> Setup:
+    """An .npz file."""
+    return lambda root: np.savez(root / name, **contents)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command that is refused, what it needs around it, and the exit code that says who can act."""
+
+    name: str
+    words: tuple[str, ...]
+    setup: Setup = nothing
+    code: int = 2
+
+
+RUN_FILE = [
+    Case("unknown-key", ("train", "my.toml"), file("my.toml", "[train]\n\nstep = 5\n")),
+    Case("unknown-section", ("train", "my.toml"), file("my.toml", "[trian]\nsteps = 5\n")),
+    Case("unknown-key-of-the-command-line", ("train", "optim.learning_rate=1.0")),
+    Case("wrong-type", ("train", "my.toml"), file("my.toml", '[train]\nglobal_batch = "large"\n')),
+    Case(
+        "many-problems",
+        ("train", "my.toml", "optim.lr=-1"),
+        file("my.toml", '[model]\ndim = 1.5\nkind = "gpt"\n[train]\nsteps = "soon"\nbatch = 3\n'),
+    ),
+    Case("invalid-toml", ("train", "my.toml"), file("my.toml", "[train]\nsteps 5\n")),
+    Case("not-utf-8", ("train", "my.toml"), file("my.toml", b"[train]\n# caf\xe9\n")),
+    Case("missing-run-file", ("train", "gone.toml")),
+    Case("folder-as-run-file", ("train", "."), nothing),
+    Case("two-run-files", ("train", "a.toml", "b.toml", "train.steps=5")),
+    Case("override-without-section", ("train", "steps=500")),
+    Case("missing-parent", ("train", "my.toml"), file("my.toml", 'extends = "base.toml"\n')),
+    Case("two-parents", ("train", "my.toml"), file("my.toml", 'extends = ["a.toml", "b.toml"]\n')),
+    Case(
+        "parent-of-a-parent",
+        ("train", "c.toml"),
+        both(file("a.toml", ""), file("b.toml", 'extends = "a.toml"'), file("c.toml", 'extends = "b.toml"')),
+    ),
+    Case("newer-run-file", ("train", "my.toml"), file("my.toml", "format = 2\n")),
+    Case("explain-unknown-key", ("config", "explain", "train.step")),
+]
+
+RULES = [
+    Case("impossible-degree-product", ("train", "--nproc", "4", "parallel.dp_shard=3", "parallel.dp_replicate=2")),
+    Case("degree-that-does-not-divide", ("train", "--nproc", "4", "parallel.dp_shard=3")),
+    Case("later-axes", ("train", "parallel.tp=2", "parallel.pp=2", "parallel.cp=2", "parallel.ep=2")),
+    Case("fp16", ("train", "precision.compute=fp16")),
+    Case("float8", ("train", "precision.compute=float8")),
+    Case("hugging-face", ("train", "model.hf=gpt2")),
+    Case("no-accelerator", ("train", "run.device=cuda")),
+    Case("unknown-site", ("train", "site.name=leonrado")),
+    Case("key-without-effect", ("train", "optim.momentum=0.9", "data.shape=[1, 2]")),
+    Case("heads", ("train", "model.dim=100", "model.heads=3", "model.kv_heads=2")),
+    Case("batch-smaller-than-ranks", ("train", "--nproc", "4", "train.global_batch=2")),
+]
+
+DATA = [
+    Case("missing-data-path", ("train", *TINY)),
+    Case("empty-folder", ("train", *TINY, "data.path=texts"), folder("texts")),
+    Case("no-file-that-matches", ("train", *TINY, "data.path=texts"), file("texts/a.md", "text")),
+    Case("empty-text", ("train", *TINY), file("text.txt", "")),
+    Case("short-text", ("train", *TINY), file("text.txt", "short")),
+    Case("too-short-to-hold-out", ("train", *TINY), file("text.txt", "nine byte")),
+    Case("missing-validation", ("train", *TINY, "data.validation=gone.txt"), write_text),
+    Case("missing-tokenizer", ("train", *TINY, "data.tokenizer=words.json"), write_text),
+    Case(
+        "truncated-token-file",
+        ("train", *TINY, "data.kind=tokens", "data.path=tokens.bin"),
+        file("tokens.bin", b"\x01" * 1001),
+    ),
+    Case(
+        "truncated-npy",
+        ("train", *TINY, "data.kind=tokens", "data.path=tokens.npy"),
+        lambda root: (np.save(root / "tokens.npy", np.arange(99)), cut(root / "tokens.npy", 400)),
+    ),
+    Case("text-as-token-file", ("train", *TINY, "data.kind=tokens"), write_text),
+    Case(
+        "token-above-the-vocabulary",
+        ("train", *TINY, "data.kind=tokens", "data.path=tokens.bin", "model.vocab=100"),
+        file("tokens.bin", np.full(500, 100, np.uint16).tobytes()),
+    ),
+    Case("vocabulary-too-small", ("train", *TINY, "model.vocab=100"), write_text),
+    Case(
+        "damaged-npz",
+        ("train", "model.kind=mlp", "data.kind=arrays", "data.path=a.npz", "run.threads=1"),
+        file("a.npz", b"PK nothing"),
+    ),
+    Case(
+        "unknown-array",
+        ("train", "model.kind=mlp", "data.kind=arrays", "data.path=a.npz", "data.inputs=image", "run.threads=1"),
+        arrays("a.npz", images=np.zeros((4, 2, 2)), y=np.zeros(4, np.int64)),
+    ),
+    Case(
+        "no-images",
+        ("train", "model.kind=convnet", "data.kind=idx", "data.path=mnist", "run.threads=1"),
+        folder("mnist"),
+    ),
+    Case("warm-up-too-long", ("train", *TINY, "optim.warmup=5"), write_text),
+    Case("no-step", ("train", *TINY, "train.steps=0"), write_text),
+]
+
+
+def cut(path: Path, size: int) -> None:
+    """Leave the first `size` bytes of a file."""
+    with open(path, "r+b") as stream:
+        stream.truncate(size)
+
+
+def status(name: str, content: str) -> Setup:
+    """A run directory whose status.json has this content."""
+    return both(folder(f"{name}/events"), file(f"{name}/status.json", content))
+
+
+RUN_DIRECTORIES = [
+    Case("future-format", ("train", *TINY, "--dir", "a"), status("a", '{"format": 2, "state": "running"}')),
+    Case("future-format-status", ("status", "a"), status("a", '{"format": 2, "state": "running"}')),
+    Case("future-format-logs", ("logs", "a"), status("a", '{"format": 2, "state": "running"}')),
+    Case("future-format-report", ("report", "a"), status("a", '{"format": 2, "state": "running"}')),
+    Case("damaged-status", ("status", "a"), status("a", "{"), code=4),
+    Case("run-directory-is-a-file", ("train", *TINY, "--dir", "text.txt"), write_text),
+    Case("no-run-status", ("status",)),
+    Case("no-run-logs", ("logs", "gone")),
+    Case("no-run-report", ("report", "gone")),
+    Case(
+        "many-runs",
+        ("logs",),
+        both(status("runs/a", '{"format": 1}'), status("runs/b", '{"format": 1}'), folder("runs/other")),
+    ),
+    Case("no-such-rank", ("logs", "a", "--rank", "3"), both(status("a", "{}"), file("a/events/rank-00000.jsonl", ""))),
+    Case("no-output", ("logs", "a", "--output"), status("a", "{}")),
+    Case("init-over-a-file", ("init", "my.toml"), file("my.toml", "# mine\n")),
+    Case("init-without-folder", ("init", "gone/my.toml")),
+]
+
+CASES = [*RUN_FILE, *RULES, *DATA, *RUN_DIRECTORIES]
+
+
+def tell(words: tuple[str, ...], err: str, code: int) -> str:
+    """The content of a golden file; what differs from run to run is named instead."""
+    err = re.sub(r"process \d+ on host \S+ since [\d-]+ [\d:]+", "process PID on host HOST since TIME", err)
+    err = re.sub(r"about [\d.]+kB", "about SIZE", err)
+    command = " ".join(words).replace(" ".join(TINY), "TINY")
+    return f"$ shardway {command}\n{err}exit code {code}\n"
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    """Every file below a folder, with its content."""
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_message(case: Case, shardway: Shardway, tmp_path: Path, golden: Golden) -> None:
+    case.setup(tmp_path)
+    before = tree(tmp_path)
+    ended = shardway(*case.words)
+    assert ended.out == ""
+    assert ended.code == case.code
+    assert before.items() <= tree(tmp_path).items()
+    golden(tell(case.words, ended.err, ended.code), f"errors/{case.name}.txt")
+
+
+# --- what needs more than files around it
+
+
+def refused(shardway: Shardway, golden: Golden, name: str, *words: str, code: int) -> None:
+    """Compare one more message with its file."""
+    ended = shardway(*words)
+    assert (ended.code, ended.out) == (code, "")
+    golden(tell(words, ended.err, ended.code), f"errors/{name}.txt")
+
+
+def test_a_rank_that_is_to_start_ranks(shardway: Shardway, golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    refused(shardway, golden, "nproc-under-a-launcher", "train", "--nproc", "2", code=2)
+
+
+def test_variables_that_place_no_rank(shardway: Shardway, golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    refused(shardway, golden, "half-a-launcher", "train", code=3)
+
+
+def test_a_second_writer(shardway: Shardway, golden: Golden, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "runs/default")
+    run.create()
+    holder = WriterLock(run.path / "writer.lock")
+    holder.acquire()
+    before = tree(run.path)
+    refused(shardway, golden, "second-writer", "train", *TINY, code=2)
+    assert tree(run.path) == before
+    holder.release()
+
+
+def test_a_file_system_without_locks(shardway: Shardway, golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(lock.fcntl, "flock", refuse)
+    refused(shardway, golden, "no-file-locks", "train", *TINY, code=3)
+
+
+# --- a run that was trained before
+
+
+@pytest.fixture
+def trained(shardway: Shardway, tmp_path: Path) -> Path:
+    """A run of two steps, saved after each."""
+    write_text(tmp_path)
+    assert shardway("train", *TINY, "checkpoint.every=1 steps", "--dir", "a").code == 0
+    return tmp_path / "a"
+
+
+def kept(run: Path) -> dict[str, bytes]:
+    """What must survive a failed attempt: all but the record of attempts."""
+    records = ("events/rank-00000.jsonl", "status.json", "writer.lock", "run.toml", "resolved.toml")
+    return {name: content for name, content in tree(run).items() if name not in records}
+
+
+@pytest.mark.usefixtures("trained")
+def test_another_seed_is_another_run(shardway: Shardway, golden: Golden, trained: Path) -> None:
+    before = kept(trained)
+    refused(shardway, golden, "changed-run", "train", *TINY, "train.seed=5", "--dir", "a", code=2)
+    assert kept(trained) == before
+
+
+def lose_manifest(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").unlink()
+
+
+def lose_shard(checkpoint: Path) -> None:
+    (checkpoint / "__0_0.distcp").unlink()
+
+
+def flip_bit(checkpoint: Path) -> None:
+    shard = checkpoint / "__0_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+
+
+def come_from_the_future(checkpoint: Path) -> None:
+    manifest = checkpoint / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 2}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "name", "code"),
+    [
+        (lose_manifest, "missing-manifest", 4),
+        (lose_shard, "missing-shard", 4),
+        (flip_bit, "flipped-bit", 4),
+        (come_from_the_future, "newer-checkpoint", 2),
+    ],
+)
+def test_a_damaged_checkpoint(
+    shardway: Shardway, golden: Golden, trained: Path, damage: Setup, name: str, code: int
+) -> None:
+    damage(trained / "checkpoints/step-000000002")
+    before = kept(trained)
+    refused(shardway, golden, name, "train", *TINY, "train.steps=4", "--dir", "a", code=code)
+    assert kept(trained) == before
+
+
+def test_a_full_disk(shardway: Shardway, golden: Golden, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = kept(trained)
+    usage = shutil.disk_usage(trained)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
+    words = ("train", *TINY, "train.steps=4", "--dir", "a")
+    ended = shardway(*words)
+    assert ended.code == 4
+    golden(tell(words, ended.err, ended.code), "errors/full-disk.txt")
+    assert before.items() <= kept(trained).items()
+
+
+# --- the folder of golden messages
+
+
+def test_no_message_is_left_over() -> None:
+    more = {
+        "nproc-under-a-launcher",
+        "half-a-launcher",
+        "second-writer",
+        "no-file-locks",
+        "changed-run",
+        "missing-manifest",
+        "missing-shard",
+        "flipped-bit",
+        "newer-checkpoint",
+        "full-disk",
+    }
+    assert golden_names("errors") == {f"{name}.txt" for name in more | {case.name for case in CASES}}

@@ -1,0 +1,163 @@
+"""Exit codes say who can act, whatever went wrong; facts alone reach stdout."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from command_line import TINY, Shardway, write_text
+
+from shardway.cli import main
+from shardway.cli.main import report_error, run_guarded
+from shardway.errors import Bug, JobError, LostContact, ShardwayError, SiteError, UserError
+
+
+def ending(error: BaseException) -> int:
+    def work() -> None:
+        raise error
+
+    return run_guarded(work)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(UserError("x"), 2), (SiteError("x"), 3), (JobError("x"), 4), (LostContact("x"), 4), (Bug("x"), 70)],
+)
+def test_the_code_of_an_error(error: ShardwayError, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ending(error) == code
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.splitlines()[0] == "shardway: x"
+
+
+def test_what_is_no_error_ends_with_0() -> None:
+    assert run_guarded(lambda: None) == 0
+    assert run_guarded(lambda: "text") == 0
+    assert run_guarded(lambda: 3) == 3
+
+
+def test_a_second_signal_ends_with_130(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ending(KeyboardInterrupt()) == 130
+    assert ending(typer.Abort()) == 130
+    assert capsys.readouterr().err == "shardway: ended at once by a second signal\n" * 2
+
+
+def test_a_defect_shows_where_it_is_and_asks_for_a_report(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ending(ZeroDivisionError("division by zero")) == 70
+    err = capsys.readouterr().err
+    assert err.startswith("Traceback (most recent call last):\n")
+    assert err.endswith(
+        "shardway: ZeroDivisionError: division by zero\n"
+        "  This is a defect of Shardway: please report it with the lines above.\n"
+    )
+
+
+def test_only_a_defect_asks_for_a_report(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report_error(JobError("a rank died")) == 4
+    assert capsys.readouterr().err == "shardway: a rank died\n"
+
+
+def test_the_base_of_usage_errors_is_clicks() -> None:
+    """Found by its place, since releases of typer differ in whose click they use."""
+    assert main._ClickException.__name__ == "ClickException"
+    assert issubclass(typer.BadParameter, main._ClickException)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("frob",), "No such command 'frob'."),
+        (("train", "--nproc", "0"), "Invalid value for '--nproc'"),
+        (("train", "--nproc", "two"), "Invalid value for '--nproc'"),
+        (("train", "--frob"), "No such option: --frob"),
+        (("logs", "--rank", "-1"), "Invalid value for '--rank'"),
+        (("config", "explain"), "Missing argument"),
+        (("status", "a", "b"), "unexpected extra argument"),
+        (("config", "frob"), "No such command 'frob'."),
+    ],
+)
+def test_wrong_usage_is_a_users_mistake(words: tuple[str, ...], said: str, shardway: Shardway) -> None:
+    ended = shardway(*words)
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.startswith(f"Usage: shardway{'' if words[0] == 'frob' else f' {words[0]}'}")
+    assert said in ended.err
+    assert "defect" not in ended.err
+
+
+@pytest.mark.parametrize("words", [(), ("config",)])
+def test_without_a_verb_the_help_is_shown(words: tuple[str, ...], shardway: Shardway) -> None:
+    ended = shardway(*words)
+    assert ended.code == 2
+    assert "Commands:" in ended.err
+
+
+@pytest.mark.parametrize("word", ["-h", "--help"])
+@pytest.mark.parametrize("verb", [(), ("train",), ("init",), ("status",), ("logs",), ("report",), ("config", "show")])
+def test_help_is_no_error(verb: tuple[str, ...], word: str, shardway: Shardway) -> None:
+    ended = shardway(*verb, word)
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.startswith(" ".join(["Usage: shardway", *verb]))
+
+
+def test_the_version(shardway: Shardway) -> None:
+    ended = shardway("--version")
+    assert (ended.code, ended.out, ended.err) == (0, f"shardway {main.__version__}\n", "")
+
+
+def test_a_defect_in_a_verb_leaves_stdout_empty(
+    shardway: Shardway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from shardway.runfile import explain
+
+    def fail(name: str) -> None:
+        raise RuntimeError("wrong")
+
+    monkeypatch.setattr(explain, "explain_key", fail)
+    assert run_guarded(lambda: main.app(["config", "explain", "train"], standalone_mode=False)) == 70
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.splitlines()[-2] == "shardway: RuntimeError: wrong"
+
+
+# --- in a process of its own
+
+
+def start(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shardway", *words]
+    return subprocess.run(command, text=True, timeout=120, check=False, **options)  # type: ignore[call-overload,no-any-return]
+
+
+def test_the_process_ends_with_the_code() -> None:
+    done = start("config", "explain", "train.step", capture_output=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("shardway: there is no key train.step;")
+
+
+def test_a_reader_that_went_away_is_no_error() -> None:
+    """`shardway config schema | head -1`"""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = start("config", "schema", stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.slow
+def test_the_error_of_all_ranks_is_told_once(tmp_path: Path, shardway: Shardway) -> None:
+    alone = shardway("train", *TINY, "--dir", "alone")
+    words = ["train", *TINY, "--nproc", "2", "--dir", "two"]
+    together = start(*words, capture_output=True, cwd=tmp_path)
+    assert (together.returncode, together.stdout, together.stderr) == (alone.code, "", alone.err)
+    assert alone.code == 2
+
+
+@pytest.mark.slow
+def test_two_ranks_finish_with_0(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    done = start("train", *TINY, "--nproc", "2", "--dir", "two", "--json", capture_output=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert '"state": "finished"' in done.stdout

@@ -1,0 +1,94 @@
+"""Verbs of a login node: they run where torch cannot be imported, and answer before a person wonders."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import Shardway
+
+from shardway.rundir.directory import RunDir
+
+CODE = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "torchao", "transformers"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+sys.argv[0] = "shardway"
+from shardway.cli.main import main
+main()
+"""
+
+QUICK = {
+    "help": ("--help",),
+    "version": ("--version",),
+    "train-help": ("train", "--help"),
+    "init": ("init", "--dry-run"),
+    "config-show": ("config", "show"),
+    "config-explain": ("config", "explain", "train"),
+    "config-schema": ("config", "schema"),
+    "status": ("status", "runs/a"),
+    "logs": ("logs", "runs/a"),
+    "mistake": ("train", "train.step=5"),
+}
+LIMIT_S, TRIES = 0.4, 3
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a run of 1,000 steps in it."""
+    run = RunDir(tmp_path / "runs/a")
+    run.create()
+    run.write_status(state="finished", reason="all steps are done", step=1000, total_steps=1000)
+    with run.event_writer(0) as events:
+        events.write("started", step=0, world=1, device="cpu", total_steps=1000)
+        for step in range(1, 1001):
+            events.write("step", step=step, loss=3.2, grad_norm=0.9, lr=1e-3, tokens_per_s=5e4, samples_per_s=400.0)
+        events.write("finished", step=1000, reason="all steps are done")
+    return tmp_path
+
+
+def run_without_torch(folder: Path, *words: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """How a command ended, and the CPU seconds that it took: waiting for a busy machine does not count."""
+    before = os.times()
+    command = [sys.executable, "-c", CODE, *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    after = os.times()
+    used_s = after.children_user - before.children_user + after.children_system - before.children_system
+    return done, used_s
+
+
+@pytest.mark.parametrize("words", QUICK.values(), ids=QUICK)
+def test_a_verb_answers_quickly_without_torch(words: tuple[str, ...], folder: Path) -> None:
+    used: list[float] = []
+    while not used or (min(used) >= LIMIT_S and len(used) < TRIES):
+        done, used_s = run_without_torch(folder, *words)
+        used.append(used_s)
+    assert (done.returncode, done.stderr != "") == (
+        (2, True) if words[0:2] == ("train", "train.step=5") else (0, False)
+    )
+    assert min(used) < LIMIT_S
+
+
+def test_a_report_is_written_without_torch(folder: Path) -> None:
+    done, _ = run_without_torch(folder, "report", "runs/a")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "runs/a/report.html\n", "")
+
+
+def test_torch_really_is_absent(folder: Path) -> None:
+    done, _ = run_without_torch(folder, "train", "data.kind=synthetic")
+    assert done.returncode == 70
+    assert "No module named 'torch'" in done.stderr
+
+
+def test_what_is_answered_here_is_answered_there(folder: Path, shardway: Shardway) -> None:
+    """Without torch nothing is left out."""
+    for words in (("config", "show"), ("status", "runs/a", "--json"), ("init", "--dry-run")):
+        assert run_without_torch(folder, *words)[0].stdout == shardway(*words).out

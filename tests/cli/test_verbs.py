@@ -1,0 +1,202 @@
+"""What each verb prints: text for people, and with --json nothing but JSON on stdout."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import TINY, Ended, Shardway, write_text
+
+from shardway.resolve.request import Request, resolve_request
+from shardway.rundir.directory import RunDir
+from shardway.runfile.load import load_run
+from shardway.runfile.schema import RunFile, all_keys
+
+
+def facts(ended: Ended) -> Any:
+    assert (ended.code, ended.err) == (0, "")
+    return json.loads(ended.out)
+
+
+@pytest.fixture
+def trained(shardway: Shardway, tmp_path: Path) -> Path:
+    """The run directory of two steps."""
+    write_text(tmp_path)
+    assert shardway("train", *TINY, "--dir", "runs/a").code == 0
+    return Path("runs/a")
+
+
+# --- init
+
+
+def test_init_writes_a_file_that_trains_as_the_default(shardway: Shardway, tmp_path: Path) -> None:
+    ended = shardway("init")
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out == "wrote run.toml; train it with `shardway train run.toml`\n"
+    assert load_run(tmp_path / "run.toml").values == RunFile()
+
+
+def test_init_with_dry_run_writes_nothing(shardway: Shardway, tmp_path: Path) -> None:
+    printed = shardway("init", "my.toml", "--dry-run").out
+    assert list(tmp_path.iterdir()) == []
+    shardway("init", "my.toml")
+    assert (tmp_path / "my.toml").read_text() == printed
+
+
+# --- config
+
+
+def test_config_show_is_a_run_file(shardway: Shardway, tmp_path: Path) -> None:
+    ended = shardway("config", "show", "train.seed=7", "--dir", "here")
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.startswith("# run directory: here\nformat = 1\n")
+    assert ended.out.partition("\n")[2] == resolve_request(Request(None, ("train.seed=7",))).resolved.render()
+    (tmp_path / "shown.toml").write_text(ended.out)
+    again = shardway("config", "show", "shown.toml", "--dir", "here")
+    assert tomllib.loads(again.out) == tomllib.loads(ended.out)
+
+
+def test_config_show_json_has_every_key_with_its_origin(shardway: Shardway) -> None:
+    shown = facts(shardway("config", "show", "--json", "train.seed=7", "--nproc", "2"))
+    assert list(shown["keys"]) == all_keys()
+    assert shown["keys"]["train.seed"] == {"value": 7, "origin": "command line"}
+    assert shown["keys"]["parallel.dp_replicate"] == {"value": 2, "origin": "derived: 2 ranks"}
+    assert shown["directory"] == "runs/default"
+    assert shown["derived"] == {"replicas": 2, "accumulation": 1, "peak_lr": 3e-3}
+
+
+def test_config_explain(shardway: Shardway) -> None:
+    ended = shardway("config", "explain", "checkpoint")
+    assert ended.out == (
+        "checkpoint.every\n"
+        '  How often to save: an amount of training, a time, or "off".\n'
+        '  allowed: such as "200 steps", "10min", "off"\n'
+        '  default: "200 steps"\n'
+        "\n"
+        "checkpoint.keep\n"
+        "  Complete checkpoints that are kept; older ones are removed after a newer one is complete.\n"
+        "  allowed: a whole number, at least 1\n"
+        "  default: 3\n"
+    )
+    assert [doc["key"] for doc in facts(shardway("config", "explain", "checkpoint", "--json"))] == [
+        "checkpoint.every",
+        "checkpoint.keep",
+    ]
+
+
+def test_config_schema(shardway: Shardway) -> None:
+    assert facts(shardway("config", "schema")) == RunFile.model_json_schema()
+
+
+# --- train
+
+
+def test_train_prints_where_to_look(shardway: Shardway, trained: Path) -> None:
+    ended = shardway("train", *TINY, "--dir", "runs/a", "--fresh")
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.splitlines()[-2:] == ["run directory  runs/a", "report         runs/a/report.html"]
+    assert (trained / "report.html").is_file()
+    assert (trained.parent / "a.old-1/report.html").is_file()
+
+
+def test_train_json_prints_facts_alone(shardway: Shardway, tmp_path: Path) -> None:
+    write_text(tmp_path)
+    ended = shardway("train", *TINY, "--dir", "runs/a", "--json")
+    outcome = json.loads(ended.out)
+    assert ended.code == 0
+    assert (outcome["directory"], outcome["state"], outcome["step"]) == ("runs/a", "finished", 2)
+    assert "step" in ended.err  # the progress of a person
+
+
+def test_train_with_dry_run_does_nothing(shardway: Shardway, tmp_path: Path) -> None:
+    ended = shardway("train", *TINY, "--dry-run", "--nproc", "2")
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.startswith("# would train with 2 rank(s) into runs/default\nformat = 1\n")
+    assert tomllib.loads(ended.out)["parallel"]["dp_replicate"] == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_resolved_file_of_a_run_runs_again(shardway: Shardway, trained: Path) -> None:
+    ended = shardway("train", str(trained / "resolved.toml"), "--dir", "runs/b")
+    assert (ended.code, ended.err) == (0, "")
+    first, second = (
+        [event["loss"] for event in RunDir(Path(name)).events() if event["event"] == "step"]
+        for name in ("runs/a", "runs/b")
+    )
+    assert len(first) == 2
+    assert first == second
+
+
+def test_the_request_is_kept_as_it_was_written(shardway: Shardway, tmp_path: Path) -> None:
+    write_text(tmp_path)
+    text = "# mine\n[train]\nseed = 3\n"
+    (tmp_path / "my.toml").write_text(text)
+    assert shardway("train", "my.toml", *TINY).code == 0
+    assert (tmp_path / "runs/my/run.toml").read_text() == text
+    assert (tmp_path / "my.toml").read_text() == text
+
+
+# --- status, logs, report
+
+
+def test_status_of_one_run(shardway: Shardway, trained: Path) -> None:
+    ended = shardway("status", "runs/a")
+    assert (ended.code, ended.err) == (0, "")
+    lines = ended.out.splitlines()
+    assert lines[0].startswith("runs/a  finished: ")
+    assert lines[1] == "  step        2/2 (100 %)"
+    shown = facts(shardway("status", "runs/a", "--json"))
+    assert (shown["state"], shown["step"], shown["total_steps"], shown["path"]) == ("finished", 2, 2, "runs/a")
+
+
+def test_status_of_a_folder_is_a_list(shardway: Shardway, trained: Path) -> None:
+    assert [run["name"] for run in facts(shardway("status", "--json"))] == ["a"]
+    RunDir(Path("runs/b")).create()
+    assert [run["name"] for run in facts(shardway("status", "runs", "--json"))] == ["a", "b"]
+    assert [line for line in shardway("status").out.splitlines() if line.startswith("runs/")] == [
+        shardway("status", "runs/a").out.splitlines()[0],
+        "runs/b  new",
+    ]
+
+
+def test_status_of_nothing_as_json_is_an_empty_list(shardway: Shardway) -> None:
+    assert facts(shardway("status", "--json")) == []
+
+
+def test_status_only_reads(shardway: Shardway, trained: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
+    for verb in ("status", "logs"):
+        shardway(verb, "runs/a")
+    assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == before
+
+
+def test_logs_json_is_one_event_a_line(shardway: Shardway, trained: Path) -> None:
+    ended = shardway("logs", "--json")
+    assert (ended.code, ended.err) == (0, "")
+    assert [json.loads(line) for line in ended.out.splitlines()] == RunDir(trained).events()
+    assert shardway("logs", "runs/a").out.count("\n") >= 3
+
+
+def test_logs_follow_ends_with_a_run_that_has_ended(shardway: Shardway, trained: Path) -> None:
+    assert shardway("logs", "--follow", "--json").out == shardway("logs", "--json").out
+
+
+def test_logs_output_is_what_a_rank_printed(shardway: Shardway, trained: Path) -> None:
+    folder = trained / "logs/start/attempt_0/1"
+    folder.mkdir(parents=True)
+    (folder / "stdout.log").write_bytes(b"said\n")
+    (folder / "stderr.log").write_bytes(b"warned \xff\n")
+    assert shardway("logs", "--rank", "1", "--output").out == "said\nwarned \ufffd\n"
+
+
+def test_report(shardway: Shardway, trained: Path) -> None:
+    (trained / "report.html").unlink()
+    ended = shardway("report", "runs/a", "--dry-run")
+    assert (ended.code, ended.out, ended.err) == (0, "runs/a/report.html\n", "")
+    assert not (trained / "report.html").exists()
+    shown = facts(shardway("report", "--json"))
+    assert (shown["report"], shown["summary"]["step"]) == ("runs/a/report.html", 2)
+    assert (trained / "report.html").read_text().startswith("<!")

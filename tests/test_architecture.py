@@ -1,0 +1,235 @@
+"""The rules of the house, read from the source: who imports whom, who alone may do what, how large things grow."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from importlinter.cli import lint_imports
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "shardway"
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file."""
+
+    name: str
+    text: str
+    tree: ast.Module
+    nodes: tuple[ast.AST, ...]
+    calls: tuple[tuple[ast.Call, str], ...]
+    """Each call with the dotted name that is called: "dist.new_group"."""
+
+    def is_in(self, *rooms: str) -> bool:
+        """Whether it is one of these files or in one of these folders ("ranks/", "parallel/mesh.py")."""
+        return any(self.name.startswith(room) for room in rooms)
+
+    def at(self, node: ast.AST) -> str:
+        """Where something stands."""
+        return f"{self.name}:{getattr(node, 'lineno', 0)}"
+
+
+def _read(path: Path) -> Module:
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    nodes = tuple(ast.walk(tree))
+    calls = tuple((node, ast.unparse(node.func)) for node in nodes if isinstance(node, ast.Call))
+    return Module(path.relative_to(SOURCE).as_posix(), text, tree, nodes, calls)
+
+
+MODULES = [_read(path) for path in sorted(SOURCE.rglob("*.py"))]
+
+
+def outside(*rooms: str) -> list[Module]:
+    """Every module that is not in these rooms."""
+    return [module for module in MODULES if not module.is_in(*rooms)]
+
+
+def find(modules: list[Module], breaks: Callable[[ast.AST], bool]) -> list[str]:
+    """Where something stands that breaks a rule."""
+    return [module.at(node) for module in modules for node in module.nodes if breaks(node)]
+
+
+def find_calls(modules: list[Module], callee: str) -> list[str]:
+    """Where something is called whose dotted name matches."""
+    return [module.at(node) for module in modules for node, name in module.calls if re.fullmatch(callee, name)]
+
+
+def strings(module: Module) -> Iterator[ast.Constant]:
+    """Text constants that are no docstrings."""
+    docs = {
+        id(node.value) for node in module.nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    for node in module.nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            yield node
+
+
+# --- who imports whom
+
+
+def test_the_import_order_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    broken = lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True, no_logo=True)
+    assert not broken, capsys.readouterr().out
+
+
+def test_every_room_has_its_place_in_the_import_order() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
+    placed = {name.strip() for layer in layers for name in re.split(r"[|:]", layer)}
+    rooms = {f"shardway.{module.name.split('/')[0].removesuffix('.py')}" for module in MODULES}
+    assert placed == rooms - {"shardway.__init__", "shardway.__main__"}
+
+
+# --- who alone may do what
+
+LAUNCHER_VARIABLE = re.compile(
+    r"(SLURM|PBS|OMPI|PMI|PMIX|PALS|TORCHELASTIC)_[A-Z_]+|MPI_LOCAL\w+|MASTER_(ADDR|PORT)"
+    r"|(LOCAL_|GROUP_)?RANK|(LOCAL_|GROUP_)?WORLD_SIZE"
+)
+
+
+def test_only_ranks_reads_what_launchers_say() -> None:
+    found = [
+        module.at(node)
+        for module in outside("ranks/")
+        for node in strings(module)
+        if LAUNCHER_VARIABLE.fullmatch(str(node.value))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("callee", "room"),
+    [
+        (r"(.*\.)?new_group", "parallel/mesh.py"),
+        (r"(.*\.)?new_subgroups\w*", "parallel/mesh.py"),
+        (r"(.*\.)?split_group", "parallel/mesh.py"),
+        (r"(.*\.)?init_device_mesh", "parallel/mesh.py"),
+        (r"(.*\.)?DeviceMesh(\..*)?", "parallel/mesh.py"),
+        (r"(.*\.)?init_process_group", "ranks/start.py"),
+        (r"(.*\.)?destroy_process_group", "ranks/start.py"),
+        (r"torch\.save|(dcp|checkpoint)\.(async_)?save|save_file|save_model|save_pretrained", "checkpoint/"),
+        (r"(.*\.)?FileSystemWriter", "checkpoint/"),
+        (r"(.*\.)?(EventWriter|WriterLock)", "rundir/"),
+        (r"fcntl\.\w+", "rundir/"),
+        (r"print|(typer|click)\.(echo|secho)|sys\.std(out|err)\.write", "cli/"),
+    ],
+)
+def test_only_one_room_calls(callee: str, room: str) -> None:
+    assert find_calls(outside(room), callee) == []
+
+
+def test_only_the_command_line_ends_the_process() -> None:
+    # A loader's worker is a process of its own, whose parent is gone when it ends itself.
+    others = outside("cli/", "data/workers.py")
+    assert find_calls(others, r"(sys|os)\._?exit|exit|quit|SystemExit|(typer|click)\.Exit") == []
+    assert find(others, lambda node: isinstance(node, ast.Raise) and "SystemExit" in ast.unparse(node)) == []
+
+
+FILES = re.compile(
+    r"status\.json|resolved\.toml|writer\.lock|report\.html|\.jsonl|manifest\.json|^step-|\.partial\b|attempt_\d|std\w*\.log"
+)
+FOLDERS = {"events", "checkpoints", "attempts", "telemetry", "traces", "logs", "stop", "run.toml"}
+
+
+def names_in_a_run_directory(module: Module) -> list[str]:
+    """File names anywhere in a text; names that are words as well where they are joined to a path."""
+    joined = [node.right for node in module.nodes if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)]
+    parts = [node for node in joined if isinstance(node, ast.Constant) and node.value in FOLDERS]
+    files = [node for node in strings(module) if FILES.search(str(node.value))]
+    return [f"{module.at(node)} {node.value!r}" for node in [*parts, *files]]
+
+
+def test_only_rundir_knows_names_in_a_run_directory() -> None:
+    """But for the manifest, which stands inside a checkpoint."""
+    assert [
+        name for module in outside("rundir/", "checkpoint/manifest.py") for name in names_in_a_run_directory(module)
+    ] == []
+
+
+def test_no_module_reads_the_environment_at_import() -> None:
+    """A value that is frozen at import is a setting that no run file shows."""
+    top = [
+        (module, statement)
+        for module in MODULES
+        for statement in module.tree.body
+        if not isinstance(statement, ast.FunctionDef | ast.ClassDef)
+    ]
+    found = [
+        module.at(node)
+        for module, statement in top
+        for node in ast.walk(statement)
+        if re.fullmatch(r"os\.(environ|getenv).*", ast.unparse(node) if isinstance(node, ast.expr) else "")
+    ]
+    assert found == []
+
+
+# --- how it is written
+
+
+def functions() -> list[tuple[Module, ast.FunctionDef]]:
+    return [(module, node) for module in MODULES for node in module.nodes if isinstance(node, ast.FunctionDef)]
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    """And what holds in it always, unless it only hands on the names of others."""
+    docs = {module.name: ast.get_docstring(module.tree) or "" for module in MODULES}
+    assert [name for name, doc in docs.items() if not doc] == []
+    lasting = [module.name for module in MODULES if "Invariant" not in docs[module.name] and len(module.tree.body) > 3]
+    assert lasting == []
+
+
+def test_no_file_is_too_long() -> None:
+    long = {module.name: module.text.count("\n") for module in MODULES if module.text.count("\n") > MAX_FILE_LINES}
+    assert long == {}
+
+
+def test_no_function_is_too_long() -> None:
+    sizes = {f"{module.at(node)} {node.name}": (node.end_lineno or 0) - node.lineno + 1 for module, node in functions()}
+    assert {name: lines for name, lines in sizes.items() if lines > MAX_FUNCTION_LINES} == {}
+    assert sorted(sizes.values())[len(sizes) // 2] <= 10
+
+
+def test_nothing_is_asserted() -> None:
+    """`python -O` drops it, and a user's mistake would end in a traceback."""
+    assert find(MODULES, lambda node: isinstance(node, ast.Assert)) == []
+
+
+def test_no_module_keeps_state() -> None:
+    """Nothing at the top of a module that its functions change."""
+    assert find(MODULES, lambda node: isinstance(node, ast.Global)) == []
+
+
+def test_public_functions_and_classes_are_documented() -> None:
+    found = [
+        f"{module.at(node)} {node.name}"
+        for module in MODULES
+        for node in module.tree.body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        and not node.name.startswith("_")
+        and not ast.get_docstring(node)
+        and not (module.name == "resolve/rules.py" and isinstance(node, ast.FunctionDef))  # named as sentences
+    ]
+    assert found == []
+
+
+def test_the_scan_sees_what_it_should() -> None:
+    """The rules above hold of something: the one room does what no other may."""
+    by_name = {module.name: module for module in MODULES}
+    assert find_calls([by_name["ranks/start.py"]], "dist.init_process_group")
+    assert find_calls([by_name["parallel/mesh.py"]], "init_device_mesh")
+    assert find_calls([by_name["checkpoint/save.py"]], "dcp.save")
+    assert find_calls([by_name["cli/main.py"]], "os._exit")
+    assert find_calls([by_name["cli/config.py"]], "typer.echo")
+    assert len(names_in_a_run_directory(by_name["rundir/directory.py"])) >= 10
+    assert any(LAUNCHER_VARIABLE.fullmatch(str(node.value)) for node in strings(by_name["ranks/launcher.py"]))
