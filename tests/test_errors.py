@@ -8,19 +8,21 @@ from shardway.errors import (
     ERRORS_BY_NAME,
     Bug,
     JobError,
+    LostContact,
     Problem,
     ShardwayError,
     SiteError,
     UserError,
     check_no_problems,
     render_problems,
+    render_reason,
 )
 
 FULL = Problem("train.steps", "0 steps is no step at all", "run.toml:3", "at least 1 step", "raise it")
 BARE = Problem("data.path", "is not set")
 
 
-@pytest.mark.parametrize(("kind", "code"), [(UserError, 2), (SiteError, 3), (JobError, 4), (Bug, 70)])
+@pytest.mark.parametrize(("kind", "code"), [(UserError, 2), (SiteError, 3), (JobError, 4), (LostContact, 4), (Bug, 70)])
 def test_each_error_has_its_exit_code(kind: type[ShardwayError], code: int) -> None:
     assert kind("what").exit_code == code
     assert issubclass(kind, ShardwayError)
@@ -28,7 +30,8 @@ def test_each_error_has_its_exit_code(kind: type[ShardwayError], code: int) -> N
 
 
 def test_errors_by_name_are_all_there_are() -> None:
-    assert set(ERRORS_BY_NAME.values()) == set(ShardwayError.__subclasses__())
+    direct = ShardwayError.__subclasses__()
+    assert set(ERRORS_BY_NAME.values()) == {*direct, *(below for kind in direct for below in kind.__subclasses__())}
 
 
 def test_a_problem_says_all_it_knows() -> None:
@@ -48,3 +51,15 @@ def test_problems_are_raised_together() -> None:
         check_no_problems("run.toml", [BARE, FULL])
     assert str(told.value) == render_problems("run.toml", [BARE, FULL])
     check_no_problems("run.toml", [])
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ("no space is left\n  To do: make room", "no space is left"),
+        ("2 problems in run.toml\n  a.b: one\n  c.d: two", "2 problems in run.toml: a.b: one"),
+        ("\n", "no reason was given"),
+    ],
+)
+def test_a_reason_is_one_line_that_says_what(message: str, reason: str) -> None:
+    assert render_reason(message) == reason

@@ -13,6 +13,7 @@ came from, what is allowed, what to do. This module must not import anything of 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -89,3 +90,10 @@ def check_no_problems(title: str, problems: Sequence[Problem]) -> None:
     """Raise one UserError that names every problem; return where there is none."""
     if problems:
         raise UserError(render_problems(title, problems))
+
+
+def render_reason(message: str) -> str:
+    """An error in one line, for a status: its first line, and of counted problems the first problem too."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()] or ["no reason was given"]
+    counted = len(lines) > 1 and re.match(r"\d+ problems? in ", lines[0])
+    return f"{lines[0]}: {lines[1]}" if counted else lines[0]

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import Shardway
 
 from shardway.rundir.directory import RunDir
 
@@ -26,19 +25,20 @@ from shardway.cli.main import main
 main()
 """
 
-QUICK = {
+ANSWERS = {
     "help": ("--help",),
-    "version": ("--version",),
-    "train-help": ("train", "--help"),
+    "train-dry-run": ("train", "--dry-run"),
     "init": ("init", "--dry-run"),
     "config-show": ("config", "show"),
     "config-explain": ("config", "explain", "train"),
-    "config-schema": ("config", "schema"),
     "status": ("status", "runs/a"),
     "logs": ("logs", "runs/a"),
-    "mistake": ("train", "train.step=5"),
+    "report": ("report", "runs/a"),
 }
+TIMED = ("help", "init", "config-show", "status")
 LIMIT_S, TRIES = 0.4, 3
+BUSY = 2.0
+"""Processes for each core above which times are not looked at."""
 
 
 @pytest.fixture
@@ -65,30 +65,31 @@ def run_without_torch(folder: Path, *words: str) -> tuple[subprocess.CompletedPr
     return done, used_s
 
 
-@pytest.mark.parametrize("words", QUICK.values(), ids=QUICK)
-def test_a_verb_answers_quickly_without_torch(words: tuple[str, ...], folder: Path) -> None:
-    used: list[float] = []
-    while not used or (min(used) >= LIMIT_S and len(used) < TRIES):
-        done, used_s = run_without_torch(folder, *words)
-        used.append(used_s)
-    assert (done.returncode, done.stderr != "") == (
-        (2, True) if words[0:2] == ("train", "train.step=5") else (0, False)
-    )
-    assert min(used) < LIMIT_S
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_verb_answers_without_torch(name: str, folder: Path) -> None:
+    done, used_s = run_without_torch(folder, *ANSWERS[name])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
+    if name not in TIMED or is_busy():
+        return
+    tries = [used_s]
+    while min(tries) >= LIMIT_S and len(tries) < TRIES:
+        tries.append(run_without_torch(folder, *ANSWERS[name])[1])
+    assert min(tries) < LIMIT_S
 
 
-def test_a_report_is_written_without_torch(folder: Path) -> None:
-    done, _ = run_without_torch(folder, "report", "runs/a")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "runs/a/report.html\n", "")
+def is_busy() -> bool:
+    """Whether a time would say more of the machine than of the verb."""
+    return os.getloadavg()[0] > BUSY * (os.cpu_count() or 1)
+
+
+def test_a_mistake_is_told_without_torch(folder: Path) -> None:
+    done, _ = run_without_torch(folder, "train", "train.step=5")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "did you mean train.steps?" in done.stderr
 
 
 def test_torch_really_is_absent(folder: Path) -> None:
     done, _ = run_without_torch(folder, "train", "data.kind=synthetic")
     assert done.returncode == 70
     assert "No module named 'torch'" in done.stderr
-
-
-def test_what_is_answered_here_is_answered_there(folder: Path, shardway: Shardway) -> None:
-    """Without torch nothing is left out."""
-    for words in (("config", "show"), ("status", "runs/a", "--json"), ("init", "--dry-run")):
-        assert run_without_torch(folder, *words)[0].stdout == shardway(*words).out

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardway.rundir import atomic
-from shardway.rundir.atomic import fsync_folder, write_json, write_whole
+from shardway.rundir.atomic import fsync_folder, render_json, write_json, write_whole
 
 
 def names(folder: Path) -> list[str]:
@@ -37,6 +37,17 @@ def test_an_old_file_is_replaced(tmp_path: Path) -> None:
 def test_json(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"step": 3, "reason": "é"})
     assert json.loads((tmp_path / "a.json").read_text()) == {"step": 3, "reason": "é"}
+
+
+def test_json_is_strict() -> None:
+    """A diverged loss must not make a file that only Python reads."""
+    content = {"loss": float("nan"), "all": (1.0, float("inf")), "in": {"it": -float("inf")}, "step": 3}
+    assert json.loads(render_json(content), parse_constant=pytest.fail) == {
+        "loss": None,
+        "all": [1.0, None],
+        "in": {"it": None},
+        "step": 3,
+    }
 
 
 @pytest.mark.parametrize("call", ["open", "write", "flush", "fsync", "replace"])

@@ -12,30 +12,26 @@ from shardway.runfile.explain import KeyDoc, explain_key
 from shardway.runfile.load import load_run
 from shardway.runfile.schema import RunFile, all_keys, sections
 
-
-@pytest.mark.parametrize("dotted", all_keys())
-def test_every_key_is_explained(dotted: str) -> None:
-    [doc] = explain_key(dotted)
-    assert doc.key == dotted
-    assert doc.doc.endswith(".")
-    assert doc.allowed
-    assert doc.render() == f"{dotted}\n  {doc.doc}\n  allowed: {doc.allowed}\n  default: {doc.default}"
-    assert json.loads(json.dumps(doc.as_json())) == {
-        "key": dotted,
-        "doc": doc.doc,
-        "allowed": doc.allowed,
-        "default": doc.default,
-    }
+DOCS = [doc for section in sections() for doc in explain_key(section)]
 
 
-@pytest.mark.parametrize("dotted", all_keys())
-def test_the_default_that_is_shown_is_taken(dotted: str) -> None:
-    [doc] = explain_key(dotted)
-    assert load_run(None, [f"{dotted}={doc.default}"]).values == RunFile()
+def test_every_key_is_explained() -> None:
+    assert [doc.key for doc in DOCS] == all_keys()
+    for doc in DOCS:
+        assert doc.doc.endswith("."), doc.key
+        assert doc.allowed, doc.key
+        assert doc.render() == f"{doc.key}\n  {doc.doc}\n  allowed: {doc.allowed}\n  default: {doc.default}"
+        assert doc.as_json() == {"key": doc.key, "doc": doc.doc, "allowed": doc.allowed, "default": doc.default}
+
+
+def test_the_defaults_that_are_shown_are_taken() -> None:
+    loaded = load_run(None, [f"{doc.key}={doc.default}" for doc in DOCS])
+    assert loaded.values == RunFile()
+    assert set(loaded.origins.values()) == {"command line"}
 
 
 def test_examples_that_are_shown_are_taken() -> None:
-    shown = [doc for section in sections() for doc in explain_key(section) if doc.allowed.startswith("such as ")]
+    shown = [doc for doc in DOCS if doc.allowed.startswith("such as ")]
     assert len(shown) >= 6
     for doc in shown:
         for example in doc.allowed.removeprefix("such as ").split(", "):

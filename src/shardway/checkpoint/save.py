@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from shardway.checkpoint.manifest import NAME, Manifest, Seal, seal_file, write_manifest
 from shardway.checkpoint.state import Trained, collect_tensors, count_bytes, random_state
-from shardway.errors import Bug, JobError, ShardwayError
-from shardway.ranks.start import Ranks, is_lost_contact
+from shardway.errors import Bug, JobError, LostContact, ShardwayError
+from shardway.ranks.start import Ranks
 from shardway.rundir.atomic import fsync_folder
 from shardway.rundir.directory import RunDir
 from shardway.units import render_count
@@ -61,7 +61,7 @@ def save_checkpoint(
     except ShardwayError as error:
         if ranks.is_first:
             shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, Bug) or is_lost_contact(error.__cause__):
+        if isinstance(error, Bug | LostContact):
             raise  # nothing that more room would mend
         raise _explain(error, directory, step) from error
     return Saved(final.name, manifest.total_bytes)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
-from shardway.errors import ERRORS_BY_NAME, JobError, LostContact, ShardwayError
+from shardway.errors import ERRORS_BY_NAME, JobError, LostContact, ShardwayError, render_reason
 from shardway.ranks.local import LocalLaunch, RankFailure, run_local
 from shardway.resolve.request import Request, Resolution
 from shardway.rundir.directory import RunDir
@@ -20,14 +20,15 @@ from shardway.rundir.events import Event
 
 def train_local(resolution: Resolution, ranks: int) -> dict[str, Any]:
     """Train on `ranks` local ranks. Raises the error of the rank that failed first."""
-    run = resolution.directory
+    run, request = resolution.directory, resolution.request
+    if request.fresh:  # here, so that what the ranks print does not move with the old run
+        run.set_aside()
+        request = replace(request, fresh=False)
     marks = {rank: sum(1 for _ in run.all_events(rank)) for rank in range(ranks)}
-    if resolution.request.fresh:
-        marks = dict.fromkeys(marks, 0)
     launch = LocalLaunch(
         ranks=ranks,
         module="shardway.cli.rank",
-        arguments=[pack_request(resolution.request)],
+        arguments=[pack_request(request)],
         log_folder=run.log_folder,
         threads=int(resolution.resolved.values.run.threads),
     )
@@ -56,12 +57,18 @@ def _ask_to_stop(run: RunDir) -> None:
 
 
 def _explain(run: RunDir, failures: list[RankFailure], marks: dict[int, int]) -> ShardwayError:
-    """The error of the rank that is to blame: one that was killed, else one with an error that is no lost contact."""
-    killed = [failure for failure in failures if failure.signal_name]
-    if killed:
-        return _killed(run, killed[0])
+    """The error of the rank that is to blame.
+
+    That is the first one where it was killed, else one with an error that is no lost contact, else one that was
+    killed: a rank may lose contact before the agent sees who died, and the agent ends the others by signals.
+    """
+    if failures[0].signal_name:
+        return _killed(run, failures[0])
     faults = {rank: fault for rank, mark in marks.items() if (fault := _last_fault(run, rank, mark)) is not None}
     own = {rank: fault for rank, fault in faults.items() if fault["kind"] != LostContact.__name__}
+    killed = [failure for failure in failures if failure.signal_name]
+    if killed and not own:
+        return _killed(run, killed[0])
     for rank, fault in (own or faults).items():
         kind = ERRORS_BY_NAME.get(fault["kind"], JobError)
         agreed = len({fault["message"] for fault in faults.values()}) == 1
@@ -100,4 +107,4 @@ def _mark_failed(run: RunDir, error: ShardwayError) -> None:
     status = run.read_status()
     if status.get("state") in ("running", "failed"):
         status.pop("format", None)
-        run.write_status(**{**status, "state": "failed", "reason": str(error).splitlines()[0]})
+        run.write_status(**{**status, "state": "failed", "reason": render_reason(str(error))})

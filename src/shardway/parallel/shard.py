@@ -27,6 +27,8 @@ def shard(
     that weight for itself, and it would come apart. Raises UserError where a parameter has no dim to split.
     """
     _check_dims(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()  # FSDP2 takes no other memory format, such as channels_last
     hybrid = mesh.degrees["dp_replicate"] > 1
     grid = mesh.part("dp_replicate", "dp_shard") if hybrid else mesh.part("dp_shard")
     units = [unit for unit in units if _is_self_contained(unit, model)]

@@ -50,7 +50,7 @@ class RankFailure:
 
 
 def run_local(launch: LocalLaunch, on_stop: Callable[[], None]) -> list[RankFailure]:
-    """Run the ranks to their end; those that failed, the first to fail first (empty: all went well).
+    """Run the ranks to their end; those that ended badly, the causes first (empty: all went well).
 
     The first Ctrl-C or SIGTERM calls `on_stop` (which asks the ranks to stop gracefully), the second kills them.
     """
@@ -74,8 +74,8 @@ def run_local(launch: LocalLaunch, on_stop: Callable[[], None]) -> list[RankFail
         try:
             elastic_launch(config, sys.executable)("-m", launch.module, *launch.arguments)
         except ChildFailedError as error:
-            failures = [RankFailure(rank, f.pid, f.exitcode) for rank, f in error.failures.items()]
-            return sorted(failures, key=lambda failure: failure.rank)
+            # The agent lists them as it found them: first those that failed, then those that it ended for that.
+            return [RankFailure(rank, failure.pid, failure.exitcode) for rank, failure in error.failures.items()]
         except SignalException as error:
             raise KeyboardInterrupt(str(error)) from None
     return []

@@ -167,7 +167,7 @@ def _join(placement: Placement, options: StartOptions, device: torch.device) -> 
         ) from error
 
 
-def is_lost_contact(error: BaseException | None) -> bool:
+def is_lost_contact(error: BaseException) -> bool:
     """Whether an error of a collective means that another rank is gone or silent."""
     if isinstance(error, dist.DistError):
         return True

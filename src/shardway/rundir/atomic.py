@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import uuid
 from collections.abc import Mapping
@@ -32,8 +33,26 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """`content` as JSON, written whole."""
-    write_whole(path, json.dumps(content, indent=1) + "\n")
+    """`content` as strict JSON, written whole."""
+    write_whole(path, render_json(content, indent=1) + "\n")
+
+
+def render_json(content: Any, **form: Any) -> str:
+    """JSON that every reader takes; a number that is not finite, which has no form there (RFC 8259), is null."""
+    try:
+        return json.dumps(content, allow_nan=False, **form)
+    except ValueError:
+        return json.dumps(_without_nan(content), allow_nan=False, **form)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {name: _without_nan(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(entry) for entry in value]
+    return value
 
 
 def fsync_folder(folder: Path) -> None:

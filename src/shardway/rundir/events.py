@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from shardway.rundir.atomic import render_json
+
 Event = dict[str, Any]
 
 
@@ -29,7 +31,7 @@ class EventWriter:
 
     def write(self, event: str, /, **facts: Any) -> None:
         """Append one event. Raises OSError where the file system refuses it."""
-        line = json.dumps({"event": event, **facts, "time": time.time()}, separators=(", ", ": "))
+        line = render_json({"event": event, **facts, "time": time.time()}, separators=(", ", ": "))
         data = (b"\n" if self._torn else b"") + line.encode() + b"\n"
         written = os.write(self._descriptor, data)
         self._torn = written != len(data)

@@ -193,8 +193,6 @@ class Loop:
                 prune_checkpoints(session.directory, self._plan.keep)
 
     def _stop(self) -> None:
-        if self._session.ranks.is_first:
-            self._session.directory.clear_stop()
         self._end("stopped", self._decision.stop_reason)
 
     def _finish(self) -> None:
@@ -206,6 +204,8 @@ class Loop:
         close = getattr(self._stream, "close", None)
         if close is not None:
             close()
+        if self._session.ranks.is_first:
+            self._session.directory.clear_stop()
         step = self._counters.step
         self._session.recorder.event(state, step=step, reason=reason)
         self._session.recorder.status(now=True, state=state, step=step, reason=reason)

@@ -76,6 +76,12 @@ class Recorder:
         except OSError as error:
             raise _refused(self._directory, error) from error
 
+    def failed(self, reason: str) -> None:
+        """State "failed", unless this attempt never began and an earlier one has left its own state."""
+        began = "state" in self._status
+        if began or (self._ranks.is_first and not self._directory.read_status()):
+            self.status(now=True, state="failed", reason=reason)
+
     def close(self) -> None:
         """Close the event file."""
         if self._writer is not None:

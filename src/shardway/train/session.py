@@ -21,7 +21,7 @@ import torch
 from shardway.checkpoint.load import peek_latest
 from shardway.checkpoint.save import remove_leftovers
 from shardway.checkpoint.state import seed_all
-from shardway.errors import JobError, ShardwayError
+from shardway.errors import JobError, ShardwayError, render_reason
 from shardway.hardware.facts import render_machine
 from shardway.hardware.probe import probe_machine
 from shardway.parallel.mesh import Mesh, build_mesh
@@ -95,7 +95,8 @@ def hold_session(resolution: Resolution, ranks: Ranks) -> Iterator[Session]:
     values, directory = resolution.resolved.values, resolution.directory
     precision = read_precision(values.precision)
     apply_precision(precision, ranks.device)
-    torch.use_deterministic_algorithms(values.train.deterministic)
+    if values.train.deterministic:
+        torch.use_deterministic_algorithms(True)
     with contextlib.ExitStack() as stack:
         ranks.together(lambda: _take_directory(resolution, stack) if ranks.is_first else None)
         recorder = Recorder(directory, ranks, every_rank=values.data.record_ids)
@@ -110,13 +111,14 @@ def hold_session(resolution: Resolution, ranks: Ranks) -> Iterator[Session]:
 def _take_directory(resolution: Resolution, stack: contextlib.ExitStack) -> None:
     """On rank 0: make the directory, hold its lock, check that it can be continued."""
     directory = resolution.directory
-    if directory.exists():
+    existed = directory.exists()
+    if existed:
         directory.check_format()
     directory.create()
     lock = directory.writer_lock()
     lock.acquire()
     stack.callback(lock.release)
-    if resolution.request.fresh and directory.exists():
+    if resolution.request.fresh and existed:
         lock.release()
         directory.set_aside()
         directory.create()
@@ -140,7 +142,7 @@ def _faults_recorded(recorder: Recorder) -> Iterator[None]:
         message = str(error) if isinstance(error, ShardwayError) else f"{name}: {error}"
         with contextlib.suppress(JobError):
             recorder.fault(kind=kind, exit_code=code, message=message)
-            recorder.status(now=True, state="failed", reason=message.splitlines()[0] if message else name)
+            recorder.failed(render_reason(message))
         raise
 
 

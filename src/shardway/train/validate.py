@@ -40,6 +40,7 @@ def validate(
     average_buffers(model, mesh)
     sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)
     has_accuracy = False
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         for data in validation.batches():
@@ -51,7 +52,8 @@ def validate(
                 has_accuracy = True
                 sums[2] += loss.correct
     finally:
-        model.train()
+        for module, training in modes.items():
+            module.training = training
     total, count, correct = ranks.sum(sums).tolist()
     metrics = {"loss": total / count if count else math.nan}
     if has_accuracy:

@@ -1,0 +1,212 @@
+"""What the process that started local ranks makes of how they ended. The ranks themselves are played here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Shardway
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardway.cli import local
+from shardway.cli.local import pack_request, train_local
+from shardway.cli.rank import read_packed
+from shardway.errors import Bug, JobError, ShardwayError, SiteError, UserError
+from shardway.ranks.local import LocalLaunch, RankFailure
+from shardway.resolve.request import Request, resolve_request
+from shardway.rundir.directory import RunDir
+
+LOST = "rank 0 lost contact with another rank in step 5"
+
+
+@dataclass
+class Play:
+    """What the ranks do instead of training: the faults that they record, their failures, what else."""
+
+    faults: dict[int, tuple[str, str]] = field(default_factory=dict)
+    failures: list[RankFailure] = field(default_factory=list)
+    also: Callable[[RunDir, Callable[[], None]], Any] = lambda run, on_stop: None
+    launch: LocalLaunch | None = None
+
+    def __call__(self, launch: LocalLaunch, on_stop: Callable[[], None]) -> list[RankFailure]:
+        self.launch = launch
+        run = RunDir(launch.log_folder.parent)
+        run.create()
+        launch.log_folder.mkdir(exist_ok=True)
+        for rank, (kind, message) in self.faults.items():
+            with run.event_writer(rank) as events:
+                events.write("fault", kind=kind, message=message)
+        self.also(run, on_stop)
+        return self.failures
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "a")
+    run.create()
+    return run
+
+
+def train(run: RunDir, play: Play, monkeypatch: pytest.MonkeyPatch, **request: Any) -> dict[str, Any]:
+    monkeypatch.setattr(local, "run_local", play)
+    return train_local(resolve_request(Request(directory=run.path, **request), 2, 2), 2)
+
+
+def failing(run: RunDir, play: Play, monkeypatch: pytest.MonkeyPatch) -> ShardwayError:
+    with pytest.raises(ShardwayError) as told:
+        train(run, play, monkeypatch)
+    return told.value
+
+
+def exited(*ranks: int, code: int = 4) -> list[RankFailure]:
+    return [RankFailure(rank, 1000 + rank, code) for rank in ranks]
+
+
+def test_ranks_that_end_well(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def finish(run: RunDir, on_stop: Callable[[], None]) -> None:
+        run.write_status(state="finished", reason="all steps are done", step=5)
+
+    assert train(run, Play(also=finish), monkeypatch) == {
+        "directory": str(run.path),
+        "state": "finished",
+        "reason": "all steps are done",
+        "step": 5,
+    }
+
+
+def test_what_is_started(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    play = Play()
+    train(run, play, monkeypatch, overrides=("run.threads=3",))
+    assert play.launch == LocalLaunch(
+        ranks=2,
+        module="shardway.cli.rank",
+        arguments=[pack_request(Request(directory=run.path, overrides=("run.threads=3",)))],
+        log_folder=run.path / "logs",
+        threads=3,
+    )
+
+
+def test_a_fresh_start_keeps_its_own_output(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old run is moved before the ranks start to print."""
+    run.write_status(state="finished", step=9)
+    play = Play()
+    train(run, play, monkeypatch, fresh=True)
+    assert RunDir(run.path.with_name("a.old-1")).read_status()["step"] == 9
+    assert (run.path / "logs").is_dir()
+    assert play.launch is not None
+    assert play.launch.arguments == [pack_request(Request(directory=run.path))]
+
+
+# --- who is to blame
+
+
+@pytest.mark.parametrize("kind", [UserError, SiteError, JobError])
+def test_an_error_that_all_ranks_agree_on_is_told_as_on_one_rank(
+    kind: type[ShardwayError], run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = failing(run, Play({0: (kind.__name__, "what"), 1: (kind.__name__, "what")}, exited(0, 1)), monkeypatch)
+    assert (type(error), str(error)) == (kind, "what")
+
+
+def test_the_rank_with_an_error_of_its_own_is_to_blame(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = {0: ("LostContact", LOST), 1: ("JobError", "its file is gone")}
+    error = failing(run, Play(faults, exited(0, 1)), monkeypatch)
+    assert (type(error), str(error)) == (JobError, "rank 1: its file is gone")
+
+
+def test_where_all_lost_contact_the_first_of_them_speaks(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = {0: ("LostContact", LOST), 1: ("LostContact", "rank 1 lost contact")}
+    assert str(failing(run, Play(faults, exited(0, 1)), monkeypatch)) == f"rank 0: {LOST}"
+
+
+def test_a_rank_that_was_killed_is_to_blame(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    play = Play({0: ("LostContact", LOST)}, [*exited(0), RankFailure(1, 4711, -9)])
+    tail = "If nobody sent that signal, the machine may have run out of memory (dmesg says so)."
+    head = "rank 1 (process 4711) was ended by SIGKILL; the other ranks were ended with it.\n  To do: run the same "
+    error = failing(run, play, monkeypatch)
+    assert type(error) is JobError
+    assert str(error) == f"{head}command again: it goes on from the start, since nothing was saved yet. {tail}"
+    run.checkpoint_path(40).mkdir()
+    error = failing(run, play, monkeypatch)
+    assert str(error) == f"{head}command again: it goes on from the checkpoint of step 40. {tail}"
+
+
+def test_a_fault_of_an_earlier_start_explains_nothing(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    with run.event_writer(1) as events:
+        events.write("fault", kind="UserError", message="long ago")
+    assert str(failing(run, Play(failures=exited(1, code=17)), monkeypatch)) == "rank 1 ended with exit code 17."
+
+
+def test_what_a_rank_printed_is_named_where_nothing_else_explains(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = run.path / "logs/start/attempt_0/1"
+    output.mkdir(parents=True)
+    (output / "stderr.log").write_text("Segmentation fault")
+    where = f"\n  What it printed is in {output}/stderr.log"
+    unexplained = failing(run, Play(failures=exited(1, code=17)), monkeypatch)
+    assert str(unexplained) == f"rank 1 ended with exit code 17.{where}"
+    defect = failing(run, Play({1: ("Bug", "KeyError: 3")}, exited(1, code=70)), monkeypatch)
+    assert (type(defect), str(defect)) == (Bug, f"KeyError: 3{where}")
+
+
+def test_an_error_of_an_unknown_kind_is_a_job_error(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert type(failing(run, Play({1: ("NewError", "what")}, exited(1)), monkeypatch)) is JobError
+
+
+# --- what status.json says then
+
+
+@pytest.mark.parametrize("state", ["running", "failed"])
+def test_the_status_tells_the_cause(state: str, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.write_status(state=state, reason=LOST, step=5, total_steps=9)
+    failing(run, Play(failures=[RankFailure(1, 4711, -9)]), monkeypatch)
+    status = run.read_status()
+    assert status.pop("reason").startswith("rank 1 (process 4711) was ended by SIGKILL")
+    assert status == {"format": 1, "state": "failed", "step": 5, "total_steps": 9}
+
+
+def test_a_run_that_had_ended_keeps_its_status(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.write_status(state="finished", reason="all steps are done", step=9)
+    failing(run, Play({0: ("UserError", "a key is wrong")}, exited(0, code=2)), monkeypatch)
+    assert run.read_status()["state"] == "finished"
+
+
+def test_a_stop_is_asked_for_through_the_run_directory(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(run, Play(also=lambda run, on_stop: on_stop()), monkeypatch)
+    assert run.stop_requested()
+    assert capsys.readouterr().err == "stopping after this step and saving; once more to end at once\n"
+
+
+def test_a_run_that_was_stopped_says_how_to_go_on(shardway: Shardway, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(run: RunDir, on_stop: Callable[[], None]) -> None:
+        run.write_status(state="stopped", reason="SIGINT", step=3)
+
+    monkeypatch.setattr(local, "run_local", Play(also=stop))
+    ended = shardway("train", "--nproc", "2", "--dir", "a")
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out == ("run directory  a\nreport         a/report.html\nto go on, run the same command again\n")
+
+
+# --- the request on its way to the ranks
+
+PATHS = st.none() | st.sampled_from(["a.toml", "a b/c", "/é"]).map(Path)
+
+
+@given(st.builds(Request, PATHS, st.lists(st.text(max_size=9), max_size=3).map(tuple), PATHS, st.booleans()))
+def test_a_request_arrives_as_it_was_sent(request_: Request) -> None:
+    assert read_packed(pack_request(request_)) == request_
+
+
+def test_what_the_agent_ended_afterwards_is_not_to_blame(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    play = Play({0: ("JobError", "its file is gone")}, [*exited(0), RankFailure(1, 4711, -15)])
+    assert str(failing(run, play, monkeypatch)) == "its file is gone"
+
+
+def test_the_first_to_be_killed_is_to_blame(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    play = Play({}, [RankFailure(1, 4711, -9), RankFailure(0, 4710, -15)])
+    assert str(failing(run, play, monkeypatch)).startswith("rank 1 (process 4711) was ended by SIGKILL;")

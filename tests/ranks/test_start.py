@@ -1,0 +1,182 @@
+"""Ranks that act together: the same error on all, sums, and what is said when some do not come."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from pool import ranks
+from runs import lone_rank, place, pool_ranks
+from shardway.errors import Bug, JobError, LostContact, ShardwayError, SiteError, UserError
+from shardway.ranks.agreement import WISH_SLOTS, Decision, Wishes, read_decision
+from shardway.ranks.start import StartOptions, is_lost_contact, start_ranks
+
+
+@ranks(4)
+def test_values_are_gathered_in_order_and_summed(rank: int) -> None:
+    on = pool_ranks()
+    assert on.gather({"rank": rank}) == [{"rank": 0}, {"rank": 1}, {"rank": 2}, {"rank": 3}]
+    assert on.sum(torch.tensor([1.0, float(rank)], dtype=torch.float64)).tolist() == [4.0, 6.0]
+    assert (on.rank, on.world, on.is_first) == (rank, 4, rank == 0)
+
+
+def test_a_process_alone_gathers_itself() -> None:
+    on = lone_rank()
+    assert on.gather(7) == [7]
+    assert on.sum(torch.tensor([2.5])).tolist() == [2.5]
+    assert on.together(lambda: "done") == "done"
+    assert on.first_then_all(lambda: "done") == "done"
+    on.barrier()
+    on.end()
+
+
+def fail_on(rank: int, culprit: int, error: BaseException) -> Callable[[], int]:
+    def work() -> int:
+        if rank == culprit:
+            raise error
+        return rank * 10
+
+    return work
+
+
+@pytest.mark.parametrize("kind", [UserError, SiteError, JobError, Bug])
+@ranks(4)
+def test_an_error_of_one_rank_is_raised_on_all(rank: int, kind: type[ShardwayError]) -> None:
+    on = pool_ranks()
+    for culprit in (0, 3):
+        with pytest.raises(kind) as failure:
+            on.together(fail_on(rank, culprit, kind(f"rank {culprit} says no\n  To do: nothing.")))
+        assert type(failure.value) is kind
+        assert str(failure.value) == f"rank {culprit} says no\n  To do: nothing."
+    assert on.together(fail_on(rank, 9, kind("never"))) == rank * 10
+
+
+@ranks(2)
+def test_an_unexpected_error_is_a_bug_on_all(rank: int) -> None:
+    with pytest.raises(Bug) as failure:
+        pool_ranks().together(fail_on(rank, 1, ZeroDivisionError("division by zero")))
+    assert str(failure.value) == "ZeroDivisionError: division by zero"
+    assert isinstance(failure.value.__cause__, ZeroDivisionError) == (rank == 1)
+
+
+@ranks(2)
+def test_the_first_goes_first(rank: int) -> None:
+    """What rank 0 prepares is there when the others look, and each keeps what it found itself."""
+    on, order = pool_ranks(), []
+
+    def work() -> int:
+        order.append(torch.distributed.get_rank())
+        return rank + 100
+
+    assert on.first_then_all(work) == rank + 100
+    assert order == [rank]
+
+
+@ranks(2)
+def test_what_fails_on_the_first_is_not_tried_by_the_others(rank: int) -> None:
+    tried = []
+
+    def work() -> None:
+        tried.append(rank)
+        raise UserError("no data")
+
+    with pytest.raises(UserError, match=r"^no data$"):
+        pool_ranks().first_then_all(work)
+    assert tried == ([0] if rank == 0 else [])
+
+
+def test_lost_contact_says_when(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LostContact) as failure, lone_rank().contact("during a step"):
+        raise RuntimeError("[/x/gloo/transport/tcp/pair.cc:554] Connection closed by peer [127.0.0.1]:1\nmore")
+    first, second = str(failure.value).splitlines()
+    assert first.startswith("rank 0 lost contact with another rank during a step: ")
+    assert "onnection closed by peer" in first
+    assert second == (
+        "  A rank of this job has died or hangs. To do: look for the rank whose own message is an error (its log or "
+        "its events), then run the same command again: it goes on from the last checkpoint."
+    )
+
+
+@pytest.mark.parametrize("error", [RuntimeError("mat1 and mat2 shapes cannot be multiplied"), KeyError("gloo")])
+def test_other_errors_pass_through_contact(error: Exception) -> None:
+    with pytest.raises(type(error)) as failure, lone_rank().contact("during a step"):
+        raise error
+    assert failure.value is error
+    assert not is_lost_contact(error)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+OPTIONS = StartOptions("cpu", torch.get_num_threads(), start_timeout_s=0.5, collective_timeout_s=0.4)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_do_not_come_are_told(rank: int) -> None:
+    """Rank 0 waits for the others, and the others for rank 0."""
+    port = free_port()
+    with pytest.raises(SiteError) as failure:
+        start_ranks(place(rank, 2, port=port), OPTIONS)
+    first, second = str(failure.value).splitlines()
+    where = re.escape(f"127.0.0.1:{port}")
+    assert re.fullmatch(rf"rank {rank} of 2 could not meet the others at {where} within 500ms: \S.*", first)
+    assert second == (
+        "  To do: check that every rank was started, that the address is reachable from every node and the port is "
+        "free; if ranks start slowly, raise run.start_timeout."
+    )
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_port_in_use_is_told() -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        with pytest.raises(SiteError, match="could not meet the others at") as failure:
+            start_ranks(place(0, 2, port=holder.getsockname()[1]), OPTIONS)
+    assert "the port is free" in str(failure.value)
+
+
+def test_a_rank_of_its_own_has_a_group_and_leaves_none() -> None:
+    on = start_ranks(place(0, 1, port=0), StartOptions("cpu", torch.get_num_threads(), 30.0, 20.0))
+    assert on.grouped
+    assert on.gather(3) == [3]
+    on.end()
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_device_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SiteError) as failure:
+        start_ranks(place(0, 1, "none"), StartOptions("cuda", torch.get_num_threads()))
+    assert str(failure.value) == (
+        f"rank 0 is number 1 on its node, where torch {torch.__version__} sees 0 CUDA devices.\n"
+        '  To do: start at most as many ranks a node as it has devices, or set run.device = "cpu"; if the node has '
+        "devices, check the driver and that this torch is a CUDA build."
+    )
+
+
+def test_wishes_fill_their_slots() -> None:
+    assert len(Wishes().as_numbers()) == WISH_SLOTS
+    assert Wishes(stop_signal=True).as_numbers() == [1.0, 0.0, 0.0]
+    assert Wishes(stop_file=True, save=True).as_numbers() == [0.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("summed", "decision"),
+    [
+        ([0, 0, 0], Decision()),
+        ([3, 0, 0], Decision("a signal asked for a stop")),
+        ([0, 1, 0], Decision("the stop file asked for a stop")),
+        ([1, 1, 2], Decision("a signal asked for a stop and the stop file asked for a stop", save=True)),
+        ([0, 0, 1], Decision(save=True)),
+    ],
+)
+def test_a_wish_of_any_rank_decides(summed: list[float], decision: Decision) -> None:
+    assert read_decision(summed) == decision

@@ -1,0 +1,300 @@
+"""What happens between two steps: stopping, saving, validating, finishing, and what is written about it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pool import RankPool, ranks
+from runs import (
+    TINY_IMAGES,
+    die_at,
+    layout,
+    lone_rank,
+    open_tiny,
+    pool_ranks,
+    read_column,
+    read_named,
+    read_steps,
+    signal_at,
+    train_alone,
+    train_tiny,
+)
+from shardway.errors import JobError
+from shardway.parallel.mesh import build_mesh
+from shardway.rundir.directory import RunDir
+from shardway.runfile.schema import ParallelSection
+from shardway.train import loop
+from shardway.train.loss import LossSum
+from shardway.train.run import Run
+from shardway.train.validate import Validation, validate
+from trained import FP32
+
+SHORT = ("train.steps=6", "optim.warmup=0 steps")
+
+
+def read_strictly(text: str) -> Any:
+    """JSON as a strict reader takes it: NaN and Infinity are no numbers."""
+
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def touch_stop_at(last: int) -> Any:
+    def look(run: Run, step: int) -> None:
+        if step == last and run.is_first:
+            run.directory.request_stop()
+
+    return look
+
+
+@ranks(2)
+def test_the_stop_file_stops_all_ranks_after_the_step(rank: int, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "LOOK_EVERY_S", 0.0)
+        outcome = train_tiny(
+            tmp_path, pool_ranks(), *layout(1, 2), "checkpoint.every=100 steps", before_step=touch_stop_at(5)
+        )
+        pool_ranks().barrier()
+        assert not RunDir(tmp_path).stop_requested()
+        if rank == 0:
+            assert (outcome.state, outcome.step) == ("stopped", 5)
+            assert outcome.reason == "the stop file asked for a stop"
+            assert RunDir(tmp_path).checkpoint_steps() == [5]
+            names = [event["event"] for event in RunDir(tmp_path).events()]
+            assert names == ["started", *["step"] * 5, "saved", "stopped"]
+        train_tiny(tmp_path, pool_ranks(), *layout(1, 2), "checkpoint.every=100 steps")
+    assert read_column(tmp_path, "step") == list(range(1, 21))
+
+
+def test_a_stop_saves_even_where_saving_is_off(tmp_path: Path, quiet_threads: None) -> None:
+    outcome = train_tiny(tmp_path, lone_rank(), "checkpoint.every=off", before_step=signal_at(3))
+    assert (outcome.state, outcome.reason, outcome.step) == ("stopped", "a signal asked for a stop", 3)
+    assert RunDir(tmp_path).checkpoint_steps() == [3]
+    status = RunDir(tmp_path).read_status()
+    assert (status["state"], status["reason"], status["step"]) == ("stopped", "a signal asked for a stop", 3)
+
+
+def test_a_stop_in_the_last_step_is_a_finish(
+    tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the file that asked for it does not stop a longer run later."""
+    monkeypatch.setattr(loop, "LOOK_EVERY_S", 0.0)
+    outcome = train_tiny(tmp_path, lone_rank(), *SHORT, before_step=touch_stop_at(6))
+    assert (outcome.state, outcome.step) == ("finished", 6)
+    assert not RunDir(tmp_path).stop_requested()
+
+
+def test_cadences_in_steps(tmp_path: Path, quiet_threads: None) -> None:
+    words = ("checkpoint.every=6 steps", "checkpoint.keep=2", "train.validate_every=8 steps", "train.steps=20")
+    train_tiny(tmp_path, lone_rank(), *words)
+    assert [event["step"] for event in read_named(tmp_path, "saved")] == [6, 12, 18, 20]
+    assert RunDir(tmp_path).checkpoint_steps() == [18, 20]
+    assert [event["step"] for event in read_named(tmp_path, "validation")] == [8, 16, 20]
+
+
+def test_validation_comes_before_the_save_of_the_same_step(tmp_path: Path, quiet_threads: None) -> None:
+    train_tiny(tmp_path, lone_rank(), *SHORT, "checkpoint.every=3 steps", "train.validate_every=3 steps")
+    names = [event["event"] for event in RunDir(tmp_path).events()]
+    part = ["step"] * 3 + ["validation", "saved"]
+    assert names == ["started", *part, *part, "finished"]
+
+
+@ranks(2)
+def test_cadences_in_time(rank: int, tmp_path: Path) -> None:
+    """Rank 0's clock decides for all."""
+    words = (*SHORT, "checkpoint.every=1ms", "checkpoint.keep=9")
+    train_tiny(tmp_path / "often", pool_ranks(), *words, before_step=lambda run, step: time.sleep(0.002))
+    assert RunDir(tmp_path / "often").checkpoint_steps() == [1, 2, 3, 4, 5, 6]
+    train_tiny(tmp_path / "seldom", pool_ranks(), *SHORT, "checkpoint.every=1h")
+    assert RunDir(tmp_path / "seldom").checkpoint_steps() == [6]
+
+
+def test_nothing_is_saved_where_saving_is_off(tmp_path: Path, quiet_threads: None) -> None:
+    assert train_tiny(tmp_path, lone_rank(), *SHORT).state == "finished"
+    assert RunDir(tmp_path).checkpoint_steps() == []
+    assert read_named(tmp_path, "saved") == read_named(tmp_path, "validation") == []
+
+
+@ranks(2)
+def test_a_finished_run_does_nothing_when_started_again(rank: int, tmp_path: Path) -> None:
+    words = (*SHORT, "checkpoint.every=100 steps", "train.validate_every=2 steps")
+    train_tiny(tmp_path, pool_ranks(), *words)
+    before = {path: path.stat().st_mtime_ns for path in RunDir(tmp_path).checkpoint_path(6).iterdir()}
+    lines = len(list(RunDir(tmp_path).all_events()))
+    pool_ranks().barrier()
+    outcome = train_tiny(tmp_path, pool_ranks(), *words)
+    added = list(RunDir(tmp_path).all_events())[lines:]
+    assert [event["event"] for event in added] == ["started", "finished"]
+    assert {path: path.stat().st_mtime_ns for path in RunDir(tmp_path).checkpoint_path(6).iterdir()} == before
+    if rank == 0:
+        assert (outcome.state, outcome.reason, outcome.step) == ("finished", "all 6 steps are done", 6)
+
+
+def test_a_finished_run_goes_on_when_it_is_made_longer(tmp_path: Path, quiet_threads: None) -> None:
+    words = ("optim.warmup=0 steps", "checkpoint.every=100 steps", "optim.schedule=constant")
+    train_tiny(tmp_path / "a", lone_rank(), *words, "train.steps=4")
+    train_tiny(tmp_path / "a", lone_rank(), *words, "train.steps=7")
+    train_tiny(tmp_path / "b", lone_rank(), *words, "train.steps=7")
+    assert read_column(tmp_path / "a") == read_column(tmp_path / "b")
+
+
+def test_a_loss_that_is_no_number_is_written_as_null(tmp_path: Path, quiet_threads: None) -> None:
+    train_tiny(tmp_path, lone_rank(), *SHORT, "optim.lr=1e30", "optim.clip=off", "train.validate_every=3 steps")
+    events = [read_strictly(line) for line in (tmp_path / "events/rank-00000.jsonl").read_text().splitlines()]
+    losses = [event["loss"] for event in events if event["event"] == "step"]
+    assert len(losses) == 6
+    assert losses[0] is not None
+    assert losses[-1] is None
+    assert [event["loss"] for event in events if event["event"] == "validation"] == [None, None]
+    status = read_strictly((tmp_path / "status.json").read_text())
+    assert (status["state"], status["validation"]["loss"]) == ("finished", None)
+
+
+def test_other_data_are_not_trained_on_under_an_old_position(tmp_path: Path, quiet_threads: None) -> None:
+    train_tiny(tmp_path, lone_rank(), "train.steps=9", before_step=signal_at(4))
+    before = (tmp_path / "events/rank-00000.jsonl").read_text()
+    with pytest.raises(JobError) as failure:
+        train_tiny(tmp_path, lone_rank(), "train.steps=9", "data.samples=200")
+    first, second = str(failure.value).splitlines()
+    assert first.startswith("the training data is not what step 4 was trained on: its fingerprint is ")
+    assert second == (
+        "  The position in the data would mean other samples, so nothing was trained. To do: restore the data, "
+        "or start over with --fresh."
+    )
+    after = [json.loads(line) for line in (tmp_path / "events/rank-00000.jsonl").read_text()[len(before) :].splitlines()]
+    assert [event["event"] for event in after] == ["fault"]
+
+
+@ranks(2)
+def test_steps_are_recorded_with_their_facts(rank: int, tmp_path: Path) -> None:
+    train_tiny(tmp_path, pool_ranks(), *SHORT, "data.record_ids=true")
+    steps = read_steps(tmp_path, rank)
+    assert [event["step"] for event in steps] == [1, 2, 3, 4, 5, 6]
+    for event in steps:
+        assert {"loss", "grad_norm", "lr", "tokens_per_s", "samples_per_s", "seconds", "ids", "time"} <= event.keys()
+        assert len(event["ids"]) == 4
+        assert event["tokens_per_s"] == pytest.approx(8 * 12 / event["seconds"])
+    (started,) = read_named(tmp_path, "started")
+    assert (started["format"], started["step"], started["total_steps"], started["world"]) == (1, 0, 6, 2)
+    assert (started["samples_per_step"], started["tokens_per_step"]) == (8, 96)
+    assert read_column(tmp_path) == [event["loss"] for event in steps]
+
+
+def test_what_ended_a_run_is_written_down(tmp_path: Path, quiet_threads: None) -> None:
+    with pytest.raises(Exception, match="^$"):
+        train_tiny(tmp_path, lone_rank(), *SHORT, before_step=die_at(2))
+    (fault,) = read_named(tmp_path, "fault")
+    assert (fault["rank"], fault["kind"], fault["exit_code"]) == (0, "Bug", 70)
+    assert RunDir(tmp_path).read_status()["state"] == "failed"
+    assert RunDir(tmp_path).find_writer() is None
+
+
+def hold_out(rank: int, folder: Path, shape: tuple[int, int], fraction: str) -> None:
+    words = ("train.steps=2", "optim.warmup=0 steps", "train.validate_every=1 steps", f"data.validation_fraction={fraction}")
+    for name, base in (("tokens", ()), ("images", TINY_IMAGES)):
+        options = {"base": base} if base else {}
+        micro = "train.micro_batch=2"  # batch norm's portions are the same on all worlds
+        train_tiny(folder / name, pool_ranks(), *words, micro, *layout(*shape), **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fraction", ["0.03", "0.2"], ids=["3 samples", "19 samples"])
+def test_validation_does_not_depend_on_the_ranks(rank_pool: RankPool, tmp_path: Path, fraction: str) -> None:
+    """Also where there are fewer samples than ranks: three held out, for four ranks."""
+    shapes = [(1, 1), (2, 1), (1, 2), (2, 2)]
+    for shape in shapes:
+        folder = tmp_path / f"{shape[0]}{shape[1]}"
+        rank_pool.run(hold_out, shape[0] * shape[1], {"folder": folder, "shape": shape, "fraction": fraction})
+    for shape in shapes[1:]:
+        found = read_named(tmp_path / f"{shape[0]}{shape[1]}" / "tokens", "validation")
+        expected = read_named(tmp_path / "11" / "tokens", "validation")
+        assert [event["loss"] for event in found] == pytest.approx([event["loss"] for event in expected], rel=1e-6)
+        images = read_named(tmp_path / f"{shape[0]}{shape[1]}" / "images", "validation")
+        assert all(0 <= event["accuracy"] <= 1 and event["loss"] > 0 for event in images)
+    accuracies = {event["accuracy"] for event in read_named(tmp_path / "22" / "images", "validation")}
+    counted = 3 if fraction == "0.03" else 19
+    assert all((accuracy * counted) == pytest.approx(round(accuracy * counted)) for accuracy in accuracies)
+
+
+class Modes(nn.Module):
+    """Notes in which mode it was run; one part is kept out of training on purpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.kept = nn.BatchNorm1d(2)
+        self.kept.eval()
+        self.seen: set[bool] = set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add(self.training)
+        return self.layer(self.kept(x))
+
+
+def mean_square(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return ((outputs - targets) ** 2).mean()
+
+
+def summed_square(outputs: torch.Tensor, targets: torch.Tensor) -> LossSum:
+    return LossSum(((outputs - targets) ** 2).sum(), len(targets))
+
+
+@pytest.mark.parametrize("loss", [mean_square, summed_square])
+@ranks(2)
+def test_validation_counts_each_sample_once(rank: int, loss: Any) -> None:
+    """Rank 1 has no sample in the second batch: its mean over nothing is not a number and must not count."""
+    torch.manual_seed(4)
+    model = Modes()
+    x, y = torch.randn(3, 2), torch.randn(3, 1)
+    mine = [(x[rank : rank + 1], y[rank : rank + 1]), (x[2 + rank :], y[2 + rank :])]
+    mesh = build_mesh(pool_ranks(), ParallelSection(dp_replicate=2, dp_shard=1))
+    found = validate(model, Validation(lambda: mine, loss, bytes_per_token=2.0), mesh, pool_ranks(), FP32)
+    with torch.no_grad():
+        expected = mean_square(model.eval()(x), y).item()
+    assert found["loss"] == pytest.approx(expected, rel=1e-6)
+    assert found["bits_per_byte"] == pytest.approx(expected / 0.6931471805599453 / 2.0)
+    assert "accuracy" not in found
+
+
+def test_validation_leaves_every_mode_as_it_was() -> None:
+    model = Modes()
+    mesh = build_mesh(lone_rank(), ParallelSection(dp_replicate=1, dp_shard=1))
+    validate(model, Validation(lambda: [(torch.ones(1, 2), torch.ones(1, 1))], mean_square), mesh, lone_rank(), FP32)
+    assert model.seen == {False}
+    assert model.training
+    assert model.layer.training
+    assert not model.kept.training
+
+
+def test_validation_of_nothing_is_no_number(tmp_path: Path) -> None:
+    mesh = build_mesh(lone_rank(), ParallelSection(dp_replicate=1, dp_shard=1))
+    found = validate(nn.Linear(1, 1), Validation(list, mean_square), mesh, lone_rank(), FP32)
+    assert list(found) == ["loss"]
+    assert found["loss"] != found["loss"]
+
+
+@ranks(2)
+def test_validation_does_not_disturb_training(rank: int, tmp_path: Path) -> None:
+    words = ("train.steps=8", "model.dropout=0.2", *layout(1, 2))
+    train_tiny(tmp_path / "with", pool_ranks(), *words, "train.validate_every=2 steps")
+    train_tiny(tmp_path / "without", pool_ranks(), *words)
+    assert read_column(tmp_path / "with") == read_column(tmp_path / "without")
+
+
+@ranks(2)
+def test_one_open_run_is_like_the_other(rank: int, tmp_path: Path) -> None:
+    """Two runs in one process do not share anything: the second gives what it gives alone."""
+    train_alone(rank, tmp_path / "first", *SHORT, "train.seed=5")
+    train_tiny(tmp_path / "second", pool_ranks(), *SHORT)
+    train_tiny(tmp_path / "third", pool_ranks(), *SHORT)
+    assert read_column(tmp_path / "second") == read_column(tmp_path / "third")
+    with open_tiny(tmp_path / "second", pool_ranks(), *SHORT) as run:
+        assert run.resolved.derived.total_steps == 0

@@ -1,0 +1,59 @@
+"""Every transition of the loop's machine, and that each walk ends."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from shardway.train.machine import Facts, Phase, next_phase
+
+R, T, V, S, STOP, FINISH, END = (
+    Phase.RESTORE,
+    Phase.STEP,
+    Phase.VALIDATE,
+    Phase.SAVE,
+    Phase.STOP,
+    Phase.FINISH,
+    Phase.END,
+)
+
+# (done, stop, validate_due, save_due) -> the phases after RESTORE, STEP, VALIDATE, SAVE
+TABLE = {
+    (False, False, False, False): (T, T, T, T),
+    (False, False, False, True): (T, S, S, T),
+    (False, False, True, False): (T, V, T, T),
+    (False, False, True, True): (T, V, S, T),
+    (False, True, False, False): (STOP, STOP, STOP, STOP),
+    (False, True, False, True): (STOP, S, S, STOP),
+    (False, True, True, False): (STOP, STOP, STOP, STOP),
+    (False, True, True, True): (STOP, S, S, STOP),
+    (True, False, False, False): (FINISH, FINISH, FINISH, FINISH),
+    (True, False, False, True): (FINISH, S, S, FINISH),
+    (True, False, True, False): (FINISH, V, FINISH, FINISH),
+    (True, False, True, True): (FINISH, V, S, FINISH),
+    (True, True, False, False): (FINISH, FINISH, FINISH, FINISH),
+    (True, True, False, True): (FINISH, S, S, FINISH),
+    (True, True, True, False): (FINISH, FINISH, FINISH, FINISH),
+    (True, True, True, True): (FINISH, S, S, FINISH),
+}
+ALL = list(itertools.product((False, True), repeat=4))
+
+
+@pytest.mark.parametrize("facts", ALL, ids=str)
+def test_the_table_is_whole_and_true(facts: tuple[bool, bool, bool, bool]) -> None:
+    assert len(TABLE) == 16
+    for phase, expected in zip((R, T, V, S), TABLE[facts], strict=True):
+        assert next_phase(phase, Facts(*facts)) is expected, phase
+    for phase in (STOP, FINISH, END):
+        assert next_phase(phase, Facts(*facts)) is END
+
+
+@pytest.mark.parametrize("facts", ALL, ids=str)
+def test_every_walk_comes_to_a_step_or_an_end(facts: tuple[bool, bool, bool, bool]) -> None:
+    """What is due happens at most once between two steps, the saving after the validation."""
+    phase, walked = T, []
+    while (phase := next_phase(phase, Facts(*facts))) not in (T, END):
+        walked.append(phase)
+    assert len(walked) == len(set(walked)) <= 3
+    assert walked == sorted(walked, key=[V, S, STOP, FINISH].index)

@@ -1,0 +1,229 @@
+"""`shardway train` as processes: stopped, killed, started again; nothing is lost and nothing is left alive."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from runs import TINY, read_column, read_named, read_steps, worst_difference
+from shardway.rundir.directory import RunDir
+
+pytestmark = pytest.mark.slow
+
+LONG = (*TINY, "train.steps=300", "checkpoint.every=25 steps", "model.dropout=0.1", "data.record_ids=true")
+ENDLESS = (*TINY, "train.steps=1000000", "checkpoint.every=off")
+PATIENCE_S = 90.0
+
+
+@dataclass
+class Command:
+    """One `shardway train` under way, and all the processes that it has been seen with."""
+
+    folder: Path
+    process: subprocess.Popen[str]
+    events_before: int
+    seen: set[psutil.Process] = field(default_factory=set)
+
+    @property
+    def run(self) -> RunDir:
+        return RunDir(self.folder)
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until this command has recorded a step, and note its processes."""
+        self.wait_until(lambda: any(event["step"] >= step for event in self.own_events() if event["event"] == "step"))
+        self.seen = {psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)}
+
+    def own_events(self) -> list[dict[str, Any]]:
+        """What was recorded since this command has begun."""
+        return list(self.run.all_events())[self.events_before :]
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not holds():
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline, "it takes too long"
+            time.sleep(0.02)
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        """The local ranks by number."""
+        children = [p for p in self.seen if "shardway.cli.rank" in " ".join(p.cmdline())]
+        return {int(child.environ()["RANK"]): child for child in children}
+
+    def end(self) -> tuple[int, str]:
+        """Wait for the end: exit code and what went to stderr."""
+        _, said = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, said
+
+    def left_alive(self) -> list[psutil.Process]:
+        """Processes that outlive the command; a rank that was told to stop may take a moment to save."""
+        _, alive = psutil.wait_procs(self.seen, timeout=20)
+        return alive
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
+    """`start("name", *words)` in a folder of that name."""
+    started: list[Command] = []
+
+    def go(name: str, *words: str) -> Command:
+        command = [sys.executable, "-m", "shardway", "train", "--json", "--dir", str(tmp_path / name), *words]
+        environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        pipe = subprocess.PIPE
+        before = len(list(RunDir(tmp_path / name).all_events()))
+        process = subprocess.Popen(command, env=environ, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True)
+        started.append(Command(tmp_path / name, process, before))
+        return started[-1]
+
+    yield go
+    for command in started:
+        command.process.kill()
+        command.process.communicate()
+        for process in command.left_alive():
+            process.kill()
+
+
+Start = Callable[..., Command]
+PAIR = ("--nproc", "2")
+
+
+def test_ctrl_c_stops_two_ranks_after_the_step(start: Start, tmp_path: Path) -> None:
+    first = start("run", *PAIR, *ENDLESS)
+    first.wait_for_step(5)
+    first.process.send_signal(signal.SIGINT)
+    out, said = first.process.communicate(timeout=PATIENCE_S)
+    assert first.process.returncode == 0, said
+    assert "stopping after this step and saving; once more to end at once" in said
+    outcome = json.loads(out)
+    assert (outcome["state"], outcome["reason"]) == ("stopped", "the stop file asked for a stop")
+    assert RunDir(tmp_path / "run").checkpoint_steps() == [outcome["step"]]
+    assert not RunDir(tmp_path / "run").stop_requested()
+    assert first.left_alive() == []
+
+
+def test_a_second_ctrl_c_ends_two_ranks_at_once(start: Start) -> None:
+    """While one of them cannot stop: it is held in the middle of a step."""
+    command = start("run", *PAIR, *ENDLESS)
+    command.wait_for_step(5)
+    command.ranks()[1].suspend()
+    command.process.send_signal(signal.SIGINT)
+    command.wait_until(command.run.stop_requested)
+    command.process.send_signal(signal.SIGINT)
+    code, said = command.end()
+    assert code == 130
+    print(said); assert 0
+    assert command.left_alive() == []
+    assert not command.run.stop_requested()
+    status = command.run.read_status()
+    assert (status["state"], status["reason"]) == ("stopped", "a second signal ended the run at once")
+    again = start("run", *PAIR, *TINY, "train.steps=8")
+    assert again.end()[0] == 0
+    assert read_column(again.folder, "step") == list(range(1, 9))
+
+
+def test_a_rank_that_is_killed_ends_the_job_with_its_name(start: Start) -> None:
+    command = start("run", *PAIR, *ENDLESS)
+    command.wait_for_step(5)
+    victim = command.ranks()[1]
+    victim.send_signal(signal.SIGKILL)
+    code, said = command.end()
+    assert code == 4
+    assert said.strip().splitlines()[-2:] == [
+        f"shardway: rank 1 (process {victim.pid}) was ended by SIGKILL; the other ranks were ended with it.",
+        "  To do: run the same command again: it goes on from the start, since nothing was saved yet. If nobody sent "
+        "that signal, the machine may have run out of memory (dmesg says so).",
+    ]
+    assert command.left_alive() == []
+    assert command.run.read_status()["state"] == "failed"
+    assert command.run.find_writer() is None
+
+
+def test_sigterm_stops_a_single_process_after_the_step(start: Start) -> None:
+    command = start("run", *ENDLESS)
+    command.wait_for_step(5)
+    command.process.send_signal(signal.SIGTERM)
+    out, said = command.process.communicate(timeout=PATIENCE_S)
+    assert command.process.returncode == 0, said
+    outcome = json.loads(out)
+    assert (outcome["state"], outcome["reason"]) == ("stopped", "a signal asked for a stop")
+    assert command.run.checkpoint_steps() == [outcome["step"]]
+
+
+def test_ranks_stop_and_save_when_their_agent_is_killed(start: Start) -> None:
+    command = start("run", *PAIR, *ENDLESS)
+    command.wait_for_step(5)
+    command.process.send_signal(signal.SIGKILL)
+    assert command.end()[0] == -signal.SIGKILL
+    assert command.left_alive() == []
+    status = command.run.read_status()
+    assert (status["state"], status["reason"]) == ("stopped", "a signal asked for a stop")
+    assert command.run.checkpoint_steps() == [status["step"]]
+
+
+def kill_somewhere(command: Command, dice: random.Random) -> None:
+    """kill -9 one rank (or the only process) at a random step; the ranks that are left end by themselves."""
+    command.wait_for_step(dice.randrange(30, 140))
+    victims = list(command.ranks().values()) or [psutil.Process(command.process.pid)]
+    dice.choice(victims).send_signal(signal.SIGKILL)
+    assert command.end()[0] != 0
+    assert command.left_alive() == []
+
+
+@pytest.mark.parametrize("words", [(), PAIR, (*PAIR, "parallel.dp_shard=2")], ids=["one", "replicas", "shards"])
+def test_what_was_killed_goes_on_with_the_same_bits(start: Start, tmp_path: Path, words: tuple[str, ...]) -> None:
+    dice = random.Random(" ".join(words))
+    through = start("through", *words, *LONG)
+    kill_somewhere(start("killed", *words, *LONG), dice)
+    kill_somewhere(start("killed", *words, *LONG), dice)
+    last = start("killed", *words, *LONG)
+    assert last.end()[0] == through.end()[0] == 0
+    starts = [event["step"] for event in read_named(tmp_path / "killed", "started")]
+    assert len(starts) == 3
+    assert 0 < starts[1] <= starts[2]
+    for column in ("step", "loss", "grad_norm", "lr"):
+        assert read_column(tmp_path / "killed", column) == read_column(tmp_path / "through", column)
+    assert used(tmp_path / "killed") == used(tmp_path / "through")
+
+
+def used(folder: Path) -> dict[int, list[Any]]:
+    """Step -> the samples of each rank."""
+    samples: dict[int, list[Any]] = {}
+    for rank in RunDir(folder).ranks_with_events():
+        for event in read_steps(folder, rank):
+            samples.setdefault(event["step"], []).append(event["ids"])
+    return samples
+
+
+def test_what_was_killed_goes_on_with_other_ranks(start: Start, tmp_path: Path) -> None:
+    words = tuple(word for word in LONG if not word.startswith("model.dropout"))
+    kill_somewhere(start("killed", *PAIR, *words), random.Random(3))
+    assert start("killed", *words).end()[0] == 0
+    assert start("through", *words).end()[0] == 0
+    assert read_column(tmp_path / "killed", "step") == list(range(1, 301))
+    assert worst_difference(read_column(tmp_path / "killed"), read_column(tmp_path / "through")) < 1e-4
+    samples = used(tmp_path / "killed")
+    flat = [identity for step in sorted(samples) for ids in samples[step] for identity in ids]
+    assert sorted(flat[: 95 * 25]) == sorted(list(range(95)) * 25)
+
+
+def test_a_second_writer_leaves_the_first_alone(start: Start) -> None:
+    first = start("run", *PAIR, *ENDLESS)
+    first.wait_for_step(3)
+    second = start("run", *PAIR, *ENDLESS)
+    code, said = second.end()
+    assert code == 2
+    assert said.startswith(f"shardway: another run is training into {first.folder}: process ")
+    assert first.process.poll() is None
+    first.process.send_signal(signal.SIGINT)
+    assert first.end()[0] == 0

@@ -1,0 +1,139 @@
+"""Taking the run directory: one writer, nothing touched before its lock is held, an old run set aside whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pool import ranks
+from runs import layout, lone_rank, open_tiny, pool_ranks, read_column, signal_at, train_tiny
+from shardway.errors import JobError, UserError
+from shardway.rundir.directory import RunDir
+from shardway.train.session import open_session
+from shardway.resolve.request import Request
+
+SHORT = ("train.steps=6", "optim.warmup=0 steps", "checkpoint.every=3 steps")
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@ranks(2)
+def test_a_second_writer_is_refused_on_every_rank(rank: int, tmp_path: Path) -> None:
+    on = pool_ranks()
+    train_tiny(tmp_path, on, *SHORT)
+    lock = RunDir(tmp_path).writer_lock()
+    if rank == 0:
+        lock.acquire()
+    on.barrier()
+    before = snapshot(tmp_path)
+    with pytest.raises(UserError) as failure:
+        train_tiny(tmp_path, on, "train.steps=9", "optim.warmup=0 steps")
+    assert str(failure.value).startswith(f"another run is training into {tmp_path}: process ")
+    assert snapshot(tmp_path) == before
+    on.barrier()
+    lock.release()
+
+
+@ranks(2)
+def test_a_fresh_start_sets_the_old_run_aside_whole(rank: int, tmp_path: Path) -> None:
+    on, folder = pool_ranks(), tmp_path / "run"
+    train_tiny(folder, on, *SHORT, "train.seed=1")
+    on.barrier()
+    before = {path.removeprefix(str(folder)): data for path, data in snapshot(folder).items()}
+    on.barrier()
+    with open_tiny(folder, on, *SHORT, fresh=True):
+        pass
+    aside = tmp_path / "run.old-1"
+    after = {path.removeprefix(str(aside)): data for path, data in snapshot(aside).items()}
+    lock = "/writer.lock"
+    assert {**after, lock: b""} == {**before, lock: b""}
+    assert RunDir(aside).checkpoint_steps() == [3, 6]
+    assert RunDir(folder).checkpoint_steps() == []
+    assert RunDir(aside).find_writer() is None
+
+
+def test_a_fresh_start_of_a_new_run_sets_nothing_aside(tmp_path: Path, quiet_threads: None) -> None:
+    with open_tiny(tmp_path / "run", lone_rank(), *SHORT, fresh=True):
+        assert RunDir(tmp_path / "run").find_writer() is not None
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_an_unchanged_directory_of_the_future(tmp_path: Path, quiet_threads: None) -> None:
+    train_tiny(tmp_path, lone_rank(), *SHORT)
+    status = tmp_path / "status.json"
+    status.write_text(json.dumps({**json.loads(status.read_text()), "format": 2}))
+    before = snapshot(tmp_path)
+    for fresh in (False, True):
+        with pytest.raises(UserError, match="has run directory format 2"), open_tiny(
+            tmp_path, lone_rank(), *SHORT, fresh=fresh
+        ):
+            pass
+        assert snapshot(tmp_path) == before
+
+
+@ranks(2)
+def test_a_damaged_checkpoint_is_told_before_anything_is_built(rank: int, tmp_path: Path) -> None:
+    on = pool_ranks()
+    train_tiny(tmp_path, on, *SHORT, *layout(1, 2))
+    on.barrier()
+    folder = RunDir(tmp_path).checkpoint_path(6)
+    if rank == 0:
+        (folder / "manifest.json").unlink()
+    on.barrier()
+    with pytest.raises(JobError) as failure:
+        train_tiny(tmp_path, on, *SHORT, *layout(1, 2))
+    assert str(failure.value) == (
+        f"the checkpoint {folder} is damaged: its manifest.json is missing.\n  It was not loaded, and nothing was "
+        f"changed. To do: restore the file, or move {folder} out of the way and run the same command again: it then "
+        "goes on from step 3."
+    )
+    on.barrier()
+    if rank == 0:
+        folder.rename(tmp_path / "aside")
+    on.barrier()
+    train_tiny(tmp_path, on, *SHORT, *layout(1, 2))
+    assert RunDir(tmp_path).checkpoint_steps() == [3, 6]
+
+
+def test_leftovers_of_a_cut_off_save_are_removed(tmp_path: Path, quiet_threads: None) -> None:
+    train_tiny(tmp_path, lone_rank(), *SHORT, before_step=signal_at(2))
+    partial = RunDir(tmp_path).partial_checkpoint_path(3)
+    partial.mkdir()
+    (partial / "__0_0.distcp").write_bytes(b"half")
+    train_tiny(tmp_path, lone_rank(), *SHORT)
+    assert not partial.exists()
+    assert RunDir(tmp_path).checkpoint_steps() == [2, 3, 6]
+
+
+def test_a_run_that_means_something_else_now_is_refused(tmp_path: Path, quiet_threads: None) -> None:
+    train_tiny(tmp_path, lone_rank(), *SHORT, before_step=signal_at(2))
+    resolved = (tmp_path / "resolved.toml").read_bytes()
+    with pytest.raises(UserError, match=r"train\.seed \(command line\): 4, but the run in .* was started with 0"):
+        train_tiny(tmp_path, lone_rank(), *SHORT, "train.seed=4")
+    assert (tmp_path / "resolved.toml").read_bytes() == resolved
+    train_tiny(tmp_path, lone_rank(), *SHORT)
+    assert read_column(tmp_path, "step") == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_second_signal_is_written_down(tmp_path: Path, quiet_threads: None) -> None:
+    def interrupt(run: object, step: int) -> None:
+        if step == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_tiny(tmp_path, lone_rank(), *SHORT, before_step=interrupt)
+    status = RunDir(tmp_path).read_status()
+    assert (status["state"], status["reason"]) == ("stopped", "a second signal ended the run at once")
+
+
+def test_a_session_without_a_launcher_leaves_the_process_as_it_was(tmp_path: Path, quiet_threads: None) -> None:
+    request = Request(None, ("run.device=cpu", "run.threads=1"), tmp_path)
+    with open_session(request, {}) as session:
+        assert (session.ranks.rank, session.ranks.world, session.ranks.grouped) == (0, 1, False)
+        assert session.mesh.data_ranks == 1
+        assert session.directory.find_writer() is not None
+    assert RunDir(tmp_path).find_writer() is None
