@@ -79,7 +79,9 @@ def open_tiny(
     """A tiny run, open on these ranks."""
     request = Request(None, (*base, *overrides), directory, fresh)
     with hold_session(resolve_request(request, ranks.world, ranks.world), ranks) as session:
-        yield Run(session)
+        run = Run(session)
+        yield run
+        run.close()
 
 
 def train_tiny(

@@ -14,6 +14,7 @@ from command_line import Ended, Shardway
 from shardway.cli import progress
 from shardway.cli.main import app, run_guarded
 from shardway.hardware import probe
+from shardway.rundir import lock
 
 _LAUNCHERS = re.compile(r"(SLURM|PBS|OMPI|PMI|PMIX|PALS|MPI|TORCHELASTIC)_.*|(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE")
 
@@ -27,6 +28,7 @@ def shardway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(probe, "_list_nvidia_devices", tuple)
     monkeypatch.setattr(progress, "REFRESH_S", 0.01)
+    monkeypatch.setattr(lock, "PAUSE_S", 0.001)
     monkeypatch.chdir(tmp_path)
 
     def run(*words: str) -> Ended:

@@ -118,15 +118,17 @@ DATA = [
     Case("missing-tokenizer", ("train", *TINY, "data.tokenizer=words.json"), write_text),
     Case(
         "truncated-token-file",
-        ("train", *TINY, "data.kind=tokens", "data.path=tokens.bin"),
+        ("train", *TINY, "data.kind=tokens", "data.path=tokens.bin", "model.vocab=256"),
         file("tokens.bin", b"\x01" * 1001),
     ),
     Case(
         "truncated-npy",
-        ("train", *TINY, "data.kind=tokens", "data.path=tokens.npy"),
+        ("train", *TINY, "data.kind=tokens", "data.path=tokens.npy", "model.vocab=256"),
         lambda root: (np.save(root / "tokens.npy", np.arange(99)), cut(root / "tokens.npy", 400)),
     ),
-    Case("text-as-token-file", ("train", *TINY, "data.kind=tokens"), write_text),
+    Case("text-as-token-file", ("train", *TINY, "data.kind=tokens", "model.vocab=256"), write_text),
+    Case("tokens-without-vocabulary", ("train", "data.kind=tokens", "data.path=tokens.bin")),
+    Case("nothing-held-out", ("train", *TINY, "train.validate_every=5", "data.validation_fraction=0.0")),
     Case(
         "token-above-the-vocabulary",
         ("train", *TINY, "data.kind=tokens", "data.path=tokens.bin", "model.vocab=100"),
@@ -169,7 +171,8 @@ RUN_DIRECTORIES = [
     Case("future-format-status", ("status", "a"), status("a", '{"format": 2, "state": "running"}')),
     Case("future-format-logs", ("logs", "a"), status("a", '{"format": 2, "state": "running"}')),
     Case("future-format-report", ("report", "a"), status("a", '{"format": 2, "state": "running"}')),
-    Case("damaged-status", ("status", "a"), status("a", "{"), code=4),
+    Case("other-files", ("train", *TINY, "--dir", "thesis"), both(write_text, file("thesis/main.tex", "To be"))),
+    Case("root-as-run-directory", ("train", *TINY, "--dir", "/"), write_text),
     Case("run-directory-is-a-file", ("train", *TINY, "--dir", "text.txt"), write_text),
     Case("no-run-status", ("status",)),
     Case("no-run-logs", ("logs", "gone")),
@@ -247,10 +250,13 @@ def test_a_second_writer(shardway: Shardway, golden: Golden, tmp_path: Path) -> 
     holder.release()
 
 
-def test_a_file_system_without_locks(shardway: Shardway, golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks(
+    shardway: Shardway, golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
 
+    write_text(tmp_path)
     monkeypatch.setattr(lock.fcntl, "flock", refuse)
     refused(shardway, golden, "no-file-locks", "train", *TINY, code=3)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from command_line import Shardway
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardway.cli import local
@@ -182,6 +182,23 @@ def test_a_stop_is_asked_for_through_the_run_directory(
     assert capsys.readouterr().err == "stopping after this step and saving; once more to end at once\n"
 
 
+def test_a_second_signal_leaves_no_request_for_the_next_start(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(run: RunDir, on_stop: Callable[[], None]) -> None:
+        on_stop()
+        raise KeyboardInterrupt
+
+    run.write_status(state="running", reason="", step=5)
+    with pytest.raises(KeyboardInterrupt):
+        train(run, Play(also=interrupt), monkeypatch)
+    assert not run.stop_requested()
+    assert run.read_status() == {
+        "format": 1,
+        "state": "stopped",
+        "reason": "a second signal ended the run at once",
+        "step": 5,
+    }
+
+
 def test_a_run_that_was_stopped_says_how_to_go_on(shardway: Shardway, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(run: RunDir, on_stop: Callable[[], None]) -> None:
         run.write_status(state="stopped", reason="SIGINT", step=3)
@@ -197,6 +214,7 @@ def test_a_run_that_was_stopped_says_how_to_go_on(shardway: Shardway, monkeypatc
 PATHS = st.none() | st.sampled_from(["a.toml", "a b/c", "/é"]).map(Path)
 
 
+@settings(max_examples=25)
 @given(st.builds(Request, PATHS, st.lists(st.text(max_size=9), max_size=3).map(tuple), PATHS, st.booleans()))
 def test_a_request_arrives_as_it_was_sent(request_: Request) -> None:
     assert read_packed(pack_request(request_)) == request_

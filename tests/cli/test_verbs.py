@@ -53,7 +53,8 @@ def test_config_show_is_a_run_file(shardway: Shardway, tmp_path: Path) -> None:
     ended = shardway("config", "show", "train.seed=7", "--dir", "here")
     assert (ended.code, ended.err) == (0, "")
     assert ended.out.startswith("# run directory: here\nformat = 1\n")
-    assert ended.out.partition("\n")[2] == resolve_request(Request(None, ("train.seed=7",))).resolved.render()
+    request = Request(None, ("train.seed=7",), Path("here"))
+    assert ended.out.partition("\n")[2] == resolve_request(request).resolved.render()
     (tmp_path / "shown.toml").write_text(ended.out)
     again = shardway("config", "show", "shown.toml", "--dir", "here")
     assert tomllib.loads(again.out) == tomllib.loads(ended.out)
@@ -116,6 +117,8 @@ def test_train_with_dry_run_does_nothing(shardway: Shardway, tmp_path: Path) -> 
     assert (ended.code, ended.err) == (0, "")
     assert ended.out.startswith("# would train with 2 rank(s) into runs/default\nformat = 1\n")
     assert tomllib.loads(ended.out)["parallel"]["dp_replicate"] == 2
+    plan = facts(shardway("train", *TINY, "--dry-run", "--nproc", "2", "--json"))
+    assert (plan["ranks"], plan["directory"], plan["derived"]["replicas"]) == (2, "runs/default", 2)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,4 +1,4 @@
-"""The first signal is remembered, the second ends the process, and handlers are put back."""
+"""A signal is remembered, Ctrl-C after it ends the process, and handlers are put back."""
 
 from __future__ import annotations
 
@@ -22,14 +22,22 @@ def test_the_first_signal_is_remembered(number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("first", STOP_SIGNALS)
-@pytest.mark.parametrize("second", STOP_SIGNALS)
-def test_the_second_signal_ends_at_once(first: signal.Signals, second: signal.Signals) -> None:
+def test_ctrl_c_after_it_ends_at_once(first: signal.Signals) -> None:
     before = [signal.getsignal(each) for each in STOP_SIGNALS]
-    with pytest.raises(KeyboardInterrupt, match=f"a second signal, {second.name}"), SignalWatch() as watch:
+    with pytest.raises(KeyboardInterrupt, match="a second Ctrl-C"), SignalWatch() as watch:
         os.kill(os.getpid(), first)
         assert watch.received == first.name
-        os.kill(os.getpid(), second)
+        os.kill(os.getpid(), signal.SIGINT)
     assert [signal.getsignal(each) for each in STOP_SIGNALS] == before
+
+
+@pytest.mark.parametrize("first", STOP_SIGNALS)
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGUSR2])
+def test_what_schedulers_repeat_means_the_same(first: signal.Signals, second: signal.Signals) -> None:
+    with SignalWatch() as watch:
+        for number in (first, second, second):
+            os.kill(os.getpid(), number)
+        assert watch.received in (first.name, second.name)
 
 
 def test_a_run_in_another_thread_goes_without() -> None:

@@ -31,6 +31,22 @@ def test_the_run_directory(request_: Request, directory: str) -> None:
     assert resolve_request(request_).directory.path == Path(directory)
 
 
+def test_the_resolved_run_leads_back_to_its_directory() -> None:
+    resolved = resolve_request(Request(directory=Path("c/d"))).resolved
+    assert (resolved.values.run.root, resolved.values.run.name) == ("c", "d")
+    assert (resolved.origins["run.root"], resolved.origins["run.name"]) == ("--dir", "--dir")
+
+
+def test_a_directory_without_a_name_gets_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a/b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "a/b")
+    assert resolve_request(Request(directory=Path("."))).directory.path == tmp_path / "a/b"
+    assert resolve_request(Request(directory=Path(".."))).directory.path == tmp_path / "a"
+    with pytest.raises(UserError) as told:
+        resolve_request(Request(directory=Path("/")))
+    assert str(told.value) == "the run directory / is the root of the file system; name a folder in it."
+
+
 def test_the_directory_is_called_after_the_file(tmp_path: Path) -> None:
     path = tmp_path / "mnist-small.toml"
     path.write_text("format = 1\n")

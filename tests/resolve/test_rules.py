@@ -83,6 +83,13 @@ DERIVATIONS = [
     ),
     Derives("bytes_have_256_values", (), "model.vocab", 256, "one entry a byte"),
     Derives("bytes_have_256_values", ("data.kind=synthetic",), "model.vocab", 256, "one entry a byte"),
+    Derives(
+        "validation_needs_something_held_out",
+        ("data.validation_fraction=0.0",),
+        "train.validate_every",
+        "off",
+        "nothing is held out",
+    ),
     Derives("degrees_multiply_to_the_ranks", (), "parallel.dp_replicate", 4, "4 ranks", {"ranks": 4}),
     Derives(
         "degrees_multiply_to_the_ranks",
@@ -184,23 +191,23 @@ REFUSALS = [
     ),
     Refuses(
         "data_other_than_text_name_their_path",
-        ("data.kind=tokens",),
+        ("data.kind=tokens", "model.vocab=9"),
         "  data.path (default): is not set\n      allowed: the file or folder that holds the data",
     ),
     Refuses(
         "heads_divide_the_width",
         ("model.dim=128", "model.heads=7"),
-        "  model.heads (command line): 7 does not divide model.dim = 128\n      allowed: 8 is nearest",
+        "  model.heads (command line): 7 does not divide model.dim = 128\n      allowed: a divisor, such as 8",
     ),
     Refuses(
         "heads_divide_the_width",
         ("model.dim=128", "model.heads=200", "model.kv_heads=1"),
-        "  model.heads (command line): 200 does not divide model.dim = 128\n      allowed: 128 is nearest",
+        "  model.heads (command line): 200 does not divide model.dim = 128\n      allowed: a divisor, such as 128",
     ),
     Refuses(
         "heads_divide_the_width",
         (f"model.dim={10**15}", "model.heads=3"),
-        f"  model.heads (command line): 3 does not divide model.dim = {10**15}\n      allowed: 2 is nearest",
+        f"  model.heads (command line): 3 does not divide model.dim = {10**15}\n      allowed: a divisor, such as 2",
     ),
     Refuses(
         "heads_divide_the_width",
@@ -211,7 +218,21 @@ REFUSALS = [
     Refuses(
         "key_value_heads_divide_the_heads",
         ("model.heads=4", "model.kv_heads=3"),
-        "  model.kv_heads (command line): 3 does not divide model.heads = 4\n      allowed: 2 is nearest",
+        "  model.kv_heads (command line): 3 does not divide model.heads = 4\n      allowed: a divisor, such as 2",
+    ),
+    Refuses(
+        "a_token_file_does_not_say_its_vocabulary",
+        ("data.kind=tokens", "data.path=x.bin"),
+        '  model.vocab (default): "auto" follows a tokenizer, and a token file does not name the one that made it\n'
+        "      allowed: the number of entries of the vocabulary\n"
+        "      to do: set model.vocab, such as 50257 for GPT-2's tokenizer",
+    ),
+    Refuses(
+        "validation_needs_something_held_out",
+        ("train.validate_every=5", "data.validation_fraction=0.0"),
+        "  train.validate_every (command line): 5 steps, and nothing is held out: data.validation_fraction is 0\n"
+        '      allowed: "off"\n'
+        "      to do: name data.validation, or hold out a fraction",
     ),
     *(
         Refuses(
@@ -298,6 +319,7 @@ ONLY_DERIVE = {
 DERIVE_TOO = {
     "a_run_uses_the_accelerator_where_there_is_one",
     "key_value_heads_divide_the_heads",
+    "validation_needs_something_held_out",
     "degrees_multiply_to_the_ranks",
     "a_micro_batch_is_a_part_of_a_rank_share",
 }
@@ -350,7 +372,10 @@ def test_a_rule_refuses(case: Refuses) -> None:
     [
         CONVNET,
         ("model.kind=mlp", "data.kind=arrays", "data.path=x.npz", "data.inputs=a", "model.hidden=[4]"),
-        ("data.kind=tokens", "data.path=x.bin", "data.token_dtype=uint8"),
+        ("data.kind=tokens", "data.path=x.bin", "data.token_dtype=uint8", "model.vocab=9"),
+        ("train.validate_every=5", "data.validation=x", "data.validation_fraction=0.0"),
+        ("train.validate_every=off", "data.validation_fraction=0.0"),
+        (*CONVNET[:1], "data.kind=idx", "data.path=x", "data.validation_fraction=0.0"),
         ("optim.name=sgd", "optim.nesterov=true"),
         ("optim.schedule=wsd", "optim.decay=5", "optim.final_lr=0.0"),
         ("optim.lr_scaling=linear", "optim.base_batch=64"),

@@ -8,9 +8,9 @@ import pytest
 from resolving import resolve_words
 
 from shardway.errors import UserError
-from shardway.resolve import check_same_run
-from shardway.resolve.same_run import FIXED_AT_RESUME
-from shardway.runfile.schema import all_keys
+from shardway.resolve import check_same_run, find_changes
+from shardway.resolve.same_run import FIXED_AT_RESUME, FREE_AT_RESUME
+from shardway.runfile.schema import all_keys, sections
 
 CHANGES = {
     "model.kind": "mlp",
@@ -112,3 +112,22 @@ def test_all_changes_are_told_at_once_and_what_to_do_once() -> None:
     lines = str(told.value).splitlines()
     assert lines[0] == "3 problems in what has changed since runs/a was started"  # ffn_dim follows dim
     assert [line.strip() for line in lines if "to do:" in line] == [lines[-1].strip()]
+
+
+# --- changes that are allowed and told
+
+
+def test_what_changed_is_found_with_both_values() -> None:
+    words = ("optim.lr=0.5", "train.steps=900", "precision.compute=bf16")
+    assert find_changes(saved_of(), resolve_words(*words)) == {
+        "optim.lr": [0.003, 0.5],
+        "precision.compute": ["fp32", "bf16"],
+        "train.steps": ["800 steps", "900 steps"],
+    }
+
+
+def test_where_a_run_goes_on_is_no_change_of_it() -> None:
+    words = ("parallel.dp_shard=2", "run.threads=3", "run.name=other", "data.workers=2", "train.micro_batch=2")
+    assert find_changes(saved_of(), resolve_words(*words, ranks=2)) == {}
+    assert find_changes({}, resolve_words("optim.lr=0.5")) == {}
+    assert set(FREE_AT_RESUME) <= {*all_keys(), *sections()}

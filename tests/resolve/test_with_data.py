@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from resolving import resolve_words, value_of
+from resolving import refusal_of, resolve_words, value_of
 
 from shardway.errors import UserError
 from shardway.resolve import DataFacts, Resolved, resolve_with_data, scale_of
@@ -70,9 +70,9 @@ def test_the_scale_is_that_of_run_and_data() -> None:
 
 
 def test_a_run_of_no_step() -> None:
-    assert refusal_of_data("train.steps=0") == (
+    assert refusal_of_data("train.steps=0 tokens") == (
         "1 problem in the run file\n"
-        "  train.steps (command line): 0 steps is no step at all\n"
+        "  train.steps (command line): 0 tokens is no step at all\n"
         "      allowed: at least 1 step"
     )
 
@@ -105,10 +105,10 @@ def test_a_warm_up_that_is_set_is_never_shrunk() -> None:
 
 
 def test_a_warm_up_longer_than_the_run() -> None:
-    assert refusal_of_data("train.steps=75", "optim.warmup=80") == (
+    assert refusal_of_data("train.steps=153600 tokens", "optim.warmup=80") == (
         "1 problem in the run file\n"
         "  optim.warmup (command line): warmup 80 steps do not fit into a run of 75 steps\n"
-        "      allowed: 5 steps less"
+        "      allowed: at most 75 steps"
     )
 
 
@@ -119,11 +119,11 @@ def test_warm_up_and_decay_share_the_run() -> None:
 
 
 def test_warm_up_and_decay_longer_than_the_run() -> None:
-    words = ("train.steps=100", "optim.schedule=wsd", "optim.warmup=20", "optim.decay=81")
+    words = ("train.steps=204800 tokens", "optim.schedule=wsd", "optim.warmup=20", "optim.decay=81")
     assert refusal_of_data(*words) == (
         "1 problem in the run file\n"
         "  optim.decay (command line): warmup 20 and decay 81 steps do not fit into a run of 100 steps\n"
-        "      allowed: 1 steps less"
+        "      allowed: at most 80 steps"
     )
 
 
@@ -134,9 +134,37 @@ def test_a_default_decay_shrinks_and_counts_only_where_it_is_used() -> None:
 
 
 def test_nothing_else_changes() -> None:
-    before = resolve_words("train.steps=75")
+    before = resolve_words("train.steps=153600 tokens")
     after = resolve_with_data(before, TEXT)
     changed = {dotted for dotted, origin in after.origins.items() if origin != before.origins[dotted]}
     assert changed == {"optim.warmup"}
     assert after.values.model_copy(update={"optim": before.values.optim}) == before.values
     assert before.derived.total_steps == 0
+
+
+# --- lengths that need no data
+
+
+def test_lengths_in_steps_are_checked_before_any_data_are_opened() -> None:
+    assert refusal_of("train.steps=0") == (
+        "1 problem in the run\n  train.steps (command line): 0 steps is no step at all\n      allowed: at least 1 step"
+    )
+    assert refusal_of("train.steps=160 samples", "train.global_batch=16", "optim.warmup=11") == (
+        "1 problem in the run\n"
+        "  optim.warmup (command line): warmup 11 steps do not fit into a run of 10 steps\n"
+        "      allowed: at most 10 steps"
+    )
+
+
+def test_lengths_in_steps_are_settled_before_any_data_are_opened() -> None:
+    before = resolve_words("train.steps=75")
+    assert (before.derived.total_steps, before.derived.warmup_steps) == (75, 7)
+    after = resolve_with_data(before, TEXT)
+    assert after.values == before.values
+    assert after.derived == before.derived
+    assert after.origins == before.origins
+
+
+@pytest.mark.parametrize("length", ["2 epochs", "1e6 tokens"])
+def test_other_lengths_wait_for_the_data(length: str) -> None:
+    assert resolve_words(f"train.steps={length}").derived.total_steps == 0

@@ -31,6 +31,12 @@ sys.stdin.read()
 SINCE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 
 
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Being refused takes a fraction of a second otherwise."""
+    monkeypatch.setattr(lock, "PAUSE_S", 0.001)
+
+
 @contextmanager
 def holder(path: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that holds the lock."""
@@ -126,6 +132,7 @@ def test_a_holder_that_has_not_yet_written_its_name(tmp_path: Path, note: bytes)
 
 
 def test_somebody_who_only_looks_does_not_refuse_a_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "PAUSE_S", 0.05)
     path = tmp_path / "lock"
     path.touch()
     looking = os.open(path, os.O_RDONLY)

@@ -109,6 +109,7 @@ WORDS = {
     "minItems",
     "minLength",
     "minimum",
+    "pattern",
     "properties",
     "title",
     "type",

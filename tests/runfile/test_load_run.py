@@ -132,6 +132,17 @@ def test_a_value_in_place_of_a_default() -> None:
     assert loaded.with_default("train.seed", 4, "the script") is loaded
 
 
+def test_another_value_of_one_key() -> None:
+    loaded = load_run(None, ["train.seed=3"])
+    changed = loaded.with_value("train.seed", 4, "the script")
+    assert (changed.values.train.seed, set_keys(changed)) == (4, {"train.seed": "the script"})
+    with pytest.raises(UserError) as told:
+        loaded.with_value("train.seed", -4, "the script")
+    assert str(told.value) == (
+        "1 problem in the script\n  train.seed (the script): -4 is too small\n      allowed: at least 0"
+    )
+
+
 def test_a_run_file_is_not_touched(tmp_path: Path) -> None:
     path = write(tmp_path / "my.toml", "[train]\nseed = 5\n")
     path.chmod(0o400)
@@ -156,7 +167,14 @@ def test_a_parent_of_a_parent(tmp_path: Path) -> None:
 
 def test_a_file_that_extends_itself(tmp_path: Path) -> None:
     child = write(tmp_path / "c.toml", 'extends = "c.toml"\n')
-    assert "which extends another file itself; allowed: one parent." in refused(child)
+    assert refused(child) == f"{child} extends itself; allowed: the path of another run file."
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:
+    path = write(tmp_path / "my.toml", "\ufeff[train]\nseed = 5\n")
+    loaded = load_run(path)
+    assert loaded.values.train.seed == 5
+    assert set_keys(loaded) == {"train.seed": "my.toml:2"}
 
 
 def test_two_parents(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardway.runfile.locate import key_lines
@@ -86,6 +86,7 @@ VALUES = st.sampled_from(
 )
 
 
+@settings(max_examples=40)
 @given(st.dictionaries(NAMES, st.dictionaries(NAMES, VALUES, max_size=4), max_size=4))
 def test_any_sections(tables: dict[str, dict[str, str]]) -> None:
     lines, expected = [], {}

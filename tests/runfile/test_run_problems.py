@@ -70,7 +70,10 @@ def test_an_unknown_section_is_answered_with_the_nearest(tmp_path: Path) -> None
 
 def test_a_key_without_its_section(tmp_path: Path) -> None:
     assert problem_of_file(tmp_path / "my.toml", "lr = 1.0\n") == (
-        f"1 problem in /my.toml\n  lr (my.toml:1): there is no section of this name\n      allowed: {TOP}"
+        "1 problem in /my.toml\n"
+        "  lr (my.toml:1): there is no section of this name\n"
+        f"      allowed: {TOP}\n"
+        "      to do: did you mean optim.lr?"
     )
 
 
@@ -119,7 +122,10 @@ def test_an_array_of_sections(tmp_path: Path) -> None:
         ("model.tied=1", "1 is neither true nor false", "true or false"),
         ("model.tied=yes", '"yes" is neither true nor false', "true or false"),
         ("run.name=5", "5 is not a text", "a text in quotes"),
-        ('run.name=""', '"" is too short', "a text of at least 1 character"),
+        ('run.name=""', '"" is not the name of a folder', "a text without / that is more than dots"),
+        ("run.name=a/b", '"a/b" is not the name of a folder', "a text without / that is more than dots"),
+        ("run.name=..", '".." is not the name of a folder', "a text without / that is more than dots"),
+        ('data.path=""', '"" is too short', "a text of at least 1 character"),
         ("optim.lr=fast", '"fast" is not a number', "a number"),
         ("optim.lr=0", "0 is too small", "more than 0"),
         ("optim.lr=inf", "inf is not a finite number", "a finite number"),

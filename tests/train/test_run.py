@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 import shardway
 from pool import RankPool, ranks
@@ -210,9 +209,7 @@ def walk(run: Run, data: Any = None, batch_size: int | None = 8, **options: Any)
     return len([run.step(net, batch, F.mse_loss) for batch in steps])
 
 
-def test_lengths_and_batches_of_the_script_stand_where_nothing_else_does(
-    tmp_path: Path, quiet_threads: None
-) -> None:
+def test_lengths_and_batches_of_the_script_stand_where_nothing_else_does(tmp_path: Path, quiet_threads: None) -> None:
     quiet = SCRIPT[:2]
     with open_tiny(tmp_path / "a", lone_rank(), base=quiet) as run:
         assert walk(run, length="3 epochs") == 15
@@ -264,21 +261,59 @@ def test_the_resolved_run_names_no_model_or_data_that_were_not_used(tmp_path: Pa
     assert set(resolved["data"]) == {"shuffle", "workers", "prefetch", "record_ids"}
 
 
-def test_a_step_taken_by_other_means_is_recorded_without_a_loss(tmp_path: Path, quiet_threads: None) -> None:
-    with open_tiny(tmp_path, lone_rank(), base=SCRIPT) as run:
+def test_a_loop_without_a_step_is_refused(tmp_path: Path, quiet_threads: None) -> None:
+    def act(run: Run) -> None:
+        run.optimizer(torch.optim.SGD, run.shard(seeded()), lr=0.1)
+        for _ in run.steps(run.loader(Points(), 8)):
+            continue
+
+    assert refused(tmp_path, act) == (
+        "the loop went on without run.step for the batch of step 1, so nothing was learnt from it.\n"
+        "  To do: call run.step(model, batch, loss_fn) once for each batch of run.steps."
+    )
+
+
+def test_two_steps_for_one_batch_are_refused(tmp_path: Path, quiet_threads: None) -> None:
+    def act(run: Run) -> None:
         net = run.shard(seeded())
-        optimizer = run.optimizer(torch.optim.SGD, net, lr=0.1)
-        for number, (x, y) in enumerate(run.steps(run.loader(Points(), 8)), start=1):
-            F.mse_loss(net(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if number == 4:
-                run.session.signals = Signalled()  # type: ignore[assignment]
-    assert read_column(tmp_path) == [None] * 4
-    assert RunDir(tmp_path).checkpoint_steps() == [4]
-    for line in (tmp_path / "events/rank-00000.jsonl").read_text().splitlines():
-        assert "NaN" not in line
-        json.loads(line)
+        run.optimizer(torch.optim.SGD, net, lr=0.1)
+        for batch in run.steps(run.loader(Points(), 8)):
+            run.step(net, batch, F.mse_loss)
+            run.step(net, batch, F.mse_loss)
+
+    assert refused(tmp_path, act) == (
+        "run.step was called twice for the batch of step 1.\n"
+        "  To do: call it once for each batch; it takes the micro-batches and the update together."
+    )
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+@ranks(2)
+def test_a_loop_that_is_left_early_is_saved_and_goes_on(rank: int, tmp_path: Path, shape: tuple[int, int]) -> None:
+    for name, limit in (("left", 5), ("left", 99), ("through", 99)):
+        with open_tiny(tmp_path / name, pool_ranks(), *layout(*shape), base=SCRIPT) as run:
+            net = run.shard(seeded())
+            run.optimizer(torch.optim.SGD, net, lr=0.1)
+            for number, batch in enumerate(run.steps(run.loader(Points(), 8)), start=1):
+                run.step(net, batch, F.mse_loss)
+                if number == limit:
+                    break
+        if limit == 5 and rank == 0:
+            status = RunDir(tmp_path / name).read_status()
+            assert (status["state"], status["reason"], status["step"]) == ("stopped", "the script left its loop", 5)
+    assert [event["step"] for event in read_named(tmp_path / "left", "started")] == [0, 5]
+    assert read_column(tmp_path / "left") == read_column(tmp_path / "through")
+
+
+def test_a_loader_of_torch_is_refused(tmp_path: Path, quiet_threads: None) -> None:
+    def act(run: Run) -> None:
+        run.optimizer(torch.optim.SGD, run.shard(seeded()), lr=0.1)
+        run.steps(DataLoader(Points(), batch_size=8))  # type: ignore[arg-type]
+
+    assert refused(tmp_path, act) == (
+        "run.steps takes what run.loader gives, not a DataLoader.\n"
+        "  To do: hand your dataset to run.loader(dataset, batch_size=...), which shares it over the ranks."
+    )
 
 
 class Stream(IterableDataset[Any]):
@@ -312,7 +347,7 @@ def test_steps_need_a_model_and_an_optimizer(tmp_path: Path, quiet_threads: None
 def test_a_step_outside_the_loop_is_refused(tmp_path: Path, quiet_threads: None) -> None:
     batch = (torch.zeros(8, 6), torch.zeros(8, 1))
     assert refused(tmp_path, lambda run: run.step(run.shard(seeded()), batch, F.mse_loss)) == (
-        "run.step was called outside `for batch in run.steps(loader)`, or before run.optimizer."
+        "run.step was called before run.optimizer and `for batch in run.steps(loader)`."
     )
 
 

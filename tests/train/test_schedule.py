@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -59,7 +60,7 @@ def test_the_warm_up_starts_low_and_meets_the_peak(name: str, course: Course) ->
 @given(names, courses())
 def test_after_the_warm_up_it_never_rises(name: str, course: Course) -> None:
     falling = [lr_factor(name, course, step) for step in range(course.warmup, course.total + 3)]
-    assert all(later <= earlier + 1e-12 for earlier, later in zip(falling, falling[1:], strict=False))
+    assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(falling))
 
 
 @given(st.sampled_from(["cosine", "linear"]), courses())

@@ -10,9 +10,9 @@ import pytest
 from pool import ranks
 from runs import layout, lone_rank, open_tiny, pool_ranks, read_column, signal_at, train_tiny
 from shardway.errors import JobError, UserError
+from shardway.resolve.request import Request
 from shardway.rundir.directory import RunDir
 from shardway.train.session import open_session
-from shardway.resolve.request import Request
 
 SHORT = ("train.steps=6", "optim.warmup=0 steps", "checkpoint.every=3 steps")
 
@@ -68,8 +68,9 @@ def test_an_unchanged_directory_of_the_future(tmp_path: Path, quiet_threads: Non
     status.write_text(json.dumps({**json.loads(status.read_text()), "format": 2}))
     before = snapshot(tmp_path)
     for fresh in (False, True):
-        with pytest.raises(UserError, match="has run directory format 2"), open_tiny(
-            tmp_path, lone_rank(), *SHORT, fresh=fresh
+        with (
+            pytest.raises(UserError, match="has run directory format 2"),
+            open_tiny(tmp_path, lone_rank(), *SHORT, fresh=fresh),
         ):
             pass
         assert snapshot(tmp_path) == before

@@ -26,7 +26,7 @@ def show(
     ranks = nproc or 1
     resolution = resolve_request(read_request(words, directory), ranks, ranks)
     if as_json:
-        typer.echo(json.dumps(_facts(resolution), indent=1))
+        typer.echo(json.dumps(resolution_facts(resolution), indent=1))
         return
     typer.echo(f"# run directory: {resolution.directory.path}")
     typer.echo(resolution.resolved.render(), nl=False)
@@ -54,7 +54,7 @@ def schema() -> None:
     typer.echo(json.dumps(RunFile.model_json_schema(), indent=1))
 
 
-def _facts(resolution: Any) -> dict[str, Any]:
+def resolution_facts(resolution: Any) -> dict[str, Any]:
     """Every key with its value and origin, and what follows from them."""
     resolved = resolution.resolved
     values = resolved.values.model_dump(mode="json")

@@ -32,10 +32,15 @@ def train_local(resolution: Resolution, ranks: int) -> dict[str, Any]:
         log_folder=run.log_folder,
         threads=int(resolution.resolved.values.run.threads),
     )
-    failures = run_local(launch, on_stop=lambda: _ask_to_stop(run))
+    try:
+        failures = run_local(launch, on_stop=lambda: _ask_to_stop(run))
+    except KeyboardInterrupt:
+        run.clear_stop()  # nobody is left to obey it, and the next start must not
+        _mark_ended(run, "stopped", "a second signal ended the run at once")
+        raise
     if failures:
         error = _explain(run, failures, marks)
-        _mark_failed(run, error)
+        _mark_ended(run, "failed", render_reason(str(error)))
         raise error
     status = run.read_status()
     return {
@@ -52,7 +57,7 @@ def pack_request(request: Request) -> str:
 
 
 def _ask_to_stop(run: RunDir) -> None:
-    run.request_stop()
+    run.request_stop("a signal asked for a stop")
     print("stopping after this step and saving; once more to end at once", file=sys.stderr)
 
 
@@ -102,9 +107,9 @@ def _last_fault(run: RunDir, rank: int, mark: int) -> Event | None:
     return next((event for event in reversed(events) if event["event"] == "fault"), None)
 
 
-def _mark_failed(run: RunDir, error: ShardwayError) -> None:
+def _mark_ended(run: RunDir, state: str, reason: str) -> None:
     """A rank 0 that was killed could not say so itself, and one that lost contact could not know why."""
     status = run.read_status()
     if status.get("state") in ("running", "failed"):
         status.pop("format", None)
-        run.write_status(**{**status, "state": "failed", "reason": render_reason(str(error))})
+        run.write_status(**{**status, "state": state, "reason": reason})

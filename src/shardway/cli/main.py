@@ -62,6 +62,8 @@ def run_guarded(work: Callable[[], object]) -> int:
     """Run a verb; the exit code of how it ended, its error printed."""
     try:
         result = work()
+        if result == EXIT_KILLED:  # what typer makes of a KeyboardInterrupt
+            raise KeyboardInterrupt
     except _ClickException as error:
         error.show()
         return 2

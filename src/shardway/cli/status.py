@@ -17,6 +17,7 @@ from shardway.errors import UserError
 from shardway.units import render_clock, render_count
 
 if TYPE_CHECKING:
+    from shardway.rundir.directory import RunDir
     from shardway.watch.summary import RunSummary
 
 
@@ -28,15 +29,25 @@ def status(path: RunArgument = None, as_json: JsonOption = False) -> None:
     runs = find_runs(root)
     if not runs and not as_json:
         raise UserError(f"there is no run in {root}.\n  To do: name a run directory, or start a run: `shardway train`.")
-    summaries = []
-    for run in runs:
-        run.check_format()
-        summaries.append(summarise(run))
+    if len(runs) == 1:
+        runs[0].check_format()
+    readable = [run for run in runs if _is_readable(run)]
+    summaries = [summarise(run) for run in readable]
     if as_json:
         facts = [summary.as_json() for summary in summaries]
         typer.echo(json.dumps(facts[0] if len(facts) == 1 and runs[0].path == root else facts, indent=1))
         return
     typer.echo("\n\n".join(_render(summary) for summary in summaries))
+
+
+def _is_readable(run: RunDir) -> bool:
+    """Whether this Shardway can read a run; one of many that it cannot is told, and the others are still shown."""
+    try:
+        run.check_format()
+    except UserError as error:
+        typer.echo(f"shardway: {error}", err=True)
+        return False
+    return True
 
 
 def _render(summary: RunSummary) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardway.cli.config import resolution_facts
 from shardway.cli.options import DirOption, JsonOption, NprocOption, Words, read_request
 from shardway.errors import UserError
 from shardway.rundir.directory import RunDir
@@ -47,11 +48,12 @@ def train(
     ranks = placement.world if launched else nproc or 1
     resolution = _resolve(request, ranks, placement.local_world if launched else ranks, told=placement.rank == 0)
     if dry_run:
-        _print_plan(resolution, ranks)
+        _print_plan(resolution, ranks, as_json)
         return
     shown = _display(resolution, as_json, launched) if placement.rank == 0 else nullcontext()
     if not launched:
         _check_free(resolution)
+        _check_data(resolution)
     with shown:
         outcome = _train_here(request, resolution) if launched or ranks == 1 else _train_local(resolution, ranks)
     if placement.rank == 0:
@@ -76,12 +78,25 @@ def _check_free(resolution: Resolution) -> None:
     Not where a launcher started this rank: another rank of the same job may hold the lock already.
     """
     run = resolution.directory
+    run.check_no_strangers()
     if run.exists():
         run.check_format()
     if run.find_writer() is not None:
         lock = run.writer_lock()
         lock.acquire()
         lock.release()  # it has ended since
+
+
+def _check_data(resolution: Resolution) -> None:
+    """Tell what is wrong with the data before torch is imported and before anything is written.
+
+    Text is prepared here as well, so that the ranks find it ready.
+    """
+    from shardway.data.open import open_described
+    from shardway.resolve import DataFacts, resolve_with_data
+
+    train = open_described(resolution.resolved.values).train
+    resolve_with_data(resolution.resolved, DataFacts(len(train), train.tokens_per_sample, train.facts.vocab))
 
 
 def _train_here(request: Request, resolution: Resolution) -> dict[str, Any]:
@@ -104,7 +119,10 @@ def _display(resolution: Resolution, as_json: bool, launched: bool) -> AbstractC
     return Display(resolution.directory, to_stderr=as_json, plain=launched)
 
 
-def _print_plan(resolution: Resolution, ranks: int) -> None:
+def _print_plan(resolution: Resolution, ranks: int, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({"ranks": ranks, **resolution_facts(resolution)}, indent=1))
+        return
     typer.echo(f"# would train with {ranks} rank(s) into {resolution.directory.path}")
     typer.echo(resolution.resolved.render(), nl=False)
 

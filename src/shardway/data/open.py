@@ -16,7 +16,7 @@ from shardway.data.sources.idx import TEST, has_part, open_idx, open_idx_validat
 from shardway.data.sources.synthetic import open_synthetic
 from shardway.data.sources.text import open_text
 from shardway.data.sources.tokens import open_tokens
-from shardway.runfile.schema import DataSection
+from shardway.runfile.schema import DataSection, RunFile
 
 _GIVES: dict[str, tuple[Wants, ...]] = {
     "text": ("tokens",),
@@ -40,6 +40,19 @@ class Data:
 
     train: Source
     validation: Source | None
+
+
+def wants_of(model_kind: str) -> Wants:
+    """Whether a model takes tokens or images."""
+    return "tokens" if model_kind == "transformer" else "images"
+
+
+def open_described(values: RunFile) -> Data:
+    """The data of a resolved run file, for its model."""
+    model, wants = values.model, wants_of(values.model.kind)
+    vocab = model.vocab if wants == "tokens" and isinstance(model.vocab, int) else None
+    classes = model.classes if wants == "images" else None
+    return open_data(values.data, values.train.seed, wants, vocab=vocab, classes=classes)
 
 
 def open_data(

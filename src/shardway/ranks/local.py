@@ -52,7 +52,7 @@ class RankFailure:
 def run_local(launch: LocalLaunch, on_stop: Callable[[], None]) -> list[RankFailure]:
     """Run the ranks to their end; those that ended badly, the causes first (empty: all went well).
 
-    The first Ctrl-C or SIGTERM calls `on_stop` (which asks the ranks to stop gracefully), the second kills them.
+    The first Ctrl-C or SIGTERM calls `on_stop` (which asks the ranks to stop gracefully); Ctrl-C after it kills them.
     """
     launch.log_folder.mkdir(parents=True, exist_ok=True)
     config = LaunchConfig(
@@ -69,7 +69,7 @@ def run_local(launch: LocalLaunch, on_stop: Callable[[], None]) -> list[RankFail
         # Stop signals are ours (below); the agent keeps one that nobody sends in passing.
         signals_to_handle="SIGQUIT",
     )
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    _silence_agent()
     with _stop_signals(on_stop), _environment({"OMP_NUM_THREADS": str(launch.threads)}):
         try:
             elastic_launch(config, sys.executable)("-m", launch.module, *launch.arguments)
@@ -81,16 +81,24 @@ def run_local(launch: LocalLaunch, on_stop: Callable[[], None]) -> list[RankFail
     return []
 
 
+def _silence_agent() -> None:
+    """How ranks end is told by who called; torch gives each of its loggers a level of its own."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
 @contextlib.contextmanager
 def _stop_signals(on_stop: Callable[[], None]) -> Iterator[None]:
     asked: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if asked:
+        if asked and number == signal.SIGINT:
             # Understood by the elastic agent, which then kills its ranks with this very signal.
             raise SignalException("a second signal", signal.SIGKILL)
-        asked.append(number)
-        on_stop()
+        if not asked:
+            asked.append(number)
+            on_stop()
 
     before: dict[int, Any] = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
     try:

@@ -1,6 +1,7 @@
 """Turns signals into a wish to stop, which the ranks then agree on between steps.
 
-Invariant: the first signal only sets a flag, so that no step is cut in half; the second ends the process at once.
+Invariant: a signal only sets a flag, so that no step is cut in half; only a second Ctrl-C ends the process at once
+(schedulers and launchers repeat theirs, and mean the same).
 Handlers that were there before are put back. This module must not stop anything itself.
 """
 
@@ -15,7 +16,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 
 
 class SignalWatch:
-    """While entered, remembers the first stop signal; a second one raises KeyboardInterrupt."""
+    """While entered, remembers that a stop signal came; Ctrl-C after it raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self._received: signal.Signals | None = None
@@ -40,6 +41,6 @@ class SignalWatch:
         self._before = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._received is not None:
-            raise KeyboardInterrupt(f"a second signal, {signal.Signals(number).name}")
+        if self._received is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt("a second Ctrl-C")
         self._received = signal.Signals(number)

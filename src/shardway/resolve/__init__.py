@@ -6,7 +6,7 @@ the user set. This room must not import torch, read data or look at the machine.
 
 from shardway.resolve.build import resolve, resolve_with_data, scale_of
 from shardway.resolve.resolved import Circumstances, DataFacts, Derived, Resolved
-from shardway.resolve.same_run import check_same_run
+from shardway.resolve.same_run import check_same_run, find_changes
 
 __all__ = [
     "Circumstances",
@@ -14,6 +14,7 @@ __all__ = [
     "Derived",
     "Resolved",
     "check_same_run",
+    "find_changes",
     "resolve",
     "resolve_with_data",
     "scale_of",

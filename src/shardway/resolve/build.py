@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from types import MappingProxyType
+from typing import cast
 
 from shardway.errors import Problem, check_no_problems
 from shardway.resolve.draft import Draft
@@ -24,8 +25,19 @@ def resolve(loaded: Loaded, circumstances: Circumstances) -> Resolved:
     name = loaded.path.stem if loaded.path else "default"
     for rule in (a_run_without_a_name_is_called_after_its_file(name), *RULES):
         rule(draft)
-    check_no_problems(_title(loaded), draft.problems)
-    return draft.finish(_derive(draft))
+    resolved = draft.finish(_derive(draft)) if not draft.problems else None
+    spans = _spans_without_data(resolved) if resolved else None
+    check_no_problems(_title(loaded), [*draft.problems, *(spans.find_problems() if spans else [])])
+    return spans.settle() if spans else cast(Resolved, resolved)
+
+
+def _spans_without_data(resolved: Resolved) -> _Spans | None:
+    """The lengths of a run where none of them depends on the data."""
+    optim = resolved.values.optim
+    units = {span.unit for span in (resolved.values.train.steps, optim.warmup, optim.decay)}
+    if units <= {"steps", "samples"}:
+        return _Spans(resolved, Scale(resolved.values.train.global_batch, tokens_per_sample=1, samples_per_epoch=1))
+    return None
 
 
 def _derive(draft: Draft) -> Derived:
@@ -87,7 +99,14 @@ class _Spans:
             return []
         parts = " and ".join(f"{name} {steps}" for name, steps in self._steps.items())
         what = f"{parts} steps do not fit into a run of {self._total} steps"
-        return [Problem(f"optim.{longest}", what, origins[f"optim.{longest}"], f"{over} steps less")]
+        return [
+            Problem(
+                f"optim.{longest}",
+                what,
+                origins[f"optim.{longest}"],
+                f"at most {max(0, self._steps[longest] - over)} steps",
+            )
+        ]
 
     def settle(self) -> Resolved:
         """The resolved run with its lengths in steps; a shrunk default is written down as derived."""

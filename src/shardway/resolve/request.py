@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from shardway.errors import UserError
 from shardway.hardware.probe import probe_machine
 from shardway.resolve.build import resolve
 from shardway.resolve.resolved import Circumstances, Resolved
@@ -40,7 +41,7 @@ class Resolution:
     def directory(self) -> RunDir:
         """Where the run writes."""
         values = self.resolved.values.run
-        return RunDir(self.request.directory or Path(values.root) / values.name)
+        return RunDir(Path(values.root) / values.name)
 
     def with_default(self, dotted: str, value: Any, origin: str) -> Resolution:
         """The same resolution where `value` stands in for a key that nobody set."""
@@ -50,7 +51,7 @@ class Resolution:
 
 def resolve_request(request: Request, ranks: int = 1, ranks_per_node: int = 1) -> Resolution:
     """Read and resolve. Raises UserError with every problem."""
-    loaded = load_run(request.run_file, request.overrides)
+    loaded = _placed(load_run(request.run_file, request.overrides), request.directory)
     machine = probe_machine()
     site = load_site(loaded.values.site.name, lambda: machine)
     circumstances = Circumstances(
@@ -61,3 +62,14 @@ def resolve_request(request: Request, ranks: int = 1, ranks_per_node: int = 1) -
         site=site.name,
     )
     return Resolution(request, loaded, resolve(loaded, circumstances))
+
+
+def _placed(loaded: Loaded, directory: Path | None) -> Loaded:
+    """The run with the directory of `--dir` as its root and name, so that `resolved.toml` leads back to it."""
+    if directory is None:
+        return loaded
+    path = directory.expanduser()
+    path = path if path.name not in ("", "..") else path.resolve()
+    if not path.name:
+        raise UserError(f"the run directory {directory} is the root of the file system; name a folder in it.")
+    return loaded.with_value("run.root", str(path.parent), "--dir").with_value("run.name", path.name, "--dir")

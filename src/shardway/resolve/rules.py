@@ -95,7 +95,7 @@ def heads_divide_the_width(draft: Draft) -> None:
     dim, heads = draft.get("model.dim"), draft.get("model.heads")
     if dim % heads:
         near = _nearest_divisor(dim, heads)
-        draft.refuse("model.heads", f"{heads} does not divide model.dim = {dim}", f"{near} is nearest")
+        draft.refuse("model.heads", f"{heads} does not divide model.dim = {dim}", f"a divisor, such as {near}")
     elif dim // heads % 2:
         draft.refuse(
             "model.heads",
@@ -110,7 +110,8 @@ def key_value_heads_divide_the_heads(draft: Draft) -> None:
         draft.derive("model.kv_heads", heads, "as many as heads")
     elif heads % kv_heads:
         near = _nearest_divisor(heads, kv_heads)
-        draft.refuse("model.kv_heads", f"{kv_heads} does not divide model.heads = {heads}", f"{near} is nearest")
+        what = f"{kv_heads} does not divide model.heads = {heads}"
+        draft.refuse("model.kv_heads", what, f"a divisor, such as {near}")
 
 
 def the_feed_forward_width_follows_the_activation(draft: Draft) -> None:
@@ -135,6 +136,32 @@ def bytes_have_256_values(draft: Draft) -> None:
 
 
 # --- what comes later
+
+
+def a_token_file_does_not_say_its_vocabulary(draft: Draft) -> None:
+    reads_tokens = (draft.get("model.kind"), draft.get("data.kind")) == ("transformer", "tokens")
+    if reads_tokens and draft.get("model.vocab") == "auto":
+        draft.refuse(
+            "model.vocab",
+            '"auto" follows a tokenizer, and a token file does not name the one that made it',
+            "the number of entries of the vocabulary",
+            "set model.vocab, such as 50257 for GPT-2's tokenizer",
+        )
+
+
+def validation_needs_something_held_out(draft: Draft) -> None:
+    held_out = draft.get("data.validation") or draft.get("data.validation_fraction") or draft.get("data.kind") == "idx"
+    if draft.get("train.validate_every") == "off" or held_out:
+        return
+    if draft.is_set("train.validate_every"):
+        draft.refuse(
+            "train.validate_every",
+            f"{draft.get('train.validate_every')}, and nothing is held out: data.validation_fraction is 0",
+            '"off"',
+            "name data.validation, or hold out a fraction",
+        )
+    else:
+        draft.derive("train.validate_every", "off", "nothing is held out")
 
 
 def what_this_version_lacks_is_refused(draft: Draft) -> None:
@@ -271,6 +298,8 @@ RULES: tuple[Rule, ...] = (
     key_value_heads_divide_the_heads,
     the_feed_forward_width_follows_the_activation,
     bytes_have_256_values,
+    a_token_file_does_not_say_its_vocabulary,
+    validation_needs_something_held_out,
     what_this_version_lacks_is_refused,
     tf32_needs_a_device_that_has_it,
     degrees_multiply_to_the_ranks,

@@ -23,6 +23,21 @@ FIXED_AT_RESUME = (
 """Keys whose change would make the saved weights, optimizer state or data position mean something else."""
 
 
+FREE_AT_RESUME = ("parallel", "run", "site", "train.micro_batch", "data.workers", "data.prefetch", "data.cache")
+"""Sections and keys that change where a run goes on elsewhere, and nothing that it computes."""
+
+
+def find_changes(saved: Mapping[str, Any], resolved: Resolved) -> dict[str, list[Any]]:
+    """Keys that changed what is computed since the saved resolved run: key -> [before, now]."""
+    changes = {}
+    for section, table in resolved.values.model_dump(mode="json").items():
+        before = saved.get(section, {}) if section not in FREE_AT_RESUME else {}
+        for name in table.keys() & before.keys() if isinstance(table, dict) else ():
+            if f"{section}.{name}" not in FREE_AT_RESUME and table[name] != before[name]:
+                changes[f"{section}.{name}"] = [before[name], table[name]]
+    return dict(sorted(changes.items()))
+
+
 def check_same_run(saved: Mapping[str, Any], resolved: Resolved, directory: str) -> None:
     """Raise UserError where a key that must not change between attempts differs from the saved resolved run."""
     now = resolved.values.model_dump(mode="json")

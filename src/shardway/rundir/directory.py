@@ -22,6 +22,11 @@ from shardway.rundir.lock import WriterLock, find_holder
 FORMAT = 1
 """Version of the run directory that this code writes, and the newest that it reads."""
 
+OWN_NAMES = frozenset(
+    ("run.toml", "resolved.toml", "events", "checkpoints", "status.json", "writer.lock", "logs", "report.html", "stop")
+)
+"""What a run directory consists of."""
+
 _CHECKPOINT = re.compile(r"step-(\d{9})")
 _EVENTS = re.compile(r"rank-(\d{5,})\.jsonl")
 
@@ -35,6 +40,18 @@ class RunDir:
     def exists(self) -> bool:
         """Whether a run has been here."""
         return self._status_path.exists() or self.resolved_path.exists() or self._events_folder.exists()
+
+    def check_no_strangers(self) -> None:
+        """Raise UserError where the folder holds files of somebody else's and no run."""
+        if self.exists() or not self.path.is_dir():
+            return
+        strangers = sorted(entry.name for entry in self.path.iterdir() if entry.name not in OWN_NAMES)
+        if strangers:
+            shown = ", ".join(strangers[:3]) + (", ..." if len(strangers) > 3 else "")
+            raise UserError(
+                f"{self.path} is no run directory and holds other files ({shown}).\n"
+                "  Nothing in it was changed. To do: name a new or an empty folder with --dir."
+            )
 
     def create(self) -> None:
         """Make the directory (parents too) and the folders in it. Raises UserError where that is refused."""
@@ -123,29 +140,28 @@ class RunDir:
         write_json(self._status_path, {"format": FORMAT, **facts})
 
     def read_status(self) -> dict[str, Any]:
-        """status.json, or an empty dict where there is none. Raises JobError where it is unreadable."""
+        """status.json, or an empty dict where there is none or it is damaged: it only repeats what the events say."""
         try:
             status = json.loads(self._status_path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        except (ValueError, RecursionError, OSError):
             return {}
-        except (ValueError, RecursionError, OSError) as error:
-            raise JobError(
-                f"{self._status_path} cannot be read: {error}.\n"
-                "  It only repeats what the events say: delete that one file and run again."
-            ) from None
-        if not isinstance(status, dict):
-            raise JobError(f"{self._status_path} is damaged: it holds no object. Delete that one file and run again.")
-        return status
+        return status if isinstance(status, dict) else {}
 
     # --- stopping
 
-    def request_stop(self) -> None:
-        """Ask the run to stop after its current step."""
-        (self.path / "stop").touch()
+    def request_stop(self, reason: str = "") -> None:
+        """Ask the run to stop after its current step, and say why."""
+        write_whole(self.path / "stop", reason)
 
     def stop_requested(self) -> bool:
         """Whether somebody asked for a stop."""
         return (self.path / "stop").exists()
+
+    def stop_reason(self) -> str:
+        """What the stop file says, in one line; empty for one that was only touched."""
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            return " ".join((self.path / "stop").read_text(encoding="utf-8").split())
+        return ""
 
     def clear_stop(self) -> None:
         """Take the request back (it has been obeyed)."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from datetime import date, time
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import ValidationError
 
@@ -20,6 +20,9 @@ from shardway.errors import Problem, UserError, check_no_problems
 from shardway.runfile.locate import key_lines
 from shardway.runfile.problems import find_problems
 from shardway.runfile.schema import RunFile, all_keys, sections
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
@@ -35,12 +38,19 @@ class Loaded:
     path: Path | None = None
 
     def with_default(self, dotted: str, value: Any, origin: str) -> Loaded:
-        """The same run where `value` stands in for a key that nobody set."""
-        if self.origins[dotted] != DEFAULT:
-            return self
+        """The same run where `value` stands in for a key that nobody set. Raises UserError for a wrong value."""
+        return self if self.origins[dotted] != DEFAULT else self.with_value(dotted, value, origin)
+
+    def with_value(self, dotted: str, value: Any, origin: str) -> Loaded:
+        """The same run with another value of one key. Raises UserError for a wrong value."""
         section, name = dotted.split(".")
         raw = {**self.values.model_dump(mode="json")[section], name: value}
-        table = type(getattr(self.values, section)).model_validate(raw)
+        try:
+            table = type(getattr(self.values, section)).model_validate(raw)
+        except ValidationError as error:
+            found = [{**problem, "loc": (section, *problem["loc"])} for problem in error.errors()]
+            check_no_problems(origin, find_problems(cast("list[ErrorDetails]", found), {dotted: origin}, origin))
+            raise
         values = self.values.model_copy(update={section: table})
         return replace(self, values=values, origins=MappingProxyType({**self.origins, dotted: origin}))
 
@@ -102,6 +112,8 @@ def _merge_parent(draft: _Draft, path: Path, parent: Any) -> None:
         raise UserError(f"extends in {path} is {parent!r}; allowed: the path of one run file as a text.")
     parent_path = path.parent / parent
     parent_text = _read_text(parent_path, wanted_by=f"extends in {path}")
+    if parent_path.resolve() == path.resolve():
+        raise UserError(f"{path} extends itself; allowed: the path of another run file.")
     if "extends" in _parse(parent_text, parent_path):
         raise UserError(
             f"{path} extends {parent_path}, which extends another file itself; allowed: one parent.\n"
@@ -112,7 +124,7 @@ def _merge_parent(draft: _Draft, path: Path, parent: Any) -> None:
 
 def _read_text(path: Path, wanted_by: str = "") -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # some editors put a byte order mark first
     except UnicodeDecodeError as error:
         raise UserError(f"the run file {path} is not UTF-8 text (byte {error.start}): is it a run file?") from None
     except (OSError, ValueError) as error:  # a ValueError for a name that no file can have

@@ -59,6 +59,9 @@ def unknown_key(dotted: str, origin: str) -> Problem:
     known = list(sections()[section].model_fields) if section in sections() and name else [*sections(), "format"]
     near = difflib.get_close_matches(name or section, known, n=1, cutoff=0.6)
     elsewhere = [other for other in all_keys() if name and other.split(".")[1] == name]
+    if not name:
+        elsewhere = [other for other in all_keys() if other.split(".")[1] == section]
+        near = [] if elsewhere else near
     guess = f"{section}.{near[0]}" if near and name else near[0] if near else next(iter(elsewhere), "")
     kind = "key" if name else "section"
     return Problem(
@@ -84,6 +87,8 @@ def _say(error: ErrorDetails) -> tuple[str, str]:
     if kind in ("less_than_equal", "less_than"):
         bound = context.get("le", context.get("lt"))
         return f"{_show(value)} is too large", f"{'at most' if 'le' in context else 'less than'} {render_bound(bound)}"
+    if kind == "string_pattern_mismatch":
+        return f"{_show(value)} is not the name of a folder", "a text without / that is more than dots"
     if kind == "string_too_short":
         return f"{_show(value)} is too short", f"a text of at least {context['min_length']} character"
     if kind in ("too_short", "too_long"):

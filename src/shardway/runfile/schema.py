@@ -59,7 +59,9 @@ class DataSection(Section):
     kind: Literal["text", "tokens", "arrays", "idx", "synthetic"] = key(
         "text", "Sort of data: text files, a token file, .npz arrays, MNIST idx files, or made up."
     )
-    path: str = key("python:stdlib", 'File or folder; "python:stdlib" is the running Python\'s own library.')
+    path: str = key(
+        "python:stdlib", 'File or folder; "python:stdlib" is the running Python\'s own library.', min_length=1
+    )
     validation: str = key("", "File or folder to validate on; empty = hold out validation_fraction of path.")
     validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = key(
         0.01, "Part at the end of path that is held out where validation names nothing."
@@ -155,7 +157,7 @@ class CheckpointSection(Section):
 class RunSection(Section):
     """The process: where it writes, on what it runs, how long it waits."""
 
-    name: str = key("auto", "Name of the run; auto = the run file's name.", min_length=1)
+    name: str = key("auto", "Name of the run; auto = the run file's name.", pattern=r"^[^/\x00]*[^/\x00.][^/\x00]*$")
     root: str = key("runs", "Folder of run directories; the run directory is root/name unless --dir is given.")
     device: Literal["auto", "cpu", "cuda"] = key("auto", "Device of the model; auto = cuda where there is one.")
     threads: PositiveInt | Auto = key("auto", "CPU threads a rank; auto = usable cores / ranks on the node.")

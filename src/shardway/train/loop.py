@@ -6,20 +6,19 @@ user extends it by passing functions or by what stands between two batches. It m
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from shardway.checkpoint.load import load_latest
 from shardway.checkpoint.save import prune_checkpoints, save_checkpoint
 from shardway.checkpoint.state import Trained
 from shardway.data.loader import Batch
-from shardway.errors import Bug, JobError
+from shardway.errors import Bug, JobError, UserError
 from shardway.parallel.replicate import average_buffers
-from shardway.ranks.agreement import Decision, Wishes, read_decision
+from shardway.ranks.agreement import Decision, Wishes
 from shardway.train.counters import Counters, read_counters
 from shardway.train.machine import Facts, Phase, next_phase
 from shardway.train.schedule import Course, lr_factor
@@ -58,6 +57,15 @@ class LoopParts:
     on_step: Callable[[int, dict[str, Any]], None] | None = None
 
 
+@dataclass(frozen=True)
+class _OpenStep:
+    """A batch that was handed out, the learning rate of its step, and when (perf_counter)."""
+
+    batch: Batch
+    lr: float
+    started: float
+
+
 class Loop:
     """One walk through the states, from restoring to the end."""
 
@@ -71,7 +79,10 @@ class Loop:
         self._stream: Iterator[Batch] = iter(())
         self._peak_lrs: list[float] = []
         self._saved_at = self._looked_at = time.monotonic()
+        self._phase = Phase.RESTORE
+        self._open_step: _OpenStep | None = None
         self._stop_file_seen = False
+        self._stop_words = ""
         self._actions: dict[Phase, Callable[[], None]] = {
             Phase.RESTORE: self._restore,
             Phase.VALIDATE: self._validate,
@@ -87,17 +98,36 @@ class Loop:
 
     def batches(self) -> Iterator[Any]:
         """Yield the batch of each step that is left; what happens between two steps happens in here."""
-        phase = Phase.RESTORE
-        while phase is not Phase.END:
-            if phase is Phase.STEP:
+        while self._phase is not Phase.END:
+            if self._phase is Phase.STEP:
                 yield from self._step()
             else:
-                self._actions[phase]()
-            phase = next_phase(phase, self._facts())
+                self._actions[self._phase]()
+            self._phase = next_phase(self._phase, self._facts())
+
+    def check_awaits_step(self) -> None:
+        """Raise UserError unless a batch waits for its one step."""
+        if self._open_step is None:
+            raise UserError("run.step was called outside `for batch in run.steps(loader)`.")
+        if self._result is not None:
+            raise UserError(
+                f"run.step was called twice for the batch of step {self._counters.step + 1}.\n"
+                "  To do: call it once for each batch; it takes the micro-batches and the update together."
+            )
 
     def note(self, result: StepResult) -> None:
         """Take the result of the step under way."""
         self._result = result
+
+    def leave(self) -> None:
+        """End a walk that the script broke off: count the step that it took, save, and say so."""
+        if self._phase in (Phase.RESTORE, Phase.END):
+            return
+        if self._open_step is not None and self._result is not None:
+            self._close_step(self._open_step, self._result)
+        self._save()
+        self._end("stopped", "the script left its loop")
+        self._phase = Phase.END
 
     def wishes(self) -> Wishes:
         """What this rank wants to happen after the current step."""
@@ -105,6 +135,7 @@ class Loop:
         if self._session.ranks.is_first and now - self._looked_at >= LOOK_EVERY_S:
             self._looked_at = now
             self._stop_file_seen = self._session.directory.stop_requested()
+            self._stop_words = self._session.directory.stop_reason() if self._stop_file_seen else ""
         return Wishes(
             stop_signal=self._session.signals.received is not None,
             stop_file=self._stop_file_seen,
@@ -136,7 +167,7 @@ class Loop:
         loaded = load_latest(session.directory, session.ranks, self._parts.trained)
         if loaded is not None:
             self._counters = read_counters(loaded.numbers)
-            self._check_data(str(loaded.numbers.get("data", "")))
+            self._check_goes_on(str(loaded.numbers.get("data", "")))
         session.recorder.begin(
             self._counters.step,
             format=1,
@@ -148,6 +179,7 @@ class Loop:
             checkpoint=loaded.name if loaded else None,
             checkpoint_world=loaded.world if loaded else None,
             random_restored=loaded.random_restored if loaded else None,
+            changed=session.changes if loaded else {},
             **machine_facts(session.ranks),
         )
         session.recorder.status(
@@ -160,11 +192,14 @@ class Loop:
         batch = next(self._stream)
         lr = self._set_lr()
         self._result = None
+        self._open_step = _OpenStep(batch, lr, started)
         yield batch.data
-        result = self._result or self._agree_without_result()
-        self._decision = result.decision
-        self._counters = self._counters.after(self._plan.global_batch, result.targets)
-        self._record(result, batch, lr, time.perf_counter() - started)
+        if self._result is None:
+            raise UserError(
+                f"the loop went on without run.step for the batch of step {self._counters.step + 1}, so nothing was "
+                "learnt from it.\n  To do: call run.step(model, batch, loss_fn) once for each batch of run.steps."
+            )
+        self._close_step(self._open_step, self._result)
 
     def _validate(self) -> None:
         session, started = self._session, time.perf_counter()
@@ -193,7 +228,7 @@ class Loop:
                 prune_checkpoints(session.directory, self._plan.keep)
 
     def _stop(self) -> None:
-        self._end("stopped", self._decision.stop_reason)
+        self._end("stopped", self._stop_words or self._decision.stop_reason)
 
     def _finish(self) -> None:
         self._end("finished", f"all {self._plan.total_steps} steps are done")
@@ -220,11 +255,26 @@ class Loop:
             group["lr"] = peak * factor
         return float(optimizer.param_groups[0]["lr"])
 
-    def _agree_without_result(self) -> StepResult:
-        """For a script that took its step by other means than `run.step`: agree, without a loss to record."""
-        vector = torch.tensor(self.wishes().as_numbers(), dtype=torch.float64)
-        decision = read_decision(self._session.ranks.sum(vector).tolist())
-        return StepResult(float("nan"), float("nan"), 0.0, decision)
+    def _close_step(self, step: _OpenStep, result: StepResult) -> None:
+        self._open_step = None
+        self._decision = result.decision
+        self._counters = self._counters.after(self._plan.global_batch, result.targets)
+        self._record(result, step.batch, step.lr, time.perf_counter() - step.started)
+        if result.targets and not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+            self._refuse_weights(result)
+
+    def _refuse_weights(self, result: StepResult) -> None:
+        """What a step like this has made of the weights must not push good checkpoints out."""
+        saved, step = self._session.directory.checkpoint_steps(), self._counters.step
+        base = f"step {saved[-1]} is the last one" if saved else "none was saved yet"
+        what = f"loss of step {step} is {result.loss}"
+        if math.isfinite(result.loss):
+            what = f"gradient of step {step} has the norm {result.grad_norm}"
+        raise JobError(
+            f"the {what}, so the weights after it are of no use; the run ends here.\n"
+            f"  No checkpoint was made of them ({base}). To do: look for values in the data that are not finite, lower "
+            "optim.lr, or set optim.clip; then run the same command again."
+        )
 
     def _record(self, result: StepResult, batch: Batch, lr: float, seconds: float) -> None:
         plan, step = self._plan, self._counters.step
@@ -243,12 +293,18 @@ class Loop:
         if self._parts.on_step is not None:
             self._parts.on_step(step, facts)
 
-    def _check_data(self, saved: str) -> None:
-        now = self._plan.data_fingerprint
-        if saved and now and saved != now:
-            raise JobError(
-                f"the training data is not what step {self._counters.step} was trained on: its fingerprint is {now}, "
-                f"the checkpoint says {saved}.\n"
+    def _check_goes_on(self, saved_data: str) -> None:
+        """Raise UserError where the checkpoint belongs to other data, or is past what is asked for."""
+        plan, step = self._plan, self._counters.step
+        if saved_data and plan.data_fingerprint and saved_data != plan.data_fingerprint:
+            raise UserError(
+                f"the training data is not what the first {step} steps were trained on: the fingerprint of data.path "
+                f"is {plan.data_fingerprint}, the checkpoint says {saved_data}.\n"
                 "  The position in the data would mean other samples, so nothing was trained. To do: restore the data, "
                 "or start over with --fresh."
+            )
+        if step > plan.total_steps:
+            raise UserError(
+                f"{step} steps are done, and train.steps asks for {plan.total_steps}.\n"
+                "  Nothing was changed. To do: ask for more steps, or start over with --fresh."
             )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shardway.data.loader import Share, validation_batches
-from shardway.data.open import Data, open_data
+from shardway.data.open import Data, open_described, wants_of
 from shardway.data.sources.base import Source
 from shardway.models.build import build_model
 from shardway.resolve import DataFacts
@@ -70,21 +70,9 @@ def train_run(run: Run) -> Outcome:
     )
 
 
-def wants_of(model_kind: str) -> Any:
-    """Whether a model takes tokens or images."""
-    return "tokens" if model_kind == "transformer" else "images"
-
-
 def _open(run: Run) -> Data:
     """The data, opened by rank 0 first (it prepares what the others then find), and the run completed with it."""
-    values = run.resolved.values
-    model = values.model
-    wants = wants_of(model.kind)
-    vocab = model.vocab if wants == "tokens" and isinstance(model.vocab, int) else None
-    classes = model.classes if wants == "images" else None
-    data = run.session.ranks.first_then_all(
-        lambda: open_data(values.data, values.train.seed, wants, vocab=vocab, classes=classes)
-    )
+    data = run.session.ranks.first_then_all(lambda: open_described(run.resolved.values))
     run.session.settle(DataFacts(len(data.train), data.train.tokens_per_sample, data.train.facts.vocab))
     return data
 

@@ -89,6 +89,11 @@ class Run:
         """What the run is made of, for recipes."""
         return self._session
 
+    def close(self) -> None:
+        """Called at the end of `start`: a loop that the script left early is saved and said to be stopped."""
+        if self._loop is not None:
+            self._loop.leave()
+
     def shard(self, model: nn.Module) -> nn.Module:
         """Make a model parallel as the run file says and move it to this rank's device; returns what to call.
 
@@ -140,10 +145,15 @@ class Run:
         `length` ("3 epochs", 500) stands where nothing sets `train.steps`. A source's batch is (inputs, targets); a
         dataset's is what torch's default_collate makes of its samples.
         """
+        if not isinstance(loader, Loader):
+            raise UserError(
+                f"run.steps takes what run.loader gives, not a {type(loader).__name__}.\n"
+                "  To do: hand your dataset to run.loader(dataset, batch_size=...), which shares it over the ranks."
+            )
         if length is not None:
             resolution = self._session.resolution
             self._session.resolution = resolution.with_default("train.steps", length, f"run.steps(length={length!r})")
-        if self.resolved.derived.total_steps == 0:
+        if not self._session.settled:
             self._session.own_model = True
             self._session.settle(DataFacts(loader.size, loader.tokens_per_sample, None), keep=_has_effect_on_own_model)
         trained = self._trained()
@@ -159,7 +169,8 @@ class Run:
         Gradients of a script's own model are clipped only where the run file sets `optim.clip`.
         """
         if self._loop is None or self._optimizer is None:
-            raise UserError("run.step was called outside `for batch in run.steps(loader)`, or before run.optimizer.")
+            raise UserError("run.step was called before run.optimizer and `for batch in run.steps(loader)`.")
+        self._loop.check_awaits_step()
         values = self.resolved.values
         options = StepOptions(
             global_batch=values.train.global_batch,
@@ -241,7 +252,9 @@ def start(
         fresh,
     )
     with open_session(request, os.environ) as session:
-        yield Run(session)
+        run = Run(session)
+        yield run
+        run.close()
 
 
 def _has_effect_on_own_model(dotted: str) -> bool:

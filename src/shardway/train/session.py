@@ -13,7 +13,7 @@ import platform
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from shardway.parallel.precision import Precision, apply_precision, read_precisi
 from shardway.ranks.launcher import find_placement
 from shardway.ranks.signals import SignalWatch
 from shardway.ranks.start import Ranks, StartOptions, start_ranks
-from shardway.resolve import DataFacts, Resolved, check_same_run, resolve_with_data
+from shardway.resolve import DataFacts, Resolved, check_same_run, find_changes, resolve_with_data
 from shardway.resolve.request import Request, Resolution, resolve_request
 from shardway.rundir.directory import RunDir
 from shardway.train.record import Recorder
@@ -50,6 +50,8 @@ class Session:
     recorder: Recorder
     signals: SignalWatch
     own_model: bool = False
+    settled: bool = False
+    changes: dict[str, list[Any]] = field(default_factory=dict)
 
     @property
     def resolved(self) -> Resolved:
@@ -69,10 +71,12 @@ class Session:
         resolved = resolve_with_data(self.resolved, facts)
         self.resolution = replace(self.resolution, resolved=resolved)
         self.ranks.together(lambda: self._write_request(keep) if self.ranks.is_first else None)
+        self.settled = True
 
     def _write_request(self, keep: Callable[[str], bool]) -> None:
         saved = self.directory.read_resolved() if self.directory.checkpoint_steps() else {}
         check_same_run(saved, self.resolved, str(self.directory.path))
+        self.changes = find_changes(saved, self.resolved)
         self.directory.write_request(self.resolution.loaded.text, self.resolved.render(keep))
 
 
@@ -111,6 +115,7 @@ def hold_session(resolution: Resolution, ranks: Ranks) -> Iterator[Session]:
 def _take_directory(resolution: Resolution, stack: contextlib.ExitStack) -> None:
     """On rank 0: make the directory, hold its lock, check that it can be continued."""
     directory = resolution.directory
+    directory.check_no_strangers()
     existed = directory.exists()
     if existed:
         directory.check_format()

@@ -54,6 +54,7 @@ class Start:
     samples_per_step: int | None
     bytes_per_token: float | None
     checkpoint: str
+    changes: tuple[str, ...]
     machine: dict[str, str]
 
     @property
@@ -61,6 +62,13 @@ class Start:
         """Whether tokens are the unit of this run: its samples have more than one, or a token has a size."""
         longer = (self.tokens_per_step or 0) > (self.samples_per_step or 0) > 0
         return longer or self.bytes_per_token is not None
+
+
+def _read_changes(event: Mapping[str, Any]) -> tuple[str, ...]:
+    """ "optim.lr 0.003 -> 0.1" for each key that an attempt was started with another value of."""
+    changed = event.get("changed")
+    pairs = changed.items() if isinstance(changed, dict) else ()
+    return tuple(f"{key} {pair[0]} -> {pair[1]}" for key, pair in pairs if isinstance(pair, list) and len(pair) == 2)
 
 
 def read_start(event: Mapping[str, Any]) -> Start:
@@ -81,6 +89,7 @@ def read_start(event: Mapping[str, Any]) -> Start:
         samples_per_step=whole(event, "samples_per_step"),
         bytes_per_token=number(event, "bytes_per_token"),
         checkpoint=text(event, "checkpoint"),
+        changes=_read_changes(event),
         machine={str(label): str(value) for label, value in machine.items()} if isinstance(machine, dict) else {},
     )
 

@@ -77,7 +77,8 @@ def render_machine(start: Start) -> str:
 def render_start(start: Start) -> str:
     """How an attempt begins: "resumed from step 500 (step-000000500)", or what the run is."""
     if start.step:
-        return f"resumed from step {start.step}" + (f" ({one_line(start.checkpoint)})" if start.checkpoint else "")
+        base = f"resumed from step {start.step}" + (f" ({one_line(start.checkpoint)})" if start.checkpoint else "")
+        return f"{base}, changed since: {one_line(', '.join(start.changes))}" if start.changes else base
     return f"started, {render_plural(start.total_steps, 'step')}"
 
 

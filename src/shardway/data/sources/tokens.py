@@ -114,6 +114,8 @@ def open_tokens(place: Place, asked: Asked) -> TokenWindows:
     """The samples of a .npy or raw .bin token file; their vocabulary is the model's, where that is given."""
     readers = {".npy": read_npy, ".bin": lambda place: read_raw(place, asked.section.token_dtype)}
     path = place.path
+    if not path.exists():
+        raise place.error("does not exist", allowed="a .npy or .bin token file")
     if path.suffix not in readers or not path.is_file():
         raise place.error(
             "is not a token file",
