@@ -202,11 +202,23 @@ def _run_in_group(task: Task, stores: dict[int, Any], call: Callable[[], None]) 
         raise _LeaksFound("the test leaves behind:\n  a default process group of its own")
 
 
+def _forget_meshes() -> None:
+    """Let go of the groups of this test's meshes: torch caches meshes, and each group it keeps alive has a thread
+    that spins once its peers have closed their ends."""
+    import gc
+
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    gc.collect()
+
+
 def _clean_up(before: Footprint) -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
         dist.destroy_process_group()
+    _forget_meshes()
     leaks = list_leaks(before)
     if leaks:
         restore(before)

@@ -91,7 +91,7 @@ DAMAGES: dict[Callable[[Path], None], str] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("damage", [lose_shard, flip_bit, truncate, lose_manifest], ids=lambda damage: damage.__name__)
 @ranks(2)
 def test_damage_is_told_on_every_rank_and_changes_nothing(
     rank: int, tmp_path: Path, damage: Callable[[Path], None]
@@ -123,6 +123,18 @@ def test_damage_is_told_on_every_rank_and_changes_nothing(
     loaded = load_latest(directory, on, trained)
     assert loaded is not None
     assert loaded.step == 1
+
+
+@pytest.mark.parametrize(
+    "damage", [lose_metadata, tear_manifest, empty_manifest, count_in_words], ids=lambda damage: damage.__name__
+)
+def test_every_damage_is_told(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    directory, trained = save_two(tmp_path, lone_rank()), make_trained(lone_rank(), seed=1)
+    damage(directory.checkpoint_path(2))
+    with pytest.raises(JobError) as failure:
+        load_latest(directory, lone_rank(), trained)
+    folder = directory.checkpoint_path(2)
+    assert str(failure.value).splitlines()[0] == f"the checkpoint {folder} is damaged: {DAMAGES[damage]}."
 
 
 @ranks(2)
@@ -174,8 +186,7 @@ WIDER = TransformerShape(vocab=64, dim=48, layers=2, heads=2, kv_heads=1, ffn_di
 DEEPER = TransformerShape(vocab=64, dim=32, layers=3, heads=2, kv_heads=1, ffn_dim=64)
 
 
-@pytest.mark.parametrize("sizes", [WIDER, DEEPER], ids=["wider", "deeper"])
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("shape", "sizes"), [((1, 2), WIDER), ((2, 1), DEEPER)], ids=["wider", "deeper"])
 @ranks(2)
 def test_another_model_is_a_misfit_on_every_rank(
     rank: int, tmp_path: Path, shape: tuple[int, int], sizes: TransformerShape
@@ -219,7 +230,9 @@ def read_state(rank: int, folder: Path, shape: tuple[int, int], same_world: bool
     assert_same_bits(whole_state(trained.model, trained.optimizer), torch.load(folder / "expected.pt"))
 
 
-@pytest.mark.parametrize("before", [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)])
+@pytest.mark.parametrize(
+    "before", [(1, 2), *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((1, 1), (2, 1), (2, 2), (1, 4)))]
+)
 def test_every_layout_reads_every_other(rank_pool: RankPool, tmp_path: Path, before: tuple[int, int]) -> None:
     """What is saved under `before` has the same bits in all others."""
     world = before[0] * before[1]

@@ -310,8 +310,16 @@ def check_full_disk(text: str, directory: RunDir, blind: bool) -> None:
     ]
 
 
-@pytest.mark.parametrize("blind", [False, True], ids=["looking first", "while writing"])
-@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("shape", "blind"),
+    [
+        pytest.param((2, 1), False, id="looking first"),
+        pytest.param((1, 2), True, id="while writing"),
+        pytest.param((1, 1), True, id="alone", marks=pytest.mark.slow),
+        pytest.param((2, 1), True, id="replicas", marks=pytest.mark.slow),
+        pytest.param((1, 2), False, id="shards", marks=pytest.mark.slow),
+    ],
+)
 def test_a_full_disk_damages_nothing(
     rank_pool: RankPool, small_disk: Callable[[str], Path], shape: tuple[int, int], blind: bool
 ) -> None:

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardway.checkpoint.state import random_state, seed_all, set_random_state
@@ -33,6 +33,7 @@ def draw() -> tuple[float, ...]:
     )
 
 
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**63 - 1), rank=st.integers(0, 10**6), drawn=st.integers(0, 5))
 def test_a_state_put_back_gives_the_same_draws(seed: int, rank: int, drawn: int) -> None:
     seed_all(seed, rank)
@@ -45,6 +46,7 @@ def test_a_state_put_back_gives_the_same_draws(seed: int, rank: int, drawn: int)
     assert [draw() for _ in range(3)] == expected
 
 
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**40), rank=st.integers(0, 5000))
 def test_a_state_has_one_shape_whatever_it_holds(seed: int, rank: int) -> None:
     """A checkpoint is read into a template of the same shape."""

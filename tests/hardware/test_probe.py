@@ -14,7 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from shardway.hardware.probe import Device, probe_machine
+from shardway.hardware import probe
+from shardway.hardware.probe import Device, has_nvidia_driver, probe_machine
 
 GIB = 2**30
 RootWith = Callable[[str, str], Path]
@@ -35,6 +36,12 @@ def root_with(lay_out: Callable[[Mapping[str, str]], Path]) -> RootWith:
         )
 
     return write
+
+
+@pytest.fixture(autouse=True)
+def a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests below stand in for the driver's library, so the driver itself must seem to be there."""
+    monkeypatch.setattr(probe, "has_nvidia_driver", lambda root: True)
 
 
 class NvmlError(Exception):
@@ -138,3 +145,11 @@ def test_the_probe_is_quick_without_a_driver(monkeypatch: pytest.MonkeyPatch) ->
         probe_machine()
         seconds.append(time.perf_counter() - start)
     assert min(seconds) < 0.05
+
+
+@pytest.mark.parametrize("sign", ["proc/driver/nvidia", "dev/nvidiactl", "dev/dxg"])
+def test_a_driver_shows_in_the_file_system(tmp_path: Path, sign: str) -> None:
+    assert not has_nvidia_driver(tmp_path)
+    (tmp_path / sign).parent.mkdir(parents=True)
+    (tmp_path / sign).touch()
+    assert has_nvidia_driver(tmp_path)

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pool import ranks
 from runs import lone_rank, pool_ranks
-from shardway.errors import UserError
+from shardway.errors import Bug, UserError
 from shardway.models.contract import ModelPlan
 from shardway.models.initialise import normal_
 from shardway.parallel.accumulate import accumulating
@@ -286,10 +286,23 @@ def test_coordinates_are_row_major() -> None:
     assert len(seen) == 24
 
 
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4)])
 @ranks(4)
-def test_the_grid_of_torch_has_the_same_coordinates(rank: int) -> None:
-    mesh = build_mesh(pool_ranks(), ParallelSection(dp_replicate=2, dp_shard=2))
+def test_the_grid_of_torch_has_the_same_coordinates(rank: int, shape: tuple[int, int]) -> None:
+    """It has the axes that split something and no others, each of which would cost process groups."""
+    mesh = build_mesh(pool_ranks(), ParallelSection(dp_replicate=shape[0], dp_shard=shape[1]))
     assert mesh.devices is not None
-    for axis in mesh.degrees:
+    split = [axis for axis, degree in mesh.degrees.items() if degree > 1]
+    assert list(mesh.devices.mesh_dim_names or ()) == split
+    for axis in split:
         assert mesh.part(axis).get_local_rank() == mesh.coordinate(axis)
-    assert mesh.part("dp_replicate", "dp_shard").mesh.tolist() == [[0, 1], [2, 3]]
+    assert mesh.part(*split).mesh.tolist() == ([[0, 1], [2, 3]] if shape == (2, 2) else [0, 1, 2, 3])
+
+
+def test_a_process_alone_has_no_grid() -> None:
+    mesh = build_mesh(lone_rank(), ParallelSection(dp_replicate=1, dp_shard=1))
+    assert (mesh.data_ranks, mesh.data_rank) == (1, 0)
+    with pytest.raises(Bug, match="a single process without a group has no sub-grid"):
+        mesh.part("dp_shard")
+    with pytest.raises(Bug, match="the mesh has no axis 'ep'"):
+        mesh.coordinate("ep")

@@ -178,9 +178,8 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("clip", ["off", "1.0"])
 @pytest.mark.parametrize("how", BROKEN)
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("shape", "clip"), [((2, 1), "off"), ((1, 2), "1.0")])
 @ranks(2)
 def test_weights_that_are_no_numbers_are_not_saved(
     rank: int, tmp_path: Path, shape: tuple[int, int], how: Callable[[torch.Tensor], torch.Tensor], clip: str
@@ -306,7 +305,9 @@ def hold_out(rank: int, folder: Path, shape: tuple[int, int], fraction: str) -> 
         train_tiny(folder / name, pool_ranks(), *words, micro, *layout(*shape), **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("fraction", ["0.03", "0.2"], ids=["3 samples", "19 samples"])
+@pytest.mark.parametrize(
+    "fraction", [pytest.param("0.03", id="3 samples"), pytest.param("0.2", id="19 samples", marks=pytest.mark.slow)]
+)
 def test_validation_does_not_depend_on_the_ranks(rank_pool: RankPool, tmp_path: Path, fraction: str) -> None:
     """Also where there are fewer samples than ranks: three held out, for four ranks."""
     shapes = [(1, 1), (2, 1), (1, 2), (2, 2)]

@@ -85,7 +85,7 @@ def test_more_draws_give_the_curve_of_one(rank: int, tmp_path: Path, overrides: 
     check_parity(rank, tmp_path, overrides)
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("shape", [(2, 1), pytest.param((1, 2), marks=pytest.mark.slow)])
 @ranks(2)
 def test_micro_batches_give_the_curve_of_whole_shares(rank: int, tmp_path: Path, shape: tuple[int, int]) -> None:
     for micro in ("1", "3", "4"):
@@ -94,6 +94,9 @@ def test_micro_batches_give_the_curve_of_whole_shares(rank: int, tmp_path: Path,
         whole = read_column(tmp_path / "4")
         assert worst_difference(read_column(tmp_path / "1"), whole) < LOSS_TOLERANCE
         assert worst_difference(read_column(tmp_path / "3"), whole) < LOSS_TOLERANCE
+
+
+MORE_WEIGHTS = [((4, 1), "true"), ((4, 1), "false"), ((1, 4), "false"), ((2, 2), "true")]
 
 
 def initial_weights(folder: Path, alone: bool, shape: tuple[int, int], tied: str) -> dict[str, torch.Tensor]:
@@ -108,8 +111,10 @@ def initial_weights(folder: Path, alone: bool, shape: tuple[int, int], tied: str
         }
 
 
-@pytest.mark.parametrize("tied", ["true", "false"])
-@pytest.mark.parametrize("shape", [(4, 1), (1, 4), (2, 2)])
+@pytest.mark.parametrize(
+    ("shape", "tied"),
+    [((1, 4), "true"), ((2, 2), "false"), *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE_WEIGHTS)],
+)
 @ranks(4)
 def test_initial_weights_have_the_same_bits(rank: int, tmp_path: Path, shape: tuple[int, int], tied: str) -> None:
     found = initial_weights(tmp_path / "together", False, shape, tied)
@@ -132,7 +137,7 @@ def test_batch_norm_in_equal_portions_gives_the_curve_of_one(rank: int, tmp_path
 
 
 @pytest.mark.parametrize("base", [TINY, TINY_IMAGES], ids=["transformer", "convnet"])
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("shape", [pytest.param((2, 1), marks=pytest.mark.slow), (1, 2)])
 @ranks(2)
 def test_bf16_stays_close_to_one_rank(rank: int, tmp_path: Path, shape: tuple[int, int], base: tuple[str, ...]) -> None:
     """Shards cast whole blocks to bf16 where one rank casts products alone, so only the first figures agree."""

@@ -54,7 +54,7 @@ def probe_machine(root: Path = Path("/")) -> Machine:
         physical_cores=_count_physical_cores(),
         usable_cores=_count_usable_cores(limits),
         memory_bytes=_find_memory_bytes(limits),
-        accelerators=_list_nvidia_devices(),
+        accelerators=_list_nvidia_devices() if has_nvidia_driver(root) else (),
         python=platform.python_version(),
         os=f"{platform.system()} {platform.release()} {platform.machine()}",
     )
@@ -91,6 +91,11 @@ def _find_memory_bytes(limits: CgroupLimits) -> int | None:
 
     total = psutil.virtual_memory().total
     return total if limits.memory_bytes is None else min(total, limits.memory_bytes)
+
+
+def has_nvidia_driver(root: Path) -> bool:
+    """Whether the kernel shows a driver; without one the import of its library would only cost time."""
+    return any((root / sign).exists() for sign in ("proc/driver/nvidia", "dev/nvidiactl", "dev/dxg"))
 
 
 def _list_nvidia_devices() -> tuple[Device, ...]:

@@ -48,7 +48,7 @@ class Mesh:
         return self.coordinate("dp_replicate") * self.degrees["dp_shard"] + self.coordinate("dp_shard")
 
     def part(self, *axes: str) -> DeviceMesh:
-        """The sub-grid of these axes that this rank is in."""
+        """The sub-grid of these axes that this rank is in; each must have a degree above 1 (or be the only one)."""
         if self.devices is None:
             raise Bug(f"a single process without a group has no sub-grid {axes}")
         return self.devices[axes]
@@ -61,5 +61,8 @@ def build_mesh(ranks: Ranks, parallel: ParallelSection) -> Mesh:
     if ranks.grouped:
         if ranks.device.type == "cuda":
             torch.cuda.set_device(ranks.device)
-        devices = init_device_mesh(ranks.device.type, tuple(degrees.values()), mesh_dim_names=AXES)
+        # Each axis costs process groups, and so threads and start-up time: only those that split anything are made.
+        split = [axis for axis in AXES if degrees[axis] > 1] or ["dp_shard"]
+        shape = tuple(degrees[axis] for axis in split)
+        devices = init_device_mesh(ranks.device.type, shape, mesh_dim_names=tuple(split))
     return Mesh(degrees, ranks.rank, devices)

@@ -6,19 +6,18 @@ loop of its own beside the one of `Run.steps`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
-from shardway.data.loader import Share, validation_batches
 from shardway.data.open import Data, open_described, wants_of
 from shardway.data.sources.base import Source
 from shardway.models.build import build_model
 from shardway.resolve import DataFacts
 from shardway.resolve.request import Request
+from shardway.train.feed import validation_data
 from shardway.train.loss import LossSum, class_cross_entropy, token_cross_entropy
 from shardway.train.optim import build_optimizer
 from shardway.train.run import Run, start
@@ -80,11 +79,4 @@ def _open(run: Run) -> Data:
 def _validation(run: Run, source: Source | None, loss_fn: Callable[..., LossSum]) -> Validation | None:
     if source is None:
         return None
-    return Validation(partial(_validation_data, run, source), loss_fn, source.facts.bytes_per_token)
-
-
-def _validation_data(run: Run, source: Source) -> Iterator[Any]:
-    values, mesh = run.resolved.values, run.session.mesh
-    share = Share(int(values.train.micro_batch) * mesh.data_ranks, mesh.data_rank, mesh.data_ranks)
-    batches = validation_batches(source, values.train.validation_samples, share, run.loader_options())
-    return (batch.data for batch in run.batches_on_device(batches))
+    return Validation(partial(validation_data, run.session, source), loss_fn, source.facts.bytes_per_token)

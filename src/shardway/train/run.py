@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,6 @@ import torch
 from torch import nn
 
 from shardway.checkpoint.state import Trained
-from shardway.data.loader import Batch, LoaderOptions, Share, StepLoader, to_device
-from shardway.data.order import Order
 from shardway.data.sources.base import Source
 from shardway.errors import UserError
 from shardway.parallel.apply import ApplyOptions, apply_parallelism
@@ -33,6 +31,7 @@ from shardway.resolve import DataFacts, Resolved, scale_of
 from shardway.resolve.request import Request
 from shardway.rundir.directory import RunDir
 from shardway.runfile.load import DEFAULT
+from shardway.train.feed import Loader, training_batches
 from shardway.train.loop import Loop, LoopParts, LoopPlan
 from shardway.train.loss import LossSum
 from shardway.train.schedule import Course
@@ -43,16 +42,6 @@ from shardway.units import Span
 
 OWN_MODEL_KEYS = ("data.shuffle", "data.workers", "data.prefetch", "data.record_ids")
 """Of [model] and [data], what has an effect on a script that brings its own model and data."""
-
-
-@dataclass(frozen=True)
-class Loader:
-    """Where a run's batches come from."""
-
-    samples: Any
-    size: int
-    tokens_per_sample: int
-    fingerprint: str
 
 
 class Run:
@@ -157,7 +146,7 @@ class Run:
             self._session.own_model = True
             self._session.settle(DataFacts(loader.size, loader.tokens_per_sample, None), keep=_has_effect_on_own_model)
         trained = self._trained()
-        parts = LoopParts(trained, lambda position: self._stream(loader, position), validation, on_step)
+        parts = LoopParts(trained, partial(training_batches, self._session, loader), validation, on_step)
         self._loop = Loop(self._session, self._plan(loader), parts)
         return self._loop.batches()
 
@@ -183,27 +172,9 @@ class Run:
         self._loop.note(result)
         return result.loss
 
-    def batches_on_device(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Batches moved to this rank's device, a source's as the pair (inputs, targets)."""
-        with contextlib.closing(batches) as stream:  # type: ignore[type-var]
-            for batch in stream:
-                yield to_device(_paired(batch), self.device)
-
     def _is_left_alone(self, dotted: str) -> bool:
         """Whether a default must not touch a script that owns its model: what it did not ask for does not happen."""
         return self._session.own_model and self.resolved.origins[dotted] == DEFAULT
-
-    def _stream(self, loader: Loader, position: int) -> Iterator[Batch]:
-        values = self.resolved.values
-        order = Order(loader.size, values.train.seed, values.data.shuffle)
-        share = Share(values.train.global_batch, self._session.mesh.data_rank, self._session.mesh.data_ranks)
-        step_loader = StepLoader(loader.samples, order, share, self.loader_options())
-        return self.batches_on_device(step_loader.batches(position))
-
-    def loader_options(self) -> LoaderOptions:
-        """Workers, read-ahead and pinned memory as the run file and the device want them."""
-        data = self.resolved.values.data
-        return LoaderOptions(data.workers, data.prefetch, pin_memory=self.device.type == "cuda")
 
     def _trained(self) -> Trained:
         if self._model is None or self._optimizer is None:
@@ -259,11 +230,3 @@ def start(
 
 def _has_effect_on_own_model(dotted: str) -> bool:
     return not dotted.startswith(("model.", "data.")) or dotted in OWN_MODEL_KEYS
-
-
-def _paired(batch: Batch) -> Batch:
-    """A source's batch, {"inputs": ..., "targets": ...}, as the pair that a training script expects."""
-    data = batch.data
-    if isinstance(data, dict) and data.keys() == {"inputs", "targets"}:
-        return Batch((data["inputs"], data["targets"]), batch.ids, batch.position)
-    return batch

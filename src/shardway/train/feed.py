@@ -1,0 +1,66 @@
+"""From data to this rank's batches on its device: for training from any position, for validation from the start.
+
+Invariant: which samples a rank gets follows from the resolved run, the grid and the position alone. This module must
+not take steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardway.data.loader import Batch, LoaderOptions, Share, StepLoader, to_device, validation_batches
+from shardway.data.order import Order
+from shardway.data.sources.base import Source
+from shardway.train.session import Session
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Where a run's batches come from: a source or a map-style dataset, and what is known of it."""
+
+    samples: Any
+    size: int
+    tokens_per_sample: int
+    fingerprint: str
+
+
+def training_batches(session: Session, loader: Loader, position: int) -> Iterator[Batch]:
+    """This rank's share of every global batch from `position` (samples consumed by all ranks) on, without end."""
+    values, mesh = session.resolved.values, session.mesh
+    order = Order(loader.size, values.train.seed, values.data.shuffle)
+    share = Share(values.train.global_batch, mesh.data_rank, mesh.data_ranks)
+    step_loader = StepLoader(loader.samples, order, share, _options(session))
+    return _on_device(step_loader.batches(position), session.ranks.device)
+
+
+def validation_data(session: Session, source: Source) -> Iterator[Any]:
+    """This rank's share of the held-out samples, as many batches on every rank."""
+    values, mesh = session.resolved.values, session.mesh
+    share = Share(int(values.train.micro_batch) * mesh.data_ranks, mesh.data_rank, mesh.data_ranks)
+    batches = validation_batches(source, values.train.validation_samples, share, _options(session))
+    return (batch.data for batch in _on_device(batches, session.ranks.device))
+
+
+def _options(session: Session) -> LoaderOptions:
+    data = session.resolved.values.data
+    return LoaderOptions(data.workers, data.prefetch, pin_memory=session.ranks.device.type == "cuda")
+
+
+def _on_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    """The batches on a device, a source's as the pair (inputs, targets)."""
+    with contextlib.closing(batches) as stream:  # type: ignore[type-var]
+        for batch in stream:
+            yield to_device(_paired(batch), device)
+
+
+def _paired(batch: Batch) -> Batch:
+    """A source's batch, {"inputs": ..., "targets": ...}, as the pair that a training script expects."""
+    data = batch.data
+    if isinstance(data, dict) and data.keys() == {"inputs", "targets"}:
+        return Batch((data["inputs"], data["targets"]), batch.ids, batch.position)
+    return batch
