@@ -53,7 +53,8 @@ _START_CODE = (
 def ranks(size: int, timeout_s: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the test on `size` ranks; its first parameter is `rank: int`, the others are fixtures as usual.
 
-    After `timeout_s` seconds the ranks that have not arrived are named with their stacks.
+    After `timeout_s` seconds the ranks that have not arrived are named with their stacks. Tests of more than two ranks
+    are `slow`: on two cores they wait for each other.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
@@ -68,7 +69,7 @@ def ranks(size: int, timeout_s: float = 60.0) -> Callable[[Callable[..., None]],
         pool = inspect.Parameter("rank_pool", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         on_every_rank.__signature__ = inspect.Signature([pool, *parameters[1:]])  # type: ignore[attr-defined]
         on_every_rank.rank_body = body  # type: ignore[attr-defined]
-        return on_every_rank
+        return pytest.mark.slow(on_every_rank) if size > 2 else on_every_rank
 
     return decorate
 

@@ -91,7 +91,7 @@ DAMAGES: dict[Callable[[Path], None], str] = {
 }
 
 
-@pytest.mark.parametrize("damage", [lose_shard, flip_bit, truncate, lose_manifest], ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("damage", [flip_bit, lose_manifest], ids=lambda damage: damage.__name__)
 @ranks(2)
 def test_damage_is_told_on_every_rank_and_changes_nothing(
     rank: int, tmp_path: Path, damage: Callable[[Path], None]
@@ -126,15 +126,19 @@ def test_damage_is_told_on_every_rank_and_changes_nothing(
 
 
 @pytest.mark.parametrize(
-    "damage", [lose_metadata, tear_manifest, empty_manifest, count_in_words], ids=lambda damage: damage.__name__
+    "damage",
+    [lose_shard, truncate, lose_metadata, tear_manifest, empty_manifest, count_in_words],
+    ids=lambda damage: damage.__name__,
 )
 def test_every_damage_is_told(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     directory, trained = save_two(tmp_path, lone_rank()), make_trained(lone_rank(), seed=1)
-    damage(directory.checkpoint_path(2))
+    folder = directory.checkpoint_path(2)
+    (shard,) = shards(folder)
+    what = DAMAGES[damage].format(shard=shard.name, size=shard.stat().st_size)
+    damage(folder)
     with pytest.raises(JobError) as failure:
         load_latest(directory, lone_rank(), trained)
-    folder = directory.checkpoint_path(2)
-    assert str(failure.value).splitlines()[0] == f"the checkpoint {folder} is damaged: {DAMAGES[damage]}."
+    assert str(failure.value).splitlines()[0] == f"the checkpoint {folder} is damaged: {what}."
 
 
 @ranks(2)
@@ -230,9 +234,8 @@ def read_state(rank: int, folder: Path, shape: tuple[int, int], same_world: bool
     assert_same_bits(whole_state(trained.model, trained.optimizer), torch.load(folder / "expected.pt"))
 
 
-@pytest.mark.parametrize(
-    "before", [(1, 2), *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((1, 1), (2, 1), (2, 2), (1, 4)))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("before", [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)])
 def test_every_layout_reads_every_other(rank_pool: RankPool, tmp_path: Path, before: tuple[int, int]) -> None:
     """What is saved under `before` has the same bits in all others."""
     world = before[0] * before[1]

@@ -119,9 +119,8 @@ def test_too_few_samples_to_hold_one_out_are_refused(tmp_path: Path) -> None:
 def test_a_problem_of_the_validation_file_names_its_key(tokens: Path, tmp_path: Path) -> None:
     assert refused(kind="tokens", path=str(tokens), validation=str(tmp_path / "v.npy")) == (
         "1 problem in the data\n"
-        f'  data.validation: "{tmp_path / "v.npy"}" is not a token file\n'
-        "      allowed: a .npy file with one row of integers, or a raw .bin file\n"
-        '      to do: for text, set data.kind = "text"'
+        f'  data.validation: "{tmp_path / "v.npy"}" does not exist\n'
+        "      allowed: a .npy or .bin token file"
     )
 
 

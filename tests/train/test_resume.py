@@ -62,7 +62,7 @@ def test_one_rank_resumes_with_the_same_bits(tmp_path: Path, quiet_threads: None
     check_same_bits(tmp_path, lone_rank(), *RUN)
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("shape", [pytest.param((2, 1), marks=pytest.mark.slow), (1, 2)])
 @ranks(2)
 def test_two_ranks_resume_with_the_same_bits(rank: int, tmp_path: Path, shape: tuple[int, int]) -> None:
     check_same_bits(tmp_path, pool_ranks(), *RUN, *layout(*shape))
@@ -74,7 +74,8 @@ def test_hybrid_ranks_resume_with_the_same_bits(rank: int, tmp_path: Path) -> No
     check_same_bits(tmp_path, pool_ranks(), *RUN, *layout(2, 2), "optim.name=sgd", "optim.lr=0.1")
 
 
-@pytest.mark.parametrize("shape", [pytest.param((2, 1), marks=pytest.mark.slow), (1, 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
 @ranks(2)
 def test_batch_norm_resumes_with_the_same_bits(rank: int, tmp_path: Path, shape: tuple[int, int]) -> None:
     words = ("train.steps=8", "checkpoint.every=3 steps", "train.validate_every=2 steps", *layout(*shape))
@@ -107,7 +108,7 @@ def attempt(
     ("before", "after"),
     [
         ((2, 1), (1, 1)),
-        ((1, 1), (1, 2)),
+        pytest.param((1, 1), (1, 2), marks=pytest.mark.slow),
         ((1, 4), (2, 1)),
         pytest.param((1, 2), (4, 1), marks=pytest.mark.slow),
         pytest.param((2, 2), (1, 2), marks=pytest.mark.slow),
@@ -171,13 +172,13 @@ STATE = {"adamw": ("exp_avg", "exp_avg_sq", "step"), "sgd": ("momentum_buffer",)
 
 
 @pytest.mark.parametrize("name", ["adamw", pytest.param("sgd", marks=pytest.mark.slow)])
-@ranks(4)
+@ranks(2)
 def test_state_is_loaded_with_the_same_bits(rank: int, tmp_path: Path, name: str) -> None:
     words = ("train.steps=4", "checkpoint.every=4 steps", f"optim.name={name}")
-    saved = walk(tmp_path / "run", pool_ranks(), *words, *layout(2, 2), steps=4)
+    saved = walk(tmp_path / "run", pool_ranks(), *words, *layout(1, 2), steps=4)
     assert {key.split()[-1] for key in saved} == {"weight", *STATE[name]}
     longer = (*words, "train.steps=20", "checkpoint.every=off")
-    for shape in ((1, 4), (4, 1), (2, 2)):
+    for shape in ((2, 1), (1, 2)):
         loaded = walk(tmp_path / "run", pool_ranks(), *longer, *layout(*shape), steps=0)
         assert_same_bits(loaded, saved)
 

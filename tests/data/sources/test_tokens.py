@@ -114,8 +114,15 @@ def test_a_file_of_another_sort_is_refused(tmp_path: Path) -> None:
         '      to do: for text, set data.kind = "text"'
     )
     (tmp_path / "t.txt").write_text("text")
-    for path in (tmp_path / "t.txt", tmp_path, tmp_path / "missing.npy"):
+    for path in (tmp_path / "t.txt", tmp_path):
         assert refused(path) == expected.format(path=path)
+
+
+def test_a_file_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
+    assert refused(tmp_path / "missing.npy") == (
+        f'1 problem in the data\n  data.path: "{tmp_path / "missing.npy"}" does not exist\n'
+        "      allowed: a .npy or .bin token file"
+    )
 
 
 def test_too_few_tokens_are_refused(tmp_path: Path) -> None:
