@@ -23,6 +23,8 @@ from shardway.ranks.start import Ranks
 from shardway.rundir.directory import RunDir
 from trained import SHAPE, assert_same_bits, make_parallel, make_trained, train_on, whole_state
 
+pytestmark = pytest.mark.slow  # test_core.py holds what `make check` runs of this
+
 NUMBERS = {"step": 2, "samples": 16, "targets": 192, "data": "abc"}
 
 
@@ -234,7 +236,6 @@ def read_state(rank: int, folder: Path, shape: tuple[int, int], same_world: bool
     assert_same_bits(whole_state(trained.model, trained.optimizer), torch.load(folder / "expected.pt"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("before", [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)])
 def test_every_layout_reads_every_other(rank_pool: RankPool, tmp_path: Path, before: tuple[int, int]) -> None:
     """What is saved under `before` has the same bits in all others."""

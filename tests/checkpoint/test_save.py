@@ -27,6 +27,8 @@ from shardway.ranks.start import Ranks
 from shardway.rundir.directory import RunDir
 from trained import assert_same_bits, make_trained, train_on, whole_state
 
+pytestmark = pytest.mark.slow  # test_core.py holds what `make check` runs of this
+
 LARGER = TransformerShape(vocab=1024, dim=128, layers=1, heads=2, kv_heads=2, ffn_dim=128)
 """2.7 MB with its optimizer state, so that what a file costs beside its tensors hardly counts."""
 
@@ -112,8 +114,8 @@ FAILING = {"read back": "shardway.checkpoint.save.seal_file", "written": "torch.
         ("written", 1),
         ("read back", 0),
         ("committed", 0),
-        pytest.param("written", 0, marks=pytest.mark.slow),
-        pytest.param("read back", 1, marks=pytest.mark.slow),
+        pytest.param("written", 0),
+        pytest.param("read back", 1),
     ],
 )
 @ranks(2)
@@ -322,9 +324,9 @@ def check_full_disk(text: str, directory: RunDir, blind: bool) -> None:
     [
         pytest.param((2, 1), False, id="looking first"),
         pytest.param((1, 2), True, id="while writing"),
-        pytest.param((1, 1), True, id="alone", marks=pytest.mark.slow),
-        pytest.param((2, 1), True, id="replicas", marks=pytest.mark.slow),
-        pytest.param((1, 2), False, id="shards", marks=pytest.mark.slow),
+        pytest.param((1, 1), True, id="alone"),
+        pytest.param((2, 1), True, id="replicas"),
+        pytest.param((1, 2), False, id="shards"),
     ],
 )
 def test_a_full_disk_damages_nothing(

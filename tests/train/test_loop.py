@@ -40,6 +40,8 @@ from shardway.train.run import Run
 from shardway.train.validate import Validation, validate
 from trained import FP32
 
+pytestmark = pytest.mark.slow  # test_core.py holds what `make check` runs of this
+
 SHORT = ("train.steps=6", "optim.warmup=0 steps")
 SCRIPT = ("run.device=cpu", "run.threads=1", "checkpoint.every=off")
 
@@ -305,9 +307,7 @@ def hold_out(rank: int, folder: Path, shape: tuple[int, int], fraction: str) -> 
         train_tiny(folder / name, pool_ranks(), *words, micro, *layout(*shape), **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "fraction", [pytest.param("0.03", id="3 samples"), pytest.param("0.2", id="19 samples", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("fraction", [pytest.param("0.03", id="3 samples"), pytest.param("0.2", id="19 samples")])
 def test_validation_does_not_depend_on_the_ranks(rank_pool: RankPool, tmp_path: Path, fraction: str) -> None:
     """Also where there are fewer samples than ranks: three held out, for four ranks."""
     shapes = [(1, 1), (2, 1), (1, 2), (2, 2)]

@@ -25,6 +25,8 @@ from runs import (
 )
 from shardway.models.build import build_model
 
+pytestmark = pytest.mark.slow  # test_core.py holds what `make check` runs of this
+
 LOSS_TOLERANCE = 1e-5
 NORM_TOLERANCE = 1e-4
 
@@ -78,21 +80,19 @@ def test_four_ranks_give_the_curve_of_one(rank: int, tmp_path: Path, overrides: 
     check_parity(rank, tmp_path, overrides)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("overrides", draw_cases([(2, 1), (1, 2)], 6))
 @ranks(2)
 def test_more_draws_of_two_ranks_give_the_curve_of_one(rank: int, tmp_path: Path, overrides: tuple[str, ...]) -> None:
     check_parity(rank, tmp_path, overrides)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("overrides", draw_cases([(4, 1), (1, 4), (2, 2)], 8))
 @ranks(4)
 def test_more_draws_of_four_ranks_give_the_curve_of_one(rank: int, tmp_path: Path, overrides: tuple[str, ...]) -> None:
     check_parity(rank, tmp_path, overrides)
 
 
-@pytest.mark.parametrize("shape", [(2, 1), pytest.param((1, 2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shape", [(2, 1), pytest.param((1, 2))])
 @ranks(2)
 def test_micro_batches_give_the_curve_of_whole_shares(rank: int, tmp_path: Path, shape: tuple[int, int]) -> None:
     for micro in ("1", "3", "4"):
@@ -120,7 +120,7 @@ def initial_weights(folder: Path, alone: bool, shape: tuple[int, int], tied: str
 
 @pytest.mark.parametrize(
     ("shape", "tied"),
-    [((1, 4), "true"), ((2, 2), "false"), *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE_WEIGHTS)],
+    [((1, 4), "true"), ((2, 2), "false"), *(pytest.param(*each) for each in MORE_WEIGHTS)],
 )
 @ranks(4)
 def test_initial_weights_have_the_same_bits(rank: int, tmp_path: Path, shape: tuple[int, int], tied: str) -> None:
@@ -132,7 +132,7 @@ def test_initial_weights_have_the_same_bits(rank: int, tmp_path: Path, shape: tu
         assert weight.std() > 0 or weight.dim() == 1, f"{name} was not filled"
 
 
-@pytest.mark.parametrize("shape", [pytest.param((2, 1), marks=pytest.mark.slow), (1, 2)])
+@pytest.mark.parametrize("shape", [pytest.param((2, 1)), (1, 2)])
 @ranks(2)
 def test_batch_norm_in_equal_portions_gives_the_curve_of_one(rank: int, tmp_path: Path, shape: tuple[int, int]) -> None:
     """Batch norm sees the images of one forward pass, so one rank has to take them in the same portions."""
@@ -147,9 +147,9 @@ def test_batch_norm_in_equal_portions_gives_the_curve_of_one(rank: int, tmp_path
     ("shape", "base"),
     [
         pytest.param((1, 2), TINY_IMAGES, id="shards convnet"),
-        pytest.param((1, 2), TINY, id="shards transformer", marks=pytest.mark.slow),
-        pytest.param((2, 1), TINY_IMAGES, id="replicas convnet", marks=pytest.mark.slow),
-        pytest.param((2, 1), TINY, id="replicas transformer", marks=pytest.mark.slow),
+        pytest.param((1, 2), TINY, id="shards transformer"),
+        pytest.param((2, 1), TINY_IMAGES, id="replicas convnet"),
+        pytest.param((2, 1), TINY, id="replicas transformer"),
     ],
 )
 @ranks(2)

@@ -33,6 +33,8 @@ from shardway.train.loss import token_cross_entropy
 from shardway.train.optim import build_optimizer
 from trained import assert_same_bits, whole_state
 
+pytestmark = pytest.mark.slow  # test_core.py holds what `make check` runs of this
+
 RUN = ("train.steps=8", "checkpoint.every=3 steps", "model.dropout=0.2", "train.micro_batch=2")
 
 
@@ -62,19 +64,17 @@ def test_one_rank_resumes_with_the_same_bits(tmp_path: Path, quiet_threads: None
     check_same_bits(tmp_path, lone_rank(), *RUN)
 
 
-@pytest.mark.parametrize("shape", [pytest.param((2, 1), marks=pytest.mark.slow), (1, 2)])
+@pytest.mark.parametrize("shape", [pytest.param((2, 1)), (1, 2)])
 @ranks(2)
 def test_two_ranks_resume_with_the_same_bits(rank: int, tmp_path: Path, shape: tuple[int, int]) -> None:
     check_same_bits(tmp_path, pool_ranks(), *RUN, *layout(*shape))
 
 
-@pytest.mark.slow
 @ranks(4)
 def test_hybrid_ranks_resume_with_the_same_bits(rank: int, tmp_path: Path) -> None:
     check_same_bits(tmp_path, pool_ranks(), *RUN, *layout(2, 2), "optim.name=sgd", "optim.lr=0.1")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
 @ranks(2)
 def test_batch_norm_resumes_with_the_same_bits(rank: int, tmp_path: Path, shape: tuple[int, int]) -> None:
@@ -108,11 +108,11 @@ def attempt(
     ("before", "after"),
     [
         ((2, 1), (1, 1)),
-        pytest.param((1, 1), (1, 2), marks=pytest.mark.slow),
+        pytest.param((1, 1), (1, 2)),
         ((1, 4), (2, 1)),
-        pytest.param((1, 2), (4, 1), marks=pytest.mark.slow),
-        pytest.param((2, 2), (1, 2), marks=pytest.mark.slow),
-        pytest.param((2, 1), (1, 2), marks=pytest.mark.slow),
+        pytest.param((1, 2), (4, 1)),
+        pytest.param((2, 2), (1, 2)),
+        pytest.param((2, 1), (1, 2)),
     ],
     ids=lambda shape: f"replicate{shape[0]}shard{shape[1]}",
 )
@@ -171,7 +171,7 @@ def walk(directory: Path, on: Ranks, *words: str, steps: int) -> dict[str, torch
 STATE = {"adamw": ("exp_avg", "exp_avg_sq", "step"), "sgd": ("momentum_buffer",)}
 
 
-@pytest.mark.parametrize("name", ["adamw", pytest.param("sgd", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["adamw", pytest.param("sgd")])
 @ranks(2)
 def test_state_is_loaded_with_the_same_bits(rank: int, tmp_path: Path, name: str) -> None:
     words = ("train.steps=4", "checkpoint.every=4 steps", f"optim.name={name}")

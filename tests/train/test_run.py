@@ -35,6 +35,8 @@ from shardway.train.run import Run
 from shardway.train.validate import Validation
 from trained import assert_same_bits, whole, whole_state
 
+pytestmark = pytest.mark.slow  # test_core.py holds what `make check` runs of this
+
 SCRIPT = ("run.device=cpu", "run.threads=1", "train.steps=12", "checkpoint.every=off", "data.record_ids=true")
 """What a script's run file says here: nothing of model and data."""
 
@@ -145,7 +147,7 @@ def scripted(rank: int, folder: Path, shape: tuple[int, int], words: tuple[str, 
         torch.save(weights, folder / "weights.pt")
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2), pytest.param((2, 2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2), pytest.param((2, 2))])
 def test_ranks_train_as_one_does(rank_pool: RankPool, tmp_path: Path, shape: tuple[int, int]) -> None:
     arguments = {"words": (), "last": None}
     rank_pool.run(scripted, 1, {"folder": tmp_path / "one", "shape": (1, 1), **arguments})
@@ -155,7 +157,7 @@ def test_ranks_train_as_one_does(rank_pool: RankPool, tmp_path: Path, shape: tup
         assert torch.allclose(found, expected, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("shape", [pytest.param((2, 1), marks=pytest.mark.slow), (1, 2)])
+@pytest.mark.parametrize("shape", [pytest.param((2, 1)), (1, 2)])
 def test_a_script_resumes_with_the_same_bits(rank_pool: RankPool, tmp_path: Path, shape: tuple[int, int]) -> None:
     for name, stops in (("through", [None]), ("stopped", [5, None])):
         for last in stops:
@@ -287,7 +289,7 @@ def test_two_steps_for_one_batch_are_refused(tmp_path: Path, quiet_threads: None
     )
 
 
-@pytest.mark.parametrize("shape", [(2, 1), pytest.param((1, 2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shape", [(2, 1), pytest.param((1, 2))])
 @ranks(2)
 def test_a_loop_that_is_left_early_is_saved_and_goes_on(rank: int, tmp_path: Path, shape: tuple[int, int]) -> None:
     for name, limit in (("left", 5), ("left", 99), ("through", 99)):
