@@ -5,7 +5,8 @@
 Both take turns, one step each, in one process, so that whatever else the machine does meets both alike. Ours is the
 whole thing: `run.steps` with events, status, agreement and loader, `run.step` with exact normalisation and clipping.
 Theirs is what one writes by hand: gather, forward, cross-entropy, backward, clip_grad_norm_, AdamW, cosine schedule,
-and reading the loss. The figure is tokens/s of ours / tokens/s of theirs, as the median over pairs and in total.
+and reading the loss. The figure is tokens/s of ours / tokens/s of theirs. The ratio of medians is the one to quote: a pause of the machine
+falls on one side of a pair and moves the other two.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ WARM_UP = 10
 
 @dataclass(frozen=True)
 class Figures:
-    """Seconds a step of each, and ratios of tokens/s (ours / theirs)."""
+    """Median seconds a step of each, and three ratios of tokens/s (ours / theirs): of medians, of pairs, in total."""
 
     ours_s: float
     theirs_s: float
-    ratio_median: float
-    ratio_total: float
+    ratio_of_medians: float
+    ratio_of_pairs: float
+    ratio_in_total: float
     pairs: int
 
 
@@ -113,8 +115,9 @@ def measure(pairs: int, overrides: list[str]) -> Figures:
     return Figures(
         ours_s=statistics.median(ours),
         theirs_s=statistics.median(theirs),
-        ratio_median=statistics.median(b / a for a, b in zip(ours, theirs, strict=True)),
-        ratio_total=sum(theirs) / sum(ours),
+        ratio_of_medians=statistics.median(theirs) / statistics.median(ours),
+        ratio_of_pairs=statistics.median(b / a for a, b in zip(ours, theirs, strict=True)),
+        ratio_in_total=sum(theirs) / sum(ours),
         pairs=pairs,
     )
 
@@ -132,7 +135,10 @@ def main() -> None:
         return
     print(f"ours         {1e3 * figures.ours_s:8.2f} ms a step (median of {figures.pairs})")
     print(f"hand-written {1e3 * figures.theirs_s:8.2f} ms a step")
-    print(f"tokens/s, ours / hand-written: {figures.ratio_median:.3f} median of pairs, {figures.ratio_total:.3f} total")
+    print(
+        f"tokens/s, ours / hand-written: {figures.ratio_of_medians:.3f} of medians, {figures.ratio_of_pairs:.3f} median of "
+        f"pairs, {figures.ratio_in_total:.3f} in total"
+    )
 
 
 if __name__ == "__main__":
