@@ -5,8 +5,8 @@
 Both take turns, one step each, in one process, so that whatever else the machine does meets both alike. Ours is the
 whole thing: `run.steps` with events, status, agreement and loader, `run.step` with exact normalisation and clipping.
 Theirs is what one writes by hand: gather, forward, cross-entropy, backward, clip_grad_norm_, AdamW, cosine schedule,
-and reading the loss. The figure is tokens/s of ours / tokens/s of theirs. The ratio of medians is the one to quote: a pause of the machine
-falls on one side of a pair and moves the other two.
+and reading the loss. The figure is tokens/s of ours / tokens/s of theirs. The ratio of medians is the one to quote: a
+pause of the machine falls on one side of a pair and moves the other two.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ def main() -> None:
     print(f"ours         {1e3 * figures.ours_s:8.2f} ms a step (median of {figures.pairs})")
     print(f"hand-written {1e3 * figures.theirs_s:8.2f} ms a step")
     print(
-        f"tokens/s, ours / hand-written: {figures.ratio_of_medians:.3f} of medians, {figures.ratio_of_pairs:.3f} median of "
-        f"pairs, {figures.ratio_in_total:.3f} in total"
+        f"tokens/s, ours / hand-written: {figures.ratio_of_medians:.3f} of medians, "
+        f"{figures.ratio_of_pairs:.3f} median of pairs, {figures.ratio_in_total:.3f} in total"
     )
 
 
