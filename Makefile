@@ -1,6 +1,6 @@
 # make run     train the default run on this machine
 # make test    every test that this machine can run
-# make check   what a change must pass: format, lint, types, import order, fast tests (under a minute)
+# make check   what a change must pass: format, lint, types, fast tests (import order is one), under a minute
 # make gpu     tests on a CUDA device: with python3 where that has torch (no install, PYTHONPATH=src), else .venv
 # make bench   measure the loop against a hand-written one
 
@@ -20,7 +20,6 @@ test: $(READY)
 check: $(READY)
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && echo "format, lint: ok"
 	@$(BIN)/mypy & types=$$!; \
-	$(BIN)/lint-imports --no-logo | tail -1 & \
 	$(BIN)/python -m pytest -m "not slow" && wait $$types
 
 gpu:
