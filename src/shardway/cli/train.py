@@ -93,10 +93,9 @@ def _check_data(resolution: Resolution) -> None:
     Text is prepared here as well, so that the ranks find it ready.
     """
     from shardway.data.open import open_described
-    from shardway.resolve import DataFacts, resolve_with_data
+    from shardway.resolve import resolve_with_data
 
-    train = open_described(resolution.resolved.values).train
-    resolve_with_data(resolution.resolved, DataFacts(len(train), train.tokens_per_sample, train.facts.vocab))
+    resolve_with_data(resolution.resolved, open_described(resolution.resolved.values).facts)
 
 
 def _train_here(request: Request, resolution: Resolution) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from shardway.data.sources.idx import TEST, has_part, open_idx, open_idx_validat
 from shardway.data.sources.synthetic import open_synthetic
 from shardway.data.sources.text import open_text
 from shardway.data.sources.tokens import open_tokens
+from shardway.resolve import DataFacts
 from shardway.runfile.schema import DataSection, RunFile
 
 _GIVES: dict[str, tuple[Wants, ...]] = {
@@ -40,6 +41,11 @@ class Data:
 
     train: Source
     validation: Source | None
+
+    @property
+    def facts(self) -> DataFacts:
+        """What resolving needs to know of the training data."""
+        return DataFacts(len(self.train), self.train.tokens_per_sample, self.train.facts.vocab)
 
 
 def wants_of(model_kind: str) -> Wants:

@@ -15,7 +15,6 @@ import torch
 from shardway.data.open import Data, open_described, wants_of
 from shardway.data.sources.base import Source
 from shardway.models.build import build_model
-from shardway.resolve import DataFacts
 from shardway.resolve.request import Request
 from shardway.train.feed import validation_data
 from shardway.train.loss import LossSum, class_cross_entropy, token_cross_entropy
@@ -72,7 +71,7 @@ def train_run(run: Run) -> Outcome:
 def _open(run: Run) -> Data:
     """The data, opened by rank 0 first (it prepares what the others then find), and the run completed with it."""
     data = run.session.ranks.first_then_all(lambda: open_described(run.resolved.values))
-    run.session.settle(DataFacts(len(data.train), data.train.tokens_per_sample, data.train.facts.vocab))
+    run.session.settle(data.facts)
     return data
 
 

@@ -6,9 +6,11 @@ writes one step event a step; every file of events says where an attempt began. 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from shardway.errors import JobError
@@ -45,11 +47,8 @@ class Recorder:
             self._write("started", {"step": step, "world": world})
 
     def _mark_start(self, rank: int, step: int) -> None:
-        try:
-            with self._directory.event_writer(rank) as writer:
-                writer.write("started", step=step, world=self._ranks.world)
-        except OSError as error:
-            raise _refused(self._directory, error) from error
+        with _refusals(self._directory), self._directory.event_writer(rank) as writer:
+            writer.write("started", step=step, world=self._ranks.world)
 
     def event(self, name: str, /, **facts: Any) -> None:
         """An event of the whole run: written by rank 0."""
@@ -71,10 +70,8 @@ class Recorder:
         if not self._ranks.is_first or (not now and time.monotonic() - self._status_at < STATUS_EVERY_S):
             return
         self._status_at = time.monotonic()
-        try:
+        with _refusals(self._directory):
             self._directory.write_status(**self._status, time=time.time())
-        except OSError as error:
-            raise _refused(self._directory, error) from error
 
     def failed(self, reason: str) -> None:
         """State "failed", unless this attempt never began and an earlier one has left its own state."""
@@ -89,17 +86,20 @@ class Recorder:
             self._writer = None
 
     def _write(self, name: str, facts: dict[str, Any]) -> None:
-        try:
+        with _refusals(self._directory):
             if self._writer is None:
                 self._writer = self._directory.event_writer(self._ranks.rank)
             self._writer.write(name, **facts)
-        except OSError as error:
-            raise _refused(self._directory, error) from error
 
 
-def _refused(directory: RunDir, error: OSError) -> JobError:
-    return JobError(
-        f"the run directory {directory.path} does not take more writing: {error.strerror}.\n"
-        "  What was saved before is unchanged. To do: make room (or check the quota and the mount), then run the same "
-        "command again: it goes on from the last checkpoint."
-    )
+@contextlib.contextmanager
+def _refusals(directory: RunDir) -> Iterator[None]:
+    """Turn what the file system refuses into a JobError with what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise JobError(
+            f"the run directory {directory.path} does not take more writing: {error.strerror}.\n"
+            "  What was saved before is unchanged. To do: make room (or check the quota and the mount), then run the "
+            "same command again: it goes on from the last checkpoint."
+        ) from error
