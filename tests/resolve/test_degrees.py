@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from resolving import resolve_or_refuse
 
-from shardway.resolve.rules import _nearest_divisor
+from shardway.resolve.rules.numbers import nearest_divisor
 
 DEGREES = st.one_of(st.just("auto"), st.integers(1, 12))
 
@@ -49,6 +49,6 @@ def test_the_micro_batches_of_a_step_hold_every_sample_once(r: int, s: int, batc
 
 
 @given(st.integers(1, 400), st.integers(1, 500))
-def test_the_nearest_divisor(number: int, wanted: int) -> None:
+def test_thenearest_divisor(number: int, wanted: int) -> None:
     divisors = [d for d in range(1, number + 1) if number % d == 0]
-    assert _nearest_divisor(number, wanted) == min(divisors, key=lambda d: (abs(d - wanted), d))
+    assert nearest_divisor(number, wanted) == min(divisors, key=lambda d: (abs(d - wanted), d))

@@ -2,7 +2,7 @@
 
 Every `nn.Module` whose `forward` takes the inputs and returns logits can be trained. Two methods are optional:
 
-    def plan(self) -> ModelPlan             which modules form units, and how their matrices split
+    def plan(self) -> ModelPlan             which modules form units, how weights split, where it may be cut
     def init_weights(self, seed: int)       fill every parameter and buffer, needed when it is built on meta
 
 Invariant: a plan names modules by pattern and never holds a module, so it is as true of the model on the meta
@@ -17,28 +17,63 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardway.errors import Problem, check_no_problems
 
-Split = Literal["column", "row", "vocabulary"]
-"""How a weight splits over the tensor axis: `column` by output features (dim 0), `row` by input features (dim 1),
-`vocabulary` by rows of an embedding table (dim 0, the lookup then sums over ranks)."""
+Split = Literal["column", "row", "vocabulary", "logits", "sequence"]
+"""What the tensor axis does to a module.
+
+`column`: its weight [out, in] splits by output features; `row`: by input features, so that its output is a sum over
+the ranks; `vocabulary`: an embedding table splits by rows, so that its output is a sum as well; `logits`: the output
+layer, by columns; `sequence`: nothing of it splits, it works on each token alone (norms).
+"""
 
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """Facts of a model that its parallel forms need.
-
-    `blocks` are patterns of modules that are one unit of sharding, compilation and recompute, each called once in
-    a forward pass. `tensor` maps patterns to how the matched module's weight splits over the tensor axis.
-    A pattern is compared part by part between the dots: "blocks.*" is every child of `blocks` and no grandchild.
-    """
+    """Facts of a model that its parallel forms need; a pattern is compared part by part between the dots:
+    "blocks.*" is every child of `blocks` and no grandchild."""
 
     blocks: tuple[str, ...] = ()
+    """Modules that are one unit of sharding, compilation and recompute, each called once in a forward pass."""
     tensor: Mapping[str, Split] = field(default_factory=dict)
+    """How modules take part in the tensor axis."""
+    regions: tuple[str, ...] = ()
+    """Modules that hold all `column` and `row` modules of one sum: the tensor axis gathers the first input (the whole
+    sequence) where it enters and adds the outputs up where they leave. What is in it and not split is computed by
+    every rank alike."""
+    held: Mapping[str, int] = field(default_factory=dict)
+    """Parameters inside a region that the tensor axis splits in this dim, read through `held_by_rank`."""
+    kv_width: int = 0
+    """Features of one key/value head: a `column` module whose `out_features / kv_width` is smaller than the degree
+    of the tensor axis is computed whole by groups of ranks. 0: there are none."""
+    attention: tuple[str, ...] = ()
+    """Modules without parameters that mix positions: (q, k, v), each [batch, heads, seq, head_dim], causal -> the same
+    shape as q; k and v may have fewer heads. The context axis takes their place."""
+    positions: str = ""
+    """Keyword of `forward` that takes int64 positions [seq]; without it the sequence cannot be split."""
+    experts: tuple[str, ...] = ()
+    """Modules (tokens [n, dim] sorted by expert, counts [experts]) -> [n, dim], whose parameters all have the expert
+    in dim 0 and are read through `held_by_rank`. The expert axis splits them and sends tokens to where they live."""
+    active: float = 1.0
+    """The part of its experts that one token uses (top-k / experts)."""
+    first: tuple[str, ...] = ()
+    """Modules before the blocks: a pipeline's first stage keeps them."""
+    last: tuple[str, ...] = ()
+    """Modules after the blocks: a pipeline's last stage keeps them. A module that a stage lacks is None (or gone from
+    its `nn.ModuleDict`), and `forward` must then hand on what it was given. Without `last` a model cannot be cut."""
+    shared: tuple[tuple[str, str], ...] = ()
+    """Pairs of modules of which the second uses a weight of the first (tied embeddings): they must stay together."""
+
+
+def held_by_rank(parameter: torch.Tensor) -> torch.Tensor:
+    """The part of a parameter that this rank computes with: the local tensor of a split one, else itself."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def find_plan(model: nn.Module) -> ModelPlan | None:

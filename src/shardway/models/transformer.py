@@ -101,22 +101,28 @@ class Transformer(nn.Module):
     def __init__(self, shape: TransformerShape) -> None:
         super().__init__()
         self.shape = shape
-        self.embedding = nn.Embedding(shape.vocab, shape.dim)
+        self.embedding: nn.Embedding | None = nn.Embedding(shape.vocab, shape.dim)
         self.dropout = nn.Dropout(shape.dropout)
         # A dict, so that a pipeline stage that drops blocks keeps the names, and thus the weights, of the others.
         self.blocks = nn.ModuleDict({str(index): Block(shape) for index in range(shape.layers)})
         self.norm = build_norm(shape)
-        self.head: nn.Module = TiedHead() if shape.tied else nn.Linear(shape.dim, shape.vocab, bias=False)
+        self.head: nn.Module | None = TiedHead() if shape.tied else nn.Linear(shape.dim, shape.vocab, bias=False)
 
     def forward(self, inputs: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits for int64 `inputs` [batch, seq]; `positions` [seq] or [batch, seq] default to 0, 1, 2 ..."""
+        """Logits for int64 `inputs` [batch, seq]; `positions` [seq] or [batch, seq] default to 0, 1, 2 ...
+
+        A pipeline stage takes and returns [batch, seq, dim] where it lacks the first or the last modules, and needs
+        `positions` then.
+        """
         if positions is None:
             positions = torch.arange(inputs.shape[-1], device=inputs.device)
-        x = self.dropout(self.embedding(inputs))
+        x = inputs if self.embedding is None else self.dropout(self.embedding(inputs))
         for block in self.blocks.values():
             x = block(x, positions)
+        if self.head is None:
+            return x
         x = self.norm(x)
-        return self.head(x, self.embedding.weight) if self.shape.tied else self.head(x)
+        return self.head(x) if self.embedding is None or not self.shape.tied else self.head(x, self.embedding.weight)
 
     def init_weights(self, seed: int) -> None:
         """Fill every parameter; the values depend on seed and name alone."""
@@ -137,22 +143,29 @@ class Transformer(nn.Module):
         return math.sqrt(2 / (5 * self.shape.dim)) / (math.sqrt(2 * self.shape.layers) if residual else 1.0)
 
     def plan(self) -> ModelPlan:
-        """Blocks are the units; projections into heads or hidden features split by columns, those out by rows.
-
-        The head gives logits split by vocabulary; a tied one takes the embedding's weight, split the same way.
-        """
+        """Attention and feed-forward are regions; a tied head uses the embedding's weight, split the same way."""
         gate: dict[str, Split] = {"blocks.*.ffn.gate": "column"} if self.shape.activation == "swiglu" else {}
         return ModelPlan(
             blocks=("blocks.*",),
             tensor={
                 "embedding": "vocabulary",
+                "blocks.*.attention_norm": "sequence",
                 "blocks.*.attention.w[qkv]": "column",
                 "blocks.*.attention.wo": "row",
+                "blocks.*.ffn_norm": "sequence",
                 **gate,
                 "blocks.*.ffn.up": "column",
                 "blocks.*.ffn.down": "row",
-                "head": "column",
+                "norm": "sequence",
+                "head": "logits",
             },
+            regions=("blocks.*.attention", "blocks.*.ffn"),
+            kv_width=self.shape.head_dim,
+            attention=("blocks.*.attention.core",),
+            positions="positions",
+            first=("embedding", "dropout"),
+            last=("norm", "head"),
+            shared=(("embedding", "head"),) if self.shape.tied else (),
         )
 
 
@@ -184,11 +197,11 @@ class Attention(nn.Module):
     def __init__(self, shape: TransformerShape) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
-        self.grouped = shape.kv_heads != shape.heads
         self.rope_theta = shape.rope_theta
         self.wq = nn.Linear(shape.dim, shape.heads * shape.head_dim, bias=False)
         self.wk = nn.Linear(shape.dim, shape.kv_heads * shape.head_dim, bias=False)
         self.wv = nn.Linear(shape.dim, shape.kv_heads * shape.head_dim, bias=False)
+        self.core = CausalAttention()
         self.wo = nn.Linear(shape.heads * shape.head_dim, shape.dim, bias=False)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -196,8 +209,15 @@ class Attention(nn.Module):
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         cos, sin = rotation(positions, self.head_dim, self.rope_theta)
         q, k, v = (y.transpose(1, 2) for y in (rotate(q, cos, sin), rotate(k, cos, sin), v))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
-        return self.wo(mixed.transpose(1, 2).flatten(2))
+        return self.wo(self.core(q, k, v).transpose(1, 2).flatten(2))
+
+
+class CausalAttention(nn.Module):
+    """softmax(q k^T / sqrt(head_dim)) v over earlier positions; [batch, heads, seq, head_dim] each, k and v perhaps
+    of fewer heads. A module of its own, so that one that sees a part of the sequence can take its place."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
 class FeedForward(nn.Module):

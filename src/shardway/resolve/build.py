@@ -14,7 +14,9 @@ from typing import cast
 from shardway.errors import Problem, check_no_problems
 from shardway.resolve.draft import Draft
 from shardway.resolve.resolved import Circumstances, DataFacts, Derived, Resolved
-from shardway.resolve.rules import RULES, a_run_without_a_name_is_called_after_its_file, replicas_of
+from shardway.resolve.rules import RULES
+from shardway.resolve.rules.layout import replicas_of
+from shardway.resolve.rules.run import a_run_without_a_name_is_called_after_its_file
 from shardway.runfile.load import DEFAULT, Loaded
 from shardway.units import Scale, Span
 

@@ -128,13 +128,40 @@ class ParallelSection(Section):
 
     dp_replicate: PositiveInt | Auto = key("auto", "Copies of the model; auto = what the other axes leave.")
     dp_shard: PositiveInt | Auto = key(1, "Ranks that share one copy of the states (FSDP2).")
-    cp: PositiveInt = key(1, "Context parallel degree (splits the sequence).")
+    cp: PositiveInt = key(1, "Context parallel degree (splits the sequence); the states are shared over it as well.")
     tp: PositiveInt = key(1, "Tensor parallel degree (splits matrices).")
     pp: PositiveInt = key(1, "Pipeline parallel degree (splits the layers).")
     ep: PositiveInt = key(1, "Expert parallel degree (over dp_shard x cp).")
-    reshard_after_forward: bool = key(True, "Free gathered weights after the forward pass (dp_shard > 1).")
+    bucket: BytesField = key(25 * 2**20, "Size of a bucket of gradients that travel together (dp_replicate alone).")
+    static_graph: bool = key(False, "Promise that every step uses the same parameters (dp_replicate alone).")
+    compress: Literal["none", "bf16", "fp16", "powersgd"] = key(
+        "none", "What gradients are compressed to before they travel (dp_replicate alone)."
+    )
+    powersgd_rank: PositiveInt = key(4, "Rank of the matrices that PowerSGD sends (arXiv:1905.13727).")
+    reshard_after_forward: bool | PositiveInt | Auto = key(
+        "auto",
+        "Free gathered weights after the forward pass; a number keeps them gathered over so many ranks; "
+        "auto = true, but false under a pipeline (dp_shard > 1).",
+    )
     prefetch: NonNegativeInt = key(1, "Blocks whose weights are gathered ahead of use (dp_shard > 1).")
-    bucket: BytesField = key(25 * 2**20, "Size of a bucket of gradients that travel together (dp_replicate > 1).")
+    cpu_offload: bool = key(False, "Keep sharded weights, gradients and optimizer state in CPU memory (dp_shard > 1).")
+    tp_sequence: bool = key(True, "Split norms, dropout and residual stream by sequence as well (tp > 1).")
+    tp_loss: bool = key(True, "Keep logits split by vocabulary in the loss (tp > 1).")
+    cp_method: Literal["ring", "gather"] = key(
+        "ring", "How keys and values reach all queries: passed around in a ring, or gathered (cp > 1)."
+    )
+    pp_schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = key(
+        "1f1b", "Order of forward and backward passes of the micro-batches (pp > 1)."
+    )
+    pp_stages_per_rank: PositiveInt | Auto = key(
+        "auto", "Stages that a rank holds; auto = 2 for interleaved, zero_bubble and zbv, else 1 (pp > 1)."
+    )
+    pp_split: list[NonNegativeInt] = key(
+        [], "Blocks of each stage; empty = balanced by cost, embedding and head counted (pp > 1)."
+    )
+    pp_micro_batches: PositiveInt | Auto = key(
+        "auto", "Micro-batches of one pass through the pipeline; auto = all of a step (pp > 1)."
+    )
 
 
 class PrecisionSection(Section):

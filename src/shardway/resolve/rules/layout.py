@@ -1,0 +1,95 @@
+"""Rules of the degrees and of how a global batch is cut over them.
+
+Invariant: a rule derives what was left open or refuses; it never changes what the user set. This module must not
+read files or look at the machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from shardway.resolve.draft import Draft
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+def degrees_multiply_to_the_ranks(draft: Draft) -> None:
+    """One of dp_replicate and dp_shard may be "auto" and takes what the other axes leave."""
+    ranks = draft.circumstances.ranks
+    degrees = {axis: draft.get(f"parallel.{axis}") for axis in AXES}
+    open_axes = [axis for axis, degree in degrees.items() if degree == "auto"]
+    if len(open_axes) > 1:
+        draft.derive("parallel.dp_replicate", 1, "dp_shard is auto and takes all ranks")
+        degrees["dp_replicate"] = 1
+        open_axes.remove("dp_replicate")
+    known = math.prod(degree for degree in degrees.values() if degree != "auto")
+    if open_axes and ranks % known == 0:
+        draft.derive(f"parallel.{open_axes[0]}", ranks // known, _what_is_left(ranks, degrees))
+    elif known != ranks:
+        _refuse_product(draft, degrees, known)
+
+
+def _what_is_left(ranks: int, degrees: Mapping[str, Any]) -> str:
+    others = _above_one(degrees)
+    return f"{ranks} ranks / {_product(others)}" if others else f"{ranks} ranks"
+
+
+def _refuse_product(draft: Draft, degrees: Mapping[str, Any], known: int) -> None:
+    ranks, above = draft.circumstances.ranks, _above_one(degrees)
+    if not above:
+        what = f"every degree is 1, and there are {ranks} ranks"
+    elif "auto" in degrees.values():
+        what = f"{_product(above)} does not divide the number of ranks, {ranks}"
+    else:
+        product = _product(above) if len(above) == 1 else f"{_product(above)} = {known}"
+        what = f"{product} is not the number of ranks, {ranks}"
+    start = f"start {known} rank{'s' if known > 1 else ''} (--nproc {known})"
+    culprit = next((axis for axis in ("dp_shard", "dp_replicate", *AXES) if axis in above), "dp_replicate")
+    draft.refuse(
+        f"parallel.{culprit}",
+        what,
+        "degrees whose product is the number of ranks",
+        start
+        + (", or change a degree" if len(above) > 1 else ", or change it")
+        + '; "auto" takes what the others leave',
+    )
+
+
+def _above_one(degrees: Mapping[str, Any]) -> dict[str, int]:
+    return {axis: degree for axis, degree in degrees.items() if degree not in ("auto", 1)}
+
+
+def _product(degrees: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis} {degree}" for axis, degree in degrees.items())
+
+
+def every_replica_gets_a_sample(draft: Draft) -> None:
+    replicas, batch = replicas_of(draft), draft.get("train.global_batch")
+    if batch < replicas:
+        draft.refuse(
+            "train.global_batch",
+            f"{batch} samples cannot be shared by {replicas} data-parallel ranks",
+            f"at least {replicas}",
+            "raise train.global_batch or use fewer ranks",
+        )
+
+
+def a_micro_batch_is_a_part_of_a_rank_share(draft: Draft) -> None:
+    replicas, batch = replicas_of(draft), draft.get("train.global_batch")
+    share = max(1, math.ceil(batch / replicas))
+    micro = draft.get("train.micro_batch")
+    if micro == "auto":
+        draft.derive("train.micro_batch", share, f"{batch} samples / {replicas} data-parallel ranks")
+    elif micro > share:
+        draft.refuse(
+            "train.micro_batch",
+            f"{micro} is more than a rank's share of {share} (train.global_batch {batch} / {replicas} ranks)",
+            f"1 to {share}",
+        )
+
+
+def replicas_of(draft: Draft) -> int:
+    degrees = (draft.get("parallel.dp_replicate"), draft.get("parallel.dp_shard"))
+    return math.prod(degree for degree in degrees if degree != "auto")
