@@ -8,6 +8,9 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -15,3 +18,15 @@ def without_buffer_sync() -> dict[str, Any]:
     """The keyword of DDP that leaves buffers alone in a forward pass: torch 2.13 renamed it and warns of the old."""
     renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
     return {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
+
+
+def all_gather_along(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """torch's functional all-gather, which torch 2.13 renamed."""
+    gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+    return gather(x, dim, group)
+
+
+def reduce_scatter_along(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """torch's functional reduce-scatter (a sum), which torch 2.13 renamed."""
+    scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+    return scatter(x, "sum", dim, group)

@@ -105,8 +105,15 @@ def apply_fsdp(model, mesh) -> None:
 
 
 def apply_tensor(model, mesh) -> None:
-    styles = {"column": ColwiseParallel, "row": RowwiseParallel, "vocabulary": RowwiseParallel}
-    for pattern, split in model.plan().tensor.items():
+    styles = {
+        "column": ColwiseParallel,
+        "key_value": ColwiseParallel,
+        "logits": ColwiseParallel,
+        "row": RowwiseParallel,
+        "vocabulary": RowwiseParallel,
+    }
+    splits = {pattern: split for pattern, split in model.plan().tensor.items() if split in styles}
+    for pattern, split in splits.items():
         for name, module in match_modules(model, [pattern]):
             if next(module.parameters(), None) is not None:
                 parallelize_module(model, mesh, {name: styles[split]()})

@@ -39,6 +39,8 @@ class Refuses:
 
 CONVNET = ("model.kind=convnet", "data.kind=synthetic")
 GPU = {"accelerators": 2}
+EMULATED = ("precision.compute=float8", "precision.float8_emulate=true")
+PIPELINE = ("parallel.pp=2", "model.tied=false")
 
 DERIVATIONS = [
     Derives("a_run_uses_the_accelerator_where_there_is_one", (), "run.device", "cpu", "no accelerator found"),
@@ -89,6 +91,21 @@ DERIVATIONS = [
         "train.validate_every",
         "off",
         "nothing is held out",
+    ),
+    Derives(
+        "float8_gathers_what_has_one_scale",
+        (*EMULATED, "parallel.dp_shard=2"),
+        "precision.float8_all_gather",
+        True,
+        "one scale a weight",
+        {"ranks": 2},
+    ),
+    Derives(
+        "float8_gathers_what_has_one_scale",
+        EMULATED,
+        "precision.float8_all_gather",
+        False,
+        "weights are not sharded",
     ),
     Derives("degrees_multiply_to_the_ranks", (), "parallel.dp_replicate", 4, "4 ranks", {"ranks": 4}),
     Derives(
@@ -244,15 +261,6 @@ REFUSALS = [
         )
         for axis in ("cp", "tp", "pp", "ep")
     ),
-    *(
-        Refuses(
-            "what_this_version_lacks_is_refused",
-            (f"precision.compute={wish}",),
-            f'  precision.compute (command line): "{wish}": this version of Shardway does not train in it yet\n'
-            '      allowed: "fp32", "bf16"',
-        )
-        for wish in ("fp16", "float8")
-    ),
     Refuses(
         "what_this_version_lacks_is_refused",
         ("model.hf=gpt2",),
@@ -304,6 +312,97 @@ REFUSALS = [
         "      allowed: 1 to 4",
         {"ranks": 4},
     ),
+    *(
+        Refuses(
+            "bf16_weights_need_bf16_products",
+            (f"precision.compute={compute}", "precision.weights=bf16"),
+            f'  precision.weights (command line): "bf16" holds fewer digits than precision.compute = "{compute}" '
+            "multiplies\n"
+            '      allowed: "fp32"; or precision.compute = "bf16" or "float8"',
+        )
+        for compute in ("fp32", "fp16")
+    ),
+    Refuses(
+        "cudnn_tries_kernels_where_it_runs_and_may",
+        ("train.cudnn_benchmark=true",),
+        "  train.cudnn_benchmark (command line): true has no effect on a CPU\n      allowed: false",
+    ),
+    Refuses(
+        "cudnn_tries_kernels_where_it_runs_and_may",
+        ("train.cudnn_benchmark=true", "train.deterministic=true"),
+        "  train.cudnn_benchmark (command line): true may choose another kernel in each run, and train.deterministic "
+        "is true\n"
+        "      allowed: one of the two",
+        GPU,
+    ),
+    Refuses(
+        "float8_needs_a_device_that_has_it",
+        ("precision.compute=float8",),
+        '  precision.compute (command line): "float8": a CPU has no such matrix products\n'
+        '      allowed: "fp32", "bf16", "fp16"; or precision.float8_emulate = true, which is slow and for tests',
+    ),
+    Refuses(
+        "float8_needs_a_device_that_has_it",
+        (*EMULATED, "precision.float8_recipe=blockwise"),
+        '  precision.float8_recipe (command line): "blockwise" is not emulated\n      allowed: any other recipe',
+    ),
+    Refuses(
+        "transformer_engine_knows_other_recipes",
+        ("precision.compute=float8", "precision.float8_engine=transformer_engine", "precision.float8_recipe=rowwise"),
+        '  precision.float8_recipe (command line): "rowwise" is not for precision.float8_engine = '
+        '"transformer_engine"\n'
+        '      allowed: "tensorwise", "mxfp8", "blockwise"\n'
+        '      to do: change it, or set float8_engine = "torchao"',
+        GPU,
+    ),
+    Refuses(
+        "transformer_engine_knows_other_recipes",
+        (*EMULATED, "precision.float8_engine=transformer_engine"),
+        '  precision.float8_emulate (command line): true is not for precision.float8_engine = "transformer_engine"\n'
+        "      allowed: false\n"
+        '      to do: change it, or set float8_engine = "torchao"',
+        GPU,
+    ),
+    *(
+        Refuses(
+            "float8_gathers_what_has_one_scale",
+            (*EMULATED, "precision.float8_all_gather=true", "parallel.dp_shard=auto", *words),
+            f"  precision.float8_all_gather (command line): true, but {reason}\n      allowed: false",
+            {"ranks": ranks},
+        )
+        for words, reason, ranks in (
+            ((), "weights are not sharded", 1),
+            (
+                ("precision.float8_recipe=rowwise",),
+                'only torchao\'s recipe "tensorwise" does, and this is torchao\'s "rowwise"',
+                4,
+            ),
+            (
+                ("parallel.reshard_after_forward=2",),
+                "parallel.reshard_after_forward = 2 gathers within smaller groups",
+                4,
+            ),
+        )
+    ),
+    Refuses(
+        "float8_multiplies_whole_groups_of_tokens",
+        ("precision.compute=float8", "data.seq_len=120"),
+        "  data.seq_len (command line): 120 tokens are no whole groups of 16, as float8 products take them\n"
+        "      allowed: a multiple of 16",
+        GPU,
+    ),
+    Refuses(
+        "a_pipeline_compiles_blocks",
+        (*PIPELINE, "train.compile=model"),
+        '  train.compile (command line): "model" does not go with parallel.pp = 2\n      allowed: "blocks" or "off"',
+        {"ranks": 2},
+    ),
+    Refuses(
+        "a_memory_budget_needs_the_compiler",
+        ("recompute.mode=budget",),
+        '  recompute.mode (command line): "budget": it is the compiler that chooses, and train.compile is "off"\n'
+        '      allowed: "none", "selective", "full"; or train.compile = "blocks"',
+    ),
     Refuses(
         "nesterov_needs_momentum",
         ("optim.name=sgd", "optim.nesterov=true", "optim.momentum=0"),
@@ -322,6 +421,7 @@ DERIVE_TOO = {
     "validation_needs_something_held_out",
     "degrees_multiply_to_the_ranks",
     "a_micro_batch_is_a_part_of_a_rank_share",
+    "float8_gathers_what_has_one_scale",
 }
 
 
@@ -381,6 +481,11 @@ def test_a_rule_refuses(case: Refuses) -> None:
         ("optim.lr_scaling=linear", "optim.base_batch=64"),
         ("model.dim=6", "model.heads=3"),
         ("precision.compute=bf16", "precision.reduce=bf16"),
+        ("precision.compute=bf16", "precision.weights=bf16"),
+        ("precision.compute=fp16", "precision.loss_scale=1024", "precision.loss_scale_interval=10"),
+        (*EMULATED, "precision.weights=bf16", "precision.first_last=bf16", "data.seq_len=120"),
+        ("recompute.mode=selective", "recompute.every=2", 'recompute.save=["aten.mm"]'),
+        ("recompute.mode=budget", "recompute.budget=0.3", "train.compile=blocks", "train.compile_cache=x"),
     ],
 )
 def test_what_goes_together_is_not_refused(words: tuple[str, ...]) -> None:
@@ -411,12 +516,12 @@ def test_the_name_is_that_of_the_file(tmp_path: Any) -> None:
 
 
 def test_all_that_cannot_be_is_told_at_once() -> None:
-    told = refusal_of("model.heads=3", "train.global_batch=1", "precision.compute=fp16", "parallel.dp_shard=2", ranks=2)
+    told = refusal_of("model.heads=3", "train.global_batch=1", "precision.weights=bf16", "parallel.dp_shard=2", ranks=2)
     assert [line for line in told.splitlines() if not line.startswith("      ")] == [
         "3 problems in the run",
         "  model.heads (command line): 3 does not divide model.dim = 128",
-        '  precision.compute (command line): "fp16": this version of Shardway does not train in it yet',
         "  train.global_batch (command line): 1 samples cannot be shared by 2 data-parallel ranks",
+        '  precision.weights (command line): "bf16" holds fewer digits than precision.compute = "fp32" multiplies',
     ]
 
 

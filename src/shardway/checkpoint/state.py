@@ -41,7 +41,10 @@ def collect_tensors(trained: Trained) -> Tensors:
     """The tensors of model and optimizer; also the template into which a checkpoint is read."""
     tensors: Tensors = {"model": get_model_state_dict(trained.model)}
     if trained.optimizer is not None:
-        tensors["optimizer"] = get_optimizer_state_dict(trained.model, trained.optimizer)
+        # The settings of parameter groups are those of the run file of today, and how many groups there are depends
+        # on the layout: neither belongs to what is saved.
+        state = get_optimizer_state_dict(trained.model, trained.optimizer)
+        tensors["optimizer"] = {"state": state["state"]}
     return tensors
 
 
@@ -55,7 +58,9 @@ def install_tensors(trained: Trained, tensors: Tensors) -> None:
     ]
     # Not strict: a parameter that no batch has used yet has no state.
     options = StateDictOptions(strict=False)
-    set_optimizer_state_dict(trained.model, trained.optimizer, tensors["optimizer"], options=options)
+    today = get_optimizer_state_dict(trained.model, trained.optimizer)
+    loaded = {"state": tensors["optimizer"]["state"], "param_groups": today["param_groups"]}
+    set_optimizer_state_dict(trained.model, trained.optimizer, loaded, options=options)
     for group, setting in zip(trained.optimizer.param_groups, settings, strict=True):
         group.update(setting)
 

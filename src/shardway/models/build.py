@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardway.errors import Bug, Problem, UserError, check_no_problems, render_problems
+from shardway.models.shapes import LatentShape, MixtureShape
 from shardway.runfile.schema import ModelSection
 
 
@@ -49,33 +51,51 @@ def build_model(
 def _build_transformer(section: ModelSection, sample: Sample) -> nn.Module:
     from shardway.models.transformer import Transformer, TransformerShape
 
-    if sample.vocab is None or len(sample.shape) != 1:
-        raise _misfit(section, sample, "sequences of tokens")
-    vocab = _resolved(section, "vocab")
-    check_no_problems("the model", _list_vocab_problems(vocab, sample.vocab))
     shape = TransformerShape(
-        vocab=vocab,
+        **_block_sizes(section),
+        vocab=_vocab_of(section, sample),
+        positions=section.positions,
+        max_positions=_resolved(section, "max_positions") if section.positions == "learned" else 0,
+        rope_theta=section.rope_theta,
+        tied=section.tied,
+        latent=_latent_of(section) if section.kv_rank else None,
+        mixture=_mixture_of(section) if section.experts else None,
+        dense_layers=section.dense_layers if section.experts else 0,
+    )
+    return Transformer(shape)
+
+
+def _build_vit(section: ModelSection, sample: Sample) -> nn.Module:
+    from shardway.models.vit import ViT, ViTShape
+
+    shape = ViTShape(
+        **_block_sizes(section),
+        image=_image_of(section, sample),
+        patch=section.patch,
+        pooling=section.pooling,
+        classes=section.classes,
+    )
+    return ViT(shape)
+
+
+def _build_encoder_decoder(section: ModelSection, sample: Sample) -> nn.Module:
+    from shardway.models.encoder_decoder import EncoderDecoder, EncoderDecoderShape
+
+    shape = EncoderDecoderShape(
+        vocab=_vocab_of(section, sample),
         dim=section.dim,
         layers=section.layers,
         heads=section.heads,
-        kv_heads=_resolved(section, "kv_heads"),
         ffn_dim=_resolved(section, "ffn_dim"),
-        norm=section.norm,
-        activation=section.activation,
-        tied=section.tied,
-        rope_theta=section.rope_theta,
         dropout=section.dropout,
     )
-    return Transformer(shape)
+    return EncoderDecoder(shape)
 
 
 def _build_convnet(section: ModelSection, sample: Sample) -> nn.Module:
     from shardway.models.convnet import ConvNet, ConvNetShape
 
-    if sample.vocab is not None or len(sample.shape) != 3:
-        raise _misfit(section, sample, "images of channels x height x width")
-    channels, height, width = sample.shape
-    return ConvNet(ConvNetShape((channels, height, width), tuple(section.channels), section.classes))
+    return ConvNet(ConvNetShape(_image_of(section, sample), tuple(section.channels), section.classes))
 
 
 def _build_mlp(section: ModelSection, sample: Sample) -> nn.Module:
@@ -89,10 +109,73 @@ def _build_mlp(section: ModelSection, sample: Sample) -> nn.Module:
 
 BUILDERS: dict[str, Callable[[ModelSection, Sample], nn.Module]] = {
     "transformer": _build_transformer,
+    "encoder_decoder": _build_encoder_decoder,
+    "vit": _build_vit,
     "convnet": _build_convnet,
     "mlp": _build_mlp,
 }
 """model.kind -> builder; each imports its model when it is called."""
+
+
+def _block_sizes(section: ModelSection) -> dict[str, Any]:
+    """Fields of a `BlockShape` that every model of such blocks takes."""
+    return {
+        "dim": section.dim,
+        "layers": section.layers,
+        "heads": section.heads,
+        "kv_heads": _resolved(section, "kv_heads"),
+        "head_dim": _resolved(section, "head_dim"),
+        "ffn_dim": _resolved(section, "ffn_dim"),
+        "norm": section.norm,
+        "norm_eps": section.norm_eps,
+        "activation": section.activation,
+        "bias": section.bias,
+        "qkv_bias": section.qkv_bias,
+        "qk_norm": section.qk_norm,
+        "dropout": section.dropout,
+    }
+
+
+def _latent_of(section: ModelSection) -> LatentShape:
+    return LatentShape(
+        kv_rank=section.kv_rank,
+        q_rank=section.q_rank,
+        rope_head_dim=_resolved(section, "rope_head_dim"),
+        value_head_dim=_resolved(section, "value_head_dim"),
+    )
+
+
+def _mixture_of(section: ModelSection) -> MixtureShape:
+    return MixtureShape(
+        experts=section.experts,
+        per_token=section.experts_per_token,
+        expert_dim=_resolved(section, "expert_dim"),
+        shared=section.shared_experts,
+        score=section.router_score,
+        normalise=section.router_normalise,
+        scale=section.router_scale,
+        balance=section.balance,
+        balance_step=section.balance_step,
+        balance_weight=section.balance_weight,
+        capacity_factor=section.capacity_factor,
+    )
+
+
+def _vocab_of(section: ModelSection, sample: Sample) -> int:
+    """The vocabulary of a model of tokens. Raises UserError where the data have none, or a larger one."""
+    if sample.vocab is None or len(sample.shape) != 1:
+        raise _misfit(section, sample, "sequences of tokens")
+    vocab = _resolved(section, "vocab")
+    check_no_problems("the model", _list_vocab_problems(vocab, sample.vocab))
+    return vocab
+
+
+def _image_of(section: ModelSection, sample: Sample) -> tuple[int, int, int]:
+    """Channels, height and width of a sample. Raises UserError where it is no image."""
+    if sample.vocab is not None or len(sample.shape) != 3:
+        raise _misfit(section, sample, "images of channels x height x width")
+    channels, height, width = sample.shape
+    return channels, height, width
 
 
 def _resolved(section: ModelSection, key: str) -> int:

@@ -23,12 +23,14 @@ from torch.distributed.tensor import DTensor
 
 from shardway.errors import Problem, check_no_problems
 
-Split = Literal["column", "row", "vocabulary", "logits", "sequence"]
+Split = Literal["column", "key_value", "row", "vocabulary", "logits", "sequence"]
 """What the tensor axis does to a module.
 
-`column`: its weight [out, in] splits by output features; `row`: by input features, so that its output is a sum over
-the ranks; `vocabulary`: an embedding table splits by rows, so that its output is a sum as well; `logits`: the output
-layer, by columns; `sequence`: nothing of it splits, it works on each token alone (norms).
+`column`: its weight [out, in] splits by output features; `key_value`: so do projections into key and value heads,
+which are repeated over ranks where there are fewer heads than ranks; `row`: by input features, so that its output is
+a sum over the ranks; `vocabulary`: an embedding table splits by rows, so that its output is a sum as well; `logits`:
+the output layer, by columns; `sequence`: nothing of it splits, it works on each token alone (norms, tables of
+positions), so that it may be given a part of the sequence. A model that marks none keeps its sequence whole.
 """
 
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
@@ -50,8 +52,7 @@ class ModelPlan:
     held: Mapping[str, int] = field(default_factory=dict)
     """Parameters inside a region that the tensor axis splits in this dim, read through `held_by_rank`."""
     kv_width: int = 0
-    """Features of one key/value head: a `column` module whose `out_features / kv_width` is smaller than the degree
-    of the tensor axis is computed whole by groups of ranks. 0: there are none."""
+    """Features of one key/value head, the least that a `key_value` module may be split into."""
     attention: tuple[str, ...] = ()
     """Modules without parameters that mix positions: (q, k, v), each [batch, heads, seq, head_dim], causal -> the same
     shape as q; k and v may have fewer heads. The context axis takes their place."""
@@ -77,11 +78,15 @@ def held_by_rank(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def find_plan(model: nn.Module) -> ModelPlan | None:
-    """The plan that the model's class offers, or None. Raises UserError where `plan()` returns something else."""
+    """The plan that the class of a whole model offers, or None.
+
+    Raises UserError where `plan()` returns something else, and where a pattern of it matches nothing, with all that
+    do not and the nearest names.
+    """
     if not callable(getattr(type(model), "plan", None)):  # on the class: a submodule may happen to be named plan
         return None
     plan = model.plan()  # type: ignore[operator]
-    check_no_problems(f"the plan of {type(model).__name__}", _list_type_problems(plan))
+    check_no_problems(f"the plan of {type(model).__name__}", _list_type_problems(plan) or _list_misses(model, plan))
     return plan
 
 
@@ -94,17 +99,17 @@ def find_init_weights(model: nn.Module) -> Callable[[int], None] | None:
 def match_modules(model: nn.Module, patterns: Iterable[str]) -> list[tuple[str, nn.Module]]:
     """The (name, module) pairs that any pattern matches, each once, in the order of `model.named_modules()`.
 
-    Raises UserError that names every pattern without a match, with the nearest names of the model.
+    A part of a model (a pipeline stage) may lack some: what a whole model lacks is told by `find_plan`.
     """
-    modules: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        modules.setdefault(canonical_name(name), module)  # the outermost wrapper goes by the name
-    del modules[""]
     wanted = list(patterns)
-    unmatched = [p for p in wanted if not any(matches(name, p) for name in modules)]
-    problems = [_describe_no_match(pattern, list(modules)) for pattern in unmatched]
-    check_no_problems(f"the plan of {type(model).__name__}", problems)
+    modules = _module_names(model)
     return [(name, module) for name, module in modules.items() if any(matches(name, p) for p in wanted)]
+
+
+def match_parameters(model: nn.Module, dims: Mapping[str, int]) -> list[tuple[str, int]]:
+    """(name, dim) of each parameter that a pattern of `dims` matches."""
+    names = [canonical_name(name) for name, _ in model.named_parameters()]
+    return [(name, dim) for name in names for pattern, dim in dims.items() if matches(name, pattern)]
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -134,12 +139,37 @@ def _list_type_problems(plan: object) -> list[Problem]:
     ]
 
 
-def _describe_no_match(pattern: str, names: Sequence[str]) -> Problem:
+def _list_misses(model: nn.Module, plan: ModelPlan) -> list[Problem]:
+    """A problem for every pattern of a plan that matches nothing."""
+    shared = [name for pair in plan.shared for name in pair]
+    groups = (plan.blocks, plan.tensor, plan.regions, plan.attention, plan.experts, plan.first, plan.last, shared)
+    modules, parameters = list(_module_names(model)), [canonical_name(name) for name, _ in model.named_parameters()]
+    wanted = dict.fromkeys(pattern for group in groups for pattern in group)
+    return [
+        *(_describe_no_match(p, modules, "module") for p in wanted if not any(matches(name, p) for name in modules)),
+        *(
+            _describe_no_match(p, parameters, "parameter")
+            for p in plan.held
+            if not any(matches(name, p) for name in parameters)
+        ),
+    ]
+
+
+def _module_names(model: nn.Module) -> dict[str, nn.Module]:
+    """Every submodule by name; the outermost wrapper goes by the name of what it wraps."""
+    modules: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        modules.setdefault(canonical_name(name), module)
+    del modules[""]
+    return modules
+
+
+def _describe_no_match(pattern: str, names: Sequence[str], what: str) -> Problem:
     near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
     return Problem(
         where=pattern,
-        what="no module has such a name",
-        allowed="the name of a module, * for any one part; such as "
+        what=f"no {what} has such a name",
+        allowed=f"the name of a {what}, * for any one part; such as "
         + (", ".join(near) or "none: it has no submodules"),
         remedy="correct the pattern",
     )

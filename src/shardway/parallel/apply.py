@@ -1,60 +1,192 @@
-"""The one ordered function that makes a model parallel: compile, shard or replicate, materialise, initialise.
+"""The one ordered function that makes a model parallel.
 
-Invariant: the order is written here and nowhere else, and the model that comes out computes the same loss whatever
-the degrees. This module must not enumerate combinations of axes: each axis is a step.
+Invariant: the order is written here and nowhere else: cut (pipeline), tensor and sequence, context, expert, recompute,
+compile, shard, materialise and initialise, replicate. The model that comes out computes the same loss whatever the
+degrees. This module must not enumerate combinations of axes: each axis is a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardway.errors import UserError
-from shardway.parallel.mesh import Mesh
+from shardway.models.contract import ModelPlan, find_init_weights, find_plan, match_modules
+from shardway.parallel.context import Chunks, apply_context
+from shardway.parallel.cut import Stage, keep_stages, plan_cut
+from shardway.parallel.expert import apply_experts
+from shardway.parallel.mesh import Mesh, needs_sharding
+from shardway.parallel.pipeline import Pipeline, hide_forward, stages_of_rank
 from shardway.parallel.precision import Precision
 from shardway.parallel.replicate import broadcast_from_first, replicate
-from shardway.parallel.shard import shard
+from shardway.parallel.shard import Shards, shard
+from shardway.parallel.tensor import TensorOptions, apply_tensor
 from shardway.parallel.units import find_units
 from shardway.runfile.schema import ParallelSection
 
 
 @dataclass(frozen=True)
 class ApplyOptions:
-    """What the run file says of how a model becomes parallel, and the seed of its initial weights."""
+    """What the run file says of how a model becomes parallel. `fill` gives a model from the meta device its values:
+    None calls its own `init_weights(seed)`."""
 
     parallel: ParallelSection
     precision: Precision
     compile: str = "off"
     seed: int = 0
+    fill: Callable[[nn.Module], None] | None = None
 
 
-def apply_parallelism(model: nn.Module, mesh: Mesh, device: torch.device, options: ApplyOptions) -> nn.Module:
-    """Make a model parallel on this mesh, in place where it can be, and return what is to be called.
+@dataclass(frozen=True)
+class ParallelModel:
+    """A model on a mesh.
 
-    A model on the meta device is materialised and filled by its own `init_weights(seed)`; a model that already has
-    weights keeps those of rank 0. Raises UserError where the model cannot be initialised or split.
+    `call` is what a forward pass calls, `module` what has this rank's parameters by their original names (the same
+    thing but for replicas). With a `pipeline`, neither is called. `partial` names the parameters whose gradients are
+    summed over the tensor axis once a step; `chunks` is what this rank takes of each sequence.
     """
-    on_meta = _check_device(model)
+
+    module: nn.Module
+    call: nn.Module
+    mesh: Mesh
+    pipeline: Pipeline | None = None
+    partial: frozenset[str] = field(default_factory=frozenset)
+    chunks: Chunks = field(default_factory=lambda: Chunks(0, 1))
+    splits_logits: bool = False
+
+    @property
+    def answers_for_loss(self) -> bool:
+        """Whether the losses that this rank computes are to be counted: no rank before it has the same."""
+        has_them = self.pipeline is None or self.pipeline.has_last
+        return has_them and self.mesh.coordinate("tp") == 0
+
+
+def apply_parallelism(model: nn.Module, mesh: Mesh, device: torch.device, options: ApplyOptions) -> ParallelModel:
+    """Make a model parallel on this mesh, in place where it can be.
+
+    A model on the meta device is materialised and filled; a model that already has weights keeps those of rank 0.
+    Raises UserError where the model cannot be initialised or split.
+    """
+    on_meta = _check_device(model, options)
+    plan = find_plan(model)
+    degrees = {axis: mesh.degree(axis) for axis in ("pp", "tp", "cp", "ep")}
+    if plan is None:
+        _refuse_without_plan(model, degrees)
     if not on_meta:
         model.to(device)
         broadcast_from_first(model, mesh)
-    units = find_units(model)
+    facts = plan or ModelPlan()
+    stages = _cut(model, facts, mesh, options.parallel)
+    names: frozenset[str] = frozenset()
+    if degrees["ep"] > 1:
+        apply_experts(model, facts, mesh)
+    if degrees["tp"] > 1:
+        choice = TensorOptions(options.parallel.tp_sequence, options.parallel.tp_loss)
+        names = apply_tensor(model, facts, mesh.part("tp"), choice)
+    chunks = Chunks(mesh.coordinate("cp"), mesh.degree("cp"))
+    if degrees["cp"] > 1:
+        apply_context(model, facts, mesh.group("cp"), options.parallel.cp_method)
+    if degrees["cp"] > 1 or degrees["pp"] > 1:
+        _give_positions(stages, facts, chunks, degrees["tp"] if _is_sequence_split(facts, options) else 1)
+    units = find_units(model, plan)
     if options.compile == "blocks":
         for unit in units or [model]:
             unit.compile()
-    if mesh.degrees["dp_shard"] > 1:
-        shard(model, units, mesh, options.parallel, options.precision)
+    if needs_sharding(mesh.layout):
+        for stage in stages:
+            shard(stage.module, _pieces(stage.module, facts, units, mesh, device, options))
     if on_meta:
-        _materialise(model, device, options.seed)
-    if mesh.degrees["dp_replicate"] > 1 and mesh.degrees["dp_shard"] == 1:
-        return replicate(model, mesh, options.parallel)
-    return model
+        _materialise(model, [stage.module for stage in stages], device, options)
+    splits_logits = degrees["tp"] > 1 and options.parallel.tp_loss and "logits" in facts.tensor.values()
+    whole = ParallelModel(model, model, mesh, partial=names, chunks=chunks, splits_logits=splits_logits)
+    if degrees["pp"] > 1:
+        hide_forward(model)
+        return replace(whole, pipeline=_pipeline(stages, mesh, device, options))
+    if mesh.degree("dp_replicate") > 1 and not needs_sharding(mesh.layout):
+        return replace(whole, call=replicate(model, mesh, options.parallel))
+    return whole
 
 
-def _check_device(model: nn.Module) -> bool:
+def _cut(model: nn.Module, plan: ModelPlan, mesh: Mesh, parallel: ParallelSection) -> list[Stage]:
+    """The stages of this rank; the model itself where there is no pipeline."""
+    ranks = mesh.degree("pp")
+    if ranks == 1:
+        return [Stage(0, model)]
+    per_rank = int(parallel.pp_stages_per_rank)
+    cut = plan_cut(model, plan, ranks * per_rank, parallel.pp_split)
+    return keep_stages(model, cut, stages_of_rank(mesh.coordinate("pp"), ranks, per_rank, parallel.pp_schedule))
+
+
+def _pipeline(stages: Sequence[Stage], mesh: Mesh, device: torch.device, options: ApplyOptions) -> Pipeline:
+    for stage in stages:
+        _autocast_forward(stage.module, options.precision, device)
+    total = mesh.degree("pp") * len(stages)
+    return Pipeline(stages, total, options.parallel.pp_schedule, mesh.group("pp"), device)
+
+
+def _autocast_forward(module: nn.Module, precision: Precision, device: torch.device) -> None:
+    """A schedule runs forward and backward passes in turn; only the former may be under autocast."""
+    forward = module.forward
+
+    def run(*inputs: Any, **named: Any) -> Any:
+        with precision.autocast(device):
+            return forward(*inputs, **named)
+
+    module.forward = run  # type: ignore[method-assign]
+
+
+def _is_sequence_split(plan: ModelPlan, options: ApplyOptions) -> bool:
+    return options.parallel.tp_sequence and "sequence" in plan.tensor.values()
+
+
+def _give_positions(stages: Sequence[Stage], plan: ModelPlan, chunks: Chunks, sequence_parts: int) -> None:
+    """Tell each stage where its tokens stand in their sequence, which it cannot know from what it is given.
+
+    Between stages the sequence may be split over the tensor axis as well; positions are those of the whole of it.
+    """
+    if not plan.positions:
+        return
+
+    def give(parts: int, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        length = inputs[0].shape[1] * parts
+        return inputs, {**named, plan.positions: chunks.positions(length, inputs[0].device)}
+
+    for stage in stages:
+        parts = 1 if stage.index == 0 else sequence_parts
+        stage.module.register_forward_pre_hook(partial(give, parts), with_kwargs=True)
+
+
+def _pieces(
+    module: nn.Module,
+    plan: ModelPlan,
+    units: Sequence[nn.Module],
+    mesh: Mesh,
+    device: torch.device,
+    options: ApplyOptions,
+) -> Shards:
+    """What of one stage FSDP2 handles apart."""
+    inside = set(module.modules())
+    experts = [part for _, part in match_modules(module, plan.experts)] if mesh.degree("ep") > 1 else []
+    own = [unit for unit in units if unit in inside]
+    return Shards(own, experts, mesh, options.parallel, options.precision, device)
+
+
+def _refuse_without_plan(model: nn.Module, degrees: dict[str, int]) -> None:
+    split = [f"parallel.{axis} = {degree}" for axis, degree in degrees.items() if degree > 1]
+    if split:
+        raise UserError(
+            f"{', '.join(split)}: {type(model).__name__} has no plan() that says how it splits.\n"
+            "  To do: give it one (shardway.models.contract.ModelPlan), or use dp_replicate and dp_shard, which take "
+            "any model."
+        )
+
+
+def _check_device(model: nn.Module, options: ApplyOptions) -> bool:
     """Whether the model is on the meta device; UserError where it is so in part, or cannot leave it."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     on_meta = [name for name, tensor in tensors if tensor.is_meta]
@@ -63,7 +195,7 @@ def _check_device(model: nn.Module) -> bool:
             f"{type(model).__name__} is partly on the meta device ({on_meta[0]} and {len(on_meta) - 1} more are, of "
             f"{len(tensors)} tensors).\n  To do: build the whole model under one `with torch.device(...)`."
         )
-    if on_meta and not callable(getattr(model, "init_weights", None)):
+    if on_meta and options.fill is None and find_init_weights(model) is None:
         raise UserError(
             f"{type(model).__name__} was built on the meta device and has no init_weights(seed) that fills it.\n"
             "  To do: build it on a real device, or give it that method."
@@ -71,12 +203,17 @@ def _check_device(model: nn.Module) -> bool:
     return bool(on_meta)
 
 
-def _materialise(model: nn.Module, device: torch.device, seed: int) -> None:
+def _materialise(model: nn.Module, parts: Sequence[nn.Module], device: torch.device, options: ApplyOptions) -> None:
     ties = _find_ties(model)
-    model.to_empty(device=device)
+    target = torch.device("cpu") if options.parallel.cpu_offload else device
+    for part in parts:
+        part.to_empty(device=target)
     for names in ties:
         _tie(model, names)
-    model.init_weights(seed)  # type: ignore[operator]
+    if options.fill is not None:
+        options.fill(model)
+    else:
+        model.init_weights(options.seed)  # type: ignore[operator]
 
 
 def _find_ties(model: nn.Module) -> list[list[str]]:

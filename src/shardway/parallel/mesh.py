@@ -1,68 +1,141 @@
 """The ranks as a grid with named axes; the only creator of process groups beside the default one.
 
-Invariant: a rank's coordinates follow from its number alone (row-major over pp, dp_replicate, dp_shard, cp, tp, so
-that tp varies fastest and stays inside a node). This module must not touch a model.
+Invariant: the grid is that of `resolve.layout`; only dims that split something, or that FSDP2 needs, have a group.
+This module must not touch a model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from shardway.errors import Bug
 from shardway.ranks.start import Ranks
+from shardway.resolve.layout import EXPERT_SHARD, SHARD, Layout, layout_of
 from shardway.runfile.schema import ParallelSection
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Axes of the grid, outermost first; ep lives over dp_shard x cp and is no axis of its own."""
+DIMS = ("pp", "dp_replicate", SHARD, "tp")
+"""Dims of the grid of weights, outermost first."""
+
+EXPERT_DIMS = ("pp", "dp_replicate", EXPERT_SHARD, "ep", "tp")
+"""Dims of the grid of experts' weights, outermost first."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The grid as seen from one rank. `devices` is None for a single process without a process group."""
+    """The grid as seen from one rank. `devices` is None for a single process without a process group, `experts`
+    where experts are not split, `context` where the sequence is not."""
 
-    degrees: Mapping[str, int]
+    layout: Layout
     rank: int
     devices: DeviceMesh | None
+    experts: DeviceMesh | None = None
+    context: dist.ProcessGroup | None = None
 
-    def coordinate(self, axis: str) -> int:
-        """This rank's place on one axis."""
-        inner = 1
-        for name in reversed(AXES):
-            if name == axis:
-                return self.rank // inner % self.degrees[name]
-            inner *= self.degrees[name]
-        raise Bug(f"the mesh has no axis {axis!r}")
+    def degree(self, dim: str) -> int:
+        """The degree of an axis, or of a dim made of axes."""
+        return self.layout.degree(dim)
+
+    def coordinate(self, dim: str) -> int:
+        """This rank's place on an axis, or on a dim made of axes."""
+        return self.layout.coordinate(self.rank, dim)
 
     @property
     def data_ranks(self) -> int:
         """Into how many shares a global batch is cut."""
-        return self.degrees["dp_replicate"] * self.degrees["dp_shard"]
+        return self.layout.data_ranks
 
     @property
     def data_rank(self) -> int:
         """Which share of the global batch is this rank's."""
-        return self.coordinate("dp_replicate") * self.degrees["dp_shard"] + self.coordinate("dp_shard")
+        return self.layout.data_rank(self.rank)
 
-    def part(self, *axes: str) -> DeviceMesh:
-        """The sub-grid of these axes that this rank is in; each must have a degree above 1 (or be the only one)."""
-        if self.devices is None:
-            raise Bug(f"a single process without a group has no sub-grid {axes}")
-        return self.devices[axes]
+    def answers_for(self, tensor: torch.Tensor) -> bool:
+        """Whether no rank before this one holds the same part of a parameter or its gradient.
+
+        True on exactly one of the ranks that hold a part alike; each pipeline stage has parameters of its own.
+        """
+        split = _dims_that_split(tensor)
+        dims = EXPERT_DIMS if isinstance(tensor, DTensor) and "ep" in _names(tensor.device_mesh) else DIMS
+        return all(dim in split or self.coordinate(dim) == 0 for dim in dims[1:])
+
+    def part(self, *dims: str) -> DeviceMesh:
+        """The sub-grid of these dims that this rank is in, of the grid of weights."""
+        return _part(self.devices, dims)
+
+    def expert_part(self, *dims: str) -> DeviceMesh:
+        """The sub-grid of these dims that this rank is in, of the grid of experts' weights."""
+        return _part(self.experts, dims)
+
+    def group(self, dim: str) -> dist.ProcessGroup:
+        """The process group of one dim of the grid of weights, or of the context axis."""
+        if dim == "cp":
+            if self.context is None:
+                raise Bug("the sequence is not split, so there is no context group")
+            return self.context
+        return self.part(dim).get_group()
 
 
 def build_mesh(ranks: Ranks, parallel: ParallelSection) -> Mesh:
     """Lay the ranks out. The degrees are resolved already; that their product fits is a rule of `resolve`."""
-    degrees = {axis: int(getattr(parallel, axis)) for axis in AXES}
-    devices: DeviceMesh | None = None
-    if ranks.grouped:
-        if ranks.device.type == "cuda":
-            torch.cuda.set_device(ranks.device)
-        # Each axis costs process groups, and so threads and start-up time: only those that split anything are made.
-        split = [axis for axis in AXES if degrees[axis] > 1] or ["dp_shard"]
-        shape = tuple(degrees[axis] for axis in split)
-        devices = init_device_mesh(ranks.device.type, shape, mesh_dim_names=tuple(split))
-    return Mesh(degrees, ranks.rank, devices)
+    layout = layout_of(parallel)
+    if not ranks.grouped:
+        return Mesh(layout, ranks.rank, None)
+    if ranks.device.type == "cuda":
+        torch.cuda.set_device(ranks.device)
+    devices = _grid(ranks.device.type, layout, _needed(layout, DIMS))
+    experts = _grid(ranks.device.type, layout, _needed(layout, EXPERT_DIMS)) if layout.ep > 1 else None
+    return Mesh(layout, ranks.rank, devices, experts, _context_group(layout) if layout.degree("cp") > 1 else None)
+
+
+def needs_sharding(layout: Layout) -> bool:
+    """Whether the states go through FSDP2: where they are shared, and where they are copied beside another axis.
+
+    DDP takes no weights that another axis has split, and fails under most pipeline schedules (decision 0009).
+    """
+    copied = layout.degree("dp_replicate") > 1
+    return layout.degree(SHARD) > 1 or (copied and (layout.degree("tp") > 1 or layout.degree("pp") > 1))
+
+
+def _needed(layout: Layout, dims: Sequence[str]) -> list[str]:
+    """Each dim costs process groups, and so threads and start-up time: only those in use are made.
+
+    FSDP2 wants a dim to shard over also where that has a degree of 1.
+    """
+    always = {SHARD} if needs_sharding(layout) or layout.world == 1 else set()
+    needed = [dim for dim in dims if layout.degree(dim) > 1 or dim in always or dim == EXPERT_SHARD]
+    return needed or [SHARD]
+
+
+def _grid(device: str, layout: Layout, dims: Sequence[str]) -> DeviceMesh:
+    return init_device_mesh(device, tuple(layout.degree(dim) for dim in dims), mesh_dim_names=tuple(dims))
+
+
+def _context_group(layout: Layout) -> dist.ProcessGroup:
+    groups = sorted({layout.peers(rank, "cp") for rank in range(layout.world)})
+    own, _ = dist.new_subgroups_by_enumeration([list(group) for group in groups])
+    if own is None:
+        raise Bug("this rank is in no context group")
+    return own
+
+
+def _part(devices: DeviceMesh | None, dims: Sequence[str]) -> DeviceMesh:
+    if devices is None:
+        raise Bug(f"there is no grid to take {' x '.join(dims)} of")
+    return devices[tuple(dims)] if len(dims) > 1 else devices[dims[0]]
+
+
+def _names(devices: DeviceMesh) -> tuple[str, ...]:
+    return devices.mesh_dim_names or ()
+
+
+def _dims_that_split(tensor: torch.Tensor) -> set[str]:
+    if not isinstance(tensor, DTensor):
+        return set()
+    pairs = zip(_names(tensor.device_mesh), tensor.placements, strict=True)
+    return {name for name, placement in pairs if not (placement.is_replicate() or placement.is_partial())}

@@ -1,7 +1,7 @@
 """Number formats of a step.
 
-Invariant: weights and optimizer state stay fp32; only matrix products and what travels change their format. This
-module must not decide which format a device can do: that is a rule of `resolve`.
+Invariant: one `Precision` says all of it, and where weights are kept in fp32 the optimizer works on fp32. This module
+must not decide which format a device can do: that is a rule of `resolve`, and for float8 of `parallel.float8`.
 """
 
 from __future__ import annotations
@@ -11,33 +11,73 @@ from dataclasses import dataclass
 
 import torch
 
+from shardway.parallel.float8 import Blocks, Float8Options, Float8Report, apply_float8
+from shardway.parallel.formats import Formats, apply_formats
 from shardway.runfile.schema import PrecisionSection
 
-_DTYPES = {"fp32": None, "bf16": torch.bfloat16}
+_COMPUTE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "float8": torch.bfloat16}
+"""Format of products; with float8 that of everything which is not a converted linear layer."""
+
+_FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Precision:
-    """`autocast_dtype` None computes in fp32; `reduce_dtype` is that of summed sharded gradients."""
+    """`autocast_dtype` None computes in the format of the weights; `reduce_dtype` is that of summed sharded gradients.
+
+    `scales_loss`: fp16, whose gradients need a `LossScale`. `float8` None: no layer is converted.
+    """
 
     autocast_dtype: torch.dtype | None
     reduce_dtype: torch.dtype
     tf32: bool = False
+    weights_dtype: torch.dtype = torch.float32
+    float8: Float8Options | None = None
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the loss must be scaled, lest small gradients vanish."""
+        return self.autocast_dtype == torch.float16
 
     def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
-        """The context in which a forward pass runs."""
-        if self.autocast_dtype is None:
+        """The context in which a forward pass runs; none where weights are kept in the format of products."""
+        if self.autocast_dtype in (None, self.weights_dtype):
             return contextlib.nullcontext()
         return torch.autocast(device.type, dtype=self.autocast_dtype)
 
 
 def read_precision(section: PrecisionSection) -> Precision:
-    """The formats that a run file names (fp16 and float8 are refused before this)."""
-    reduce = _DTYPES[section.reduce] or torch.float32
-    return Precision(_DTYPES[section.compute], reduce, section.tf32)
+    """The formats that a resolved run file names."""
+    return Precision(
+        _COMPUTE[section.compute],
+        _FORMATS[section.reduce],
+        section.tf32,
+        _FORMATS[section.weights],
+        _read_float8(section) if section.compute == "float8" else None,
+    )
+
+
+def _read_float8(section: PrecisionSection) -> Float8Options:
+    return Float8Options(
+        section.float8_recipe,
+        section.float8_engine,
+        section.float8_emulate,
+        section.float8_all_gather is True,
+        section.first_last,
+    )
 
 
 def apply_precision(precision: Precision, device: torch.device) -> None:
     """Set the process-wide switch for fp32 products on CUDA."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
+
+
+def apply_number_formats(blocks: Blocks, precision: Precision, device: torch.device) -> Float8Report | None:
+    """Bring weights and linear layers into their formats, in place, before the model is sharded.
+
+    Returns what became of the linear layers where they multiply in float8. Raises UserError where they cannot.
+    """
+    if precision.weights_dtype != torch.float32:
+        apply_formats(blocks.model, Formats(weights=precision.weights_dtype))
+    return None if precision.float8 is None else apply_float8(blocks, precision.float8, device)

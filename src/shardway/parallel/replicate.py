@@ -6,6 +6,8 @@ shard.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardway.compat import without_buffer_sync
 from shardway.parallel.mesh import Mesh
+from shardway.resolve.layout import SHARD
 from shardway.runfile.schema import ParallelSection
 
 
@@ -50,10 +53,12 @@ def average_buffers(model: nn.Module, mesh: Mesh) -> None:
     on which rank it runs on. The mean is taken in float64, where that of equal numbers is the number itself, so that
     a table of constants stays as it is.
     """
-    if mesh.devices is None:
+    dims = [dim for dim in ("dp_replicate", SHARD) if mesh.degree(dim) > 1]
+    if mesh.devices is None or not dims:
         return
     for buffer in model.buffers():
         if buffer.is_floating_point():
             total = buffer.double().contiguous()
-            dist.all_reduce(total)
-            buffer.copy_(total / dist.get_world_size())
+            for dim in dims:
+                dist.all_reduce(total, group=mesh.group(dim))
+            buffer.copy_(total / math.prod(mesh.degree(dim) for dim in dims))

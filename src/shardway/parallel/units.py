@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from torch import nn
 
-from shardway.models.contract import find_plan, match_modules
+from shardway.models.contract import ModelPlan, match_modules
 
 
-def find_units(model: nn.Module) -> list[nn.Module]:
+def find_units(model: nn.Module, plan: ModelPlan | None) -> list[nn.Module]:
     """The units of a model, in the order of its modules; empty for one that has no repeated part.
 
     Without a plan these are the members with parameters of the outermost `nn.ModuleList`s and `nn.Sequential`s.
-    Raises UserError where a pattern of the plan matches nothing.
     """
-    plan = find_plan(model)
     if plan is not None:
         return [module for _, module in match_modules(model, plan.blocks)]
     return _repeated_parts(model)

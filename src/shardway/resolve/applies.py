@@ -14,27 +14,62 @@ from shardway.runfile.schema import RunFile
 TOKEN_DATA = ("text", "tokens")
 IMAGE_DATA = ("arrays", "idx")
 
-TRANSFORMER_KEYS = (
-    "dim",
-    "layers",
-    "heads",
-    "kv_heads",
-    "ffn_dim",
-    "vocab",
-    "norm",
-    "activation",
-    "tied",
-    "rope_theta",
+TOKEN_MODELS = ("transformer", "encoder_decoder")
+IMAGE_MODELS = ("vit", "convnet", "mlp")
+BLOCK_MODELS = ("transformer", "vit")
+"""Kinds whose samples are tokens, those whose samples are images, and those made of the same blocks."""
+
+ABOVE_ZERO = "above 0"
+"""The choice of a selector that is a number, where it is not 0."""
+
+_SIZES = ("dim", "layers", "heads", "ffn_dim")
+_BLOCKS = ("head_dim", "norm", "norm_eps", "activation", "bias", "qkv_bias", "qk_norm")
+_DECODER = ("kv_heads", "tied", "positions", "rope_theta", "max_positions", "experts", "kv_rank")
+_ROUTING = ("router_score", "router_normalise", "router_scale", "balance")
+_MIXTURE = ("experts_per_token", "expert_dim", "shared_experts", "dense_layers", *_ROUTING)
+_LATENT = ("q_rank", "rope_head_dim", "value_head_dim")
+_IMAGES = ("channels", "hidden", "patch", "pooling", "classes")
+
+WEIGHT_KEYS = ("kind", "vocab", *_SIZES, *_BLOCKS, *_DECODER, *_MIXTURE, *_LATENT, *_IMAGES)
+"""Keys of [model] that say what its weights are, or what they mean."""
+
+
+def _model(names: tuple[str, ...], *choices: str) -> dict[str, tuple[str, ...]]:
+    return {f"model.{name}": choices for name in names}
+
+
+AXES_OF_KIND: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "transformer": ("tp", "cp", "pp", "ep"),
+        "encoder_decoder": (),
+        "vit": ("tp", "pp"),
+        "convnet": ("pp",),
+        "mlp": ("pp",),
+    }
 )
+"""model.kind -> axes beside dp_replicate and dp_shard along which it splits."""
+
 OWNERS: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "model.kind": {
-            **{f"model.{name}": ("transformer",) for name in TRANSFORMER_KEYS},
-            "model.dropout": ("transformer", "mlp"),
+            **_model(_SIZES, *TOKEN_MODELS, "vit"),
+            **_model(_BLOCKS, *BLOCK_MODELS),
+            **_model((*_DECODER, *_MIXTURE, *_LATENT, "capacity_factor"), "transformer"),
+            **_model(("balance_step", "balance_weight"), "transformer"),
+            "model.vocab": TOKEN_MODELS,
+            "model.dropout": (*TOKEN_MODELS, "vit", "mlp"),
             "model.channels": ("convnet",),
             "model.hidden": ("mlp",),
-            "model.classes": ("convnet", "mlp"),
-            "data.seq_len": ("transformer",),
+            **_model(("patch", "pooling"), "vit"),
+            "model.classes": IMAGE_MODELS,
+            "data.seq_len": TOKEN_MODELS,
+        },
+        "model.positions": {"model.rope_theta": ("rope",), "model.max_positions": ("learned",)},
+        "model.experts": _model((*_MIXTURE, "balance_step", "balance_weight", "capacity_factor"), ABOVE_ZERO),
+        "model.balance": {"model.balance_step": ("bias",), "model.balance_weight": ("loss",)},
+        "model.kv_rank": {
+            **_model(_LATENT, ABOVE_ZERO),
+            **_model(("kv_heads", "bias", "qkv_bias", "qk_norm", "positions"), "0"),
         },
         "data.kind": {
             "data.include": ("text",),
@@ -50,13 +85,27 @@ OWNERS: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
             "data.validation": (*TOKEN_DATA, *IMAGE_DATA),
         },
         "optim.name": {
-            "optim.betas": ("adamw",),
-            "optim.eps": ("adamw",),
+            "optim.kernel": ("adamw", "sgd", "muon"),
+            "optim.state_dtype": ("adamw", "sgd", "muon"),
+            "optim.betas": ("adamw", "adamw8bit", "muon"),
+            "optim.eps": ("adamw", "adamw8bit", "muon"),
+            **{f"optim.muon_{name}": ("muon",) for name in ("lr_factor", "adjust", "momentum", "iterations")},
             "optim.momentum": ("sgd",),
             "optim.nesterov": ("sgd",),
         },
         "optim.schedule": {"optim.decay": ("wsd",), "optim.final_lr": ("cosine", "linear", "wsd")},
         "optim.lr_scaling": {"optim.base_batch": ("linear",)},
+        "train.compile": {"train.compile_cache": ("blocks", "model")},
+        "precision.compute": {
+            **{f"precision.loss_scale{part}": ("fp16",) for part in ("", "_growth", "_backoff", "_interval")},
+            **{f"precision.float8_{part}": ("float8",) for part in ("recipe", "engine", "emulate", "all_gather")},
+            "precision.first_last": ("float8",),
+        },
+        "recompute.mode": {
+            "recompute.every": ("selective", "full"),
+            "recompute.save": ("selective",),
+            "recompute.budget": ("budget",),
+        },
     }
 )
 """Selector key -> key -> values of the selector with which the key has an effect."""
@@ -68,6 +117,11 @@ def applies(dotted: str, values: RunFile) -> bool:
 
 
 def choice_of(selector: str, values: RunFile) -> str:
-    """The value of a selector such as "model.kind"."""
+    """What a selector such as "model.kind" chooses."""
     section, name = selector.split(".")
-    return str(getattr(getattr(values, section), name))
+    return name_choice(getattr(getattr(values, section), name))
+
+
+def name_choice(value: object) -> str:
+    """The name of a choice in `OWNERS`: a number other than 0 is `ABOVE_ZERO`."""
+    return ABOVE_ZERO if isinstance(value, int) and not isinstance(value, bool) and value > 0 else str(value)

@@ -52,6 +52,7 @@ def _derive(draft: Draft) -> Derived:
         replicas=replicas,
         accumulation=math.ceil(share / draft.get("train.micro_batch")),
         peak_lr=draft.get("optim.lr") * factor,
+        per_pass=draft.get("parallel.pp_micro_batches"),
     )
 
 

@@ -40,6 +40,7 @@ class Derived:
     replicas: int
     accumulation: int
     peak_lr: float
+    per_pass: int = 1
     total_steps: int = 0
     warmup_steps: int = 0
     decay_steps: int = 0

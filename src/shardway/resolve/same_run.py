@@ -11,11 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 from shardway.errors import Problem, check_no_problems
-from shardway.resolve.applies import TRANSFORMER_KEYS
+from shardway.resolve.applies import WEIGHT_KEYS
 from shardway.resolve.resolved import Resolved
 
 FIXED_AT_RESUME = (
-    *(f"model.{name}" for name in ("kind", "channels", "hidden", "classes", *TRANSFORMER_KEYS)),
+    *(f"model.{name}" for name in WEIGHT_KEYS),
     *(f"data.{name}" for name in ("kind", "tokenizer", "include", "seq_len", "shuffle", "validation_fraction")),
     "train.seed",
     "optim.name",

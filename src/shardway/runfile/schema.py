@@ -17,6 +17,7 @@ PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 
 
 def key(default: Any, doc: str, **bounds: Any) -> Any:
@@ -33,24 +34,67 @@ class Section(BaseModel):
 class ModelSection(Section):
     """What is trained."""
 
-    kind: Literal["transformer", "convnet", "mlp"] = key("transformer", "The reference model to build.")
+    kind: Literal["transformer", "encoder_decoder", "vit", "convnet", "mlp"] = key(
+        "transformer", "The reference model to build."
+    )
     hf: str = key("", "A Hugging Face model (folder or name) instead of a reference model.")
-    dim: PositiveInt = key(128, "Width of the residual stream (transformer).")
-    layers: PositiveInt = key(4, "Number of blocks (transformer).")
-    heads: PositiveInt = key(4, "Attention heads; must divide dim (transformer).")
+    dim: PositiveInt = key(128, "Width of the residual stream (transformer, encoder_decoder, vit).")
+    layers: PositiveInt = key(
+        4, "Number of blocks (transformer, vit); of the encoder and of the decoder each (encoder_decoder)."
+    )
+    heads: PositiveInt = key(4, "Attention heads; must divide dim unless head_dim is set.")
+    head_dim: PositiveInt | Auto = key("auto", "Width of a head; auto = dim / heads (transformer, vit).")
     kv_heads: PositiveInt | Auto = key("auto", "Key/value heads; must divide heads; auto = heads (transformer).")
     ffn_dim: PositiveInt | Auto = key(
-        "auto", "Width of the feed-forward layer; auto = 8/3 dim for swiglu, 4 dim for gelu (transformer)."
+        "auto", "Width of the feed-forward layer; auto = 8/3 dim for swiglu, 4 dim for others."
     )
-    vocab: PositiveInt | Auto = key("auto", "Vocabulary; auto = that of the data's tokenizer (transformer).")
-    norm: Literal["rmsnorm", "layernorm"] = key("rmsnorm", "Normalisation (transformer).")
-    activation: Literal["swiglu", "gelu"] = key("swiglu", "Feed-forward activation (transformer).")
+    vocab: PositiveInt | Auto = key(
+        "auto", "Vocabulary; auto = that of the data's tokenizer (transformer, encoder_decoder)."
+    )
+    norm: Literal["rmsnorm", "layernorm"] = key("rmsnorm", "Normalisation (transformer, vit).")
+    norm_eps: PositiveFloat = key(1e-5, "Added to the variance in a norm (transformer, vit).")
+    activation: Literal["swiglu", "gelu", "gelu_tanh"] = key(
+        "swiglu", "Feed-forward activation; gelu_tanh is GPT-2's approximation of gelu (transformer, vit)."
+    )
+    bias: bool = key(False, "Biases in linear layers and layer norms (transformer, vit).")
+    qkv_bias: bool = key(False, "Biases of queries, keys and values alone, as in Qwen2 (transformer, vit).")
+    qk_norm: bool = key(False, "Normalise each head's queries and keys, as in Qwen3 (transformer, vit).")
     tied: bool = key(True, "Share the embedding with the output layer (transformer).")
+    positions: Literal["rope", "learned"] = key("rope", "Rotary positions, or a learned table (transformer).")
     rope_theta: PositiveFloat = key(10000.0, "Base of the rotary position frequencies (transformer).")
-    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = key(0.0, "Dropout probability (transformer, mlp).")
+    max_positions: PositiveInt | Auto = key("auto", "Rows of the table of learned positions; auto = data.seq_len.")
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = key(0.0, "Dropout probability (all but convnet).")
+    experts: NonNegativeInt = key(
+        0, "Experts of a mixture in place of the feed-forward layer; 0 = dense (transformer)."
+    )
+    experts_per_token: PositiveInt = key(2, "Experts that a token is sent to.")
+    expert_dim: PositiveInt | Auto = key("auto", "Width of an expert; auto = ffn_dim / experts_per_token.")
+    shared_experts: NonNegativeInt = key(0, "Experts that every token passes through besides.")
+    dense_layers: NonNegativeInt = key(0, "Blocks that keep a dense feed-forward layer before the first with experts.")
+    router_score: Literal["softmax", "sigmoid"] = key("softmax", "How a router scores experts.")
+    router_normalise: bool = key(True, "Scale the weights of a token's experts so that they sum to router_scale.")
+    router_scale: PositiveFloat = key(1.0, "Factor of the weights of a token's experts.")
+    balance: Literal["bias", "loss", "none"] = key(
+        "bias",
+        "What keeps experts equally busy: a bias of the choice alone (arXiv:2412.19437, section 2.1.2), an auxiliary "
+        "loss of each sequence, or nothing.",
+    )
+    balance_step: PositiveFloat = key(1e-3, "How far the bias of an expert moves in a step.")
+    balance_weight: PositiveFloat = key(1e-2, "Factor of the auxiliary loss.")
+    capacity_factor: NonNegativeFloat = key(
+        0.0, "An expert drops what exceeds this times its even share of a sequence; 0 drops nothing."
+    )
+    kv_rank: NonNegativeInt = key(
+        0, "Width of the latent of keys and values in multi-head latent attention (arXiv:2405.04434); 0 = off."
+    )
+    q_rank: NonNegativeInt = key(0, "Width of the latent of queries; 0 = queries without one.")
+    rope_head_dim: PositiveInt | Auto = key("auto", "Rotary width of a head beside head_dim; auto = half of it.")
+    value_head_dim: PositiveInt | Auto = key("auto", "Width of a head's values; auto = head_dim.")
     channels: list[PositiveInt] = key([16, 32], "Output channels of the convolution blocks (convnet).", min_length=1)
     hidden: list[PositiveInt] = key([256], "Widths of the hidden layers (mlp).")
-    classes: PositiveInt = key(10, "Number of classes (convnet, mlp).")
+    patch: PositiveInt = key(4, "Height and width of a patch (vit).")
+    pooling: Literal["class", "mean"] = key("class", "Classify by a token of its own, or by the mean patch (vit).")
+    classes: PositiveInt = key(10, "Number of classes (convnet, mlp, vit).")
 
 
 class DataSection(Section):
@@ -94,17 +138,56 @@ class TrainSection(Section):
     )
     validate_every: SpanOrOff = key(Span(100, "steps"), "How often to validate; also at the end.")
     validation_samples: PositiveInt = key(512, "At most so many samples are validated on.")
-    deterministic: bool = key(False, "Refuse operations whose result may differ from one run to the next.")
-    compile: Literal["off", "blocks"] = key("off", "torch.compile nothing, or each block of the model.")
+    deterministic: bool = key(
+        False,
+        "Choose operations whose result is the same in every run, and refuse those that have none. On a CPU the same "
+        "layout then gives the same bits; on a GPU also as long as device, library versions and the way that "
+        "collectives go round are the same.",
+    )
+    compile: Literal["off", "blocks", "model"] = key(
+        "off", "torch.compile nothing, each block of the model (blocks that are alike share a graph), or all of it."
+    )
+    compile_cache: str = key(
+        "auto",
+        "Folder that keeps compiled code between runs; auto = $TORCHINDUCTOR_CACHE_DIR, or else shardway in the user's "
+        "cache folder.",
+        min_length=1,
+    )
+    channels_last: bool = key(
+        False, "Keep images and convolution weights with channels last in memory, as fast kernels want them."
+    )
+    cudnn_benchmark: bool = key(
+        False, "Let cuDNN try its convolutions and keep the fastest; for inputs that are always of one size."
+    )
 
 
 class OptimSection(Section):
     """The optimizer and its learning rate."""
 
-    name: Literal["adamw", "sgd"] = key("adamw", "Optimizer.")
+    name: Literal["adamw", "sgd", "adafactor", "adamw8bit", "muon"] = key(
+        "adamw",
+        "Optimizer. adamw8bit needs torchao, and its checkpoints continue only in the layout that saved them; muon "
+        "takes the matrices of blocks and leaves the rest to AdamW.",
+    )
+    kernel: Literal["auto", "fused", "foreach"] = key(
+        "auto", "How updates are computed: one kernel a step, or one an operation; auto = fused on cpu and cuda."
+    )
+    state_dtype: Literal["fp32", "bf16"] = key(
+        "fp32", "Format of moments and momentum; bf16 is rounded stochastically and halves their memory."
+    )
     lr: PositiveFloat = key(3e-3, "Peak learning rate.")
-    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = key([0.9, 0.95], "AdamW moments.")
+    betas: Annotated[list[Annotated[float, Field(ge=0.0, lt=1.0)]], Field(min_length=2, max_length=2)] = key(
+        [0.9, 0.95], "AdamW moments."
+    )
     eps: PositiveFloat = key(1e-8, "AdamW denominator term.")
+    muon_lr_factor: PositiveFloat = key(1.0, "Peak learning rate of Muon's matrices, as a multiple of lr.")
+    muon_adjust: Literal["match_rms_adamw", "original"] = key(
+        "match_rms_adamw",
+        "How the rate follows a matrix's shape: updates as large as AdamW's (arXiv:2502.16982), or sqrt(rows/columns) "
+        "where that is above 1.",
+    )
+    muon_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = key(0.95, "Nesterov momentum of Muon.")
+    muon_iterations: Annotated[int, Field(ge=1, lt=100)] = key(5, "Newton-Schulz iterations of Muon.")
     momentum: Fraction = key(0.9, "SGD momentum.")
     nesterov: bool = key(False, "SGD with Nesterov momentum.")
     weight_decay: Annotated[float, Field(ge=0.0)] = key(
@@ -167,9 +250,53 @@ class ParallelSection(Section):
 class PrecisionSection(Section):
     """Number formats."""
 
-    compute: Literal["fp32", "bf16", "fp16", "float8"] = key("fp32", "Format of matrix products; weights stay fp32.")
+    compute: Literal["fp32", "bf16", "fp16", "float8"] = key(
+        "fp32",
+        "Format of matrix products; fp16 scales its loss, float8 is for linear layers of blocks and the rest is bf16.",
+    )
+    weights: Literal["fp32", "bf16"] = key(
+        "fp32", "Format in which weights, gradients and moments are kept; bf16 has no fp32 copy (compute bf16, float8)."
+    )
     reduce: Literal["fp32", "bf16"] = key("fp32", "Format in which sharded gradients are summed.")
     tf32: bool = key(False, "Let fp32 matrix products run in TF32 on devices that have it.")
+    loss_scale: PositiveFloat = key(65536.0, "First factor on the loss, which keeps small gradients (fp16).")
+    loss_scale_growth: Annotated[float, Field(gt=1.0)] = key(2.0, "What multiplies the factor after good steps (fp16).")
+    loss_scale_backoff: Annotated[float, Field(gt=0.0, lt=1.0)] = key(
+        0.5, "What multiplies the factor after a step whose gradients overflow, which is skipped (fp16)."
+    )
+    loss_scale_interval: PositiveInt = key(2000, "Good steps in a row before the factor grows (fp16).")
+    float8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", "blockwise"] = key(
+        "tensorwise",
+        "What shares a scale: a tensor, a row (with_gw_hp: weight gradients in bf16), 32 values, 128 x 128 (float8).",
+    )
+    float8_engine: Literal["torchao", "transformer_engine"] = key("torchao", "Library that multiplies (float8).")
+    float8_emulate: bool = key(
+        False, "Compute what float8 would give where the device has no such products: slow, for tests (float8)."
+    )
+    float8_all_gather: bool | Auto = key(
+        "auto",
+        "Cast sharded weights before they are gathered; auto = true for tensorwise with torchao where weights are "
+        "sharded and reshard_after_forward is no number (float8).",
+    )
+    first_last: Literal["same", "bf16"] = key("same", "Format of the first and the last block (float8).")
+
+
+class RecomputeSection(Section):
+    """What the backward pass computes again instead of keeping it: less memory for more work."""
+
+    mode: Literal["none", "selective", "budget", "full"] = key(
+        "none",
+        "Keep everything; keep the results of some operators; let the compiler choose within a budget; keep the inputs "
+        "of blocks alone.",
+    )
+    every: PositiveInt = key(1, "Recompute every k-th block, from the first on (selective, full).")
+    save: list[str] = key(
+        ["matmul", "attention", "collective"],
+        "Operators whose results are kept: these groups, or names such as aten.mm (selective).",
+    )
+    budget: Fraction = key(
+        0.5, "Part of the activations of a compiled graph that may be kept; needs train.compile (budget)."
+    )
 
 
 class CheckpointSection(Section):
@@ -217,6 +344,7 @@ class RunFile(Section):
     optim: OptimSection = Field(default_factory=OptimSection)
     parallel: ParallelSection = Field(default_factory=ParallelSection)
     precision: PrecisionSection = Field(default_factory=PrecisionSection)
+    recompute: RecomputeSection = Field(default_factory=RecomputeSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     run: RunSection = Field(default_factory=RunSection)
     site: SiteSection = Field(default_factory=SiteSection)

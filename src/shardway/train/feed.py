@@ -41,7 +41,8 @@ def training_batches(session: Session, loader: Loader, position: int) -> Iterato
 def validation_data(session: Session, source: Source) -> Iterator[Any]:
     """This rank's share of the held-out samples, as many batches on every rank."""
     values, mesh = session.resolved.values, session.mesh
-    share = Share(int(values.train.micro_batch) * mesh.data_ranks, mesh.data_rank, mesh.data_ranks)
+    at_once = int(values.train.micro_batch) * session.resolved.derived.per_pass
+    share = Share(at_once * mesh.data_ranks, mesh.data_rank, mesh.data_ranks)
     batches = validation_batches(source, values.train.validation_samples, share, _options(session))
     return (batch.data for batch in _on_device(batches, session.ranks.device))
 

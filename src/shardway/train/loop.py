@@ -12,15 +12,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from shardway.checkpoint.load import load_latest
 from shardway.checkpoint.save import prune_checkpoints, save_checkpoint
 from shardway.checkpoint.state import Trained
 from shardway.data.loader import Batch
 from shardway.errors import Bug, JobError, UserError
+from shardway.models.contract import held_by_rank
 from shardway.parallel.replicate import average_buffers
 from shardway.ranks.agreement import Decision, Wishes
 from shardway.train.counters import Counters, read_counters
 from shardway.train.machine import Facts, Phase, next_phase
+from shardway.train.passes import Passes
 from shardway.train.schedule import Course, lr_factor
 from shardway.train.session import Session, machine_facts
 from shardway.train.step import StepResult
@@ -52,6 +56,7 @@ class LoopParts:
     """What the loop works with: the trained state, a stream of batches from a data position, validation."""
 
     trained: Trained
+    passes: Passes
     batches_from: Callable[[int], Iterator[Batch]]
     validation: Validation | None = None
     on_step: Callable[[int, dict[str, Any]], None] | None = None
@@ -175,7 +180,7 @@ class Loop:
             samples_per_step=self._plan.global_batch,
             tokens_per_step=self._plan.global_batch * self._plan.tokens_per_sample,
             bytes_per_token=self._parts.validation.bytes_per_token if self._parts.validation else None,
-            parameters=sum(parameter.numel() for parameter in self._parts.trained.model.parameters()),
+            parameters=self._count_parameters(),
             checkpoint=loaded.name if loaded else None,
             checkpoint_world=loaded.world if loaded else None,
             random_restored=loaded.random_restored if loaded else None,
@@ -201,13 +206,19 @@ class Loop:
             )
         self._close_step(self._open_step, self._result)
 
+    def _count_parameters(self) -> int:
+        """Of the whole model, whatever part of it this rank holds."""
+        ranks, mesh = self._session.ranks, self._session.mesh
+        own = [p for p in self._parts.trained.model.parameters() if mesh.answers_for(p)]
+        count = sum(held_by_rank(parameter).numel() for parameter in own)
+        return int(ranks.sum(torch.tensor(count, dtype=torch.int64, device=ranks.device)))
+
     def _validate(self) -> None:
         session, started = self._session, time.perf_counter()
         if self._parts.validation is None:
             raise Bug("validation is due and there is nothing to validate on")
-        metrics = validate(
-            self._parts.trained.model, self._parts.validation, session.mesh, session.ranks, session.precision
-        )
+        model = self._parts.passes.parallel.call
+        metrics = validate(model, self._parts.validation, self._parts.passes, session.ranks)
         seconds = time.perf_counter() - started
         session.recorder.event("validation", step=self._counters.step, **metrics, seconds=seconds)
         session.recorder.status(validation=metrics)

@@ -25,8 +25,8 @@ from torch import nn
 
 from shardway.checkpoint.state import Trained
 from shardway.data.sources.base import Source
-from shardway.errors import UserError
-from shardway.parallel.apply import ApplyOptions, apply_parallelism
+from shardway.errors import Bug, UserError
+from shardway.parallel.apply import ApplyOptions, ParallelModel, apply_parallelism
 from shardway.resolve import DataFacts, Resolved, scale_of
 from shardway.resolve.request import Request
 from shardway.rundir.directory import RunDir
@@ -34,9 +34,10 @@ from shardway.runfile.load import DEFAULT
 from shardway.train.feed import Loader, training_batches
 from shardway.train.loop import Loop, LoopParts, LoopPlan
 from shardway.train.loss import LossSum
+from shardway.train.passes import Passes, Portions
 from shardway.train.schedule import Course
 from shardway.train.session import Session, open_session
-from shardway.train.step import StepOptions, take_step
+from shardway.train.step import StepParts, take_step
 from shardway.train.validate import Validation
 from shardway.units import Span
 
@@ -49,9 +50,10 @@ class Run:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._model: nn.Module | None = None
+        self._parallel: ParallelModel | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._loop: Loop | None = None
+        self._passes_made: Passes | None = None
 
     @property
     def resolved(self) -> Resolved:
@@ -91,8 +93,8 @@ class Run:
         """
         values = self.resolved.values
         options = ApplyOptions(values.parallel, self._session.precision, values.train.compile, values.train.seed)
-        self._model = apply_parallelism(model, self._session.mesh, self.device, options)
-        return self._model
+        self._parallel = apply_parallelism(model, self._session.mesh, self.device, options)
+        return self._parallel.call
 
     def optimizer(
         self, factory: Callable[..., torch.optim.Optimizer], model: nn.Module, **options: Any
@@ -145,8 +147,9 @@ class Run:
         if not self._session.settled:
             self._session.own_model = True
             self._session.settle(DataFacts(loader.size, loader.tokens_per_sample, None), keep=_has_effect_on_own_model)
-        trained = self._trained()
-        parts = LoopParts(trained, partial(training_batches, self._session, loader), validation, on_step)
+        parts = LoopParts(
+            self._trained(), self._passes(), partial(training_batches, self._session, loader), validation, on_step
+        )
         self._loop = Loop(self._session, self._plan(loader), parts)
         return self._loop.batches()
 
@@ -157,18 +160,13 @@ class Run:
         `loss_fn(model, batch)`. It returns the mean over its samples, or a `LossSum` where targets may not count.
         Gradients of a script's own model are clipped only where the run file sets `optim.clip`.
         """
-        if self._loop is None or self._optimizer is None:
+        if self._loop is None or self._optimizer is None or self._passes_made is None:
             raise UserError("run.step was called before run.optimizer and `for batch in run.steps(loader)`.")
         self._loop.check_awaits_step()
-        values = self.resolved.values
-        options = StepOptions(
-            global_batch=values.train.global_batch,
-            data_ranks=self._session.mesh.data_ranks,
-            accumulation=self.resolved.derived.accumulation,
-            clip=None if values.optim.clip == "off" or self._is_left_alone("optim.clip") else float(values.optim.clip),
-            precision=self._session.precision,
-        )
-        result = take_step(model, self._optimizer, batch, loss_fn, options, self._session.ranks, self._loop.wishes())
+        clip = self.resolved.values.optim.clip
+        limit = None if clip == "off" or self._is_left_alone("optim.clip") else float(clip)
+        parts = StepParts(self._passes_made, self._optimizer, self._session.ranks, limit)
+        result = take_step(parts, model, batch, loss_fn, self._loop.wishes())
         self._loop.note(result)
         return result.loss
 
@@ -177,10 +175,18 @@ class Run:
         return self._session.own_model and self.resolved.origins[dotted] == DEFAULT
 
     def _trained(self) -> Trained:
-        if self._model is None or self._optimizer is None:
-            missing = "run.shard(model)" if self._model is None else "run.optimizer(...)"
+        if self._parallel is None or self._optimizer is None:
+            missing = "run.shard(model)" if self._parallel is None else "run.optimizer(...)"
             raise UserError(f"run.steps needs what is to be resumed and saved: call {missing} before it.")
-        return Trained(self._model, self._optimizer)
+        return Trained(self._parallel.module, self._optimizer)
+
+    def _passes(self) -> Passes:
+        if self._parallel is None:
+            raise Bug("the passes were asked for before the model was made parallel")
+        train, derived = self.resolved.values.train, self.resolved.derived
+        portions = Portions(train.global_batch, int(train.micro_batch), derived.accumulation, derived.per_pass)
+        self._passes_made = Passes(self._parallel, portions, self._session.precision, self.device)
+        return self._passes_made
 
     def _plan(self, loader: Loader) -> LoopPlan:
         resolved = self.resolved

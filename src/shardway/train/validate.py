@@ -14,12 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardway.parallel.mesh import Mesh
-from shardway.parallel.precision import Precision
 from shardway.parallel.replicate import average_buffers
 from shardway.ranks.start import Ranks
-from shardway.train.loss import LossSum, as_sum
-from shardway.train.step import call_loss, count_rows
+from shardway.train.loss import LossSum
+from shardway.train.passes import SUMS, Passes
 
 
 @dataclass(frozen=True)
@@ -33,31 +31,22 @@ class Validation:
 
 
 @torch.no_grad()
-def validate(
-    model: nn.Module, validation: Validation, mesh: Mesh, ranks: Ranks, precision: Precision
-) -> dict[str, float]:
+def validate(model: nn.Module, validation: Validation, passes: Passes, ranks: Ranks) -> dict[str, float]:
     """Mean loss in nats, and accuracy or bits per byte where they mean something."""
-    average_buffers(model, mesh)
-    sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)
-    has_accuracy = False
+    average_buffers(model, passes.parallel.mesh)
+    sums = torch.zeros(SUMS, dtype=torch.float64, device=ranks.device)
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         for data in validation.batches():
-            with precision.autocast(ranks.device):
-                loss = as_sum(call_loss(validation.loss_fn, model, data), count_rows(data))
-            sums[0] += loss.total
-            sums[1] += loss.count
-            if loss.correct is not None:
-                has_accuracy = True
-                sums[2] += loss.correct
+            sums += passes.evaluate(model, data, validation.loss_fn)
     finally:
         for module, training in modes.items():
             module.training = training
-    total, count, correct = ranks.sum(sums).tolist()
+    total, count, correct, answered = ranks.sum(sums).tolist()
     metrics = {"loss": total / count if count else math.nan}
-    if has_accuracy:
-        metrics["accuracy"] = correct / count
+    if answered:
+        metrics["accuracy"] = correct / answered
     if validation.bytes_per_token:
         # Shannon: nats a token / ln 2 = bits a token, spread over the bytes that a token stands for.
         metrics["bits_per_byte"] = metrics["loss"] / math.log(2) / validation.bytes_per_token

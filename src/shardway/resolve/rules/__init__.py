@@ -7,6 +7,26 @@ read files or look at the machine.
 from __future__ import annotations
 
 from shardway.resolve.draft import Rule
+from shardway.resolve.rules.axes import (
+    a_model_splits_along_the_axes_it_is_made_for,
+    a_sequence_splits_into_equal_parts,
+    experts_split_over_the_ranks_that_share_the_states,
+    gathered_weights_are_kept_over_a_part_of_the_ranks,
+    key_value_heads_split_or_are_repeated,
+    only_plain_copies_compress_their_gradients,
+    only_shared_states_are_kept_in_cpu_memory,
+    the_tensor_axis_splits_evenly,
+)
+from shardway.resolve.rules.compiler import (
+    a_memory_budget_needs_the_compiler,
+    a_pipeline_compiles_blocks,
+)
+from shardway.resolve.rules.float8 import (
+    float8_gathers_what_has_one_scale,
+    float8_multiplies_whole_groups_of_tokens,
+    float8_needs_a_device_that_has_it,
+    transformer_engine_knows_other_recipes,
+)
 from shardway.resolve.rules.layout import (
     a_micro_batch_is_a_part_of_a_rank_share,
     degrees_multiply_to_the_ranks,
@@ -14,19 +34,37 @@ from shardway.resolve.rules.layout import (
 )
 from shardway.resolve.rules.model import (
     a_key_of_another_kind_is_not_ignored,
+    a_mixture_has_enough_experts_and_layers,
     a_model_reads_the_data_it_is_made_for,
     a_token_file_does_not_say_its_vocabulary,
     bytes_have_256_values,
     data_other_than_text_name_their_path,
+    experts_are_gated,
+    experts_drop_tokens_of_whole_sequences,
     heads_divide_the_width,
     key_value_heads_divide_the_heads,
+    latent_attention_has_widths_of_its_own,
+    learned_positions_reach_the_end_of_a_sample,
     the_feed_forward_width_follows_the_activation,
+    the_weight_of_one_expert_is_its_score,
     validation_needs_something_held_out,
 )
 from shardway.resolve.rules.numerics import (
+    bf16_weights_need_bf16_products,
+    cudnn_tries_kernels_where_it_runs_and_may,
+    muon_needs_matrices,
+    narrow_momentum_needs_momentum,
     nesterov_needs_momentum,
     tf32_needs_a_device_that_has_it,
     what_this_version_lacks_is_refused,
+)
+from shardway.resolve.rules.pipeline import (
+    a_pipeline_keeps_gathered_weights,
+    every_stage_has_a_block,
+    micro_batches_fill_the_pipeline,
+    stages_follow_the_schedule,
+    tied_weights_stay_together,
+    zero_bubbles_are_not_compiled,
 )
 from shardway.resolve.rules.run import (
     a_run_uses_the_accelerator_where_there_is_one,
@@ -43,14 +81,44 @@ RULES: tuple[Rule, ...] = (
     data_other_than_text_name_their_path,
     heads_divide_the_width,
     key_value_heads_divide_the_heads,
+    latent_attention_has_widths_of_its_own,
+    learned_positions_reach_the_end_of_a_sample,
     the_feed_forward_width_follows_the_activation,
+    a_mixture_has_enough_experts_and_layers,
+    experts_are_gated,
+    the_weight_of_one_expert_is_its_score,
+    experts_drop_tokens_of_whole_sequences,
     bytes_have_256_values,
     a_token_file_does_not_say_its_vocabulary,
     validation_needs_something_held_out,
     what_this_version_lacks_is_refused,
     tf32_needs_a_device_that_has_it,
     degrees_multiply_to_the_ranks,
+    a_model_splits_along_the_axes_it_is_made_for,
+    the_tensor_axis_splits_evenly,
+    key_value_heads_split_or_are_repeated,
+    a_sequence_splits_into_equal_parts,
+    experts_split_over_the_ranks_that_share_the_states,
+    gathered_weights_are_kept_over_a_part_of_the_ranks,
+    only_plain_copies_compress_their_gradients,
+    only_shared_states_are_kept_in_cpu_memory,
+    stages_follow_the_schedule,
+    every_stage_has_a_block,
+    tied_weights_stay_together,
+    a_pipeline_keeps_gathered_weights,
+    zero_bubbles_are_not_compiled,
     every_replica_gets_a_sample,
     a_micro_batch_is_a_part_of_a_rank_share,
+    micro_batches_fill_the_pipeline,
     nesterov_needs_momentum,
+    muon_needs_matrices,
+    narrow_momentum_needs_momentum,
+    bf16_weights_need_bf16_products,
+    cudnn_tries_kernels_where_it_runs_and_may,
+    float8_needs_a_device_that_has_it,
+    transformer_engine_knows_other_recipes,
+    float8_gathers_what_has_one_scale,
+    float8_multiplies_whole_groups_of_tokens,
+    a_pipeline_compiles_blocks,
+    a_memory_budget_needs_the_compiler,
 )

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardway.resolve.draft import Draft
-
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+from shardway.resolve.layout import AXES
+from shardway.resolve.rules.pipeline import a_pipeline_has_work_for_all_its_stages
 
 
 def degrees_multiply_to_the_ranks(draft: Draft) -> None:
@@ -80,7 +80,12 @@ def a_micro_batch_is_a_part_of_a_rank_share(draft: Draft) -> None:
     replicas, batch = replicas_of(draft), draft.get("train.global_batch")
     share = max(1, math.ceil(batch / replicas))
     micro = draft.get("train.micro_batch")
-    if micro == "auto":
+    if micro == "auto" and draft.get("parallel.pp") > 1:
+        size = a_pipeline_has_work_for_all_its_stages(draft, share)
+        draft.derive(
+            "train.micro_batch", size, f"{share} samples of a rank's share for a pipeline of {draft.get('parallel.pp')}"
+        )
+    elif micro == "auto":
         draft.derive("train.micro_batch", share, f"{batch} samples / {replicas} data-parallel ranks")
     elif micro > share:
         draft.refuse(

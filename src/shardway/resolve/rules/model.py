@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 
-from shardway.resolve.applies import IMAGE_DATA, OWNERS, TOKEN_DATA
+from shardway.resolve.applies import IMAGE_DATA, OWNERS, TOKEN_DATA, TOKEN_MODELS, name_choice
 from shardway.resolve.draft import Draft
 from shardway.resolve.rules.numbers import nearest_divisor
+from shardway.runfile.write import render_value
 
 
 def a_key_of_another_kind_is_not_ignored(draft: Draft) -> None:
@@ -18,10 +19,10 @@ def a_key_of_another_kind_is_not_ignored(draft: Draft) -> None:
     for selector, owners in OWNERS.items():
         chosen = draft.get(selector)
         for dotted, kinds in owners.items():
-            if draft.is_set(dotted) and chosen not in kinds:
+            if draft.is_set(dotted) and name_choice(chosen) not in kinds:
                 draft.refuse(
                     dotted,
-                    f'has no effect with {selector} = "{chosen}"',
+                    f"has no effect with {selector} = {render_value(chosen)}",
                     f"only with {selector} = {' or '.join(kinds)}",
                     "remove the key",
                 )
@@ -29,7 +30,7 @@ def a_key_of_another_kind_is_not_ignored(draft: Draft) -> None:
 
 def a_model_reads_the_data_it_is_made_for(draft: Draft) -> None:
     kind, data = draft.get("model.kind"), draft.get("data.kind")
-    wanted = TOKEN_DATA if kind == "transformer" else IMAGE_DATA
+    wanted = TOKEN_DATA if kind in TOKEN_MODELS else IMAGE_DATA
     if data not in (*wanted, "synthetic"):
         draft.refuse("data.kind", f'"{data}" cannot feed model.kind = "{kind}"', f"{', '.join(wanted)}, synthetic")
 
@@ -40,16 +41,24 @@ def data_other_than_text_name_their_path(draft: Draft) -> None:
 
 
 def heads_divide_the_width(draft: Draft) -> None:
-    dim, heads = draft.get("model.dim"), draft.get("model.heads")
-    if dim % heads:
+    """Unless their width is set. In latent attention it is rope_head_dim that rotary positions turn."""
+    dim, heads, width = (draft.get(f"model.{name}") for name in ("dim", "heads", "head_dim"))
+    rotary = draft.get("model.kind") == "transformer" and draft.get("model.positions") == "rope"
+    pairs = rotary and not draft.get("model.kv_rank")
+    if width != "auto":
+        if pairs and width % 2:
+            draft.refuse("model.head_dim", f"{width}: rotary positions need an even width", "an even number")
+    elif dim % heads:
         near = nearest_divisor(dim, heads)
         draft.refuse("model.heads", f"{heads} does not divide model.dim = {dim}", f"a divisor, such as {near}")
-    elif dim // heads % 2:
+    elif pairs and dim // heads % 2:
         draft.refuse(
             "model.heads",
             f"{heads} heads of width {dim // heads}: rotary positions need an even width",
             "dim / heads even",
         )
+    else:
+        draft.derive("model.head_dim", dim // heads, "dim / heads")
 
 
 def key_value_heads_divide_the_heads(draft: Draft) -> None:
@@ -62,19 +71,87 @@ def key_value_heads_divide_the_heads(draft: Draft) -> None:
         draft.refuse("model.kv_heads", what, f"a divisor, such as {near}")
 
 
+def latent_attention_has_widths_of_its_own(draft: Draft) -> None:
+    """A key is head_dim features without a position, then rope_head_dim with one; values are at most as wide."""
+    head = draft.get("model.head_dim")
+    if not draft.get("model.kv_rank") or head == "auto":
+        return
+    if draft.get("model.rope_head_dim") == "auto":
+        draft.derive("model.rope_head_dim", math.ceil(head / 4) * 2, "half of head_dim, rounded up to even")
+    if draft.get("model.value_head_dim") == "auto":
+        draft.derive("model.value_head_dim", head, "as wide as head_dim")
+    rotary, values = draft.get("model.rope_head_dim"), draft.get("model.value_head_dim")
+    if rotary % 2:
+        draft.refuse("model.rope_head_dim", f"{rotary}: rotary positions need an even width", "an even number")
+    if values > head + rotary:
+        what = f"{values} is wider than keys are (head_dim {head} + rope_head_dim {rotary})"
+        draft.refuse("model.value_head_dim", what, f"at most {head + rotary}")
+
+
+def learned_positions_reach_the_end_of_a_sample(draft: Draft) -> None:
+    if (draft.get("model.kind"), draft.get("model.positions")) != ("transformer", "learned"):
+        return
+    rows, seq_len = draft.get("model.max_positions"), draft.get("data.seq_len")
+    if rows == "auto":
+        draft.derive("model.max_positions", seq_len, "data.seq_len")
+    elif rows < seq_len:
+        what = f"{rows} is fewer than the tokens of a sample, data.seq_len = {seq_len}"
+        draft.refuse("model.max_positions", what, f"at least {seq_len}")
+
+
 def the_feed_forward_width_follows_the_activation(draft: Draft) -> None:
     """swiglu has three matrices where gelu has two: 8/3 dim keeps the parameters equal (Shazeer, arXiv:2002.05202)."""
     if draft.get("model.ffn_dim") != "auto":
         return
-    dim = draft.get("model.dim")
-    if draft.get("model.activation") == "swiglu":
+    dim, gated = draft.get("model.dim"), draft.get("model.activation") == "swiglu"
+    if gated and draft.get("model.kind") != "encoder_decoder":
         draft.derive("model.ffn_dim", math.ceil(8 * dim / 3 / 32) * 32, "8/3 dim, rounded up to a multiple of 32")
     else:
         draft.derive("model.ffn_dim", 4 * dim, "4 dim")
 
 
+def a_mixture_has_enough_experts_and_layers(draft: Draft) -> None:
+    experts, k = draft.get("model.experts"), draft.get("model.experts_per_token")
+    if not experts:
+        return
+    if k > experts:
+        draft.refuse("model.experts_per_token", f"{k} is more than model.experts = {experts}", f"1 to {experts}")
+    dense, layers = draft.get("model.dense_layers"), draft.get("model.layers")
+    if dense >= layers:
+        what = f"{dense} leaves none of model.layers = {layers} for experts"
+        draft.refuse("model.dense_layers", what, f"0 to {layers - 1}")
+    if draft.get("model.expert_dim") == "auto":
+        width = math.ceil(draft.get("model.ffn_dim") / k / 16) * 16
+        draft.derive("model.expert_dim", width, f"ffn_dim / {k} experts a token, rounded up to a multiple of 16")
+
+
+def experts_are_gated(draft: Draft) -> None:
+    activation = draft.get("model.activation")
+    if draft.get("model.experts") and activation != "swiglu":
+        draft.refuse("model.activation", f'"{activation}", and experts (model.experts) are gated', '"swiglu"')
+
+
+def the_weight_of_one_expert_is_its_score(draft: Draft) -> None:
+    """Normalised, a single weight would always be 1, and its router would learn nothing from the loss."""
+    if not draft.get("model.experts") or draft.get("model.experts_per_token") != 1:
+        return
+    if not draft.is_set("model.router_normalise"):
+        draft.derive("model.router_normalise", False, "one expert a token")
+    elif draft.get("model.router_normalise"):
+        what = "true makes the weight of the one expert of a token 1, and a router without gradient"
+        draft.refuse("model.router_normalise", what, "false, or model.experts_per_token above 1")
+
+
+def experts_drop_tokens_of_whole_sequences(draft: Draft) -> None:
+    """Which token is the last that an expert takes is not known where ranks hold parts of a sequence."""
+    factor, cp = draft.get("model.capacity_factor"), draft.get("parallel.cp")
+    if draft.get("model.experts") and factor and cp > 1:
+        what = f"{factor} drops tokens by their place in a sequence, and parallel.cp = {cp} splits sequences"
+        draft.refuse("model.capacity_factor", what, "0, or parallel.cp = 1")
+
+
 def bytes_have_256_values(draft: Draft) -> None:
-    if draft.get("model.kind") != "transformer" or draft.get("model.vocab") != "auto":
+    if draft.get("model.kind") not in TOKEN_MODELS or draft.get("model.vocab") != "auto":
         return
     if draft.get("data.kind") == "synthetic" or (draft.get("data.kind"), draft.get("data.tokenizer")) == (
         "text",
@@ -84,7 +161,7 @@ def bytes_have_256_values(draft: Draft) -> None:
 
 
 def a_token_file_does_not_say_its_vocabulary(draft: Draft) -> None:
-    reads_tokens = (draft.get("model.kind"), draft.get("data.kind")) == ("transformer", "tokens")
+    reads_tokens = draft.get("model.kind") in TOKEN_MODELS and draft.get("data.kind") == "tokens"
     if reads_tokens and draft.get("model.vocab") == "auto":
         draft.refuse(
             "model.vocab",

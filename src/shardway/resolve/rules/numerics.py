@@ -11,13 +11,6 @@ from shardway.resolve.draft import Draft
 
 def what_this_version_lacks_is_refused(draft: Draft) -> None:
     """Refused with a sentence rather than ignored, so that nobody trains something other than what they wrote."""
-    if draft.get("precision.compute") in ("fp16", "float8"):
-        wish = draft.get("precision.compute")
-        draft.refuse(
-            "precision.compute",
-            f'"{wish}": this version of Shardway does not train in it yet',
-            '"fp32", "bf16"',
-        )
     if draft.get("model.hf"):
         draft.refuse(
             "model.hf",
@@ -31,6 +24,43 @@ def tf32_needs_a_device_that_has_it(draft: Draft) -> None:
         draft.refuse("precision.tf32", "true has no effect on a CPU", "false")
 
 
+def bf16_weights_need_bf16_products(draft: Draft) -> None:
+    compute = draft.get("precision.compute")
+    if draft.get("precision.weights") == "bf16" and compute in ("fp32", "fp16"):
+        draft.refuse(
+            "precision.weights",
+            f'"bf16" holds fewer digits than precision.compute = "{compute}" multiplies',
+            '"fp32"; or precision.compute = "bf16" or "float8"',
+        )
+
+
+def cudnn_tries_kernels_where_it_runs_and_may(draft: Draft) -> None:
+    if not draft.get("train.cudnn_benchmark"):
+        return
+    if draft.get("run.device") == "cpu":
+        draft.refuse("train.cudnn_benchmark", "true has no effect on a CPU", "false")
+    elif draft.get("train.deterministic"):
+        draft.refuse(
+            "train.cudnn_benchmark",
+            "true may choose another kernel in each run, and train.deterministic is true",
+            "one of the two",
+        )
+
+
 def nesterov_needs_momentum(draft: Draft) -> None:
     if draft.get("optim.nesterov") and draft.get("optim.momentum") == 0:
         draft.refuse("optim.nesterov", "true needs optim.momentum above 0", "false, or a momentum")
+
+
+def muon_needs_matrices(draft: Draft) -> None:
+    """The kernels of convolutions are not orthogonalised, so nothing would be left that is Muon's."""
+    if draft.get("optim.name") == "muon" and draft.get("model.kind") == "convnet" and not draft.get("model.hf"):
+        draft.refuse(
+            "optim.name", '"muon" is for the matrices of blocks, and model.kind = "convnet" has none', '"adamw"'
+        )
+
+
+def narrow_momentum_needs_momentum(draft: Draft) -> None:
+    without = draft.get("optim.name") == "sgd" and draft.get("optim.momentum") == 0
+    if without and draft.is_set("optim.state_dtype") and draft.get("optim.state_dtype") == "bf16":
+        draft.refuse("optim.state_dtype", '"bf16": without momentum there is no state', '"fp32", or a momentum')

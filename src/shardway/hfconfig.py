@@ -1,0 +1,166 @@
+"""Where a Hugging Face model lies, and what its config.json says, without torch and transformers.
+
+Invariant: works on a login node: huggingface_hub is imported only where something has to be downloaded, nothing else
+beyond the standard library. A name of the hub is taken from its cache where it is there, and HF_HUB_OFFLINE is
+obeyed. This module must not read weights.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from shardway.errors import Problem, UserError, check_no_problems, render_problems
+
+CONFIG = "config.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.*",
+)
+"""Patterns of the files that make a tokenizer; they go with a model that is saved."""
+
+_DOWNLOADED = (CONFIG, "generation_config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES)
+_ACCEPT = "accept its conditions on its page, then `hf auth login` or set HF_TOKEN"
+_DOWNLOAD = "`hf download {name}` where there is a connection, with the same HF_HOME"
+_CONVERT = "convert it once with transformers: from_pretrained(...), then save_pretrained(folder)"
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What planning and resolving need to know of a decoder-only model."""
+
+    family: str
+    """`model_type` of the config: llama, qwen3 ..."""
+    vocab: int
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    max_positions: int
+    tied: bool
+
+
+def locate_model(hf: str) -> Path:
+    """The folder of a model: a local one as it is, a hub name ("org/name", "org/name@revision") from the cache or
+    downloaded: config, safetensors and tokenizer files alone.
+
+    Ranks that share a cache call it on one of them first. Raises UserError where it cannot be had.
+    """
+    folder = Path(hf).expanduser()
+    if folder.is_dir():
+        return folder
+    if hf.startswith(("/", ".", "~")) or hf.count("/") > 1 or folder.exists():
+        raise hf_error(hf, "is no folder", "a folder with a config.json, or a hub name such as Qwen/Qwen3-0.6B")
+    found = _download(hf)
+    if next(found.glob("*.safetensors"), None) is None:
+        raise hf_error(
+            hf, "has no safetensors files (older ones have .bin files alone)", "weights as safetensors", _CONVERT
+        )
+    return found
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of config.json. Raises UserError where it is missing or no JSON object."""
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise hf_error(str(folder), f"has no {CONFIG}", "a folder that save_pretrained wrote, or a hub name") from None
+    except (OSError, ValueError) as error:
+        raise hf_error(str(folder), f"has a {CONFIG} that cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise hf_error(str(folder), f"has a {CONFIG} that is no JSON object")
+    return config
+
+
+def read_facts(folder: Path) -> ModelFacts:
+    """The facts of the model in a folder. Raises UserError that names every key that is missing or no number."""
+    config = read_config(folder)
+    needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+    check_no_problems(f"{folder / CONFIG}", [_describe_key(key, config) for key in needed if not _is_size(config, key)])
+    vocab, dim, layers, heads, positions = (config[key] for key in needed)
+    return ModelFacts(
+        family=str(config.get("model_type", "")),
+        vocab=vocab,
+        dim=dim,
+        layers=layers,
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or dim // heads,
+        max_positions=positions,
+        tied=bool(config.get("tie_word_embeddings", False)),
+    )
+
+
+def import_extra(package: str, extra: str = "hf") -> ModuleType:
+    """A package of an extra. Raises UserError that says how to install it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise UserError(
+            f'{package} cannot be imported ({error}), and it is needed here.\n  To do: pip install "shardway[{extra}]"'
+        ) from error
+
+
+def hf_error(hf: str, what: str, allowed: str = "", remedy: str = "") -> UserError:
+    """Something wrong with what `model.hf` names."""
+    problem = Problem("model.hf", f'"{hf}" {what}', allowed=allowed, remedy=remedy)
+    return UserError(render_problems("the model", [problem]))
+
+
+def _download(hf: str) -> Path:
+    hub = import_extra("huggingface_hub")
+    name, _, revision = hf.partition("@")
+    try:
+        return Path(hub.snapshot_download(name, revision=revision or None, allow_patterns=list(_DOWNLOADED)))
+    except Exception as error:  # its errors have no base of their own: OSError, ValueError and those of HTTP clients
+        raise _explain(hf, error) from error
+
+
+def _explain(hf: str, error: Exception) -> UserError:
+    """By the name of the error's classes, so that no version of the hub's client is needed to explain one."""
+    kinds = {cls.__name__ for cls in type(error).__mro__}
+    fetch = _DOWNLOAD.format(name=hf.partition("@")[0])
+    for kind, (what, remedy) in _REFUSALS.items():
+        if kind in kinds:
+            return hf_error(hf, what, remedy=remedy or fetch)
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return hf_error(hf, f"could not be fetched from the hub: {first}", remedy=f"try again later, or {fetch}")
+
+
+_REFUSALS: Mapping[str, tuple[str, str]] = {
+    "GatedRepoError": ("is gated: its owners have to grant access", _ACCEPT),
+    "RepositoryNotFoundError": (
+        "is neither a folder nor a name of the hub (or it is private)",
+        "correct the name, or `hf auth login` for a private one",
+    ),
+    "RevisionNotFoundError": ("names a revision that the hub does not have", "correct what stands behind the @"),
+    "HFValidationError": (
+        "is neither a folder nor a name of the hub",
+        "name a folder, or a hub name such as Qwen/Qwen3-0.6B",
+    ),
+    "IncompleteSnapshotError": ("is in the local cache in part alone, and the hub cannot be reached", ""),
+    "LocalEntryNotFoundError": ("is not in the local cache, and the hub cannot be reached", ""),
+}
+
+
+def _is_size(config: Mapping[str, Any], key: str) -> bool:
+    return type(config.get(key)) is int and config[key] > 0
+
+
+def _describe_key(key: str, config: Mapping[str, Any]) -> Problem:
+    what = f"{config[key]!r} is no size" if key in config else "is missing"
+    return Problem(key, what, allowed="a whole number above 0", remedy="name a decoder-only language model")

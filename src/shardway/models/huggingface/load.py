@@ -1,0 +1,97 @@
+"""Weights from safetensors files straight into the layout of a model.
+
+Invariant: a rank reads of each parameter the part that it holds, one piece at a time, and all that does not fit is told
+at once before anything is read. This module must not know which models there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from shardway.errors import Problem, check_no_problems
+from shardway.models.contract import canonical_name
+from shardway.models.huggingface.files import Reader, WeightFiles
+from shardway.models.huggingface.pieces import Arrangement, Names, Piece, Region, Shape
+from shardway.models.initialise import Held, held_part
+
+_LISTED = 8
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a model's parameters stand in a folder's files."""
+
+    files: WeightFiles
+    arrangements: Mapping[str, Arrangement]
+
+
+def fit_weights(model: nn.Module, files: WeightFiles, names: Names, spare: Iterable[str] = ()) -> Fit:
+    """Find every parameter of a whole model (the meta device will do) in the files.
+
+    `spare` are patterns of tensors that files may hold and no parameter needs. Raises UserError that names all that is
+    missing, left over or of another shape.
+    """
+    shapes = {canonical_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    arrangements = {name: _choose(name, shape, files, names) for name, shape in shapes.items()}
+    pieces = {piece.name: piece for arrangement in arrangements.values() for piece in arrangement}
+    left = sorted(files.shapes.keys() - pieces.keys())
+    problems = _list_problems(
+        missing=[name for name in pieces if name not in files.shapes],
+        left_over=[name for name in left if not any(fnmatchcase(name, pattern) for pattern in spare)],
+        misshaped=[
+            f"{name} {list(files.shapes[name])} where config.json says {list(piece.whole)}"
+            for name, piece in pieces.items()
+            if files.shapes.get(name, piece.whole) != piece.whole
+        ],
+    )
+    check_no_problems(f"the weights in {files.folder}", problems)
+    return Fit(files, arrangements)
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, fit: Fit) -> None:
+    """Fill every parameter that this rank holds, in any sharding, converted to the parameter's number format."""
+    with fit.files.open() as reader:
+        for name, parameter in model.named_parameters():
+            held = held_part(parameter, name)
+            for piece in fit.arrangements[canonical_name(name)]:
+                _fill(held, piece, reader)
+
+
+def _fill(held: Held, piece: Piece, reader: Reader) -> None:
+    wanted = Region(held.offset, tuple(held.local.shape)).meet(piece.region)
+    if wanted.is_empty:
+        return
+    target = held.local[wanted.seen_from(held.offset).slices]
+    target.copy_(reader.read(piece.name, piece.source_of(wanted)).view(target.shape))
+
+
+def _choose(name: str, shape: Shape, files: WeightFiles, names: Names) -> Arrangement:
+    """The first arrangement of which the files have a tensor; where they have none, the first."""
+    ways = names(name, shape)
+    return next((way for way in ways if any(piece.name in files.shapes for piece in way)), ways[0])
+
+
+def _list_problems(missing: Sequence[str], left_over: Sequence[str], misshaped: Sequence[str]) -> list[Problem]:
+    remedy = "fetch the model again, or correct config.json: they are not of the same model"
+    found = {
+        "missing": (missing, "not in the files"),
+        "left over": (left_over, "in the files, and the model has no such parameter"),
+        "shape": (misshaped, "not of the right shape"),
+    }
+    return [
+        Problem(where, f"{len(names)} tensors are {what}: {_shorten(names)}", remedy=remedy)
+        for where, (names, what) in found.items()
+        if names
+    ]
+
+
+def _shorten(names: Sequence[str]) -> str:
+    """The first few, and how many more: a wrong folder has thousands."""
+    more = [f"and {len(names) - _LISTED} more"] if len(names) > _LISTED else []
+    return ", ".join([*names[:_LISTED], *more])

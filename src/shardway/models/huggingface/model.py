@@ -1,0 +1,140 @@
+"""A decoder-only language model of `transformers` behind Shardway's contract.
+
+Invariant: layers, norms and embeddings are the library's own modules under the library's own names; the loop around
+them and the mixing of positions are ours, so that a model can be cut, and the axes find a module to take the place of.
+This module must not import transformers: what it adapts is handed in.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardway.models.attention import CausalAttention
+from shardway.models.contract import ModelPlan, canonical_name
+from shardway.models.huggingface.experts import MixtureBlock
+from shardway.models.huggingface.load import Fit, load_weights
+from shardway.models.huggingface.plan import derive_plan
+from shardway.models.initialise import constant_, normal_
+from shardway.models.transformer import TiedHead
+
+ATTENTION = "shardway"
+"""Name under which `mix_positions` is known to the library."""
+
+
+def mix_positions(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, scaling: float, **__: Any
+) -> tuple[torch.Tensor, None]:
+    """The library's attention interface: [batch, heads, seq, head_dim] each -> [batch, seq, heads, head_dim].
+
+    Key and value may have fewer heads. Goes through `module.core`, whose place the context axis can take; that has
+    the usual factor 1 / sqrt(head_dim), so another one goes into the query.
+    """
+    factor = scaling * query.shape[-1] ** 0.5
+    query = query if abs(factor - 1.0) < 1e-6 else query * factor
+    return module.core(query, key, value).transpose(1, 2), None
+
+
+class HuggingFaceModel(nn.Module):
+    """Token ids [batch, seq] -> logits [batch, seq, vocab]."""
+
+    def __init__(self, library: Any, fit: Fit | None = None) -> None:
+        """Takes the modules of a causal language model that was built with `ATTENTION`; `fit` says where its weights
+        are, None draws them at random."""
+        super().__init__()
+        self.config = library.config
+        self.fit = fit
+        self.source = None if fit is None else fit.files.folder
+        self.model = _Decoder(library.model)
+        self.lm_head: nn.Module | None = TiedHead() if self.config.tie_word_embeddings else library.lm_head
+        self._plan = derive_plan(self, library)
+
+    def forward(self, inputs: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits for int64 `inputs` [batch, seq]; `positions` [seq] or [batch, seq] default to 0, 1, 2 ...
+
+        A pipeline stage takes and returns [batch, seq, dim] where it lacks the first or the last modules, and needs
+        `positions` then.
+        """
+        if positions is None:
+            positions = torch.arange(inputs.shape[-1], device=inputs.device)
+        embedding = self.model.embed_tokens
+        x = inputs if embedding is None else embedding(inputs)
+        angles = self.model.rotary_emb(x, positions if positions.dim() == 2 else positions[None])
+        for layer in self.model.layers.values():
+            x = layer(x, position_embeddings=angles, attention_mask=None)
+        if self.lm_head is None or self.model.norm is None:
+            return x
+        x = self.model.norm(x)
+        if embedding is None or not self.config.tie_word_embeddings:
+            return self.lm_head(x)
+        return self.lm_head(x, embedding.weight)
+
+    def init_weights(self, seed: int) -> None:
+        """Fill every parameter and buffer: from the files of the model, or, where it has a config alone, with values
+        that depend on seed and name alone, of the standard deviation that the config names."""
+        self.model.refill_buffers()
+        if self.fit is not None:
+            load_weights(self, self.fit)
+        else:
+            self._draw(seed)
+
+    def _draw(self, seed: int) -> None:
+        for name, parameter in self.named_parameters():
+            name = canonical_name(name)
+            if parameter.dim() < 2:
+                constant_(parameter, 0.0 if name.endswith("bias") else 1.0, name=name)
+            else:
+                normal_(parameter, seed=seed, name=name, std=self.config.initializer_range)
+
+    def plan(self) -> ModelPlan:
+        """The library's own plans for tensor and pipeline parallelism, in Shardway's words."""
+        return self._plan
+
+
+class _Decoder(nn.Module):
+    """The parts of the library's `model`, without its forward."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.embed_tokens: nn.Embedding | None = model.embed_tokens
+        model.embed_tokens.padding_idx = None  # its gradient would be dropped in some layouts and not in others
+        # A dict, so that a pipeline stage that drops layers keeps the names of the others.
+        region = _as_region(type(model.layers[0].self_attn))
+        self.layers = nn.ModuleDict({str(index): _adapt(layer, region) for index, layer in enumerate(model.layers)})
+        self.norm: nn.Module | None = model.norm
+        self.rotary_emb = model.rotary_emb
+
+    def refill_buffers(self) -> None:
+        """Frequencies of the rotary positions, which no file holds and the meta device has lost."""
+        with torch.device("cpu"):
+            fresh = type(self.rotary_emb)(self.rotary_emb.config)
+        for name, buffer in self.rotary_emb.named_buffers():
+            buffer.copy_(fresh.get_buffer(name))
+
+
+def _adapt(layer: Any, region: type[Any]) -> nn.Module:
+    layer.self_attn.core = CausalAttention()
+    layer.self_attn.__class__ = region
+    if hasattr(layer.mlp, "experts"):
+        layer.mlp = MixtureBlock(layer.mlp)
+    module: nn.Module = layer
+    return module
+
+
+def _as_region(kind: type[Any]) -> type[Any]:
+    """The library's attention as hooks of a region want it: input first and by place, one tensor out.
+
+    The layer that calls it passes `hidden_states` by keyword and takes a pair.
+    """
+
+    class Region(kind):
+        def __call__(self, hidden_states: torch.Tensor, **others: Any) -> tuple[torch.Tensor, None]:
+            return super().__call__(hidden_states, **others), None
+
+        def forward(self, hidden_states: torch.Tensor, **others: Any) -> torch.Tensor:
+            mixed: torch.Tensor = super().forward(hidden_states=hidden_states, **others)[0]
+            return mixed
+
+    return Region

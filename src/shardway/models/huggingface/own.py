@@ -1,0 +1,244 @@
+"""Shardway's transformer <-> the families of `transformers` that compute the same: Llama, Qwen2, Qwen3, Mixtral and
+Qwen3-MoE.
+
+Invariant: a shape has a family only where that family computes the same logits with the same weights; what no family
+computes is refused with the key that stands in the way. This module must not import transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from shardway.errors import Problem, check_no_problems
+from shardway.hfconfig import CONFIG
+from shardway.models.huggingface.families import FAMILIES
+from shardway.models.huggingface.pieces import Arrangement, Names, Shape
+from shardway.models.shapes import MixtureShape
+from shardway.models.transformer import TransformerShape
+
+_MODULES: Mapping[str, str] = MappingProxyType(
+    {
+        "embedding": "model.embed_tokens",
+        "norm": "model.norm",
+        "head": "lm_head",
+        "attention_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "attention.wq": "self_attn.q_proj",
+        "attention.wk": "self_attn.k_proj",
+        "attention.wv": "self_attn.v_proj",
+        "attention.wo": "self_attn.o_proj",
+        "attention.q_norm": "self_attn.q_norm",
+        "attention.k_norm": "self_attn.k_norm",
+        "ffn.gate": "mlp.gate_proj",
+        "ffn.up": "mlp.up_proj",
+        "ffn.down": "mlp.down_proj",
+        "ffn.router": "mlp.gate",
+        "ffn.experts": "mlp.experts",
+    }
+)
+"""A module of the transformer, or of one of its blocks -> what the library calls it."""
+
+_FAMILIES: Mapping[tuple[bool, bool, bool], str] = MappingProxyType(
+    {
+        (False, False, False): "llama",
+        (False, False, True): "qwen2",
+        (False, True, False): "qwen3",
+        (True, False, False): "mixtral",
+        (True, True, False): "qwen3_moe",
+    }
+)
+"""(has experts, qk_norm, qkv_bias) -> `model_type`."""
+
+
+def family_of(shape: TransformerShape) -> str:
+    """The `model_type` that computes what this shape does. Raises UserError that names every key with no form there."""
+    family = _FAMILIES.get((shape.mixture is not None, shape.qk_norm, shape.qkv_bias))
+    wanted: dict[str, tuple[Any, Sequence[Any]]] = {
+        "norm": (shape.norm, ["rmsnorm"]),
+        "activation": (shape.activation, ["swiglu"]),
+        "positions": (shape.positions, ["rope"]),
+        "latent": (shape.latent, [None]),
+        "bias": (shape.bias, [False, True] if family == "llama" else [False]),
+        "qkv_bias": (shape.qkv_bias, [False] if family is None else [shape.qkv_bias]),
+        **(_wanted_of_mixture(shape, shape.mixture) if shape.mixture is not None else {}),
+    }
+    problems = [
+        Problem(f"model.{key}", f"{value!r} has no form in Hugging Face's families", allowed=_render_values(allowed))
+        for key, (value, allowed) in wanted.items()
+        if value not in allowed
+    ]
+    check_no_problems("the transformer", problems)
+    return str(family)
+
+
+def _wanted_of_mixture(shape: TransformerShape, mixture: MixtureShape) -> dict[str, tuple[Any, Sequence[Any]]]:
+    """What Mixtral computes; Qwen3-MoE may have dense layers first, and weights that do not sum to one."""
+    return {
+        "shared_experts": (mixture.shared, [0]),
+        "expert_score": (mixture.score, ["softmax"]),
+        "expert_scale": (mixture.scale, [1.0]),
+        "expert_balance": (mixture.balance, ["none", "loss"]),
+        "expert_capacity": (mixture.capacity_factor, [0.0]),
+        "expert_normalise": (mixture.normalise, [True, False] if shape.qk_norm else [True]),
+        "dense_layers": (shape.dense_layers, [shape.dense_layers] if shape.qk_norm else [0]),
+    }
+
+
+def _render_values(values: Sequence[Any]) -> str:
+    return ", ".join("none" if value is None else str(value).lower() for value in values)
+
+
+def to_huggingface_config(shape: TransformerShape, max_positions: int) -> dict[str, Any]:
+    """The config.json of a transformer trained on samples of up to `max_positions` tokens. Raises UserError."""
+    family = family_of(shape)
+    return {
+        "model_type": family,
+        "architectures": [_ARCHITECTURES[family]],
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.dim,
+        "intermediate_size": shape.ffn_dim,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_width,
+        "hidden_act": "silu",
+        "max_position_embeddings": max_positions,
+        "rms_norm_eps": shape.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "rope_theta": shape.rope_theta,  # where releases before 5 look for it
+        "tie_word_embeddings": shape.tied,
+        "attention_bias": shape.bias,
+        "mlp_bias": shape.bias,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        **(_config_of_mixture(shape, shape.mixture) if shape.mixture is not None else {}),
+    }
+
+
+_ARCHITECTURES: Mapping[str, str] = MappingProxyType(
+    {
+        "llama": "LlamaForCausalLM",
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+        "mixtral": "MixtralForCausalLM",
+        "qwen3_moe": "Qwen3MoeForCausalLM",
+    }
+)
+
+
+def _config_of_mixture(shape: TransformerShape, mixture: MixtureShape) -> dict[str, Any]:
+    common = {"num_experts_per_tok": mixture.per_token}
+    if not shape.qk_norm:
+        return {**common, "num_local_experts": mixture.experts, "intermediate_size": mixture.expert_dim}
+    return {
+        **common,
+        "num_experts": mixture.experts,
+        "moe_intermediate_size": mixture.expert_dim,
+        "norm_topk_prob": mixture.normalise,
+        "mlp_only_layers": list(range(shape.dense_layers)),
+        "decoder_sparse_step": 1,
+    }
+
+
+def to_transformer_shape(config: Mapping[str, Any]) -> TransformerShape:
+    """The shape of Shardway's transformer that computes what a config.json describes.
+
+    Raises UserError for a family or a setting that it does not compute.
+    """
+    family = config.get("model_type")
+    check_no_problems(CONFIG, [*_list_family_problems(family), *_list_setting_problems(config)])
+    heads, dim = config["num_attention_heads"], config["hidden_size"]
+    dense = config.get("mlp_only_layers") or []
+    return TransformerShape(
+        vocab=config["vocab_size"],
+        dim=dim,
+        layers=config["num_hidden_layers"],
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        ffn_dim=config["intermediate_size"],
+        head_dim=config.get("head_dim") or dim // heads,
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        bias=bool(config.get("attention_bias")) and family == "llama",
+        qkv_bias=family == "qwen2",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
+        rope_theta=_rope(config).get("rope_theta", 10000.0),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        mixture=_mixture_of(config),
+        dense_layers=len(dense),
+    )
+
+
+def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What is said of rotary positions: releases before 5 have the base outside, and the kind in `rope_scaling`."""
+    older = {"rope_theta": config["rope_theta"]} if "rope_theta" in config else {}
+    return {**older, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+
+
+def _rope_type(config: Mapping[str, Any]) -> str:
+    rope = _rope(config)
+    return str(rope.get("rope_type", rope.get("type", "default")))
+
+
+def _mixture_of(config: Mapping[str, Any]) -> MixtureShape | None:
+    if config["model_type"] not in ("mixtral", "qwen3_moe"):
+        return None
+    experts = config.get("num_experts") or config["num_local_experts"]
+    hidden = config.get("moe_intermediate_size") or config["intermediate_size"]
+    return MixtureShape(
+        experts=experts,
+        per_token=config["num_experts_per_tok"],
+        expert_dim=hidden,
+        normalise=config["model_type"] == "mixtral" or bool(config.get("norm_topk_prob")),
+        balance="loss",
+    )
+
+
+def _list_family_problems(family: Any) -> list[Problem]:
+    if family in _ARCHITECTURES:
+        return []
+    what = f"{family!r} is no family that Shardway's transformer computes"
+    return [Problem("model_type", what, allowed=", ".join(_ARCHITECTURES), remedy="name it as model.hf instead")]
+
+
+def _list_setting_problems(config: Mapping[str, Any]) -> list[Problem]:
+    is_llama = config.get("model_type") == "llama"
+    wanted: dict[str, tuple[Any, Sequence[Any]]] = {
+        "hidden_act": (config.get("hidden_act", "silu"), ["silu"]),
+        "rope_type": (_rope_type(config), ["default"]),
+        "attention_bias": (bool(config.get("attention_bias")), [bool(config.get("mlp_bias"))] if is_llama else [False]),
+        "decoder_sparse_step": (config.get("decoder_sparse_step", 1), [1]),
+        "mlp_only_layers": (_dense_layers(config), [list(range(len(_dense_layers(config))))]),
+        "use_sliding_window": (bool(config.get("use_sliding_window")), [False]),
+        "quantization_config": (config.get("quantization_config"), [None]),
+    }
+    return [
+        Problem(key, f"{value!r} is not what Shardway's transformer computes", allowed=_render_values(allowed))
+        for key, (value, allowed) in wanted.items()
+        if value not in allowed
+    ]
+
+
+def _dense_layers(config: Mapping[str, Any]) -> list[int]:
+    return list(config.get("mlp_only_layers") or [])
+
+
+def names_of_transformer(shape: TransformerShape) -> Names:
+    """How files of the family that computes this shape hold the transformer's parameters."""
+    family = FAMILIES[family_of(shape)]
+
+    def names(name: str, whole: Shape) -> Sequence[Arrangement]:
+        return family(translate(name), whole)
+
+    return names
+
+
+def translate(name: str) -> str:
+    """A parameter of Shardway's transformer -> its name in the library: blocks.3.ffn.up.weight ->
+    model.layers.3.mlp.up_proj.weight."""
+    owner, _, leaf = name.rpartition(".")
+    if not owner.startswith("blocks."):
+        return f"{_MODULES[owner]}.{leaf}"
+    _, index, inner = owner.split(".", 2)
+    return f"model.layers.{index}.{_MODULES[inner]}.{leaf}"

@@ -1,0 +1,214 @@
+"""The context axis: each rank holds a part of every sequence, and keys and values travel to all queries.
+
+Invariant: rank r of n holds chunks r and 2n-1-r of the 2n that a sequence is cut into, so that causal attention is
+the same work on every rank (Liu et al., Ring Attention, arXiv:2310.01889; the pairing as in Brandon et al., Striped
+Attention, arXiv:2311.09431, discusses); positions are exact. This module must not know where batches come from.
+
+With that pairing a rank's queries meet another rank's keys in one of three ways: its own causally; those of a rank
+before it only in their first chunk, all of it; those of a rank after it only with its second chunk, all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from shardway.errors import Bug, UserError
+from shardway.models.contract import ModelPlan, match_modules
+from shardway.parallel.collectives import gathered, scattered_sum
+from shardway.parallel.tile import Tile, attend, attend_backward, join
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Which chunks of a sequence a rank holds: `place` of `ranks`."""
+
+    place: int
+    ranks: int
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's chunks of [batch, seq, ...] -> [batch, seq / ranks, ...]. Raises UserError for a length that
+        does not split."""
+        if self.ranks == 1:
+            return tensor
+        if tensor.shape[1] % (2 * self.ranks):
+            raise UserError(
+                f"a sequence of {tensor.shape[1]} does not split into 2 x parallel.cp = {2 * self.ranks} equal chunks."
+            )
+        chunks = tensor.chunk(2 * self.ranks, dim=1)
+        return torch.cat((chunks[self.place], chunks[-1 - self.place]), dim=1)
+
+    def take_batch(self, batch: Any) -> Any:
+        """This rank's chunks of every tensor [batch, seq, ...] of a tree; others are left as they are."""
+        if self.ranks == 1:
+            return batch
+        return tree_map_only(torch.Tensor, lambda tensor: self.take(tensor) if tensor.dim() > 1 else tensor, batch)
+
+    def positions(self, length: int, device: torch.device) -> torch.Tensor:
+        """The positions in the whole sequence of this rank's `length` tokens."""
+        return self.take(torch.arange(length * self.ranks, device=device)[None])[0]
+
+
+def apply_context(model: nn.Module, plan: ModelPlan, group: dist.ProcessGroup, method: str) -> None:
+    """Let the attention modules of a plan see the whole sequence. Raises UserError for a model that names none."""
+    if not plan.attention or not plan.positions:
+        raise UserError(
+            f"parallel.cp splits the sequence, and the plan of {type(model).__name__} names no causal attention "
+            "modules or no keyword for positions.\n  To do: add them to its plan, or set parallel.cp = 1."
+        )
+    for name, _ in match_modules(model, plan.attention):
+        model.set_submodule(name, ContextAttention(group, method))
+
+
+class ContextAttention(nn.Module):
+    """Causal attention over sequences of which each rank of a group holds its chunks.
+
+    (q, k, v), each [batch, heads, seq / ranks, width], k and v perhaps of fewer heads -> the shape of q.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, method: str) -> None:
+        super().__init__()
+        self._group = group
+        self._travel = _TRAVELS[method]
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return _Attention.apply(q, k, v, self._travel(self._group))
+
+
+class _Travel:
+    """How keys and values of all ranks come by, and gradients go home."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.place = group.rank()
+        self.ranks = group.size()
+
+    def bring(self, own: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """(rank, its tensor) of every rank, the own one first."""
+        raise NotImplementedError
+
+    def collect(self, grads: Iterator[tuple[int, torch.Tensor]]) -> torch.Tensor:
+        """The sum over ranks of the gradients of the own tensor; `grads` come in the order of `bring`."""
+        raise NotImplementedError
+
+
+class _Ring(_Travel):
+    """Passed from rank to rank, each step while the previous one is computed."""
+
+    def bring(self, own: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        held = own
+        for step in range(self.ranks):
+            last = step == self.ranks - 1
+            arriving, works = (held, []) if last else self._pass_on(held)
+            yield (self.place - step) % self.ranks, held
+            for work in works:
+                work.wait()
+            held = arriving
+
+    def collect(self, grads: Iterator[tuple[int, torch.Tensor]]) -> torch.Tensor:
+        """A gradient travels behind its tensor and is home one step after the last."""
+        arriving: torch.Tensor | None = None
+        works: list[dist.Work] = []
+        for _, grad in grads:
+            for work in works:
+                work.wait()
+            total = grad if arriving is None else grad + arriving
+            arriving, works = self._pass_on(total)
+        for work in works:
+            work.wait()
+        if arriving is None:
+            raise Bug("there was nothing to collect")
+        return arriving
+
+    def _pass_on(self, tensor: torch.Tensor) -> tuple[torch.Tensor, list[dist.Work]]:
+        arriving = torch.empty_like(tensor)
+        after, before = (self.place + 1) % self.ranks, (self.place - 1) % self.ranks
+        send = dist.P2POp(dist.isend, tensor.contiguous(), group=self.group, group_peer=after)
+        receive = dist.P2POp(dist.irecv, arriving, group=self.group, group_peer=before)
+        return arriving, dist.batch_isend_irecv([send, receive])
+
+
+class _Gather(_Travel):
+    """Gathered at once: fewer messages, and memory for the keys and values of the whole sequence."""
+
+    def bring(self, own: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        everyone = gathered(own[None], 0, self.group)
+        for step in range(self.ranks):
+            source = (self.place - step) % self.ranks
+            yield source, everyone[source]
+
+    def collect(self, grads: Iterator[tuple[int, torch.Tensor]]) -> torch.Tensor:
+        by_source = [grad for _, grad in sorted(grads, key=lambda pair: pair[0])]
+        return scattered_sum(torch.stack(by_source), 0, self.group)[0]
+
+
+_TRAVELS: Mapping[str, Callable[[dist.ProcessGroup], _Travel]] = MappingProxyType({"ring": _Ring, "gather": _Gather})
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, travel: _Travel) -> torch.Tensor:
+        out, log_sum = torch.empty(0), torch.empty(0)
+        for source, keys_values in travel.bring(torch.stack((k, v))):
+            meeting = _meet(source, travel.place, q.shape[2])
+            more, more_log_sum = attend(meeting.tile(q, keys_values))
+            if source == travel.place:  # the first to come by, and the only one that all queries see
+                out, log_sum = more.to(more_log_sum.dtype), more_log_sum
+                continue
+            rows = meeting.queries
+            out[:, :, rows], log_sum[:, :, rows] = join(out[:, :, rows], log_sum[:, :, rows], more, more_log_sum)
+        result = out.to(q.dtype)
+        ctx.travel = travel
+        ctx.save_for_backward(q, k, v, result, log_sum)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, out, log_sum = ctx.saved_tensors
+        grad_q = torch.zeros_like(q, dtype=log_sum.dtype)
+
+        def grads() -> Iterator[tuple[int, torch.Tensor]]:
+            for source, keys_values in ctx.travel.bring(torch.stack((k, v))):
+                meeting = _meet(source, ctx.travel.place, q.shape[2])
+                rows = meeting.queries
+                share = attend_backward(
+                    meeting.tile(q, keys_values), grad[:, :, rows], out[:, :, rows], log_sum[:, :, rows]
+                )
+                grad_q[:, :, rows] += share.q
+                # Summed over ranks in the format of log_sum, fp32 at least.
+                grad_kv = torch.zeros_like(keys_values, dtype=log_sum.dtype)
+                grad_kv[:, :, :, meeting.keys] = torch.stack((share.k, share.v)).to(log_sum.dtype)
+                yield source, grad_kv
+
+        grad_k, grad_v = ctx.travel.collect(grads()).to(k.dtype)
+        return grad_q.to(q.dtype), grad_k, grad_v, None
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """Which of a rank's queries see which of another's keys."""
+
+    queries: slice
+    keys: slice
+    causal: bool
+
+    def tile(self, q: torch.Tensor, keys_values: torch.Tensor) -> Tile:
+        k, v = keys_values[:, :, :, self.keys]
+        return Tile(q[:, :, self.queries], k, v, self.causal)
+
+
+def _meet(source: int, place: int, length: int) -> _Meeting:
+    """See the module's docstring; `length` is that of a rank's two chunks."""
+    everything = slice(0, length)
+    if source == place:
+        return _Meeting(everything, everything, causal=True)
+    if source < place:
+        return _Meeting(everything, slice(0, length // 2), causal=False)
+    return _Meeting(slice(length // 2, length), everything, causal=False)

@@ -1,0 +1,101 @@
+"""The expert axis: each rank holds some experts, and tokens travel to where theirs live (Lepikhin et al., GShard,
+arXiv:2006.16668).
+
+Invariant: an experts module gets exactly the tokens of its experts from all ranks of the axis, and what it returns goes
+back to where each token came from, in the order it had. This module must not choose experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardway.errors import UserError
+from shardway.models.contract import ModelPlan, match_modules, match_parameters
+from shardway.parallel.mesh import Mesh
+from shardway.parallel.split import split_parameter
+
+
+def apply_experts(model: nn.Module, plan: ModelPlan, mesh: Mesh) -> None:
+    """Split the experts of a plan over the expert axis (and their hidden features over the tensor axis), in place.
+
+    Raises UserError for a model that names none, and where they do not split evenly.
+    """
+    if not plan.experts:
+        raise UserError(
+            f"parallel.ep splits experts, and the plan of {type(model).__name__} names none.\n"
+            "  To do: set parallel.ep = 1, or train a mixture of experts (model.experts)."
+        )
+    inner = dict(match_parameters(model, plan.held))
+    tensor = mesh.degree("tp") > 1
+    grid = mesh.expert_part("ep", "tp") if tensor else mesh.expert_part("ep")
+    group = mesh.expert_part("ep").get_group()
+    for name, experts in match_modules(model, plan.experts):
+        for leaf, _ in list(experts.named_parameters(recurse=False)):
+            split_parameter(model, f"{name}.{leaf}", grid, [0, inner[f"{name}.{leaf}"]] if tensor else [0])
+        experts.forward = partial(_exchange_around, experts.forward, group)  # type: ignore[method-assign]
+
+
+def _exchange_around(
+    forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    group: dist.ProcessGroup,
+    tokens: torch.Tensor,
+    counts: torch.Tensor,
+) -> torch.Tensor:
+    """`forward` of the experts that this rank holds, for the tokens [n, dim] of all ranks; back to where they were.
+
+    `counts` [experts] says how many of this rank's tokens, sorted by expert, each expert of the model gets.
+    """
+    route, held_counts = _plan_route(counts, group)
+    arrived = _AllToAll.apply(tokens, route.receive, route.send, group)
+    out = forward(arrived[route.by_expert], held_counts)
+    back = torch.empty_like(out).index_copy(0, route.by_expert, out)
+    return _AllToAll.apply(back, route.send, route.receive, group)
+
+
+@dataclass(frozen=True)
+class _Route:
+    """Tokens to each rank and from each rank, and the order that sorts what arrives by expert."""
+
+    send: Sequence[int]
+    receive: Sequence[int]
+    by_expert: torch.Tensor
+
+
+def _plan_route(counts: torch.Tensor, group: dist.ProcessGroup) -> tuple[_Route, torch.Tensor]:
+    """The route, and how many tokens each expert of this rank gets. Waits for the device: sizes must be known."""
+    to_ranks = counts.reshape(group.size(), -1).contiguous()
+    from_ranks = torch.empty_like(to_ranks)
+    dist.all_to_all_single(from_ranks, to_ranks, group=group)
+    send, receive = torch.stack((to_ranks.sum(1), from_ranks.sum(1))).tolist()
+    held = from_ranks.shape[1]
+    experts = torch.arange(held, device=counts.device).repeat(group.size())
+    by_expert = torch.repeat_interleave(experts, from_ranks.flatten()).argsort(stable=True)
+    return _Route(send, receive, by_expert), from_ranks.sum(0)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows to and from every rank; gradients take the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, receive: Sequence[int], send: Sequence[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.receive, ctx.send, ctx.group = receive, send, group
+        return _all_to_all(x, receive, send, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        return _all_to_all(grad, ctx.send, ctx.receive, ctx.group), None, None, None
+
+
+def _all_to_all(x: torch.Tensor, receive: Sequence[int], send: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+    out = x.new_empty((sum(receive), *x.shape[1:]))
+    dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=group)
+    return out

@@ -1,0 +1,40 @@
+"""Gradients after the backward passes: their global norm, and what every rank multiplies them with.
+
+Invariant: each element of each gradient is counted once over all ranks, whatever axes its parameter is split over
+(decision 0010). This module must not decide what to do with a norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from shardway.models.contract import held_by_rank
+from shardway.parallel.mesh import Mesh
+
+
+@torch.no_grad()
+def own_squares(parameters: Sequence[nn.Parameter], mesh: Mesh, device: torch.device) -> torch.Tensor:
+    """The sum of squares, float64 and 0-dim, of the gradient elements that this rank answers for.
+
+    Summed over all ranks it is the square of the global norm.
+    """
+    grads = [held_by_rank(p.grad) for p in parameters if p.grad is not None and mesh.answers_for(p)]
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for norm in torch._foreach_norm(grads) if grads else ():
+        total += norm.double().square().to(device)
+    return total
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Sequence[nn.Parameter], factor: torch.Tensor) -> None:
+    """Multiply every gradient by a 0-dim factor."""
+    # Reading the factor is free on a CPU and saves a pass over all gradients; on a GPU it would stall the queue.
+    if factor.device.type == "cpu" and factor.item() == 1.0:
+        return
+    grads = [held_by_rank(p.grad) for p in parameters if p.grad is not None]
+    for kind in {(grad.device, grad.dtype) for grad in grads}:
+        same = [grad for grad in grads if (grad.device, grad.dtype) == kind]
+        torch._foreach_mul_(same, factor.to(*kind))

@@ -1,0 +1,91 @@
+"""Where a rank stands on each axis: the arithmetic of the grid, without torch.
+
+Invariant: a rank's coordinates follow from its number and the degrees alone, row-major over `AXES`, so that tp varies
+fastest and stays inside a node, then cp, then the shards; copies of the model are far apart and pipeline stages
+farthest. This module must not make process groups (that is `parallel.mesh`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardway.errors import Bug
+from shardway.runfile.schema import ParallelSection
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Axes of the grid, outermost first; ep lives over dp_shard x cp and is no axis of its own."""
+
+SHARD = "dp_shard_cp"
+"""dp_shard and cp seen as one: the ranks that share one copy of the states."""
+
+EXPERT_SHARD = "dp_shard_by_ep"
+"""What is left of `SHARD` for the states of experts once ep has split them; ep varies faster."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The degrees of a run. Raises Bug for one that was not resolved."""
+
+    degrees: Mapping[str, int]
+    ep: int = 1
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are."""
+        return math.prod(self.degrees.values())
+
+    @property
+    def data_ranks(self) -> int:
+        """Into how many shares a global batch is cut."""
+        return self.degrees["dp_replicate"] * self.degrees["dp_shard"]
+
+    def data_rank(self, rank: int) -> int:
+        """Which share of the global batch is a rank's."""
+        return self.coordinate(rank, "dp_replicate") * self.degrees["dp_shard"] + self.coordinate(rank, "dp_shard")
+
+    def degree(self, dim: str) -> int:
+        """The degree of an axis, or of a dim made of axes."""
+        merged = {
+            SHARD: self.degrees["dp_shard"] * self.degrees["cp"],
+            EXPERT_SHARD: self.degrees["dp_shard"] * self.degrees["cp"] // self.ep,
+            "ep": self.ep,
+        }
+        return merged[dim] if dim in merged else self.degrees[dim]
+
+    def coordinate(self, rank: int, dim: str) -> int:
+        """A rank's place on an axis, or on a dim made of axes."""
+        return rank // self._inner(dim) % self.degree(dim)
+
+    def peers(self, rank: int, dim: str) -> tuple[int, ...]:
+        """The ranks that differ from `rank` in this dim alone, itself among them, in the order of their places."""
+        inner = self._inner(dim)
+        first = rank - self.coordinate(rank, dim) * inner
+        return tuple(range(first, first + self.degree(dim) * inner, inner))
+
+    def _inner(self, dim: str) -> int:
+        """By how much the rank grows with one step along a dim."""
+        tp, cp, shard = self.degrees["tp"], self.degrees["cp"], self.degrees["dp_shard"]
+        whole = tp * cp * shard
+        inner = {
+            "tp": 1,
+            "cp": tp,
+            SHARD: tp,
+            "ep": tp,
+            EXPERT_SHARD: tp * self.ep,
+            "dp_shard": tp * cp,
+            "dp_replicate": whole,
+            "pp": whole * self.degrees["dp_replicate"],
+        }
+        if dim not in inner:
+            raise Bug(f"the grid has no axis {dim!r}")
+        return inner[dim]
+
+
+def layout_of(parallel: ParallelSection) -> Layout:
+    """The layout of a resolved run file."""
+    degrees = {axis: getattr(parallel, axis) for axis in AXES}
+    if "auto" in degrees.values():
+        raise Bug(f"the degrees {degrees} are not resolved")
+    return Layout(degrees, parallel.ep)

@@ -1,0 +1,13 @@
+"""Optimizers by name, on whole, sharded and differently placed parameters in one.
+
+Invariant: a step gives what it would give on one rank, in any layout, and elementwise state is placed as its
+parameter is (a plain tensor or a DTensor of the same global shape), so that a checkpoint fits another layout. This
+room must not scale, clip or average gradients.
+"""
+
+from __future__ import annotations
+
+from shardway.train.optim.build import OPTIMIZERS, build_optimizer
+from shardway.train.optim.groups import decay_groups, muon_groups
+
+__all__ = ["OPTIMIZERS", "build_optimizer", "decay_groups", "muon_groups"]

@@ -1,0 +1,197 @@
+"""Forward and backward passes of this rank's share of a batch: micro-batch by micro-batch, or through a pipeline.
+
+Invariant: afterwards gradients hold the sum over this rank's samples of their losses, divided by the samples of the
+global batch, and the sums of `SUMS` are returned; only the rank that answers for a loss has numbers
+other than 0. This module must not update weights or reduce over ranks.
+
+Each micro-batch is divided by the number of samples of the global batch, which all ranks know; the factor from samples
+to targets, which is known only when every rank has seen its share, comes later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardway.errors import UserError
+from shardway.parallel.accumulate import accumulating
+from shardway.parallel.apply import ParallelModel
+from shardway.parallel.pipeline import Pipeline
+from shardway.parallel.precision import Precision
+from shardway.train.loss import LossSum, as_sum
+
+Loss = Callable[..., LossSum | torch.Tensor]
+
+SUMS = 4
+"""Sum of losses, targets that count, right answers, targets for which it is known whether they were."""
+
+
+@dataclass(frozen=True)
+class Portions:
+    """How a rank's share is cut: into `accumulation` parts of at most `micro_batch` samples; a pipeline takes
+    `per_pass` of them at a time."""
+
+    global_batch: int
+    micro_batch: int
+    accumulation: int
+    per_pass: int = 1
+
+
+@dataclass(frozen=True)
+class Micro:
+    """A part of a rank's share. Weight 0 marks one that only keeps this rank in step with the others."""
+
+    data: Any
+    rows: int
+    weight: float
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What runs a model on this rank's share of a batch."""
+
+    parallel: ParallelModel
+    portions: Portions
+    precision: Precision
+    device: torch.device
+
+    def train(self, model: nn.Module, batch: Any, loss_fn: Loss, loss_scale: float = 1.0) -> torch.Tensor:
+        """Accumulate gradients, multiplied by `loss_scale`; [SUMS] of this rank."""
+        batch = self.parallel.chunks.take_batch(batch)
+        # DDP averages over its ranks; everything else adds up.
+        ranks = self.parallel.mesh.data_ranks if isinstance(model, DistributedDataParallel) else 1
+        scale = loss_scale * ranks / self.portions.global_batch
+        with self._split_logits():
+            if self.parallel.pipeline is not None:
+                return self._through_pipeline(self.parallel.pipeline, batch, loss_fn, scale)
+            return self._one_by_one(model, batch, loss_fn, scale)
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, batch: Any, loss_fn: Loss) -> torch.Tensor:
+        """Forward passes alone; [SUMS] of this rank."""
+        batch = self.parallel.chunks.take_batch(batch)
+        with self._split_logits():
+            if self.parallel.pipeline is not None:
+                return self._through_pipeline(self.parallel.pipeline, batch, loss_fn, None)
+            sums = self._zeros()
+            with self.precision.autocast(self.device):
+                self._add(sums, as_sum(call_loss(loss_fn, model, batch), count_rows(batch)), 1.0)
+            return self._answered(sums)
+
+    def _one_by_one(self, model: nn.Module, batch: Any, loss_fn: Loss, scale: float) -> torch.Tensor:
+        sums = self._zeros()
+        micros = list(cut(batch, self.portions.accumulation))
+        for number, micro in enumerate(micros, start=1):
+            with accumulating(model, last=number == len(micros)):
+                with self.precision.autocast(self.device):
+                    loss = as_sum(call_loss(loss_fn, model, micro.data), micro.rows)
+                (loss.total * (micro.weight * scale)).backward()
+            self._add(sums, loss, micro.weight)
+        return self._answered(sums)
+
+    def _through_pipeline(self, pipeline: Pipeline, batch: Any, loss_fn: Loss, scale: float | None) -> torch.Tensor:
+        """All micro-batches in passes of equal shape; `scale` None runs no backward pass."""
+        inputs, targets = _pair(batch)
+        sums, size, per_pass = self._zeros(), self.portions.micro_batch, self.portions.per_pass
+        rows = len(inputs)
+        # In training every rank runs as many passes, whatever its rows: the states are shared over the ranks.
+        passes = self.portions.accumulation // per_pass if scale is not None else -(-max(rows, 1) // (per_pass * size))
+
+        def loss_of(start: int, output: torch.Tensor, number: int) -> torch.Tensor:
+            first = start + number * size
+            kept = max(0, min(rows - first, size))
+            data = targets[first : first + kept] if kept else targets[:1]
+            with self.precision.autocast(self.device):
+                loss = as_sum(loss_fn(output[: max(kept, 1)], data), max(kept, 1))
+            # torch asks for the shapes of a first pass with the same call: a number is counted once.
+            weights[start // size + number] = (loss, float(kept > 0))
+            return loss.total * (float(kept > 0) * (scale or 0.0))
+
+        weights: dict[int, tuple[LossSum, float]] = {}
+        for start in range(0, passes * per_pass * size, per_pass * size):
+            part = _padded(inputs[start : start + per_pass * size], per_pass * size, inputs)
+            pipeline.run(
+                part, per_pass, lambda output, number, at=start: loss_of(at, output, number), training=scale is not None
+            )
+        for loss, weight in weights.values():
+            self._add(sums, loss, weight)
+        return self._answered(sums)
+
+    def _zeros(self) -> torch.Tensor:
+        return torch.zeros(SUMS, dtype=torch.float64, device=self.device)
+
+    @torch.no_grad()
+    def _add(self, sums: torch.Tensor, loss: LossSum, weight: float) -> None:
+        sums[0] += _whole(loss.total.detach()) * weight
+        sums[1] += loss.count * weight
+        if loss.correct is not None:
+            sums[2] += _whole(loss.correct) * weight
+            sums[3] += loss.count * weight
+
+    def _answered(self, sums: torch.Tensor) -> torch.Tensor:
+        return sums if self.parallel.answers_for_loss else torch.zeros_like(sums)
+
+    def _split_logits(self) -> contextlib.AbstractContextManager[object]:
+        return loss_parallel() if self.parallel.splits_logits else contextlib.nullcontext()
+
+
+def call_loss(loss_fn: Loss, model: nn.Module, data: Any) -> LossSum | torch.Tensor:
+    """The loss of one batch: of a pair (inputs, targets), or of whatever else the loss function takes."""
+    if isinstance(data, tuple | list) and len(data) == 2:
+        inputs, targets = data
+        return loss_fn(model(inputs), targets)
+    return loss_fn(model, data)
+
+
+def count_rows(batch: Any) -> int:
+    """Samples in a batch: the length of dim 0 of its tensors. Raises UserError where they differ."""
+    lengths = {len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()}
+    if len(lengths) != 1:
+        found = f"dim 0 of its tensors has the lengths {sorted(lengths)}" if lengths else "it holds no tensor"
+        raise UserError(f"a batch must have its samples in dim 0 of every tensor, and {found}.")
+    return lengths.pop()
+
+
+def cut(batch: Any, parts: int) -> Iterator[Micro]:
+    """A rank's share in `parts` nearly equal micro-batches; a part without rows repeats a row with weight 0."""
+    rows = count_rows(batch)
+    if parts == 1 and rows:
+        yield Micro(batch, rows, 1.0)
+        return
+    for part in range(parts):
+        start, end = rows * part // parts, rows * (part + 1) // parts
+        weight = 1.0 if end > start else 0.0
+        start, end = (start, end) if weight else (0, 1)
+        yield Micro(_slice(batch, start, end), end - start, weight)
+
+
+def _slice(batch: Any, start: int, end: int) -> Any:
+    return tree_map_only(torch.Tensor, lambda tensor: tensor[start:end] if tensor.dim() else tensor, batch)
+
+
+def _pair(batch: Any) -> Sequence[torch.Tensor]:
+    if isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(each, torch.Tensor) for each in batch):
+        return batch
+    raise UserError(
+        f"a pipeline (parallel.pp > 1) needs batches of two tensors, (inputs, targets), not a {type(batch).__name__}.\n"
+        "  To do: let the dataset give such pairs, or set parallel.pp = 1."
+    )
+
+
+def _padded(inputs: torch.Tensor, rows: int, source: torch.Tensor) -> torch.Tensor:
+    """`inputs` with repetitions of a row of `source` up to `rows`: every micro-batch of a pipeline has one shape."""
+    missing = rows - len(inputs)
+    return inputs if missing == 0 else torch.cat((inputs, source[:1].expand(missing, *source.shape[1:])))
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value

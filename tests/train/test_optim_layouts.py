@@ -1,0 +1,81 @@
+"""An optimizer's step is the same in every layout, and its state moves from one layout to another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from optim_layouts import LR, SECTIONS, as_laid_out, everything, lay_out, train, train_laid_out
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from pool import ranks
+from shardway.runfile.schema import OptimSection
+from shardway.train.optim import build_optimizer
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Equal but for the rounding of fp32 sums whose terms are of the order of 1 and may cancel."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.allclose(found[name], tensor, rtol=2e-6, atol=1e-6), name
+
+
+@pytest.mark.parametrize("layout", ["shard", "mixed"])
+@pytest.mark.parametrize("name", SECTIONS)
+@ranks(2)
+def test_two_ranks_step_as_one_does(rank: int, layout: str, name: str) -> None:
+    section = SECTIONS[name]
+    assert_close(everything(*train_laid_out(layout, section)), everything(*train_laid_out("plain", section)))
+
+
+@pytest.mark.parametrize("layout", ["shard", "hybrid", "shard x tensor", "mixed"])
+@pytest.mark.parametrize("name", SECTIONS)
+@ranks(4)
+def test_four_ranks_step_as_one_does(rank: int, layout: str, name: str) -> None:
+    section = SECTIONS[name]
+    assert_close(everything(*train_laid_out(layout, section)), everything(*train_laid_out("plain", section)))
+
+
+def save_and_load(folder: Path, section: OptimSection, before: str, after: str) -> None:
+    """States saved in one layout are bit for bit there in the other, and training goes on alike."""
+    model, optimizer = train_laid_out(before, section, 3)
+    expected = everything(model, optimizer)
+    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
+    other = lay_out(after)
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            parameter.copy_(as_laid_out(expected[f"{name} weight"], parameter))
+    resumed = build_optimizer(section, other, LR)
+    template = {"optimizer": get_optimizer_state_dict(other, resumed)}
+    dcp.load(template, checkpoint_id=folder)
+    set_optimizer_state_dict(other, resumed, template["optimizer"])
+    found = everything(other, resumed)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+    train(model, optimizer, range(3, 5))
+    train(other, resumed, range(3, 5))
+    assert_close(everything(other, resumed), everything(model, optimizer))
+
+
+@pytest.mark.parametrize(("before", "after"), [("shard", "plain"), ("mixed", "shard")])
+@pytest.mark.parametrize("name", SECTIONS)
+@ranks(2)
+def test_a_checkpoint_fits_another_layout(rank: int, tmp_path: Path, name: str, before: str, after: str) -> None:
+    save_and_load(tmp_path, SECTIONS[name], before, after)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("hybrid", "plain"), ("hybrid", "shard"), ("shard x tensor", "shard"), ("mixed", "shard x tensor")],
+)
+@pytest.mark.parametrize("name", SECTIONS)
+@ranks(4)
+def test_a_checkpoint_of_two_shards_fits_one_and_four(
+    rank: int, tmp_path: Path, name: str, before: str, after: str
+) -> None:
+    save_and_load(tmp_path, SECTIONS[name], before, after)
