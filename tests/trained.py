@@ -8,21 +8,33 @@ from torch.distributed.tensor import DTensor
 
 from shardway.checkpoint.state import Trained
 from shardway.models.transformer import Transformer, TransformerShape
-from shardway.parallel.apply import ApplyOptions, apply_parallelism
+from shardway.parallel.apply import ApplyOptions, ParallelModel, apply_parallelism
 from shardway.parallel.mesh import build_mesh
 from shardway.parallel.precision import Precision
 from shardway.ranks.start import Ranks
 from shardway.runfile.schema import ParallelSection
 from shardway.train.loss import token_cross_entropy
+from shardway.train.passes import Passes, Portions
 
 FP32 = Precision(None, torch.float32)
 SHAPE = TransformerShape(vocab=64, dim=32, layers=2, heads=2, kv_heads=1, ffn_dim=64)
 
 
-def make_parallel(model: nn.Module, on: Ranks, shape: tuple[int, int] = (1, 1), seed: int = 0) -> nn.Module:
+def apply_shape(model: nn.Module, on: Ranks, shape: tuple[int, int] = (1, 1), seed: int = 0) -> ParallelModel:
     """The model as replicas and shards of `shape`."""
     section = ParallelSection(dp_replicate=shape[0], dp_shard=shape[1])
     return apply_parallelism(model, build_mesh(on, section), on.device, ApplyOptions(section, FP32, seed=seed))
+
+
+def make_parallel(model: nn.Module, on: Ranks, shape: tuple[int, int] = (1, 1), seed: int = 0) -> nn.Module:
+    """What is called of the model as replicas and shards of `shape`."""
+    return apply_shape(model, on, shape, seed).call
+
+
+def make_passes(parallel: ParallelModel, on: Ranks, global_batch: int = 1, accumulation: int = 1) -> Passes:
+    """Passes of a rank's even share of a global batch."""
+    micro = -(-global_batch // (parallel.mesh.data_ranks * accumulation))
+    return Passes(parallel, Portions(global_batch, micro, accumulation), FP32, on.device)
 
 
 def make_trained(

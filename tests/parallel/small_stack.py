@@ -36,7 +36,7 @@ class Stack(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, DIM)
         self.blocks = nn.ModuleList(Block(dropout) for _ in range(layers))
-        self.head = nn.Linear(DIM, VOCAB)
+        self.head = nn.Linear(DIM, VOCAB, bias=False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         x = self.embedding(inputs)

@@ -71,5 +71,5 @@ def test_of_a_batch_every_tensor_with_a_sequence_is_cut() -> None:
 
 
 def test_a_length_that_does_not_split_is_refused() -> None:
-    with pytest.raises(UserError, match="a sequence of 10 does not split into 2 x parallel.cp = 4"):
+    with pytest.raises(UserError, match=r"a sequence of 10 does not split into 2 x parallel\.cp = 4"):
         Chunks(0, 2).take(torch.zeros(1, 10))

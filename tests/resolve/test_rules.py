@@ -38,6 +38,7 @@ class Refuses:
 
 
 CONVNET = ("model.kind=convnet", "data.kind=synthetic")
+LATENT = ("model.kv_rank=16",)
 GPU = {"accelerators": 2}
 EMULATED = ("precision.compute=float8", "precision.float8_emulate=true")
 PIPELINE = ("parallel.pp=2", "model.tied=false")
@@ -83,7 +84,51 @@ DERIVATIONS = [
         512,
         "4 dim",
     ),
+    Derives(
+        "the_feed_forward_width_follows_the_activation",
+        ("model.kind=encoder_decoder", "model.dim=96"),
+        "model.ffn_dim",
+        384,
+        "4 dim",
+    ),
+    Derives("heads_divide_the_width", ("model.dim=96",), "model.head_dim", 24, "dim / heads"),
+    Derives(
+        "latent_attention_has_widths_of_its_own",
+        (*LATENT, "model.head_dim=10"),
+        "model.rope_head_dim",
+        6,
+        "half of head_dim, rounded up to even",
+    ),
+    Derives(
+        "latent_attention_has_widths_of_its_own",
+        (*LATENT, "model.head_dim=10"),
+        "model.value_head_dim",
+        10,
+        "as wide as head_dim",
+    ),
+    Derives(
+        "learned_positions_reach_the_end_of_a_sample",
+        ("model.positions=learned", "data.seq_len=77"),
+        "model.max_positions",
+        77,
+        "data.seq_len",
+    ),
+    Derives(
+        "a_mixture_has_enough_experts_and_layers",
+        ("model.experts=8", "model.experts_per_token=3", "model.ffn_dim=200"),
+        "model.expert_dim",
+        80,
+        "ffn_dim / 3 experts a token, rounded up to a multiple of 16",
+    ),
+    Derives(
+        "the_weight_of_one_expert_is_its_score",
+        ("model.experts=8", "model.experts_per_token=1"),
+        "model.router_normalise",
+        False,
+        "one expert a token",
+    ),
     Derives("bytes_have_256_values", (), "model.vocab", 256, "one entry a byte"),
+    Derives("bytes_have_256_values", ("model.kind=encoder_decoder",), "model.vocab", 256, "one entry a byte"),
     Derives("bytes_have_256_values", ("data.kind=synthetic",), "model.vocab", 256, "one entry a byte"),
     Derives(
         "validation_needs_something_held_out",
@@ -185,7 +230,7 @@ REFUSALS = [
         "a_key_of_another_kind_is_not_ignored",
         (*CONVNET, "model.dropout=0.1"),
         '  model.dropout (command line): has no effect with model.kind = "convnet"\n'
-        "      allowed: only with model.kind = transformer or mlp\n"
+        "      allowed: only with model.kind = transformer or encoder_decoder or vit or mlp\n"
         "      to do: remove the key",
     ),
     Refuses(
@@ -231,6 +276,72 @@ REFUSALS = [
         ("model.dim=12", "model.heads=4"),
         "  model.heads (command line): 4 heads of width 3: rotary positions need an even width\n"
         "      allowed: dim / heads even",
+    ),
+    Refuses(
+        "heads_divide_the_width",
+        ("model.head_dim=7",),
+        "  model.head_dim (command line): 7: rotary positions need an even width\n      allowed: an even number",
+    ),
+    Refuses(
+        "a_key_of_another_kind_is_not_ignored",
+        ("model.shared_experts=2",),
+        "  model.shared_experts (command line): has no effect with model.experts = 0\n"
+        "      allowed: only with model.experts = above 0\n"
+        "      to do: remove the key",
+    ),
+    Refuses(
+        "a_key_of_another_kind_is_not_ignored",
+        (*LATENT, "model.kv_heads=4"),
+        "  model.kv_heads (command line): has no effect with model.kv_rank = 16\n"
+        "      allowed: only with model.kv_rank = 0\n"
+        "      to do: remove the key",
+    ),
+    Refuses(
+        "latent_attention_has_widths_of_its_own",
+        (*LATENT, "model.rope_head_dim=5"),
+        "  model.rope_head_dim (command line): 5: rotary positions need an even width\n      allowed: an even number",
+    ),
+    Refuses(
+        "latent_attention_has_widths_of_its_own",
+        (*LATENT, "model.rope_head_dim=8", "model.value_head_dim=41"),
+        "  model.value_head_dim (command line): 41 is wider than keys are (head_dim 32 + rope_head_dim 8)\n"
+        "      allowed: at most 40",
+    ),
+    Refuses(
+        "learned_positions_reach_the_end_of_a_sample",
+        ("model.positions=learned", "model.max_positions=100"),
+        "  model.max_positions (command line): 100 is fewer than the tokens of a sample, data.seq_len = 128\n"
+        "      allowed: at least 128",
+    ),
+    Refuses(
+        "a_mixture_has_enough_experts_and_layers",
+        ("model.experts=4", "model.experts_per_token=5"),
+        "  model.experts_per_token (command line): 5 is more than model.experts = 4\n      allowed: 1 to 4",
+    ),
+    Refuses(
+        "a_mixture_has_enough_experts_and_layers",
+        ("model.experts=4", "model.dense_layers=4"),
+        "  model.dense_layers (command line): 4 leaves none of model.layers = 4 for experts\n      allowed: 0 to 3",
+    ),
+    Refuses(
+        "experts_are_gated",
+        ("model.experts=4", "model.activation=gelu"),
+        '  model.activation (command line): "gelu", and experts (model.experts) are gated\n      allowed: "swiglu"',
+    ),
+    Refuses(
+        "the_weight_of_one_expert_is_its_score",
+        ("model.experts=4", "model.experts_per_token=1", "model.router_normalise=true"),
+        "  model.router_normalise (command line): true makes the weight of the one expert of a token 1, and a router "
+        "without gradient\n"
+        "      allowed: false, or model.experts_per_token above 1",
+    ),
+    Refuses(
+        "experts_drop_tokens_of_whole_sequences",
+        ("model.experts=4", "model.capacity_factor=1.5", "parallel.cp=2"),
+        "  model.capacity_factor (command line): 1.5 drops tokens by their place in a sequence, and parallel.cp = 2 "
+        "splits sequences\n"
+        "      allowed: 0, or parallel.cp = 1",
+        {"ranks": 2},
     ),
     Refuses(
         "key_value_heads_divide_the_heads",
@@ -408,6 +519,24 @@ REFUSALS = [
         ("optim.name=sgd", "optim.nesterov=true", "optim.momentum=0"),
         "  optim.nesterov (command line): true needs optim.momentum above 0\n      allowed: false, or a momentum",
     ),
+    Refuses(
+        "muon_needs_matrices",
+        (*CONVNET, "optim.name=muon"),
+        '  optim.name (command line): "muon" is for the matrices of blocks, and model.kind = "convnet" has none\n'
+        '      allowed: "adamw"',
+    ),
+    Refuses(
+        "narrow_momentum_needs_momentum",
+        ("optim.name=sgd", "optim.momentum=0", "optim.state_dtype=bf16"),
+        '  optim.state_dtype (command line): "bf16": without momentum there is no state\n'
+        '      allowed: "fp32", or a momentum',
+    ),
+    Refuses(
+        "a_key_of_another_kind_is_not_ignored",
+        ("optim.name=adafactor", "optim.state_dtype=bf16"),
+        '  optim.state_dtype (command line): has no effect with optim.name = "adafactor"\n'
+        "      allowed: only with optim.name = adamw or sgd or muon\n      to do: remove the key",
+    ),
 ]
 
 ONLY_DERIVE = {
@@ -416,6 +545,11 @@ ONLY_DERIVE = {
     "bytes_have_256_values",
 }
 DERIVE_TOO = {
+    "heads_divide_the_width",
+    "latent_attention_has_widths_of_its_own",
+    "learned_positions_reach_the_end_of_a_sample",
+    "a_mixture_has_enough_experts_and_layers",
+    "the_weight_of_one_expert_is_its_score",
     "a_run_uses_the_accelerator_where_there_is_one",
     "key_value_heads_divide_the_heads",
     "validation_needs_something_held_out",
@@ -477,9 +611,20 @@ def test_a_rule_refuses(case: Refuses) -> None:
         ("train.validate_every=off", "data.validation_fraction=0.0"),
         (*CONVNET[:1], "data.kind=idx", "data.path=x", "data.validation_fraction=0.0"),
         ("optim.name=sgd", "optim.nesterov=true"),
+        ("optim.name=sgd", "optim.state_dtype=bf16", "optim.kernel=foreach"),
+        ("optim.name=muon", "optim.muon_lr_factor=10.0", "optim.muon_adjust=original", "optim.state_dtype=bf16"),
+        ("optim.name=adamw8bit", "optim.betas=[0.9, 0.99]", "optim.eps=1e-6"),
+        ("optim.name=adafactor", "optim.weight_decay=0.0"),
         ("optim.schedule=wsd", "optim.decay=5", "optim.final_lr=0.0"),
         ("optim.lr_scaling=linear", "optim.base_batch=64"),
         ("model.dim=6", "model.heads=3"),
+        ("model.dim=100", "model.heads=3", "model.head_dim=8"),
+        ("model.positions=learned", "model.head_dim=7", "model.max_positions=512", "model.bias=true"),
+        ("model.kv_rank=16", "model.q_rank=8", "model.head_dim=7", "model.rope_head_dim=4"),
+        ("model.experts=8", "model.shared_experts=1", "model.balance=loss", "model.balance_weight=0.1"),
+        ("model.experts=4", "model.capacity_factor=1.5", "model.balance_step=0.01"),
+        ("model.kind=encoder_decoder", "model.layers=2", "data.seq_len=64", "model.dropout=0.1"),
+        ("model.kind=vit", "data.kind=synthetic", "model.patch=7", "model.classes=3", "model.bias=true"),
         ("precision.compute=bf16", "precision.reduce=bf16"),
         ("precision.compute=bf16", "precision.weights=bf16"),
         ("precision.compute=fp16", "precision.loss_scale=1024", "precision.loss_scale_interval=10"),

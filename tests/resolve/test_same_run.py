@@ -9,8 +9,9 @@ from resolving import resolve_words
 
 from shardway.errors import UserError
 from shardway.resolve import check_same_run, find_changes
+from shardway.resolve.applies import applies
 from shardway.resolve.same_run import FIXED_AT_RESUME, FREE_AT_RESUME
-from shardway.runfile.schema import all_keys, sections
+from shardway.runfile.schema import RunFile, all_keys, sections
 
 CHANGES = {
     "model.kind": "mlp",
@@ -24,6 +25,14 @@ CHANGES = {
     "model.activation": "gelu",
     "model.tied": False,
     "model.rope_theta": 5.0,
+    "model.head_dim": 16,
+    "model.norm_eps": 1e-6,
+    "model.bias": True,
+    "model.qkv_bias": True,
+    "model.qk_norm": True,
+    "model.positions": "learned",
+    "model.experts": 4,
+    "model.kv_rank": 16,
     "data.kind": "synthetic",
     "data.tokenizer": "words.json",
     "data.include": "*.md",
@@ -86,7 +95,7 @@ def test_what_must_not_change(dotted: str) -> None:
 def test_the_fixed_keys_are_keys() -> None:
     assert set(FIXED_AT_RESUME) <= set(all_keys())
     assert len(set(FIXED_AT_RESUME)) == len(FIXED_AT_RESUME)
-    assert CHANGES.keys() == set(FIXED_AT_RESUME) - {"model.channels", "model.hidden", "model.classes"}
+    assert CHANGES.keys() == {dotted for dotted in FIXED_AT_RESUME if applies(dotted, RunFile())}
 
 
 def test_keys_of_another_model_do_not_count() -> None:
@@ -100,6 +109,29 @@ def test_keys_of_another_model_do_not_count() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("words", "dotted", "value"),
+    [
+        (("model.experts=8", "model.expert_dim=32"), "model.experts_per_token", 4),
+        (("model.experts=8",), "model.router_score", "sigmoid"),
+        (("model.experts=8",), "model.balance", "loss"),
+        (("model.kv_rank=16",), "model.rope_head_dim", 8),
+        (("model.positions=learned",), "model.max_positions", 512),
+        (("model.kind=vit", "data.kind=synthetic"), "model.patch", 7),
+        (("model.kind=vit", "data.kind=synthetic"), "model.pooling", "mean"),
+    ],
+)
+def test_what_must_not_change_in_other_models(words: tuple[str, ...], dotted: str, value: object) -> None:
+    with pytest.raises(UserError, match=rf"1 problem in .*\n  {dotted} "):
+        check_same_run(saved_of(*words), resolve_words(*words, f"{dotted}={value}"), "runs/a")
+
+
+def test_how_experts_are_balanced_may_be_tuned() -> None:
+    words = ("model.experts=8",)
+    check_same_run(saved_of(*words), resolve_words(*words, "model.balance_step=0.1"), "runs/a")
+    check_same_run(saved_of(*words), resolve_words(*words, "model.capacity_factor=1.5"), "runs/a")
+
+
 def test_a_vocabulary_that_was_open_may_be_settled() -> None:
     words = ("data.tokenizer=words.json",)
     check_same_run(saved_of(*words), resolve_words(*words, "model.vocab=9"), "runs/a")
@@ -110,7 +142,7 @@ def test_all_changes_are_told_at_once_and_what_to_do_once() -> None:
     with pytest.raises(UserError) as told:
         check_same_run(saved_of("train.seed=1", "model.dim=64"), resolve_words(), "runs/a")
     lines = str(told.value).splitlines()
-    assert lines[0] == "3 problems in what has changed since runs/a was started"  # ffn_dim follows dim
+    assert lines[0] == "4 problems in what has changed since runs/a was started"  # head_dim and ffn_dim follow dim
     assert [line.strip() for line in lines if "to do:" in line] == [lines[-1].strip()]
 
 

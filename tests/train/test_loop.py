@@ -31,14 +31,12 @@ from runs import (
     train_tiny,
 )
 from shardway.errors import JobError, UserError
-from shardway.parallel.mesh import build_mesh
 from shardway.rundir.directory import RunDir
-from shardway.runfile.schema import ParallelSection
 from shardway.train import loop
 from shardway.train.loss import IGNORED, LossSum, token_cross_entropy
 from shardway.train.run import Run
 from shardway.train.validate import Validation, validate
-from trained import FP32
+from trained import apply_shape, make_passes
 
 pytestmark = pytest.mark.slow  # test_core.py holds what `make check` runs of this
 
@@ -356,8 +354,8 @@ def test_validation_counts_each_sample_once(rank: int, loss: Any) -> None:
     model = Modes()
     x, y = torch.randn(3, 2), torch.randn(3, 1)
     mine = [(x[rank : rank + 1], y[rank : rank + 1]), (x[2 + rank :], y[2 + rank :])]
-    mesh = build_mesh(pool_ranks(), ParallelSection(dp_replicate=2, dp_shard=1))
-    found = validate(model, Validation(lambda: mine, loss, bytes_per_token=2.0), mesh, pool_ranks(), FP32)
+    passes = make_passes(apply_shape(model, pool_ranks(), (2, 1)), pool_ranks())
+    found = validate(model, Validation(lambda: mine, loss, bytes_per_token=2.0), passes, pool_ranks())
     with torch.no_grad():
         expected = mean_square(model.eval()(x), y).item()
     assert found["loss"] == pytest.approx(expected, rel=1e-6)
@@ -367,8 +365,8 @@ def test_validation_counts_each_sample_once(rank: int, loss: Any) -> None:
 
 def test_validation_leaves_every_mode_as_it_was() -> None:
     model = Modes()
-    mesh = build_mesh(lone_rank(), ParallelSection(dp_replicate=1, dp_shard=1))
-    validate(model, Validation(lambda: [(torch.ones(1, 2), torch.ones(1, 1))], mean_square), mesh, lone_rank(), FP32)
+    passes = make_passes(apply_shape(model, lone_rank()), lone_rank())
+    validate(model, Validation(lambda: [(torch.ones(1, 2), torch.ones(1, 1))], mean_square), passes, lone_rank())
     assert model.seen == {False}
     assert model.training
     assert model.layer.training
@@ -376,8 +374,8 @@ def test_validation_leaves_every_mode_as_it_was() -> None:
 
 
 def test_validation_of_nothing_is_no_number(tmp_path: Path) -> None:
-    mesh = build_mesh(lone_rank(), ParallelSection(dp_replicate=1, dp_shard=1))
-    found = validate(nn.Linear(1, 1), Validation(list, mean_square), mesh, lone_rank(), FP32)
+    passes = make_passes(apply_shape(nn.Linear(1, 1), lone_rank()), lone_rank())
+    found = validate(passes.parallel.call, Validation(list, mean_square), passes, lone_rank())
     assert list(found) == ["loss"]
     assert found["loss"] != found["loss"]
 

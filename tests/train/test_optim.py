@@ -87,10 +87,17 @@ def test_muon_has_a_rate_of_its_own_and_shows_that_of_the_rest() -> None:
     assert (matrices["momentum"], matrices["iterations"], matrices["weight_decay"]) == (0.8, 3, 0.1)
 
 
-def test_muon_is_refused_where_it_would_have_nothing_to_do() -> None:
-    model = ConvNet(ConvNetShape((1, 8, 8), (4,), 3))
-    with pytest.raises(UserError, match=r'"muon" is for the matrices of a model\'s blocks, and ConvNet has none'):
+def test_muon_is_refused_where_no_matrices_are_known() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(4, 2))
+    with pytest.raises(UserError, match=r'"muon" is for the matrices of a model\'s blocks, and Sequential has none'):
         build_optimizer(OptimSection(name="muon"), model, 0.1)
+
+
+def test_a_part_of_a_model_without_blocks_has_adamw_alone() -> None:
+    stage = Model()
+    stage.blocks = nn.ModuleDict()
+    optimizer = build_optimizer(OptimSection(name="muon"), stage, 0.1)
+    assert [group["muon"] for group in optimizer.param_groups] == [False]
 
 
 # --- 8-bit states

@@ -8,7 +8,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from optim_layouts import LR, SECTIONS, as_laid_out, everything, lay_out, train, train_laid_out
+from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from pool import ranks
 from shardway.runfile.schema import OptimSection
@@ -79,3 +83,44 @@ def test_a_checkpoint_of_two_shards_fits_one_and_four(
     rank: int, tmp_path: Path, name: str, before: str, after: str
 ) -> None:
     save_and_load(tmp_path, SECTIONS[name], before, after)
+
+
+def train_eight_bits(*shape: int, split: bool, steps: int = 3) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """One matrix, whole or over two ranks, some steps on; torchao's update runs uncompiled."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Linear(shape[1], shape[0], bias=False)
+    if split:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = build_optimizer(OptimSection(name="adamw8bit"), model, LR)
+    with torch.compiler.set_stance("force_eager"):
+        train(model, optimizer, range(steps))
+        get_optimizer_state_dict(model, optimizer)  # makes the states where no step has
+    return model, optimizer
+
+
+@pytest.mark.slow
+@ranks(2)
+def test_eight_bits_move_where_blocks_are_cut_alike(rank: int, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    split, whole = train_eight_bits(64, 128, split=True), train_eight_bits(64, 128, split=False)
+    (held,), (weight,) = split[0].parameters(), whole[0].parameters()
+    assert torch.equal(held.full_tensor(), weight)  # type: ignore[attr-defined]
+    dcp.save({"optimizer": get_optimizer_state_dict(*whole)}, checkpoint_id=tmp_path)
+    resumed = train_eight_bits(64, 128, split=True, steps=0)
+    template = {"optimizer": get_optimizer_state_dict(*resumed)}
+    dcp.load(template, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(*resumed, template["optimizer"])
+    (found,), expected = resumed[1].state.values(), whole[1].state[weight]
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(found[name].full_tensor().dequantize(), expected[name].dequantize())
+
+
+@pytest.mark.slow
+@ranks(2)
+def test_eight_bits_are_refused_where_blocks_are_cut_otherwise(rank: int, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    split, whole = train_eight_bits(66, 128, split=True), train_eight_bits(66, 128, split=False)
+    template = {"optimizer": get_optimizer_state_dict(*split)}
+    dcp.save({"optimizer": get_optimizer_state_dict(*whole)}, checkpoint_id=tmp_path)
+    with pytest.raises(CheckpointException, match="align with block boundary"):
+        dcp.load(template, checkpoint_id=tmp_path)

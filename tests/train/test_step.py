@@ -20,11 +20,13 @@ from runs import lone_rank, pool_ranks
 from shardway.data.order import position_share
 from shardway.errors import UserError
 from shardway.models.transformer import Transformer, TransformerShape
+from shardway.parallel.apply import ParallelModel
 from shardway.ranks.agreement import Wishes
 from shardway.ranks.start import Ranks
 from shardway.train.loss import IGNORED, LossSum, token_cross_entropy
-from shardway.train.step import StepOptions, StepResult, count_rows, cut, take_step
-from trained import FP32, make_parallel, whole
+from shardway.train.passes import count_rows, cut
+from shardway.train.step import StepParts, StepResult, take_step
+from trained import apply_shape, make_passes, whole
 
 SHAPE = TransformerShape(vocab=11, dim=16, layers=2, heads=2, kv_heads=1, ffn_dim=24)
 LAYOUTS = {2: [(2, 1), (1, 2)], 4: [(2, 2)]}
@@ -64,13 +66,27 @@ class Way:
 
 def take(way: Way, model: nn.Module, batch: tuple[torch.Tensor, ...], loss: Callable[..., Any]) -> Stepped:
     """One step of a copy of `model` on this rank's rows of a global batch."""
-    applied = make_parallel(copy.deepcopy(model), way.ranks, way.shape)
-    optimizer = Recorded(applied.parameters())
+    applied = apply_shape(copy.deepcopy(model), way.ranks, way.shape)
+    optimizer = Recorded(applied.module.parameters())
     rows = list(position_share(len(batch[0]), way.ranks.rank, way.ranks.world))
-    options = StepOptions(len(batch[0]), way.ranks.world, way.accumulation, way.clip, FP32)
     share = tuple(tensor[rows] for tensor in batch)
-    result = take_step(applied, optimizer, share, loss, options, way.ranks, Wishes())
-    return Stepped(result, optimizer.seen, [whole(p) for p in applied.parameters()])
+    result = step_once(way, applied, optimizer, share, loss, len(batch[0]))
+    return Stepped(result, optimizer.seen, [whole(p) for p in applied.module.parameters()])
+
+
+def step_once(
+    way: Way,
+    applied: ParallelModel,
+    optimizer: torch.optim.Optimizer,
+    share: Any,
+    loss: Callable[..., Any],
+    global_batch: int,
+    wishes: Wishes | None = None,
+) -> StepResult:
+    """One step on this rank's share."""
+    passes = make_passes(applied, way.ranks, global_batch, way.accumulation)
+    parts = StepParts(passes, optimizer, way.ranks, way.clip)
+    return take_step(parts, applied.call, share, loss, wishes or Wishes())
 
 
 def filled(seed: int = 1) -> Transformer:
@@ -207,12 +223,10 @@ def test_ranks_may_pad_to_different_lengths(rank: int) -> None:
     inputs, targets = padded_batch(4, length=9)
     targets[:2, 3:] = IGNORED
     loss, gradient = true_gradient(model, inputs, targets)
-    applied = make_parallel(model, pool_ranks(), (2, 1))
-    optimizer = Recorded(applied.parameters())
+    applied = apply_shape(model, pool_ranks(), (2, 1))
+    optimizer = Recorded(applied.module.parameters())
     mine = (inputs[:2, :3], targets[:2, :3]) if rank == 0 else (inputs[2:], targets[2:])
-    result = take_step(
-        applied, optimizer, mine, token_cross_entropy, StepOptions(4, 2, 1, None, FP32), pool_ranks(), Wishes()
-    )
+    result = step_once(Way(pool_ranks()), applied, optimizer, mine, token_cross_entropy, 4)
     assert result.loss == pytest.approx(loss, rel=1e-6)
     assert_close(optimizer.seen, gradient)
 
@@ -238,11 +252,10 @@ def test_a_batch_may_be_any_tree_of_tensors(rank: int) -> None:
     exact = Line().double()
     loss = dict_loss(exact, {"parts": [x.double(), y.double()], "weight": weight.double()})
     loss.backward()
-    applied = make_parallel(Line(), pool_ranks(), (2, 1))
-    optimizer, rows = Recorded(applied.parameters()), slice(4 * rank, 4 * rank + 4)
+    applied = apply_shape(Line(), pool_ranks(), (2, 1))
+    optimizer, rows = Recorded(applied.module.parameters()), slice(4 * rank, 4 * rank + 4)
     batch = {"parts": [x[rows], y[rows]], "weight": weight[rows], "name": "kept", "scale": torch.tensor(2.0)}
-    options = StepOptions(8, 2, 2, None, FP32)
-    result = take_step(applied, optimizer, batch, dict_loss, options, pool_ranks(), Wishes())
+    result = step_once(Way(pool_ranks(), accumulation=2), applied, optimizer, batch, dict_loss, 8)
     assert result.loss == pytest.approx(loss.item(), rel=1e-6)
     assert_close(optimizer.seen, [p.grad for p in exact.parameters()], 1e-6)
 
@@ -282,7 +295,8 @@ def test_wishes_come_back_as_the_decision() -> None:
     model, (x, y) = Line(), numbers(4)
     optimizer = Recorded(model.parameters())
     wishes = Wishes(stop_signal=True, save=True)
-    result = take_step(model, optimizer, (x, y), squares, StepOptions(4, 1, 2, None, FP32), lone_rank(), wishes)
+    way = Way(lone_rank(), accumulation=2)
+    result = step_once(way, apply_shape(model, lone_rank()), optimizer, (x, y), squares, 4, wishes)
     assert result.decision.stop_reason == "a signal asked for a stop"
     assert result.decision.save
     assert model.sizes == [2, 2]

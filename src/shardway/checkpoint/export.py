@@ -66,15 +66,16 @@ def save_weights(
     Every rank calls it with what it holds; a parameter is written, in `dtype`, by the first rank that holds a part of
     it. Returns the folder. Raises UserError where it exists, JobError on every rank where it cannot be written.
     """
-    partial = folder.with_name(f".{folder.name}.partial")
+    partial = folder.with_name(f".{folder.name}.unfinished")
     ranks.together(lambda: _make(folder, partial) if ranks.is_first else None)
     held = [_Parameter(name, tuple(tensor.shape)) for name, tensor in state.items()]
     files = _plan_files(ranks.gather(held), form.names, file_bytes // dtype.itemsize)
     writers = [_Writer(partial / file.name, file, dtype) for file in files if file.writer == ranks.rank]
     try:
-        ranks.together(lambda: _write_tensors(state, writers))
+        with ranks.contact("while gathering weights"):
+            ranks.together(lambda: _write_tensors(state, writers))
         ranks.together(lambda: _finish(files, form, partial, folder, dtype) if ranks.is_first else None)
-    except (JobError, OSError) as error:
+    except JobError as error:
         if ranks.is_first:
             shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, LostContact):
@@ -168,11 +169,12 @@ class _Writer:
 
     def close(self) -> list[OSError]:
         """Make the file durable; what the file system refused."""
+        if self._stream is None:
+            return []
         try:
-            if self._stream is not None:
+            with self._stream:
                 self._stream.flush()
                 os.fsync(self._stream.fileno())
-                self._stream.close()
         except OSError as error:
             return [error]
         return []
@@ -197,15 +199,22 @@ def _render_header(pieces: Sequence[Piece], dtype: torch.dtype) -> bytes:
 
 def _finish(files: Sequence[_File], form: Form, partial: Path, folder: Path, dtype: torch.dtype) -> None:
     """Everything beside the tensors, then the rename that makes the folder exist."""
-    if len(files) > 1:
-        _write_json(partial / INDEX, _index(files, dtype))
-    _write_json(partial / CONFIG, {**form.config, "dtype": str(dtype).removeprefix("torch.")})
-    if form.source is not None:
-        for path in sorted({path for pattern in _BESIDE for path in form.source.glob(pattern)}):
-            shutil.copyfile(path, partial / path.name)
-    fsync_folder(partial)
-    os.rename(partial, folder)
-    fsync_folder(folder.parent)
+    try:
+        if len(files) > 1:
+            _write_json(partial / INDEX, _index(files, dtype))
+        _write_json(partial / CONFIG, {**form.config, "dtype": str(dtype).removeprefix("torch.")})
+        if form.source is not None:
+            _copy_beside(form.source, partial)
+        fsync_folder(partial)
+        os.rename(partial, folder)
+        fsync_folder(folder.parent)
+    except OSError as error:
+        raise JobError(error.strerror or str(error)) from error
+
+
+def _copy_beside(source: Path, target: Path) -> None:
+    for path in sorted({path for pattern in _BESIDE for path in source.glob(pattern)}):
+        shutil.copyfile(path, target / path.name)
 
 
 def _index(files: Sequence[_File], dtype: torch.dtype) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -70,6 +70,21 @@ class ModelPlan:
     its `nn.ModuleDict`), and `forward` must then hand on what it was given. Without `last` a model cannot be cut."""
     shared: tuple[tuple[str, str], ...] = ()
     """Pairs of modules of which the second uses a weight of the first (tied embeddings): they must stay together."""
+
+
+@runtime_checkable
+class Balancing(Protocol):
+    """A module that sends tokens to experts and keeps those equally busy."""
+
+    load: torch.Tensor
+    """int64 [experts]: choices counted in training since `adjust`."""
+    gradient_scale: float
+    """What the sum over tokens of the main loss is multiplied by, for an auxiliary loss; 0 counts nothing."""
+    sum_over_context: Callable[[torch.Tensor], torch.Tensor] | None
+    """Adds up counts over the ranks that hold parts of a sequence; None where a rank holds it whole."""
+
+    def adjust(self, load: torch.Tensor) -> None:
+        """Take the sum of `load` over all ranks, and count anew."""
 
 
 def held_by_rank(parameter: torch.Tensor) -> torch.Tensor:

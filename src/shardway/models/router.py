@@ -66,7 +66,7 @@ class Router(nn.Module):
         if self.shape.normalise:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + TINY)
         if self.training and torch.is_grad_enabled() and self.gradient_scale != 0:
-            self.load += counts.sum(0)
+            self.load.add_(counts.sum(0))
             if self.shape.balance == "loss":
                 weights = _AddLoss.apply(weights, self._balance_loss(scores, counts) * self.gradient_scale)
         return Choice(experts, weights * self.shape.scale, counts)
@@ -99,7 +99,7 @@ class Router(nn.Module):
         summed). The bias moves by `balance_step` (DeepSeek-V3, section 2.1.2); without balance = "bias" there is none.
         """
         if self.bias is not None:
-            self.bias += self.shape.balance_step * torch.sign(load.sum() - load * self.shape.experts)
+            self.bias.add_(self.shape.balance_step * torch.sign(load.sum() - load * self.shape.experts))
         self.load.zero_()
 
     @torch.no_grad()

@@ -17,6 +17,7 @@ from torch import nn
 
 from shardway.errors import UserError
 from shardway.models.contract import ModelPlan, find_init_weights, find_plan, match_modules
+from shardway.parallel.balance import connect_routers
 from shardway.parallel.context import Chunks, apply_context
 from shardway.parallel.cut import Stage, keep_stages, plan_cut
 from shardway.parallel.expert import apply_experts
@@ -93,6 +94,7 @@ def apply_parallelism(model: nn.Module, mesh: Mesh, device: torch.device, option
         apply_context(model, facts, mesh.group("cp"), options.parallel.cp_method)
     if degrees["cp"] > 1 or degrees["pp"] > 1:
         _give_positions(stages, facts, chunks, degrees["tp"] if _is_sequence_split(facts, options) else 1)
+    connect_routers(model, mesh)
     units = find_units(model, plan)
     if options.compile == "blocks":
         for unit in units or [model]:
@@ -137,7 +139,7 @@ def _autocast_forward(module: nn.Module, precision: Precision, device: torch.dev
         with precision.autocast(device):
             return forward(*inputs, **named)
 
-    module.forward = run  # type: ignore[method-assign]
+    module.forward = run
 
 
 def _is_sequence_split(plan: ModelPlan, options: ApplyOptions) -> bool:

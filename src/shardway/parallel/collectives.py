@@ -68,7 +68,7 @@ class _GatherSequence(torch.autograd.Function):
         return gathered(x, 1, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return scattered_sum(grad, 1, ctx.group), None
 
 
@@ -79,7 +79,7 @@ class _ScatterSum(torch.autograd.Function):
         return scattered_sum(x, 1, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gathered(grad, 1, ctx.group), None
 
 
@@ -90,7 +90,7 @@ class _CopyIn(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return summed(grad, ctx.group), None
 
 
@@ -100,7 +100,7 @@ class _SumOut(torch.autograd.Function):
         return summed(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad, None
 
 
@@ -111,5 +111,5 @@ class _GatherWhole(torch.autograd.Function):
         return gathered(x, x.dim() - 1, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return narrow_to_rank(grad, grad.dim() - 1, ctx.group).contiguous(), None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,20 @@ def apply_compile(model: nn.Module, units: Sequence[nn.Module], options: Compile
     """Have the units (the model, where it has none) or the whole model compiled at their first call.
 
     One graph serves all blocks that are built alike. Of a whole model with sharded blocks, each block becomes a graph
-    between the hooks that gather its weights.
+    between the hooks that gather its weights. Of a replicated one all gradients are ready only at the end of its one
+    graph, so that they do not travel while it computes.
     """
     modules = {"off": (), "blocks": tuple(units) or (model,), "model": (model,)}
     for module in modules[options.mode]:
+        if module.forward.__module__.startswith("torch."):
+            module.forward = partial(_call, module.forward)
         module.compile(backend=options.backend)
+
+
+def _call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A frame outside torch: the compiler passes over torch's own, and a block of one of its classes (such as
+    `nn.TransformerEncoderLayer`) would quietly run uncompiled."""
+    return forward(*args, **kwargs)
 
 
 def set_compile_cache(configured: str, environ: Mapping[str, str] = os.environ) -> None:

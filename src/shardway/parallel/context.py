@@ -170,7 +170,7 @@ class _Attention(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, log_sum = ctx.saved_tensors
         grad_q = torch.zeros_like(q, dtype=log_sum.dtype)
 

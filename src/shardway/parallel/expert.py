@@ -39,7 +39,7 @@ def apply_experts(model: nn.Module, plan: ModelPlan, mesh: Mesh) -> None:
     for name, experts in match_modules(model, plan.experts):
         for leaf, _ in list(experts.named_parameters(recurse=False)):
             split_parameter(model, f"{name}.{leaf}", grid, [0, inner[f"{name}.{leaf}"]] if tensor else [0])
-        experts.forward = partial(_exchange_around, experts.forward, group)  # type: ignore[method-assign]
+        experts.forward = partial(_exchange_around, experts.forward, group)
 
 
 def _exchange_around(
@@ -91,7 +91,7 @@ class _AllToAll(torch.autograd.Function):
         return _all_to_all(x, receive, send, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _all_to_all(grad, ctx.send, ctx.receive, ctx.group), None, None, None
 
 

@@ -1,6 +1,6 @@
 """The ranks as a grid with named axes; the only creator of process groups beside the default one.
 
-Invariant: the grid is that of `resolve.layout`; only dims that split something, or that FSDP2 needs, have a group.
+Invariant: the grid is that of `shardway.layout`; only dims that split something, or that FSDP2 needs, have a group.
 This module must not touch a model.
 """
 
@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardway.errors import Bug
+from shardway.layout import EXPERT_SHARD, SHARD, Layout, layout_of
 from shardway.ranks.start import Ranks
-from shardway.resolve.layout import EXPERT_SHARD, SHARD, Layout, layout_of
 from shardway.runfile.schema import ParallelSection
 
 DIMS = ("pp", "dp_replicate", SHARD, "tp")

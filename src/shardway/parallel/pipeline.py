@@ -71,6 +71,10 @@ class Pipeline:
         """Whether outputs, and so losses, leave on this rank."""
         return any(stage.index == self.total_stages - 1 for stage in self.stages)
 
+    def is_new_to(self, inputs: torch.Tensor, micro_batches: int, *, training: bool) -> bool:
+        """Whether a pass of this shape is the first, in which torch runs stages once more to learn their shapes."""
+        return (inputs.shape, micro_batches, training) not in self._schedules
+
     def run(self, inputs: torch.Tensor, micro_batches: int, loss_of: LossOf, *, training: bool) -> None:
         """One pass: `inputs` [micro_batches x rows, ...] through all stages, `loss_of` for each output on the rank that
         has it, and in training all backward passes. Gradients add to what is there."""
@@ -113,4 +117,4 @@ def hide_forward(model: nn.Module) -> None:
             "  To do: train with run.step(model, batch, loss_fn), which runs the whole pipeline."
         )
 
-    model.forward = refuse  # type: ignore[method-assign]
+    model.forward = refuse

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardway.compat import without_buffer_sync
+from shardway.layout import SHARD
 from shardway.parallel.mesh import Mesh
-from shardway.resolve.layout import SHARD
 from shardway.runfile.schema import ParallelSection
 
 

@@ -18,9 +18,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 
 from shardway.errors import UserError
+from shardway.layout import EXPERT_SHARD, SHARD
 from shardway.parallel.mesh import Mesh
 from shardway.parallel.precision import Precision
-from shardway.resolve.layout import EXPERT_SHARD, SHARD
 from shardway.runfile.schema import ParallelSection
 
 

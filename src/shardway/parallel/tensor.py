@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from shardway.errors import UserError
 from shardway.models.contract import ModelPlan, Split, held_by_rank, match_modules, match_parameters
 from shardway.parallel.collectives import copy_in, gather_sequence, gather_whole, narrow_to_rank, scatter_sum, sum_out
+from shardway.parallel.linear import linear_with
 from shardway.parallel.split import split_parameter
 
 
@@ -125,7 +126,7 @@ class _Style(ParallelStyle):
 def _split_columns(axis: _Axis, module: nn.Module) -> None:
     for name, _ in list(module.named_parameters(recurse=False)):
         split_parameter(module, name, axis.mesh, [0])
-    module.forward = partial(_linear, module)  # type: ignore[method-assign]
+    module.forward = partial(_linear, module)
 
 
 def _split_key_value(axis: _Axis, module: nn.Module) -> None:
@@ -137,19 +138,19 @@ def _split_key_value(axis: _Axis, module: nn.Module) -> None:
     elif axis.size % heads == 0:
         start = axis.place * heads // axis.size * axis.kv_width
         rows = slice(start, start + axis.kv_width)
-        module.forward = partial(_linear_of_rows, module, rows)  # type: ignore[method-assign]
+        module.forward = partial(_linear_of_rows, module, rows)
     else:
         raise UserError(f"{heads} key/value heads neither divide nor are divided by the tensor degree {axis.size}.")
 
 
 def _split_rows(axis: _Axis, module: nn.Module) -> None:
     split_parameter(module, "weight", axis.mesh, [1])
-    module.forward = partial(_summand_linear, module, axis.place == 0)  # type: ignore[method-assign]
+    module.forward = partial(_summand_linear, module, axis.place == 0)
 
 
 def _split_vocabulary(axis: _Axis, module: nn.Module) -> None:
     split_parameter(module, "weight", axis.mesh, [0])
-    module.forward = partial(_lookup, module, axis)  # type: ignore[method-assign]
+    module.forward = partial(_lookup, module, axis)
 
 
 def _split_logits(axis: _Axis, module: nn.Module) -> None:
@@ -188,32 +189,35 @@ _CHANGES: Mapping[Split, Callable[[_Axis, nn.Module], None]] = MappingProxyType(
 
 
 def _linear(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return F.linear(x, held_by_rank(module.weight), _held_bias(module))
+    return linear_with(module, x, _held(module, "weight"), _held_bias(module))
 
 
 def _linear_of_rows(module: nn.Module, rows: slice, x: torch.Tensor) -> torch.Tensor:
-    bias = module.bias
-    return F.linear(x, module.weight[rows], None if bias is None else bias[rows])  # type: ignore[index]
+    bias = _held_bias(module)
+    return linear_with(module, x, _held(module, "weight")[rows], None if bias is None else bias[rows])
 
 
 def _summand_linear(module: nn.Module, adds_bias: bool, x: torch.Tensor) -> torch.Tensor:
     """The bias counts once; on the other ranks it takes part with the factor 0, so that it has a gradient there too."""
     bias = _held_bias(module)
-    return F.linear(x, held_by_rank(module.weight), bias if bias is None or adds_bias else bias * 0)
+    return linear_with(module, x, _held(module, "weight"), bias if bias is None or adds_bias else bias * 0)
 
 
 def _lookup(module: nn.Module, axis: _Axis, ids: torch.Tensor) -> torch.Tensor:
     """Rows of the table that this rank holds, zeros for the others, summed over the ranks."""
-    weight = held_by_rank(module.weight)
+    weight = _held(module, "weight")
     local = ids - axis.place * weight.shape[0]
     elsewhere = (local < 0) | (local >= weight.shape[0])
     rows = F.embedding(local.masked_fill(elsewhere, 0), weight)
     return axis.leave(rows.masked_fill(elsewhere[..., None], 0))
 
 
+def _held(module: nn.Module, name: str) -> torch.Tensor:
+    return held_by_rank(cast(torch.Tensor, getattr(module, name)))
+
+
 def _held_bias(module: nn.Module) -> torch.Tensor | None:
-    bias = module.bias
-    return None if bias is None else held_by_rank(bias)  # type: ignore[arg-type]
+    return None if getattr(module, "bias", None) is None else _held(module, "bias")
 
 
 def _is_split(parameter: torch.Tensor) -> bool:

@@ -166,8 +166,8 @@ class OptimSection(Section):
 
     name: Literal["adamw", "sgd", "adafactor", "adamw8bit", "muon"] = key(
         "adamw",
-        "Optimizer. adamw8bit needs torchao, and its checkpoints continue only in the layout that saved them; muon "
-        "takes the matrices of blocks and leaves the rest to AdamW.",
+        "Optimizer. adamw8bit (torchao) continues in another layout only where that cuts parameters at whole blocks of "
+        "256 numbers; muon takes the matrices of blocks and leaves the rest to AdamW.",
     )
     kernel: Literal["auto", "fused", "foreach"] = key(
         "auto", "How updates are computed: one kernel a step, or one an operation; auto = fused on cpu and cuda."

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -23,9 +24,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardway.errors import UserError
+from shardway.models.contract import Balancing
 from shardway.parallel.accumulate import accumulating
 from shardway.parallel.apply import ParallelModel
-from shardway.parallel.pipeline import Pipeline
+from shardway.parallel.balance import find_routers, set_gradient_scale
+from shardway.parallel.pipeline import LossOf, Pipeline
 from shardway.parallel.precision import Precision
 from shardway.train.loss import LossSum, as_sum
 
@@ -64,6 +67,11 @@ class Passes:
     precision: Precision
     device: torch.device
 
+    @cached_property
+    def routers(self) -> list[Balancing]:
+        """The modules that balance experts, on this rank."""
+        return find_routers(self.parallel.module)
+
     def train(self, model: nn.Module, batch: Any, loss_fn: Loss, loss_scale: float = 1.0) -> torch.Tensor:
         """Accumulate gradients, multiplied by `loss_scale`; [SUMS] of this rank."""
         batch = self.parallel.chunks.take_batch(batch)
@@ -91,6 +99,7 @@ class Passes:
         sums = self._zeros()
         micros = list(cut(batch, self.portions.accumulation))
         for number, micro in enumerate(micros, start=1):
+            set_gradient_scale(self.routers, micro.weight * scale, self.parallel.mesh)
             with accumulating(model, last=number == len(micros)):
                 with self.precision.autocast(self.device):
                     loss = as_sum(call_loss(loss_fn, model, micro.data), micro.rows)
@@ -119,12 +128,22 @@ class Passes:
         weights: dict[int, tuple[LossSum, float]] = {}
         for start in range(0, passes * per_pass * size, per_pass * size):
             part = _padded(inputs[start : start + per_pass * size], per_pass * size, inputs)
-            pipeline.run(
-                part, per_pass, lambda output, number, at=start: loss_of(at, output, number), training=scale is not None
-            )
+            if scale and self.routers and pipeline.is_new_to(part, per_pass, training=True):
+                self._rehearse(pipeline, part, partial(loss_of, start))
+            set_gradient_scale(self.routers, scale or 0.0, self.parallel.mesh)
+            pipeline.run(part, per_pass, partial(loss_of, start), training=scale is not None)
         for loss, weight in weights.values():
             self._add(sums, loss, weight)
         return self._answered(sums)
+
+    def _rehearse(self, pipeline: Pipeline, inputs: torch.Tensor, loss_of: LossOf) -> None:
+        """A first pass that leaves nothing behind: routers must not count tokens that torch passes through a new
+        schedule to learn the shapes."""
+        set_gradient_scale(self.routers, 0.0, self.parallel.mesh)
+        with torch.random.fork_rng():
+            pipeline.run(inputs, self.portions.per_pass, loss_of, training=True)
+        for parameter in self.parallel.module.parameters():
+            parameter.grad = None
 
     def _zeros(self) -> torch.Tensor:
         return torch.zeros(SUMS, dtype=torch.float64, device=self.device)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardway.parallel.balance import balance
 from shardway.parallel.gradients import own_squares, scale_gradients
 from shardway.parallel.tensor import sum_partial_gradients
 from shardway.ranks.agreement import Decision, Wishes, read_decision
@@ -62,6 +63,7 @@ def take_step(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, wis
         scale_gradients(parameters, factor)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        balance(passes.routers, parallel.mesh)
         total, targets, _, _, _, *wanted = vector.tolist()
     return StepResult(total / targets if targets else float("nan"), float(norm), targets, read_decision(wanted))
 

@@ -31,6 +31,7 @@ def build_huggingface(folder: Path, *, vocab: int, seq_len: int) -> HuggingFaceM
     problems = [*list_config_problems(config, seq_len), *_list_vocab_problems(config.vocab_size, vocab)]
     check_no_problems(str(folder / CONFIG), problems)
     model = build_meta(config)
+    model.source = folder
     files = find_weights(folder)
     if files is not None:
         spare = (*SPARE, *SPARE_IF_TIED) if config.tie_word_embeddings else SPARE
@@ -45,7 +46,9 @@ def load_config(folder: Path) -> Any:
     try:
         return library.AutoConfig.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # the library raises bare ValueError, KeyError and validation errors of its own
-        raise hf_error(str(folder), f"has a {CONFIG} that transformers refuses: {error}") from error
+        raise hf_error(
+            str(folder), f"has a {CONFIG} that transformers refuses: {' '.join(str(error).split())}"
+        ) from error
 
 
 def build_meta(config: Any) -> HuggingFaceModel:

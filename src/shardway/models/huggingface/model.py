@@ -7,6 +7,7 @@ This module must not import transformers: what it adapts is handed in.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,13 +41,15 @@ def mix_positions(
 class HuggingFaceModel(nn.Module):
     """Token ids [batch, seq] -> logits [batch, seq, vocab]."""
 
-    def __init__(self, library: Any, fit: Fit | None = None) -> None:
-        """Takes the modules of a causal language model that was built with `ATTENTION`; `fit` says where its weights
-        are, None draws them at random."""
+    fit: Fit | None = None
+    """Where `init_weights` finds values; None draws them at random."""
+    source: Path | None = None
+    """The folder that the model came from."""
+
+    def __init__(self, library: Any) -> None:
+        """Takes the modules of a causal language model that was built with `ATTENTION`."""
         super().__init__()
         self.config = library.config
-        self.fit = fit
-        self.source = None if fit is None else fit.files.folder
         self.model = _Decoder(library.model)
         self.lm_head: nn.Module | None = TiedHead() if self.config.tie_word_embeddings else library.lm_head
         self._plan = derive_plan(self, library)

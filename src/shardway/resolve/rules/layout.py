@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from shardway.layout import AXES
 from shardway.resolve.draft import Draft
-from shardway.resolve.layout import AXES
 from shardway.resolve.rules.pipeline import a_pipeline_has_work_for_all_its_stages
 
 

@@ -62,5 +62,5 @@ def muon_needs_matrices(draft: Draft) -> None:
 
 def narrow_momentum_needs_momentum(draft: Draft) -> None:
     without = draft.get("optim.name") == "sgd" and draft.get("optim.momentum") == 0
-    if without and draft.is_set("optim.state_dtype") and draft.get("optim.state_dtype") == "bf16":
+    if without and draft.get("optim.state_dtype") == "bf16":
         draft.refuse("optim.state_dtype", '"bf16": without momentum there is no state', '"fp32", or a momentum')

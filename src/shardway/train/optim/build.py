@@ -10,7 +10,6 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from shardway.errors import UserError
 from shardway.runfile.schema import OptimSection
 from shardway.train.optim.adafactor import Adafactor
 from shardway.train.optim.adamw import AdamW
@@ -51,11 +50,6 @@ def _adamw8bit(section: OptimSection, model: nn.Module, lr: float) -> torch.opti
 
 def _muon(section: OptimSection, model: nn.Module, lr: float) -> torch.optim.Optimizer:
     matrices, others = muon_groups(model, section.weight_decay)
-    if not matrices:
-        raise UserError(
-            f'optim.name = "muon" is for the matrices of a model\'s blocks, and {type(model).__name__} has none.\n'
-            '  To do: choose optim.name = "adamw", or name the blocks in the model\'s plan().'
-        )
     block_matrices = {
         "params": matrices,
         "muon": True,
@@ -66,7 +60,8 @@ def _muon(section: OptimSection, model: nn.Module, lr: float) -> torch.optim.Opt
         "adjust": section.muon_adjust,
     }
     defaults = {"muon": False, "lr": lr, "betas": _betas(section), "eps": section.eps}
-    return Muon([*others, block_matrices], defaults, _numerics(section))  # the first group's rate is what is shown
+    # The rate of the first group is what a run shows. A pipeline stage may have no block at all.
+    return Muon([*others, *([block_matrices] if matrices else [])], defaults, _numerics(section))
 
 
 def _betas(section: OptimSection) -> tuple[float, float]:

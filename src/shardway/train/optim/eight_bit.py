@@ -2,8 +2,9 @@
 
 Invariant: torchao is imported when it is asked for, and only here. This module must not quantize anything itself.
 
-A block of 256 numbers is quantized together, and blocks are cut from what a rank holds: states are not those of
-another layout, which is why a checkpoint of them does not fit one.
+A block of 256 numbers is quantized together, and blocks are cut from what a rank holds. So a checkpoint fits another
+layout only where that cuts a parameter between blocks too (torchao raises ValueError elsewhere), and states of parts
+below 4096 numbers, which stay in fp32, are quantized when they come to a larger part.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def build_adamw8bit(groups: Groups, lr: float, betas: tuple[float, float], eps: 
     except ImportError as error:
         raise UserError(
             f'optim.name = "adamw8bit" needs torchao, which cannot be imported: {error}\n'
-            '  To do: pip install "shardway[torchao]", or choose optim.name = "adamw" with '
+            '  To do: pip install "shardway[float8]", or choose optim.name = "adamw" with '
             'optim.state_dtype = "bf16", which takes half the memory of fp32 states and needs nothing.'
         ) from None
     optimizer: torch.optim.Optimizer = AdamW8bit(groups, lr=lr, betas=betas, eps=eps)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shardway.errors import UserError
 from shardway.models.contract import ModelPlan, canonical_name, matches
 from shardway.parallel.units import find_units
 
@@ -29,7 +30,8 @@ def muon_groups(model: nn.Module, weight_decay: float) -> tuple[list[nn.Paramete
     """The matrices of the model's blocks, and groups of everything else.
 
     A matrix has two dims, or three where the plan calls its module one of experts. Embeddings and the output layer
-    are no such matrices, wherever they are, nor are the kernels of convolutions.
+    are no such matrices, wherever they are, nor are the kernels of convolutions. Raises UserError for a model without
+    a plan that has none.
     """
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     plan = _plan_of(inner)
@@ -40,6 +42,11 @@ def muon_groups(model: nn.Module, weight_decay: float) -> tuple[list[nn.Paramete
         for parameter in module.parameters(recurse=False)
         if parameter in inside and _is_matrix(canonical_name(name), module, parameter, plan or ModelPlan())
     }
+    if not matrices and plan is None:
+        raise UserError(
+            f'optim.name = "muon" is for the matrices of a model\'s blocks, and {type(model).__name__} has none that '
+            'are known.\n  To do: name the blocks in a plan() of the model, or choose optim.name = "adamw".'
+        )
     trainable = _trainable(inner)
     others = [parameter for parameter in trainable if parameter not in matrices]
     return [parameter for parameter in trainable if parameter in matrices], _split_by_decay(others, weight_decay)

@@ -17,7 +17,7 @@ from shardway.models.contract import held_by_rank
 from shardway.models.initialise import held_part
 from shardway.train.optim.groups import Groups
 from shardway.train.optim.parts import Kernel, Part, local_gradient
-from shardway.train.optim.widen import update_widened
+from shardway.train.optim.widen import is_narrow, update_widened
 
 FUSED_DEVICES = ("cpu", "cuda")
 """Devices on which torch 2.11 to 2.13 have fused kernels of all optimizers here."""
@@ -70,11 +70,12 @@ class LocalOptimizer(torch.optim.Optimizer):
         self.run(lambda some: self.update(group, some), parts)
 
     def run(self, kernel: Kernel, parts: Sequence[Part]) -> None:
-        """Apply a kernel that takes each element by itself; narrow states reach it widened."""
-        if self._numerics.state_dtype is None:
-            kernel(parts)
-        else:
-            update_widened(parts, kernel)
+        """Apply a kernel that takes each element by itself; what is kept in bf16 reaches it in fp32."""
+        wide, narrow = [p for p in parts if not is_narrow(p)], [p for p in parts if is_narrow(p)]
+        if wide:
+            kernel(wide)
+        if narrow:
+            update_widened(narrow, kernel)
 
     def next_part(self, group: dict[str, Any], parameter: torch.Tensor) -> Part:
         """What this rank holds of a parameter, its step counted up."""
@@ -114,7 +115,7 @@ class LocalOptimizer(torch.optim.Optimizer):
         return known and all(len({tensor.stride() for tensor in part.tensors}) == 1 for part in parts)
 
     def _offset(self, parameter: torch.Tensor) -> tuple[int, ...]:
-        if self._numerics.state_dtype is None:
+        if torch.bfloat16 not in (self._numerics.state_dtype, parameter.dtype):
             return ()  # only rounding asks for it, and it takes longer to find than a small update
         if parameter not in self._offsets:
             self._offsets[parameter] = held_part(parameter, f"of shape {tuple(parameter.shape)}").offset

@@ -17,7 +17,6 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from shardway.models.contract import held_by_rank
 from shardway.train.optim.adamw import AdamW
 from shardway.train.optim.parts import Part
 
@@ -43,18 +42,19 @@ class Muon(AdamW):
             super().advance(group, parameters)
             return
         for batch in _batches(parameters):
-            updates = orthogonalise_whole(self._directions(group, batch), batch[0], group["iterations"])
-            rate = group["lr"] * adjustment(group["adjust"], *batch[0].shape[-2:])
-            for parameter, update in zip(map(held_by_rank, batch), updates, strict=True):
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(update.to(parameter.device), alpha=-rate)
+            parts = [self.next_part(group, parameter) for parameter in batch]
+            updates = orthogonalise_whole(self._directions(group, parts), batch[0], group["iterations"])
+            moves = [
+                replace(part, gradient=update.to(part.parameter), states=())
+                for part, update in zip(parts, updates, strict=True)
+            ]
+            self.run(lambda some: _move(group, some), moves)
 
-    def _directions(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The Nesterov momentum of each parameter's part in bf16, which is enough to orthogonalise and to send."""
-        parts = [self.next_part(group, parameter) for parameter in parameters]
-        parts = [replace(part, gradient=part.gradient.clone()) for part in parts]
-        self.run(lambda some: _add_momentum(group["momentum"], some), parts)
-        return [part.gradient.to(torch.bfloat16) for part in parts]
+    def _directions(self, group: dict[str, Any], parts: Sequence[Part]) -> list[torch.Tensor]:
+        """The Nesterov momentum of each part in bf16, which is enough to orthogonalise and to send."""
+        copies = [replace(part, gradient=part.gradient.clone()) for part in parts]
+        self.run(lambda some: _add_momentum(group["momentum"], some), copies)
+        return [part.gradient.to(torch.bfloat16) for part in copies]
 
 
 def adjustment(name: str, rows: int, columns: int) -> float:
@@ -136,3 +136,11 @@ def _add_momentum(momentum: float, parts: Sequence[Part]) -> None:
     gradients, buffers = [part.gradient for part in parts], [part.states[0] for part in parts]
     torch._foreach_lerp_(buffers, gradients, 1 - momentum)
     torch._foreach_lerp_(gradients, buffers, momentum)
+
+
+def _move(group: dict[str, Any], parts: Sequence[Part]) -> None:
+    """Decay, and step along the gradient, which is an orthogonalised direction by now."""
+    for part in parts:
+        rate = group["lr"] * adjustment(group["adjust"], *part.shape[-2:])
+        part.parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        part.parameter.add_(part.gradient, alpha=-rate)

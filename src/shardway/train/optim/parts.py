@@ -34,16 +34,14 @@ class Part:
         """The parameter, its gradient and its states."""
         return (self.parameter, self.gradient, *self.states)
 
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Part:
+        """The same part with other tensors in the order of `tensors`."""
+        return replace(self, parameter=tensors[0], gradient=tensors[1], states=tuple(tensors[2:]))
+
     def rows(self, first: int, end: int) -> Part:
         """The part between two indices of the first dim."""
-        parameter, gradient, *states = (tensor[first:end] for tensor in self.tensors)
-        return replace(
-            self,
-            parameter=parameter,
-            gradient=gradient,
-            states=tuple(states),
-            offset=(self.offset[0] + first, *self.offset[1:]),
-        )
+        piece = self.with_tensors([tensor[first:end] for tensor in self.tensors])
+        return replace(piece, offset=(self.offset[0] + first, *self.offset[1:]))
 
 
 Kernel = Callable[[Sequence[Part]], None]

@@ -1,17 +1,17 @@
-"""States kept in bf16: widened for the update, rounded back stochastically.
+"""Weights and states kept in bf16: widened for the update, rounded back stochastically.
 
 Invariant: a rounded value has the exact one as its mean, and how it is rounded is a pure function of step and
-row-major index in the whole parameter, so that a run repeats itself and every layout rounds alike. This module must
-not touch a random generator of torch.
+row-major index in the whole parameter, so that a run repeats itself, every layout rounds alike and replicas stay
+equal. This module must not touch a random generator of torch.
 
-Rounding to the nearest would stall second moments: with beta2 = 0.999 they move by at most 1/1000 of themselves when
-they fall, and two neighbours in bf16 lie 1/256 to 1/128 apart (measured in docs/decisions/0011).
+Rounding to the nearest would stall second moments: with beta2 = 0.999 they fall by at most 1/1000 of themselves, and
+two neighbours in bf16 lie 1/256 to 1/128 apart. Weights lose small updates in the same way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -23,28 +23,37 @@ WORKING_ON_CPU = 2**18
 
 _MIX = ((16, 0x7FEB352D), (15, 0x846CA68B))
 _STEP = 0x9E3779B9
+_STREAM = 0x85EBCA6B
 _LOW = 0xFFFF
 _LARGEST = 0x7FFF0000
 
 
 @dataclass(frozen=True)
-class _Wide:
-    """fp32 copies of the states of some parts: `flat[k]` holds state k of all of them, the parts look into it."""
+class _Column:
+    """One tensor of each part of a bucket: `wide` in fp32, looking into `flat` where `narrow` is what they copy."""
 
-    flat: tuple[torch.Tensor, ...]
-    parts: tuple[Part, ...]
+    wide: tuple[torch.Tensor, ...]
+    narrow: tuple[torch.Tensor, ...]
+    flat: torch.Tensor | None = None
+
+
+def is_narrow(part: Part) -> bool:
+    """Whether some tensor of the part is kept in bf16."""
+    return any(tensor.dtype is torch.bfloat16 for tensor in part.tensors)
 
 
 def update_widened(parts: Sequence[Part], kernel: Kernel, working: int | None = None) -> None:
-    """Run a kernel on fp32 copies of at most two states a part, then round those back into the states.
+    """Run a kernel on fp32 copies of what parts hold in bf16, then round weights and states back.
 
     `working` changes memory and speed, never values.
     """
     on_cpu = parts[0].parameter.device.type == "cpu"
-    for bucket in _fill_buckets(parts, working or (WORKING_ON_CPU if on_cpu else WORKING)):
-        wide = _widen(bucket)
-        kernel(wide.parts)
-        _narrow(wide, bucket)
+    for bucket in _fill_buckets(_sort_by_format(parts), working or (WORKING_ON_CPU if on_cpu else WORKING)):
+        columns = [_widen(column) for column in zip(*(part.tensors for part in bucket), strict=True)]
+        wide = zip(*(column.wide for column in columns), strict=True)
+        kernel([part.with_tensors(tensors) for part, tensors in zip(bucket, wide, strict=True)])
+        weights, _, *states = columns
+        _narrow([weights, *states], bucket)
 
 
 def round_stochastically(values: torch.Tensor, noise: torch.Tensor) -> None:
@@ -57,50 +66,58 @@ def round_stochastically(values: torch.Tensor, noise: torch.Tensor) -> None:
     bits.add_(noise).bitwise_and_(~_LOW)
 
 
-def noise_of(part: Part) -> torch.Tensor:
+def noise_of(part: Part, stream: int = 0) -> torch.Tensor:
     """32 random bits for each element of a part, int32 in its shape.
 
     The mixing function is "lowbias32" (Wellons, "Prospecting for Hash Functions", 2018) on index + step * odd.
     """
     state = _index(part)
-    state.add_(_signed(part.step * _STEP))
+    state.add_(_signed(part.step * _STEP + stream * _STREAM))
     for shift, factor in _MIX:
         state.bitwise_xor_(_shift_right(state, shift)).mul_(_signed(factor))
     return state.bitwise_xor_(_shift_right(state, 16))
 
 
-def _fill_buckets(parts: Sequence[Part], working: int) -> Iterator[list[Part]]:
-    bucket: list[Part] = []
-    room = working
+def _sort_by_format(parts: Sequence[Part]) -> list[list[Part]]:
+    """Parts whose tensors have the same formats, together."""
+    alike: dict[tuple[torch.dtype, ...], list[Part]] = {}
     for part in parts:
-        for piece in split_rows(part, working):
+        alike.setdefault(tuple(tensor.dtype for tensor in part.tensors), []).append(part)
+    return list(alike.values())
+
+
+def _fill_buckets(groups: Sequence[Sequence[Part]], working: int) -> Iterator[list[Part]]:
+    for parts in groups:
+        bucket: list[Part] = []
+        room = working
+        for piece in (piece for part in parts for piece in split_rows(part, working)):
             if bucket and piece.parameter.numel() > room:
                 yield bucket
                 bucket, room = [], working
             bucket.append(piece)
             room -= piece.parameter.numel()
-    if bucket:
-        yield bucket
+        if bucket:
+            yield bucket
 
 
-def _widen(bucket: Sequence[Part]) -> _Wide:
-    sizes = [part.parameter.numel() for part in bucket]
-    flat = tuple(torch.empty(sum(sizes), device=bucket[0].parameter.device) for _ in bucket[0].states)
-    columns = [
-        [piece.view(part.parameter.shape) for piece, part in zip(each.split(sizes), bucket, strict=True)]
-        for each in flat
-    ]
-    for views, narrow in zip(columns, zip(*(part.states for part in bucket), strict=True), strict=True):
-        torch._foreach_copy_(views, list(narrow))
-    parts = (replace(part, states=states) for part, states in zip(bucket, zip(*columns, strict=True), strict=True))
-    return _Wide(flat, tuple(parts))
+def _widen(tensors: Sequence[torch.Tensor]) -> _Column:
+    if tensors[0].dtype is not torch.bfloat16:
+        return _Column(tuple(tensors), ())
+    sizes = [tensor.numel() for tensor in tensors]
+    flat = torch.empty(sum(sizes), device=tensors[0].device)
+    wide = tuple(piece.view(tensor.shape) for piece, tensor in zip(flat.split(sizes), tensors, strict=True))
+    torch._foreach_copy_(list(wide), list(tensors))
+    return _Column(wide, tuple(tensors), flat)
 
 
-def _narrow(wide: _Wide, bucket: Sequence[Part]) -> None:
-    noise = torch.cat([noise_of(part).view(-1) for part in bucket])
-    for place, flat in enumerate(wide.flat):
-        round_stochastically(flat, noise >> (16 * place) & _LOW)
-        torch._foreach_copy_([part.states[place] for part in bucket], [part.states[place] for part in wide.parts])
+def _narrow(columns: Sequence[_Column], bucket: Sequence[Part]) -> None:
+    """Round and write back; each 16 bits of noise serve one column, whichever of them are narrow."""
+    for place, column in enumerate(columns):
+        if column.flat is None:
+            continue
+        noise = torch.cat([noise_of(part, place // 2).view(-1) for part in bucket])
+        round_stochastically(column.flat, noise >> (16 * (place % 2)) & _LOW)
+        torch._foreach_copy_(list(column.narrow), list(column.wide))
 
 
 def _index(part: Part) -> torch.Tensor:

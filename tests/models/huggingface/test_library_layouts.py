@@ -1,0 +1,105 @@
+"""A model of the library in layouts of every axis: loaded, trained and exported, it is the library's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pool import ranks
+from runs import pool_ranks
+from shardway.checkpoint.export import save_weights
+from shardway.models.huggingface.build import build_huggingface
+from shardway.models.huggingface.form import form_of
+from shardway.parallel.apply import ApplyOptions, ParallelModel, apply_parallelism
+from shardway.parallel.mesh import build_mesh
+from shardway.parallel.tensor import sum_partial_gradients
+from shardway.runfile.schema import ParallelSection
+from shardway.train.loss import token_cross_entropy
+from shardway.train.passes import Passes, Portions
+from tiny_hf import TOKENS, load_reference, logits_of, save_tiny
+from trained import FP32
+
+BATCH = torch.cat((TOKENS, TOKENS + 11)) % 50
+INPUTS, TARGETS = BATCH, BATCH.roll(-1, dims=1)
+LR = 0.2
+
+LAYOUTS = {
+    "fsdp x tensor": ("llama", {"dp_shard": 2, "tp": 2}),
+    "tensor, fewer key/value heads than ranks": ("qwen2", {"tp": 4}),
+    "tensor x context": ("qwen3", {"tp": 2, "cp": 2}),
+    "pipeline x fsdp": ("llama", {"pp": 2, "dp_shard": 2}),
+    "pipeline x tensor": ("qwen2", {"pp": 2, "tp": 2}),
+    "experts x tensor": ("mixtral", {"dp_shard": 2, "tp": 2, "ep": 2}),
+    "experts": ("qwen3_moe", {"dp_shard": 4, "ep": 4}),
+    "tensor with a shared expert": ("qwen2_moe", {"dp_shard": 2, "tp": 2}),
+}
+
+
+def section(degrees: dict[str, int]) -> ParallelSection:
+    staged = {"pp_stages_per_rank": 1, "pp_micro_batches": 2} if "pp" in degrees else {}
+    return ParallelSection(**{"dp_replicate": 1, "reshard_after_forward": "pp" not in degrees, **degrees, **staged})
+
+
+def make_parallel(folder: Path, degrees: dict[str, int]) -> ParallelModel:
+    parallel = section(degrees)
+    model = build_huggingface(folder, vocab=50, seq_len=16)
+    on = pool_ranks()
+    return apply_parallelism(model, build_mesh(on, parallel), on.device, ApplyOptions(parallel, FP32))
+
+
+def train_one(parallel: ParallelModel) -> float:
+    """A step of plain descent on this rank's share; the sum of losses over all samples."""
+    mesh = parallel.mesh
+    share = slice(mesh.data_rank * 4 // mesh.data_ranks, (mesh.data_rank + 1) * 4 // mesh.data_ranks)
+    rows = 4 // mesh.data_ranks
+    portions = Portions(4, rows // 2 if parallel.pipeline else rows, 2 if parallel.pipeline else 1, 2)
+    passes = Passes(parallel, portions, FP32, torch.device("cpu"))
+    sums = passes.train(parallel.call, (INPUTS[share], TARGETS[share]), token_cross_entropy)
+    if parallel.partial:
+        sum_partial_gradients(parallel.module, parallel.partial, mesh.group("tp"))
+    with torch.no_grad():
+        for parameter in parallel.module.parameters():
+            parameter -= LR * parameter.grad
+            parameter.grad = None
+    dist.all_reduce(sums)
+    return sums[0].item()
+
+
+def train_reference(folder: Path, steps: int) -> tuple[list[float], torch.Tensor]:
+    """The library's model on all samples at once: the sums of losses, and its logits at the end."""
+    model, losses = load_reference(folder), []
+    for _ in range(steps):
+        loss = token_cross_entropy(model(INPUTS).logits, TARGETS).total
+        (loss / 4).backward()
+        losses.append(loss.item())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= LR * parameter.grad
+                parameter.grad = None
+    with torch.no_grad():
+        return losses, model(TOKENS).logits
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def written(layout: str, tmp_path: Path) -> Path:
+    return save_tiny(tmp_path / "model", LAYOUTS[layout][0], pad_token_id=None, tie_word_embeddings=False)
+
+
+@ranks(4, timeout_s=120)
+def test_a_model_in_any_layout_is_that_of_the_library(rank: int, layout: str, written: Path, tmp_path: Path) -> None:
+    parallel = make_parallel(written, LAYOUTS[layout][1])
+    losses, expected = train_reference(written, 3)
+    assert [train_one(parallel) for _ in range(3)] == pytest.approx(losses, rel=1e-5)
+    state = dict(parallel.module.named_parameters())
+    form = form_of(parallel.module, max_positions=16)
+    folder = save_weights(state, form, tmp_path / "out", pool_ranks(), dtype=torch.float32)
+    torch.testing.assert_close(logits_of(folder), expected, rtol=0, atol=1e-4)
+    dist.barrier()

@@ -1,0 +1,401 @@
+"""Float8 by emulation: which layers, how near to fp32, on sharded weights, compiled; and what is refused."""
+
+from __future__ import annotations
+
+import sys
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_stack import PlannedStack, Stack, build_stack, gradients, stack_loss, token_batch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from pool import ranks
+from shardway.errors import UserError
+from shardway.parallel.float8 import Blocks, Float8Options, apply_float8, check_float8, compute_scales
+from shardway.parallel.linear import linear_with
+
+CPU = torch.device("cpu")
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
+
+
+def blocks_of(model: Stack, **facts: Any) -> Blocks:
+    facts.setdefault("plan", model.plan() if isinstance(model, PlannedStack) else None)
+    return Blocks(model, list(model.blocks), **facts)
+
+
+def emulated(recipe: str = "tensorwise", **options: Any) -> Float8Options:
+    return Float8Options(recipe, emulate=True, **options)
+
+
+def convert(model: Stack, options: Float8Options, **facts: Any) -> Any:
+    return apply_float8(blocks_of(model, **facts), options, CPU)
+
+
+# --- which layers
+
+
+def test_the_matrices_that_a_plan_splits_are_converted_and_no_others() -> None:
+    report = convert(build_stack(2), emulated())
+    assert report.converted == ("blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down")
+    assert report.kept == ("blocks.0.router", "blocks.1.router")
+    assert report.render() == "4 of 6 linear layers in blocks multiply in float8 (emulated); 2 kept as they are"
+
+
+def test_without_a_plan_all_of_the_blocks_are_converted_and_the_output_layer_is_not() -> None:
+    model = Stack(1)
+    assert convert(model, emulated()).converted == ("blocks.0.up", "blocks.0.router", "blocks.0.down")
+    assert type(model.head) is nn.Linear
+    chain = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    report = apply_float8(Blocks(chain, [chain[0], chain[2]]), emulated(), CPU)
+    assert report.converted == ("0",)
+
+
+def test_the_first_and_the_last_block_may_stay() -> None:
+    model = build_stack(3)
+    edges = (model.blocks[0], model.blocks[2])
+    assert convert(model, emulated(first_last="bf16"), edges=edges).converted == ("blocks.1.up", "blocks.1.down")
+    assert len(convert(build_stack(3), emulated(), edges=edges).converted) == 6
+
+
+def test_names_parameters_and_what_stands_in_for_forward_stay() -> None:
+    model = build_stack(1)
+    layer, before = model.blocks[0].up, dict(model.named_parameters())
+    layer.forward = lambda x: linear_with(layer, x, layer.weight * 0, layer.bias)
+    convert(model, emulated())
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    assert model.blocks[0].up is layer
+    assert torch.equal(layer(torch.randn(2, 32)), layer.bias.expand(2, -1))
+
+
+def test_layers_whose_dims_do_not_fit_are_counted() -> None:
+    model = build_stack(2)
+    model.blocks[1].up = nn.Linear(32, 40)
+    report = convert(model, emulated())
+    assert report.unfit == ("blocks.1.up",)
+    assert "1 have a dim that does not fit, such as blocks.1.up" in report.render()
+
+
+def test_a_model_without_any_layer_that_fits_is_refused() -> None:
+    chain = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 10))
+    with pytest.raises(UserError, match=r"has none whose dims are multiples of 16 \(0 is not, for one\)"):
+        apply_float8(Blocks(chain, [chain[0], chain[2]]), emulated(), CPU)
+    with pytest.raises(UserError, match="has no linear layer inside its blocks"):
+        apply_float8(Blocks(nn.Sequential(nn.Conv2d(3, 3, 3)), []), emulated(), CPU)
+
+
+# --- how near
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_one_layer_is_as_near_as_the_format(recipe: str) -> None:
+    """E4M3 has 3 digits after the point: a value is rounded by at most 2^-4, and half of that on the average."""
+    torch.manual_seed(0)
+    chain = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 16))
+    plain = nn.Linear(64, 32)
+    plain.load_state_dict(chain[0].state_dict())
+    apply_float8(Blocks(chain, [chain[0]]), emulated(recipe), CPU)
+    x, out = torch.randn(4, 16, 64), torch.randn(4, 16, 32)
+    (chain[0](x) * out).sum().backward()
+    (plain(x) * out).sum().backward()
+    assert 0 < _distance(chain[0](x), plain(x)) < 2**-4
+    error = _distance(chain[0].weight.grad, plain.weight.grad)
+    assert error < 1e-6 if recipe == "rowwise_with_gw_hp" else 0 < error < 2**-3  # E5M2 has one digit less
+    assert torch.equal(chain[0].bias.grad, plain.bias.grad)
+
+
+def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float(((found.float() - expected).norm() / expected.norm()).detach())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_weight_that_is_handed_in_is_multiplied_in_float8(recipe: str) -> None:
+    """A part of the rows gives that part of the output where scales are of rows, and is near it where they are not."""
+    model = build_stack(1)
+    layer = model.blocks[0].up
+    convert(model, emulated(recipe))
+    x = torch.randn(2, 16, 32)
+    part = linear_with(layer, x, layer.weight[:32], layer.bias[:32])
+    assert _distance(part, layer(x)[..., :32]) < (2**-4 if recipe == "tensorwise" else 1e-6)
+    assert _distance(part, F.linear(x, layer.weight[:32], layer.bias[:32])) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_model_trains_nearly_as_in_fp32(recipe: str) -> None:
+    model, plain = build_stack(2), build_stack(2)
+    convert(model, emulated(recipe))
+    losses = [_train(each) for each in (model, plain)]
+    assert losses[1] < 2.5  # it has learnt: it starts at 5
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)
+
+
+def _train(model: nn.Module) -> float:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = stack_loss(model, token_batch())
+        loss.backward()
+        optimizer.step()
+    return float(loss.detach())
+
+
+# --- on sharded weights
+
+
+def _sharded(rank: int, options: Float8Options, dtype: torch.dtype | None = None) -> Stack:
+    """The model of `build_stack`, built on meta, converted, sharded over two ranks and filled."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    with torch.device("meta"):
+        model = PlannedStack(2)
+    convert(model, options)
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    model.to_empty(device="cpu")
+    model.init_weights(seed=0)
+    return model
+
+
+@ranks(2)
+def test_sharded_weights_gathered_in_float8_compute_what_whole_ones_do(rank: int) -> None:
+    whole = build_stack(2)
+    convert(whole, emulated())
+    expected = gradients(whole, token_batch())
+    for gathers in (False, True):
+        model = _sharded(rank, emulated(all_gather=gathers))
+        gathered: list[str] = []
+        model.blocks[0].up.register_forward_pre_hook(lambda layer, _, g=gathered: g.append(type(layer.weight).__name__))
+        found = gradients(model, token_batch())
+        assert found.keys() == expected.keys()
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient.full_tensor(), expected[name], rtol=1e-5, atol=1e-6)
+        assert gathered == ["Float8TrainingTensor" if gathers else "Parameter"]
+
+
+@ranks(2)
+def test_a_state_dict_shows_ordinary_weights_and_takes_them_back(rank: int) -> None:
+    model, other = _sharded(rank, emulated(all_gather=True)), _sharded(rank, emulated(all_gather=True))
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.to_local().fill_(rank + 1.0)
+    state = get_model_state_dict(model)
+    assert {type(value.to_local()) for value in state.values()} == {torch.Tensor}
+    plain = build_stack(2).state_dict()
+    assert state.keys() == plain.keys()
+    assert all(torch.equal(value.full_tensor(), plain[name]) for name, value in state.items())
+    set_model_state_dict(other, state)
+    after = get_model_state_dict(other)
+    assert all(torch.equal(value.full_tensor(), plain[name]) for name, value in after.items())
+    assert _loss(other) == _loss(model)
+
+
+def _loss(model: nn.Module) -> float:
+    with torch.no_grad():
+        return float(stack_loss(model, token_batch()))
+
+
+@ranks(2)
+def test_scales_computed_at_once_are_those_computed_one_by_one(rank: int) -> None:
+    options = emulated(all_gather=True)
+    losses = []
+    for at_once in (True, False):
+        model = _sharded(rank, options, torch.bfloat16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(3):
+            gradients(model, token_batch())
+            optimizer.step()
+            if at_once:
+                compute_scales(model, options)
+        assert (model.blocks[0].up.weight._local_tensor._precomputed_scale is not None) == at_once
+        losses.append(_loss(model))
+    assert losses[0] == losses[1]
+    compute_scales(nn.Linear(2, 2), None)
+
+
+# --- compiled
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_blocks_compute_the_same_in_one_graph(recipe: str) -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    plain, model = build_stack(3), build_stack(3)
+    counter = CompileCounterWithBackend("aot_eager")
+    for each in (plain, model):
+        convert(each, emulated(recipe))
+    for block in model.blocks:
+        block.compile(backend=counter)
+    found = []
+    for each in (plain, model):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = stack_loss(each, token_batch())
+        loss.backward()
+        found.append({name: parameter.grad for name, parameter in each.named_parameters()})
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert counter.frame_count == 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@ranks(2, timeout_s=120.0)
+def test_compiled_sharded_blocks_compute_the_same(rank: int) -> None:
+    torch._dynamo.reset()
+    options = emulated(all_gather=True)
+    expected = gradients(_sharded(rank, options), token_batch())
+    model = _sharded(rank, options)
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    found = gradients(model, token_batch())
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name].to_local(), gradient.to_local(), rtol=1e-6, atol=1e-7)
+
+
+# --- what is refused
+
+
+@dataclass(frozen=True)
+class Refused:
+    options: Float8Options
+    told: str
+
+    def __str__(self) -> str:
+        return f"{self.options.engine}-{self.options.recipe}-{self.options.emulate}"
+
+
+REFUSALS = [
+    Refused(
+        Float8Options(),
+        'precision.float8_recipe = "tensorwise" cannot be computed on a CPU: it needs an accelerator with compute '
+        "capability 8.9 or above.\n  To do: choose another recipe or precision.compute, or precision.float8_emulate = "
+        "true with a recipe of torchao other than blockwise (slow: for tests).",
+    ),
+    Refused(emulated("blockwise"), 'precision.float8_recipe = "blockwise" cannot be computed on a CPU: it needs an'),
+    Refused(Float8Options("mxfp8"), "capability 10.0 or above"),
+    Refused(emulated(engine="transformer_engine"), "cannot be computed on a CPU"),
+]
+
+
+@pytest.mark.parametrize("case", REFUSALS, ids=str)
+def test_a_cpu_refuses_what_it_cannot_do(case: Refused) -> None:
+    with pytest.raises(UserError) as told:
+        convert(build_stack(1), case.options)
+    assert case.told in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "capability", "can"),
+    [
+        ("tensorwise", (8, 9), True),
+        ("tensorwise", (8, 6), False),
+        ("rowwise", (8, 9), False),
+        ("rowwise", (9, 0), True),
+        ("mxfp8", (9, 0), False),
+        ("mxfp8", (10, 0), True),
+        ("blockwise", (9, 0), True),
+    ],
+)
+def test_what_an_accelerator_can_do_follows_from_its_capability(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, capability: tuple[int, int], can: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
+    gpu = torch.device("cuda")
+    if can:
+        assert check_float8(Float8Options(recipe), gpu) is False
+        return
+    version = f"{capability[0]}.{capability[1]}"
+    with pytest.raises(UserError, match=rf"cannot be computed on NVIDIA Test \(compute capability {version}\)"):
+        check_float8(Float8Options(recipe), gpu)
+    assert check_float8(emulated(recipe), gpu) is True
+
+
+@pytest.mark.parametrize(("engine", "package"), [("torchao", "torchao"), ("transformer_engine", "'transformer_engine")])
+def test_a_library_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, engine: str, package: str) -> None:
+    _pretend_gpu(monkeypatch)
+    for name in ("shardway.parallel.float8_torchao", "shardway.parallel.float8_te"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    with pytest.raises(UserError, match=rf"needs {engine}, which cannot be imported(.|\n)*pip install {package}"):
+        apply_float8(blocks_of(build_stack(1)), Float8Options(engine=engine), torch.device("cuda"))
+
+
+def test_a_recipe_that_the_library_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend_gpu(monkeypatch)
+    monkeypatch.setitem(sys.modules, "torchao.prototype.moe_training.mxfp8_linear", None)
+    with pytest.raises(UserError, match='"mxfp8" is not in the torchao that is installed'):
+        apply_float8(blocks_of(build_stack(1)), Float8Options("mxfp8"), torch.device("cuda"))
+
+
+def _pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+
+
+# --- Transformer Engine, by a stand-in of its interface: it runs on CUDA alone
+
+
+class _TeLinear(nn.Module):
+    """What of `transformer_engine.pytorch.Linear` is used: its arguments, its parameters, its call."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, params_dtype: Any, device: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=params_dtype, device=device)) if bias else None
+        self.recipes = _ACTIVE
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.recipes == ["Float8CurrentScaling"]
+        return F.linear(x, self.weight, self.bias)
+
+
+_ACTIVE: list[str] = []
+
+
+class _Autocast:
+    def __init__(self, enabled: bool, fp8_recipe: Any) -> None:
+        self.name = type(fp8_recipe).__name__ if enabled else ""
+
+    def __enter__(self) -> None:
+        _ACTIVE.append(self.name)
+
+    def __exit__(self, *error: object) -> None:
+        _ACTIVE.pop()
+
+
+def test_transformer_engine_takes_the_place_of_layers_and_keeps_their_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _pretend_gpu(monkeypatch)
+    monkeypatch.delitem(sys.modules, "shardway.parallel.float8_te", raising=False)
+    pytorch, common = types.ModuleType("transformer_engine.pytorch"), types.ModuleType("transformer_engine.common")
+    pytorch.Linear, pytorch.fp8_autocast = _TeLinear, _Autocast  # type: ignore[attr-defined]
+    common.recipe = types.SimpleNamespace(Float8CurrentScaling=type("Float8CurrentScaling", (), {}))  # type: ignore[attr-defined]
+    whole = types.ModuleType("transformer_engine")
+    for name, module in (("", whole), (".pytorch", pytorch), (".common", common)):
+        monkeypatch.setitem(sys.modules, f"transformer_engine{name}", module)
+    whole.pytorch = pytorch  # type: ignore[attr-defined]
+    model, options = build_stack(1), Float8Options(engine="transformer_engine")
+    before, expected = dict(model.named_parameters()), gradients(build_stack(1), token_batch())
+    report = apply_float8(blocks_of(model), options, torch.device("cuda"))
+    assert report.converted == ("blocks.0.up", "blocks.0.down")
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == {
+        name: id(parameter) for name, parameter in before.items()
+    }
+    found = gradients(model, token_batch())
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    with pytest.raises(UserError, match="this version of transformer_engine has no MXFP8BlockScaling"):
+        apply_float8(
+            blocks_of(build_stack(1)), Float8Options("mxfp8", engine="transformer_engine"), torch.device("cuda")
+        )
+    monkeypatch.delitem(sys.modules, "shardway.parallel.float8_te")
