@@ -23,6 +23,7 @@ CONFIG: dict[str, Any] = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "intermediate_size": 48,
     "max_position_embeddings": 64,
 }
 
@@ -44,8 +45,36 @@ def refusal(hf: str) -> str:
 
 def test_facts_of_a_model(tmp_path: Path) -> None:
     assert read_facts(write_config(tmp_path, CONFIG)) == ModelFacts(
-        family="llama", vocab=50, dim=32, layers=3, heads=4, kv_heads=2, head_dim=8, max_positions=64, tied=False
+        family="llama",
+        vocab=50,
+        dim=32,
+        layers=3,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        ffn_dim=48,
+        max_positions=64,
+        tied=False,
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"num_local_experts": 8, "num_experts_per_tok": 2}, (8, 2, 48)),
+        ({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}, (4, 2, 24)),
+        ({"num_experts_per_tok": 2}, (0, 0, 0)),
+    ],
+)
+def test_facts_of_a_mixture(tmp_path: Path, changes: dict[str, int], expected: tuple[int, int, int]) -> None:
+    facts = read_facts(write_config(tmp_path, {**CONFIG, **changes}))
+    assert (facts.experts, facts.experts_per_token, facts.expert_dim) == expected
+
+
+def test_a_tokenizer_is_found_beside_the_config(tmp_path: Path) -> None:
+    assert read_facts(write_config(tmp_path, CONFIG)).tokenizer == ""
+    (tmp_path / "tokenizer.json").touch()
+    assert read_facts(tmp_path).tokenizer == str(tmp_path / "tokenizer.json")
 
 
 def test_facts_that_a_config_leaves_open(tmp_path: Path) -> None:
@@ -128,6 +157,12 @@ def test_a_hub_name_is_fetched_without_what_is_not_needed(
     assert (name, options["revision"]) == ("org/name", revision)
     assert {"config.json", "*.safetensors", "tokenizer.json"} <= set(options["allow_patterns"])
     assert not any(pattern.endswith((".bin", ".pt", ".gguf", "*")) for pattern in options["allow_patterns"][:-1])
+
+
+def test_facts_need_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = fetched(monkeypatch, write_config(tmp_path, CONFIG))
+    assert locate_model("org/name", weights=False) == tmp_path
+    assert asked[0][1]["allow_patterns"] == ["config.json", "tokenizer.json"]
 
 
 def test_a_model_without_safetensors_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -31,6 +31,15 @@ TOKENIZER_FILES = (
 )
 """Patterns of the files that make a tokenizer; they go with a model that is saved."""
 
+_NEEDED = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+)
+_FOR_FACTS = (CONFIG, TOKENIZER_FILES[0])
 _DOWNLOADED = (CONFIG, "generation_config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES)
 _ACCEPT = "accept its conditions on its page, then `hf auth login` or set HF_TOKEN"
 _DOWNLOAD = "`hf download {name}` where there is a connection, with the same HF_HOME"
@@ -49,13 +58,19 @@ class ModelFacts:
     heads: int
     kv_heads: int
     head_dim: int
+    ffn_dim: int
     max_positions: int
     tied: bool
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_dim: int = 0
+    tokenizer: str = ""
+    """Path of its tokenizer.json, where it has one."""
 
 
-def locate_model(hf: str) -> Path:
+def locate_model(hf: str, *, weights: bool = True) -> Path:
     """The folder of a model: a local one as it is, a hub name ("org/name", "org/name@revision") from the cache or
-    downloaded: config, safetensors and tokenizer files alone.
+    downloaded: config, safetensors and tokenizer files alone; without `weights` no more than `read_facts` looks at.
 
     Ranks that share a cache call it on one of them first. Raises UserError where it cannot be had.
     """
@@ -64,8 +79,8 @@ def locate_model(hf: str) -> Path:
         return folder
     if hf.startswith(("/", ".", "~")) or hf.count("/") > 1 or folder.exists():
         raise hf_error(hf, "is no folder", "a folder with a config.json, or a hub name such as Qwen/Qwen3-0.6B")
-    found = _download(hf)
-    if next(found.glob("*.safetensors"), None) is None:
+    found = _download(hf, _DOWNLOADED if weights else _FOR_FACTS)
+    if weights and next(found.glob("*.safetensors"), None) is None:
         raise hf_error(
             hf, "has no safetensors files (older ones have .bin files alone)", "weights as safetensors", _CONVERT
         )
@@ -89,9 +104,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_facts(folder: Path) -> ModelFacts:
     """The facts of the model in a folder. Raises UserError that names every key that is missing or no number."""
     config = read_config(folder)
-    needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-    check_no_problems(f"{folder / CONFIG}", [_describe_key(key, config) for key in needed if not _is_size(config, key)])
-    vocab, dim, layers, heads, positions = (config[key] for key in needed)
+    check_no_problems(
+        str(folder / CONFIG), [_describe_key(key, config) for key in _NEEDED if not _is_size(config, key)]
+    )
+    vocab, dim, layers, heads, ffn_dim, positions = (config[key] for key in _NEEDED)
+    experts = config.get("num_local_experts") or config.get("num_experts") or 0
+    tokenizer = folder / TOKENIZER_FILES[0]
     return ModelFacts(
         family=str(config.get("model_type", "")),
         vocab=vocab,
@@ -100,8 +118,13 @@ def read_facts(folder: Path) -> ModelFacts:
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or dim // heads,
+        ffn_dim=ffn_dim,
         max_positions=positions,
         tied=bool(config.get("tie_word_embeddings", False)),
+        experts=experts,
+        experts_per_token=config.get("num_experts_per_tok", 0) if experts else 0,
+        expert_dim=(config.get("moe_intermediate_size") or ffn_dim) if experts else 0,
+        tokenizer=str(tokenizer) if tokenizer.is_file() else "",
     )
 
 
@@ -121,11 +144,11 @@ def hf_error(hf: str, what: str, allowed: str = "", remedy: str = "") -> UserErr
     return UserError(render_problems("the model", [problem]))
 
 
-def _download(hf: str) -> Path:
+def _download(hf: str, patterns: Sequence[str]) -> Path:
     hub = import_extra("huggingface_hub")
     name, _, revision = hf.partition("@")
     try:
-        return Path(hub.snapshot_download(name, revision=revision or None, allow_patterns=list(_DOWNLOADED)))
+        return Path(hub.snapshot_download(name, revision=revision or None, allow_patterns=list(patterns)))
     except Exception as error:  # its errors have no base of their own: OSError, ValueError and those of HTTP clients
         raise _explain(hf, error) from error
 

@@ -18,8 +18,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from pool import ranks
 from shardway.errors import UserError
+from shardway.models.shapes import TransformerShape
+from shardway.models.transformer import Transformer
 from shardway.parallel.float8 import Blocks, Float8Options, apply_float8, check_float8, compute_scales
 from shardway.parallel.linear import linear_with
+from shardway.parallel.recompute import apply_recompute
+from shardway.parallel.tensor import TensorOptions, apply_tensor
+from shardway.runfile.schema import RecomputeSection
 
 CPU = torch.device("cpu")
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
@@ -156,6 +161,8 @@ def _sharded(rank: int, options: Float8Options, dtype: torch.dtype | None = None
         model = PlannedStack(2)
     convert(model, options)
     policy = MixedPrecisionPolicy(param_dtype=dtype)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()  # as sharding does
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -208,7 +215,7 @@ def test_scales_computed_at_once_are_those_computed_one_by_one(rank: int) -> Non
     losses = []
     for at_once in (True, False):
         model = _sharded(rank, options, torch.bfloat16)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         for _ in range(3):
             gradients(model, token_batch())
             optimizer.step()
@@ -218,6 +225,39 @@ def test_scales_computed_at_once_are_those_computed_one_by_one(rank: int) -> Non
         losses.append(_loss(model))
     assert losses[0] == losses[1]
     compute_scales(nn.Linear(2, 2), None)
+
+
+@ranks(4, timeout_s=120.0)
+def test_split_and_sharded_weights_recompute_in_float8(rank: int) -> None:
+    """Scales are those of a rank's part, so the loss is that of whole weights within the error of the format."""
+    options = emulated(all_gather=True)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    whole = _transformer()
+    whole.init_weights(0)
+    apply_float8(Blocks(whole, list(whole.blocks.values()), whole.plan()), emulated(), CPU)
+    with torch.device("meta"):
+        model = _transformer()
+    plan, units = model.plan(), list(model.blocks.values())
+    apply_tensor(model, plan, mesh["tp"], TensorOptions(sequence=True, split_logits=False))
+    apply_recompute(units, RecomputeSection(mode="selective"))
+    report = apply_float8(Blocks(model, units, plan), options, CPU)
+    assert len(report.converted) == 14
+    for part in (*units, model):
+        fully_shard(part, mesh=mesh["dp_shard"])
+    model.to_empty(device="cpu")
+    model.init_weights(0)
+    expected, found = stack_loss(whole, token_batch()), stack_loss(model, token_batch())
+    assert found.item() == pytest.approx(expected.item(), rel=5e-3)
+    expected.backward()
+    found.backward()
+    up, whole_up = model.blocks["1"].ffn.up.weight, whole.blocks["1"].ffn.up.weight
+    assert 0 < _distance(up.grad.full_tensor(), whole_up.grad) < 0.2
+    assert type(up.to_local()).__name__ == "WeightWithDynamicFloat8CastTensor"
+
+
+def _transformer() -> Transformer:
+    """Two blocks with one key/value head, which both tensor ranks compute."""
+    return Transformer(TransformerShape(vocab=48, dim=64, layers=2, heads=4, kv_heads=1, ffn_dim=96, tied=False))
 
 
 # --- compiled
@@ -320,7 +360,10 @@ def test_what_an_accelerator_can_do_follows_from_its_capability(
     assert check_float8(emulated(recipe), gpu) is True
 
 
-@pytest.mark.parametrize(("engine", "package"), [("torchao", "torchao"), ("transformer_engine", "'transformer_engine")])
+@pytest.mark.parametrize(
+    ("engine", "package"),
+    [("torchao", r"'shardway\[float8\]'"), ("transformer_engine", r"'transformer_engine\[pytorch\]'")],
+)
 def test_a_library_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, engine: str, package: str) -> None:
     _pretend_gpu(monkeypatch)
     for name in ("shardway.parallel.float8_torchao", "shardway.parallel.float8_te"):

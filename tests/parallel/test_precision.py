@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from small_stack import build_stack, gradients, stack_loss, token_batch
 
-from shardway.parallel.float8 import Blocks, Float8Options
-from shardway.parallel.precision import Precision, apply_number_formats, read_precision
+from shardway.parallel.float8 import Float8Options
+from shardway.parallel.formats import Formats, apply_formats
+from shardway.parallel.precision import Precision, formats_of, read_precision
 from shardway.runfile.schema import PrecisionSection
 
 CPU = torch.device("cpu")
@@ -64,6 +65,11 @@ def test_autocast_multiplies_in_the_format(keys: dict[str, Any], dtype: torch.dt
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
 
 
+def test_formats_of_weights_and_images() -> None:
+    assert formats_of(read(compute="bf16")) == Formats()
+    assert formats_of(read(compute="bf16", weights="bf16"), channels_last=True) == Formats(torch.bfloat16, True)
+
+
 def test_weights_in_the_format_of_products_need_no_autocast() -> None:
     with read(compute="bf16", weights="bf16").autocast(CPU):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
@@ -77,7 +83,7 @@ def test_weights_in_the_format_of_products_need_no_autocast() -> None:
 def test_gradients_are_those_of_fp32_within_the_format(keys: dict[str, Any], tolerance: float) -> None:
     """Relative to the norm of each gradient; an 8-bit significand is within 2^-9 = 0.002 a rounding, 11 bits 2^-12."""
     precision, model = read(**keys), build_stack()
-    apply_number_formats(Blocks(model, list(model.blocks)), precision, CPU)
+    apply_formats(model, formats_of(precision))
     expected = gradients(build_stack(), token_batch())
     with precision.autocast(CPU):
         loss = stack_loss(model, token_batch())

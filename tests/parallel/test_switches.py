@@ -101,3 +101,27 @@ def _train() -> dict[str, torch.Tensor]:
         gradients(model, token_batch(4, 16, seed=step))
         optimizer.step()
     return {**model.state_dict(), "loss": stack_loss(model, token_batch()).detach()}
+
+
+def _kept_bytes(budget: float) -> int:
+    """Bytes that the forward pass of a compiled stack keeps for the backward pass, its weights aside."""
+    torch._dynamo.reset()
+    apply_backend_switches(run_file(recompute={"mode": "budget", "budget": budget}), CPU)
+    model = build_stack(2)
+    for block in model.blocks:
+        block.compile(backend="aot_eager_decomp_partition")
+    weights = {parameter.data_ptr() for parameter in model.parameters()}
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        loss = stack_loss(model, token_batch())
+    loss.backward()
+    return sum(tensor.nbytes for tensor in kept if tensor.data_ptr() not in weights)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
+def test_a_smaller_budget_keeps_less() -> None:
+    kept = [_kept_bytes(budget) for budget in (1.0, 0.5, 0.0)]
+    torch._dynamo.reset()
+    assert kept[0] > kept[1] > kept[2]

@@ -522,8 +522,20 @@ REFUSALS = [
     Refuses(
         "muon_needs_matrices",
         (*CONVNET, "optim.name=muon"),
-        '  optim.name (command line): "muon" is for the matrices of blocks, and model.kind = "convnet" has none\n'
+        '  optim.name (command line): "muon" is for the matrices of blocks, and this model.kind = "convnet" has none\n'
         '      allowed: "adamw"',
+    ),
+    Refuses(
+        "muon_needs_matrices",
+        ("model.kind=mlp", "model.hidden=[]", "data.kind=synthetic", "optim.name=muon"),
+        '  optim.name (command line): "muon" is for the matrices of blocks, and this model.kind = "mlp" has none\n'
+        '      allowed: "adamw"',
+    ),
+    Refuses(
+        "bf16_weights_need_an_optimizer_that_rounds_them",
+        ("optim.name=adafactor", "precision.compute=bf16", "precision.weights=bf16"),
+        '  optim.name (command line): "adafactor" does not round stochastically, and precision.weights = "bf16" would '
+        'lose its small updates\n      allowed: "adamw", "sgd", "muon"; or precision.weights = "fp32"',
     ),
     Refuses(
         "narrow_momentum_needs_momentum",
@@ -558,9 +570,16 @@ DERIVE_TOO = {
     "float8_gathers_what_has_one_scale",
 }
 
+ELSEWHERE = {
+    "a_hugging_face_model_brings_its_own_shape",
+    "a_sample_fits_the_positions_of_a_hugging_face_model",
+    "a_hugging_face_model_brings_its_tokenizer",
+}
+"""Rules of `test_huggingface_rules.py`."""
+
 
 def test_every_rule_is_tested_below() -> None:
-    names = {rule.__name__ for rule in RULES}
+    names = {rule.__name__ for rule in RULES} - ELSEWHERE
     assert {case.rule for case in DERIVATIONS} == ONLY_DERIVE | DERIVE_TOO
     assert {case.rule for case in REFUSALS} == names - ONLY_DERIVE
 
@@ -615,6 +634,7 @@ def test_a_rule_refuses(case: Refuses) -> None:
         ("optim.name=muon", "optim.muon_lr_factor=10.0", "optim.muon_adjust=original", "optim.state_dtype=bf16"),
         ("optim.name=adamw8bit", "optim.betas=[0.9, 0.99]", "optim.eps=1e-6"),
         ("optim.name=adafactor", "optim.weight_decay=0.0"),
+        ("optim.name=muon", "precision.compute=bf16", "precision.weights=bf16"),
         ("optim.schedule=wsd", "optim.decay=5", "optim.final_lr=0.0"),
         ("optim.lr_scaling=linear", "optim.base_batch=64"),
         ("model.dim=6", "model.heads=3"),

@@ -33,6 +33,7 @@ CHANGES = {
     "model.positions": "learned",
     "model.experts": 4,
     "model.kv_rank": 16,
+    "model.hf": "org/name",
     "data.kind": "synthetic",
     "data.tokenizer": "words.json",
     "data.include": "*.md",

@@ -43,12 +43,21 @@ def sizes() -> st.SearchStrategy[str]:
 
 
 _BY_KEY: dict[str, st.SearchStrategy[Any]] = {
-    "model.kind": st.sampled_from(["transformer", "convnet", "mlp"]),
+    "model.kind": st.sampled_from(["transformer", "encoder_decoder", "vit", "convnet", "mlp"]),
+    "model.head_dim": AUTO_OR_SMALL,
     "model.kv_heads": AUTO_OR_SMALL,
     "model.ffn_dim": AUTO_OR_SMALL,
     "model.vocab": AUTO_OR_SMALL,
     "model.norm": st.sampled_from(["rmsnorm", "layernorm"]),
-    "model.activation": st.sampled_from(["swiglu", "gelu"]),
+    "model.activation": st.sampled_from(["swiglu", "gelu", "gelu_tanh"]),
+    "model.positions": st.sampled_from(["rope", "learned"]),
+    "model.max_positions": AUTO_OR_SMALL,
+    "model.expert_dim": AUTO_OR_SMALL,
+    "model.router_score": st.sampled_from(["softmax", "sigmoid"]),
+    "model.balance": st.sampled_from(["bias", "loss", "none"]),
+    "model.rope_head_dim": AUTO_OR_SMALL,
+    "model.value_head_dim": AUTO_OR_SMALL,
+    "model.pooling": st.sampled_from(["class", "mean"]),
     "model.dropout": st.floats(0.0, 1.0, exclude_max=True),
     "model.channels": st.lists(SMALL, min_size=1, max_size=3),
     "model.hidden": st.lists(SMALL, max_size=3),

@@ -91,9 +91,9 @@ def values(name: str, shape: torch.Size) -> torch.Tensor:
     return drawn
 
 
-def lay_out(layout: str) -> nn.Module:
+def lay_out(layout: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The model in a layout: every rank of the pool takes part."""
-    model = make_model()
+    model = make_model().to(dtype)
     LAYOUTS[layout](model)
     return model
 
@@ -155,7 +155,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
     """Give every parameter its gradient of each step and let the optimizer take it."""
     for step in steps:
         for name, parameter in model.named_parameters():
-            parameter.grad = as_laid_out(values(f"gradient {step} of {name}", parameter.shape), parameter)
+            whole = values(f"gradient {step} of {name}", parameter.shape).to(parameter.dtype)
+            parameter.grad = as_laid_out(whole, parameter)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -169,9 +170,11 @@ def as_laid_out(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return replicated.redistribute(placements=parameter.placements)
 
 
-def train_laid_out(layout: str, section: OptimSection, steps: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:
+def train_laid_out(
+    layout: str, section: OptimSection, steps: int = 4, dtype: torch.dtype = torch.float32
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model in a layout and its optimizer, some steps on."""
-    model = lay_out(layout)
+    model = lay_out(layout, dtype)
     optimizer = build_optimizer(section, model, LR)
     train(model, optimizer, range(steps))
     return model, optimizer

@@ -43,6 +43,17 @@ def test_four_ranks_step_as_one_does(rank: int, layout: str, name: str) -> None:
     assert_close(everything(*train_laid_out(layout, section)), everything(*train_laid_out("plain", section)))
 
 
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+@ranks(2)
+def test_bf16_weights_are_rounded_alike(rank: int, name: str) -> None:
+    """Not to the nearest, yet the same everywhere: replicas that rounded for themselves would come apart."""
+    plain = everything(*train_laid_out("plain", SECTIONS[name], dtype=torch.bfloat16))
+    assert {tensor.dtype for key, tensor in plain.items() if not key.endswith("step")} == {torch.bfloat16}
+    found = everything(*train_laid_out("mixed", SECTIONS[name], dtype=torch.bfloat16))
+    different = [key for key, tensor in plain.items() if not torch.equal(found[key], tensor)]
+    assert not different
+
+
 def save_and_load(folder: Path, section: OptimSection, before: str, after: str) -> None:
     """States saved in one layout are bit for bit there in the other, and training goes on alike."""
     model, optimizer = train_laid_out(before, section, 3)

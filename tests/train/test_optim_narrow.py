@@ -147,6 +147,21 @@ def test_narrow_states_follow_those_in_fp32(name: Any) -> None:
     }
 
 
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+def test_small_updates_of_bf16_weights_are_not_lost(name: Any) -> None:
+    """Steps of about 1/2000 of a weight: to the nearest each would vanish, and none would ever arrive."""
+    linear = nn.Linear(64, 64, bias=False)
+    nn.init.ones_(linear.weight)
+    model = nn.Sequential(nn.Sequential(linear)).to(torch.bfloat16)
+    section = OptimSection(name=name, weight_decay=0.01, momentum=0.0)
+    optimizer = build_optimizer(section, model, 0.05)
+    for _ in range(100):
+        linear.weight.grad = torch.zeros_like(linear.weight)
+        optimizer.step()
+    expected = (1 - 0.05 * 0.01) ** 100
+    assert linear.weight.float().mean().item() == pytest.approx(expected, rel=0.002)
+
+
 def test_narrow_states_take_half_the_bytes_and_survive_a_state_dict() -> None:
     model = nn.Linear(64, 64, bias=False)
     optimizer = build_optimizer(OptimSection(state_dtype="bf16"), model, LR)

@@ -171,7 +171,7 @@ class _Engine:
 
 
 _ENGINES = {
-    "torchao": _Engine("shardway.parallel.float8_torchao", "torchao"),
+    "torchao": _Engine("shardway.parallel.float8_torchao", "'shardway[float8]'"),
     "transformer_engine": _Engine("shardway.parallel.float8_te", "'transformer_engine[pytorch]'"),
 }
 

@@ -25,7 +25,11 @@ class Formats:
 
 
 def apply_formats(model: nn.Module, formats: Formats) -> None:
-    """Bring weights into these formats, in place, and each input of the model when it is called."""
+    """Bring weights into these formats, in place, and each input of the model when it is called.
+
+    To be applied to each stage of a pipeline, since a stage has hooks of its own; weights that stages share do not
+    change a second time.
+    """
     if formats.weights is not None:
         _cast_weights(model, formats.weights)
     if formats.channels_last:

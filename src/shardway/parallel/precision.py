@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from shardway.parallel.float8 import Blocks, Float8Options, Float8Report, apply_float8
-from shardway.parallel.formats import Formats, apply_formats
+from shardway.parallel.float8 import Float8Options
+from shardway.parallel.formats import Formats
 from shardway.runfile.schema import PrecisionSection
 
 _COMPUTE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "float8": torch.bfloat16}
@@ -73,11 +73,7 @@ def apply_precision(precision: Precision, device: torch.device) -> None:
         torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
 
 
-def apply_number_formats(blocks: Blocks, precision: Precision, device: torch.device) -> Float8Report | None:
-    """Bring weights and linear layers into their formats, in place, before the model is sharded.
-
-    Returns what became of the linear layers where they multiply in float8. Raises UserError where they cannot.
-    """
-    if precision.weights_dtype != torch.float32:
-        apply_formats(blocks.model, Formats(weights=precision.weights_dtype))
-    return None if precision.float8 is None else apply_float8(blocks, precision.float8, device)
+def formats_of(precision: Precision, *, channels_last: bool = False) -> Formats:
+    """What `apply_formats` is to do to the model, or to each stage of a pipeline."""
+    dtype = precision.weights_dtype
+    return Formats(None if dtype == torch.float32 else dtype, channels_last)

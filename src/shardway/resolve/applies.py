@@ -30,8 +30,12 @@ _MIXTURE = ("experts_per_token", "expert_dim", "shared_experts", "dense_layers",
 _LATENT = ("q_rank", "rope_head_dim", "value_head_dim")
 _IMAGES = ("channels", "hidden", "patch", "pooling", "classes")
 
-WEIGHT_KEYS = ("kind", "vocab", *_SIZES, *_BLOCKS, *_DECODER, *_MIXTURE, *_LATENT, *_IMAGES)
+WEIGHT_KEYS = ("kind", "hf", "vocab", *_SIZES, *_BLOCKS, *_DECODER, *_MIXTURE, *_LATENT, *_IMAGES)
 """Keys of [model] that say what its weights are, or what they mean."""
+
+_BALANCING = ("balance_step", "balance_weight", "capacity_factor")
+SHAPE_KEYS = (*(name for name in WEIGHT_KEYS if name not in ("kind", "hf")), *_BALANCING, "dropout")
+"""Keys of [model] that describe a reference model; with model.hf its config.json says it."""
 
 
 def _model(names: tuple[str, ...], *choices: str) -> dict[str, tuple[str, ...]]:
@@ -113,6 +117,8 @@ OWNERS: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
 
 def applies(dotted: str, values: RunFile) -> bool:
     """Whether a key has an effect in this run."""
+    if values.model.hf and dotted in (f"model.{name}" for name in SHAPE_KEYS):
+        return False
     return all(choice_of(selector, values) in owners[dotted] for selector, owners in OWNERS.items() if dotted in owners)
 
 

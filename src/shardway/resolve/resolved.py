@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from shardway.hfconfig import ModelFacts
 from shardway.resolve.applies import applies
 from shardway.runfile.schema import RunFile
 from shardway.runfile.write import render_run
@@ -22,6 +23,8 @@ class Circumstances:
     usable_cores: int = 1
     accelerators: int = 0
     site: str = "laptop"
+    hf: ModelFacts | None = None
+    """What the config of model.hf says, where there is one."""
 
 
 @dataclass(frozen=True)

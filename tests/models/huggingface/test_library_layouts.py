@@ -90,7 +90,9 @@ def layout(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def written(layout: str, tmp_path: Path) -> Path:
-    return save_tiny(tmp_path / "model", LAYOUTS[layout][0], pad_token_id=None, tie_word_embeddings=False)
+    return save_tiny(
+        tmp_path / "model", LAYOUTS[layout][0], pad_token_id=None, tie_word_embeddings=False, vocab_size=52
+    )
 
 
 @ranks(4, timeout_s=120)

@@ -54,11 +54,11 @@ def test_a_shape_becomes_a_config_and_a_shape_again(kind: str) -> None:
         ({"qkv_bias": True, "qk_norm": True}, "model.qkv_bias: True has no form"),
         ({"qkv_bias": True, "bias": True}, "model.bias: True has no form"),
         ({"mixture": replace(MIXTURE, shared=1)}, "model.shared_experts: 1 has no form"),
-        ({"mixture": replace(MIXTURE, balance="bias")}, "model.expert_balance: 'bias' has no form"),
+        ({"mixture": replace(MIXTURE, balance="bias")}, "model.balance: 'bias' has no form"),
         ({"mixture": MIXTURE, "dense_layers": 1}, "model.dense_layers: 1 has no form"),
         (
             {"latent": LatentShape(kv_rank=8, q_rank=0, rope_head_dim=4, value_head_dim=16), "kv_heads": 4},
-            "model.latent: LatentShape",
+            "model.kv_rank: 8 has no form",
         ),
     ],
 )

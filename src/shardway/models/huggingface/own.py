@@ -59,7 +59,7 @@ def family_of(shape: TransformerShape) -> str:
         "norm": (shape.norm, ["rmsnorm"]),
         "activation": (shape.activation, ["swiglu"]),
         "positions": (shape.positions, ["rope"]),
-        "latent": (shape.latent, [None]),
+        "kv_rank": (0 if shape.latent is None else shape.latent.kv_rank, [0]),
         "bias": (shape.bias, [False, True] if family == "llama" else [False]),
         "qkv_bias": (shape.qkv_bias, [False] if family is None else [shape.qkv_bias]),
         **(_wanted_of_mixture(shape, shape.mixture) if shape.mixture is not None else {}),
@@ -77,11 +77,11 @@ def _wanted_of_mixture(shape: TransformerShape, mixture: MixtureShape) -> dict[s
     """What Mixtral computes; Qwen3-MoE may have dense layers first, and weights that do not sum to one."""
     return {
         "shared_experts": (mixture.shared, [0]),
-        "expert_score": (mixture.score, ["softmax"]),
-        "expert_scale": (mixture.scale, [1.0]),
-        "expert_balance": (mixture.balance, ["none", "loss"]),
-        "expert_capacity": (mixture.capacity_factor, [0.0]),
-        "expert_normalise": (mixture.normalise, [True, False] if shape.qk_norm else [True]),
+        "router_score": (mixture.score, ["softmax"]),
+        "router_scale": (mixture.scale, [1.0]),
+        "balance": (mixture.balance, ["none", "loss"]),
+        "capacity_factor": (mixture.capacity_factor, [0.0]),
+        "router_normalise": (mixture.normalise, [True, False] if shape.qk_norm else [True]),
         "dense_layers": (shape.dense_layers, [shape.dense_layers] if shape.qk_norm else [0]),
     }
 

@@ -27,6 +27,11 @@ from shardway.resolve.rules.float8 import (
     float8_needs_a_device_that_has_it,
     transformer_engine_knows_other_recipes,
 )
+from shardway.resolve.rules.huggingface import (
+    a_hugging_face_model_brings_its_own_shape,
+    a_hugging_face_model_brings_its_tokenizer,
+    a_sample_fits_the_positions_of_a_hugging_face_model,
+)
 from shardway.resolve.rules.layout import (
     a_micro_batch_is_a_part_of_a_rank_share,
     degrees_multiply_to_the_ranks,
@@ -50,6 +55,7 @@ from shardway.resolve.rules.model import (
     validation_needs_something_held_out,
 )
 from shardway.resolve.rules.numerics import (
+    bf16_weights_need_an_optimizer_that_rounds_them,
     bf16_weights_need_bf16_products,
     cudnn_tries_kernels_where_it_runs_and_may,
     muon_needs_matrices,
@@ -77,6 +83,9 @@ RULES: tuple[Rule, ...] = (
     ranks_of_a_node_share_its_cores,
     timeouts_are_nested,
     a_key_of_another_kind_is_not_ignored,
+    a_hugging_face_model_brings_its_own_shape,
+    a_sample_fits_the_positions_of_a_hugging_face_model,
+    a_hugging_face_model_brings_its_tokenizer,
     a_model_reads_the_data_it_is_made_for,
     data_other_than_text_name_their_path,
     heads_divide_the_width,

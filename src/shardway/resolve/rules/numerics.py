@@ -53,10 +53,22 @@ def nesterov_needs_momentum(draft: Draft) -> None:
 
 
 def muon_needs_matrices(draft: Draft) -> None:
-    """The kernels of convolutions are not orthogonalised, so nothing would be left that is Muon's."""
-    if draft.get("optim.name") == "muon" and draft.get("model.kind") == "convnet" and not draft.get("model.hf"):
+    """The kernels of convolutions are not orthogonalised, nor is an output layer."""
+    kind = draft.get("model.kind")
+    without = kind == "convnet" or (kind == "mlp" and not draft.get("model.hidden"))
+    if draft.get("optim.name") == "muon" and without and not draft.get("model.hf"):
+        what = f'"muon" is for the matrices of blocks, and this model.kind = "{kind}" has none'
+        draft.refuse("optim.name", what, '"adamw"')
+
+
+def bf16_weights_need_an_optimizer_that_rounds_them(draft: Draft) -> None:
+    """To the nearest, weights lose every update below 1/512 of themselves; torchao's rounding is each replica's own."""
+    name = draft.get("optim.name")
+    if draft.get("precision.weights") == "bf16" and name in ("adafactor", "adamw8bit"):
         draft.refuse(
-            "optim.name", '"muon" is for the matrices of blocks, and model.kind = "convnet" has none', '"adamw"'
+            "optim.name",
+            f'"{name}" does not round stochastically, and precision.weights = "bf16" would lose its small updates',
+            '"adamw", "sgd", "muon"; or precision.weights = "fp32"',
         )
 
 

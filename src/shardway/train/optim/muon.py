@@ -52,7 +52,7 @@ class Muon(AdamW):
 
     def _directions(self, group: dict[str, Any], parts: Sequence[Part]) -> list[torch.Tensor]:
         """The Nesterov momentum of each part in bf16, which is enough to orthogonalise and to send."""
-        copies = [replace(part, gradient=part.gradient.clone()) for part in parts]
+        copies = [replace(part, gradient=part.gradient.to(torch.float32, copy=True)) for part in parts]
         self.run(lambda some: _add_momentum(group["momentum"], some), copies)
         return [part.gradient.to(torch.bfloat16) for part in copies]
 

@@ -34,7 +34,7 @@ class _Column:
 
     wide: tuple[torch.Tensor, ...]
     narrow: tuple[torch.Tensor, ...]
-    flat: torch.Tensor | None = None
+    flat: torch.Tensor
 
 
 def is_narrow(part: Part) -> bool:
@@ -102,7 +102,7 @@ def _fill_buckets(groups: Sequence[Sequence[Part]], working: int) -> Iterator[li
 
 def _widen(tensors: Sequence[torch.Tensor]) -> _Column:
     if tensors[0].dtype is not torch.bfloat16:
-        return _Column(tuple(tensors), ())
+        return _Column(tuple(tensors), (), torch.empty(0))
     sizes = [tensor.numel() for tensor in tensors]
     flat = torch.empty(sum(sizes), device=tensors[0].device)
     wide = tuple(piece.view(tensor.shape) for piece, tensor in zip(flat.split(sizes), tensors, strict=True))
@@ -111,11 +111,11 @@ def _widen(tensors: Sequence[torch.Tensor]) -> _Column:
 
 
 def _narrow(columns: Sequence[_Column], bucket: Sequence[Part]) -> None:
-    """Round and write back; each 16 bits of noise serve one column, whichever of them are narrow."""
-    for place, column in enumerate(columns):
-        if column.flat is None:
-            continue
-        noise = torch.cat([noise_of(part, place // 2).view(-1) for part in bucket])
+    """Round and write back; each draw of 32 bits serves two columns."""
+    noise = torch.empty(0)
+    for place, column in enumerate(column for column in columns if column.narrow):
+        if place % 2 == 0:
+            noise = torch.cat([noise_of(part, place // 2).view(-1) for part in bucket])
         round_stochastically(column.flat, noise >> (16 * (place % 2)) & _LOW)
         torch._foreach_copy_(list(column.narrow), list(column.wide))
 

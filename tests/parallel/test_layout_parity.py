@@ -1,0 +1,81 @@
+"""The loss does not depend on the layout: random legal layouts up to 8 ranks against one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from drawn_layouts import AXES, SMALL, Drawn, draw_layouts, pairs_of
+from pool import ranks
+from runs import pool_ranks, read_column, train_alone, train_tiny, worst_difference
+
+pytestmark = pytest.mark.slow
+
+LOSS_TOLERANCE = 1e-4
+NORM_TOLERANCE = 1e-3
+LAYOUTS = draw_layouts(160)
+
+
+def of_world(world: int) -> pytest.MarkDecorator:
+    drawn = [layout for layout in LAYOUTS if layout.world == world]
+    return pytest.mark.parametrize("drawn", drawn, ids=map(str, drawn))
+
+
+def check_parity(rank: int, folder: Path, drawn: Drawn) -> None:
+    train_alone(rank, folder / "alone", *drawn.alone, base=SMALL)
+    train_tiny(folder / "together", pool_ranks(), *drawn.overrides, base=SMALL)
+    if rank == 0:
+        losses, expected = read_column(folder / "together"), read_column(folder / "alone")
+        assert len(losses) == 20
+        assert worst_difference(losses, expected) < LOSS_TOLERANCE
+        norms, expected_norms = (read_column(folder / name, "grad_norm") for name in ("together", "alone"))
+        assert worst_difference(norms, expected_norms) < NORM_TOLERANCE
+        assert expected[-1] < expected[0], "the run learns nothing, so that equal curves would say little"
+
+
+@of_world(2)
+@ranks(2)
+def test_two_ranks(rank: int, tmp_path: Path, drawn: Drawn) -> None:
+    check_parity(rank, tmp_path, drawn)
+
+
+@of_world(4)
+@ranks(4)
+def test_four_ranks(rank: int, tmp_path: Path, drawn: Drawn) -> None:
+    check_parity(rank, tmp_path, drawn)
+
+
+@of_world(6)
+@ranks(6)
+def test_six_ranks(rank: int, tmp_path: Path, drawn: Drawn) -> None:
+    check_parity(rank, tmp_path, drawn)
+
+
+@of_world(8)
+@ranks(8, timeout_s=180.0)
+def test_eight_ranks(rank: int, tmp_path: Path, drawn: Drawn) -> None:
+    check_parity(rank, tmp_path, drawn)
+
+
+FIVE_AXES = Drawn(
+    16,
+    "experts, bias",
+    (
+        *(f"parallel.{axis}={2 if axis != 'dp_replicate' else 1}" for axis in AXES),
+        "parallel.ep=4",
+        "train.micro_batch=2",
+    ),
+)
+
+
+@ranks(16, timeout_s=300.0)
+def test_five_axes_on_sixteen_ranks(rank: int, tmp_path: Path) -> None:
+    check_parity(rank, tmp_path, FIVE_AXES)
+
+
+def test_the_draw_covers_every_pair_of_axes() -> None:
+    possible = set(pairs_of([Drawn(0, "dense", tuple(f"parallel.{axis}=2" for axis in (*AXES, "ep")))]))
+    assert pairs_of(LAYOUTS) == possible
+    assert len(set(LAYOUTS)) >= 150
+    assert {len(drawn.axes) for drawn in LAYOUTS} >= {1, 2, 3, 4}

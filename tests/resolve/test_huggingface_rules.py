@@ -1,0 +1,120 @@
+"""What model.hf settles from a config.json, and what cannot go with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from resolving import refusal_of, resolve_words, value_of
+
+from shardway.hfconfig import ModelFacts
+from shardway.resolve import build
+from shardway.resolve.applies import SHAPE_KEYS, applies
+from shardway.resolve.rules import RULES
+
+DENSE = ModelFacts(
+    family="qwen3",
+    vocab=151936,
+    dim=1000,
+    layers=28,
+    heads=16,
+    kv_heads=8,
+    head_dim=128,
+    ffn_dim=3072,
+    max_positions=4096,
+    tied=True,
+    tokenizer="/models/qwen3/tokenizer.json",
+)
+MIXTURE = replace(DENSE, experts=64, experts_per_token=8, expert_dim=768, tied=False)
+HF = ("model.hf=org/name", "data.kind=synthetic")
+TEXT = ("model.hf=org/name", "data.validation=x")
+
+
+@pytest.fixture(autouse=True)
+def let_models_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the rule that refuses model.hf as long as a run does not build it."""
+    rules = tuple(rule for rule in RULES if rule.__name__ != "what_this_version_lacks_is_refused")
+    monkeypatch.setattr(build, "RULES", rules)
+
+
+@pytest.mark.parametrize("facts", [DENSE, MIXTURE])
+def test_the_shape_is_that_of_the_config(facts: ModelFacts) -> None:
+    resolved = resolve_words(*HF, hf=facts)
+    for name in ("vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn_dim", "tied", "experts"):
+        assert value_of(resolved, f"model.{name}") == getattr(facts, name)
+    assert resolved.origins["model.dim"] == "derived: config.json of org/name"
+    if facts.experts:
+        assert value_of(resolved, "model.experts_per_token") == 8
+        assert value_of(resolved, "model.expert_dim") == 768
+
+
+def test_a_resolved_run_file_runs_again() -> None:
+    """What the config says is not written down, since it may not be set."""
+    text = resolve_words(*HF, hf=MIXTURE).render()
+    assert 'hf = "org/name"' in text
+    assert not any(f"\n{name} = " in text.partition("[data]")[0] for name in SHAPE_KEYS)
+
+
+def test_keys_of_a_shape_apply_without_a_model_of_the_hub_alone() -> None:
+    with_hf, without = resolve_words(*HF, hf=DENSE).values, resolve_words("data.kind=synthetic").values
+    assert applies("model.dim", without)
+    assert not any(applies(f"model.{name}", with_hf) for name in SHAPE_KEYS)
+
+
+@pytest.mark.parametrize(
+    ("words", "facts", "told"),
+    [
+        (
+            (*HF, "model.dim=64"),
+            DENSE,
+            '  model.dim (command line): has no effect with model.hf = "org/name", whose config.json says it\n'
+            "      allowed: only without model.hf\n"
+            "      to do: remove the key",
+        ),
+        (
+            (*HF, "model.dropout=0.1"),
+            None,
+            '  model.dropout (command line): has no effect with model.hf = "org/name", whose config.json says it\n'
+            "      allowed: only without model.hf\n"
+            "      to do: remove the key",
+        ),
+        (
+            (*HF, "model.kind=mlp"),
+            None,
+            '  model.kind (command line): "mlp" is another model than model.hf = "org/name"\n'
+            "      allowed: one of the two\n"
+            "      to do: remove one of them",
+        ),
+        (
+            (*HF, "data.seq_len=8192"),
+            DENSE,
+            "  data.seq_len (command line): 8192 is more than the 4096 positions that the model knows\n"
+            "      allowed: at most 4096",
+        ),
+        (
+            TEXT,
+            replace(DENSE, tokenizer=""),
+            '  data.tokenizer (default): "bytes" is not what the model was trained with, and there is no '
+            "tokenizer.json beside its config\n"
+            '      allowed: a tokenizer.json or .model file; "bytes" where that is meant',
+        ),
+    ],
+)
+def test_what_cannot_go_with_it_is_refused(words: tuple[str, ...], facts: ModelFacts | None, told: str) -> None:
+    assert refusal_of(*words, hf=facts) == f"1 problem in the run\n{told}"
+
+
+def test_text_is_read_with_the_tokenizer_of_the_model() -> None:
+    resolved = resolve_words(*TEXT, hf=DENSE)
+    assert value_of(resolved, "data.tokenizer") == "/models/qwen3/tokenizer.json"
+    assert resolved.origins["data.tokenizer"] == "derived: tokenizer of org/name"
+    assert value_of(resolve_words(*TEXT, "data.tokenizer=bytes", hf=DENSE), "data.tokenizer") == "bytes"
+
+
+def test_a_token_file_has_the_vocabulary_of_the_config() -> None:
+    resolved = resolve_words("model.hf=org/name", "data.kind=tokens", "data.path=x.bin", hf=DENSE)
+    assert value_of(resolved, "model.vocab") == 151936
+
+
+def test_without_facts_nothing_is_derived() -> None:
+    assert value_of(resolve_words(*HF), "model.dim") == 128
