@@ -89,3 +89,19 @@ def layout_of(parallel: ParallelSection) -> Layout:
     if "auto" in degrees.values():
         raise Bug(f"the degrees {degrees} are not resolved")
     return Layout(degrees, parallel.ep)
+
+
+def needs_sharding(layout: Layout) -> bool:
+    """Whether the states go through FSDP2: where they are shared, and where they are copied beside another axis.
+
+    DDP takes no weights that another axis has split, and fails under most pipeline schedules (decision 0009).
+    """
+    copied = layout.degree("dp_replicate") > 1
+    return layout.degree(SHARD) > 1 or (copied and (layout.degree("tp") > 1 or layout.degree("pp") > 1))
+
+
+def stages_of_rank(place: int, ranks: int, per_rank: int, schedule: str) -> tuple[int, ...]:
+    """Which stages a rank holds: every `ranks`-th, or for zbv there and back like a V."""
+    if schedule == "zbv":
+        return (place, 2 * ranks - 1 - place)
+    return tuple(range(place, ranks * per_rank, ranks))

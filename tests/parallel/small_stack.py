@@ -65,7 +65,7 @@ class PlannedStack(Stack):
         )
 
 
-def build_stack(layers: int = 3, dropout: float = 0.0) -> Stack:
+def build_stack(layers: int = 3, dropout: float = 0.0) -> PlannedStack:
     """A filled model; every call gives the same."""
     model = PlannedStack(layers, dropout)
     model.init_weights(seed=0)

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from pool import ranks
 from runs import lone_rank, pool_ranks
 from shardway.errors import Bug
-from shardway.layout import AXES, EXPERT_SHARD, SHARD, Layout, layout_of
-from shardway.parallel.mesh import build_mesh, needs_sharding
+from shardway.layout import AXES, EXPERT_SHARD, SHARD, Layout, layout_of, needs_sharding
+from shardway.parallel.mesh import build_mesh
 from shardway.runfile.schema import ParallelSection
 
 DEGREES = st.fixed_dictionaries({axis: st.integers(1, 4) for axis in AXES})

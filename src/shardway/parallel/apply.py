@@ -16,13 +16,15 @@ import torch
 from torch import nn
 
 from shardway.errors import UserError
+from shardway.layout import needs_sharding, stages_of_rank
 from shardway.models.contract import ModelPlan, find_init_weights, find_plan, match_modules
 from shardway.parallel.balance import connect_routers
 from shardway.parallel.context import Chunks, apply_context
 from shardway.parallel.cut import Stage, keep_stages, plan_cut
+from shardway.parallel.dropout import DropoutSeeds, seed_dropout
 from shardway.parallel.expert import apply_experts
-from shardway.parallel.mesh import Mesh, needs_sharding
-from shardway.parallel.pipeline import Pipeline, hide_forward, stages_of_rank
+from shardway.parallel.mesh import Mesh
+from shardway.parallel.pipeline import Pipeline, hide_forward
 from shardway.parallel.precision import Precision
 from shardway.parallel.replicate import broadcast_from_first, replicate
 from shardway.parallel.shard import Shards, shard
@@ -59,6 +61,7 @@ class ParallelModel:
     partial: frozenset[str] = field(default_factory=frozenset)
     chunks: Chunks = field(default_factory=lambda: Chunks(0, 1))
     splits_logits: bool = False
+    dropout: DropoutSeeds | None = None
 
     @property
     def answers_for_loss(self) -> bool:
@@ -92,10 +95,13 @@ def apply_parallelism(model: nn.Module, mesh: Mesh, device: torch.device, option
     chunks = Chunks(mesh.coordinate("cp"), mesh.degree("cp"))
     if degrees["cp"] > 1:
         apply_context(model, facts, mesh.group("cp"), options.parallel.cp_method)
+    split_sequence = options.parallel.tp_sequence and "sequence" in facts.tensor.values()
     if degrees["cp"] > 1 or degrees["pp"] > 1:
-        _give_positions(stages, facts, chunks, degrees["tp"] if _is_sequence_split(facts, options) else 1)
+        _give_positions(stages, facts, chunks, degrees["tp"] if split_sequence else 1)
     connect_routers(model, mesh)
     units = find_units(model, plan)
+    part = chunks.place * degrees["tp"] + mesh.coordinate("tp") if split_sequence else chunks.place
+    dropout = seed_dropout(stages, units, DropoutSeeds(options.seed, part))
     if options.compile == "blocks":
         for unit in units or [model]:
             unit.compile()
@@ -105,7 +111,9 @@ def apply_parallelism(model: nn.Module, mesh: Mesh, device: torch.device, option
     if on_meta:
         _materialise(model, [stage.module for stage in stages], device, options)
     splits_logits = degrees["tp"] > 1 and options.parallel.tp_loss and "logits" in facts.tensor.values()
-    whole = ParallelModel(model, model, mesh, partial=names, chunks=chunks, splits_logits=splits_logits)
+    whole = ParallelModel(
+        model, model, mesh, partial=names, chunks=chunks, splits_logits=splits_logits, dropout=dropout
+    )
     if degrees["pp"] > 1:
         hide_forward(model)
         return replace(whole, pipeline=_pipeline(stages, mesh, device, options))
@@ -140,10 +148,6 @@ def _autocast_forward(module: nn.Module, precision: Precision, device: torch.dev
             return forward(*inputs, **named)
 
     module.forward = run
-
-
-def _is_sequence_split(plan: ModelPlan, options: ApplyOptions) -> bool:
-    return options.parallel.tp_sequence and "sequence" in plan.tensor.values()
 
 
 def _give_positions(stages: Sequence[Stage], plan: ModelPlan, chunks: Chunks, sequence_parts: int) -> None:

@@ -30,6 +30,9 @@ from shardway.parallel.linear import FormattedLinear
 class ScaledLinear(FormattedLinear, Float8Linear):
     """One scale per tensor or per row; its attributes are those of torchao's class."""
 
+    config: Any
+    linear_mm_config: Any
+
     def multiply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return matmul_with_hp_or_float8_args.apply(x, weight.t(), self.linear_mm_config, self.config)
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardway.errors import Bug
-from shardway.layout import EXPERT_SHARD, SHARD, Layout, layout_of
+from shardway.layout import EXPERT_SHARD, SHARD, Layout, layout_of, needs_sharding
 from shardway.ranks.start import Ranks
 from shardway.runfile.schema import ParallelSection
 
@@ -91,15 +91,6 @@ def build_mesh(ranks: Ranks, parallel: ParallelSection) -> Mesh:
     devices = _grid(ranks.device.type, layout, _needed(layout, DIMS))
     experts = _grid(ranks.device.type, layout, _needed(layout, EXPERT_DIMS)) if layout.ep > 1 else None
     return Mesh(layout, ranks.rank, devices, experts, _context_group(layout) if layout.degree("cp") > 1 else None)
-
-
-def needs_sharding(layout: Layout) -> bool:
-    """Whether the states go through FSDP2: where they are shared, and where they are copied beside another axis.
-
-    DDP takes no weights that another axis has split, and fails under most pipeline schedules (decision 0009).
-    """
-    copied = layout.degree("dp_replicate") > 1
-    return layout.degree(SHARD) > 1 or (copied and (layout.degree("tp") > 1 or layout.degree("pp") > 1))
 
 
 def _needed(layout: Layout, dims: Sequence[str]) -> list[str]:

@@ -42,13 +42,6 @@ SCHEDULES: Mapping[str, Callable[..., Any]] = MappingProxyType(
 _ONE_STAGE = ("gpipe", "1f1b")
 
 
-def stages_of_rank(place: int, ranks: int, per_rank: int, schedule: str) -> tuple[int, ...]:
-    """Which stages a rank holds: every `ranks`-th, or for zbv there and back like a V."""
-    if schedule == "zbv":
-        return (place, 2 * ranks - 1 - place)
-    return tuple(range(place, ranks * per_rank, ranks))
-
-
 @dataclass
 class Pipeline:
     """This rank's stages and the schedules that run them, made when the first inputs show their shape."""

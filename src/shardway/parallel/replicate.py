@@ -7,10 +7,13 @@ shard.
 from __future__ import annotations
 
 import math
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from shardway.compat import without_buffer_sync
@@ -26,13 +29,25 @@ def replicate(model: nn.Module, mesh: Mesh, parallel: ParallelSection) -> nn.Mod
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return model
-    return DistributedDataParallel(
+    group = mesh.group("dp_replicate")
+    copies = DistributedDataParallel(
         model,
-        process_group=mesh.part("dp_replicate").get_group(),
+        process_group=group,
         bucket_cap_mb=max(1, parallel.bucket // 2**20),
         gradient_as_bucket_view=True,
+        static_graph=parallel.static_graph,
         **without_buffer_sync(),
     )
+    if parallel.compress == "powersgd":
+        # What a step leaves out is added to the next; that remainder is not saved, so a resumed run starts without.
+        state = PowerSGDState(group, matrix_approximation_rank=parallel.powersgd_rank, start_powerSGD_iter=2)
+        copies.register_comm_hook(state, powerSGD_hook)
+    elif parallel.compress != "none":
+        copies.register_comm_hook(group, _CASTS[parallel.compress])
+    return copies
+
+
+_CASTS = MappingProxyType({"fp16": fp16_compress_hook, "bf16": bf16_compress_hook})
 
 
 def broadcast_from_first(model: nn.Module, mesh: Mesh) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardway.data.order import position_share
 from shardway.errors import UserError
 from shardway.models.contract import Balancing
 from shardway.parallel.accumulate import accumulating
@@ -56,6 +57,7 @@ class Micro:
     data: Any
     rows: int
     weight: float
+    start: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,16 +74,21 @@ class Passes:
         """The modules that balance experts, on this rank."""
         return find_routers(self.parallel.module)
 
-    def train(self, model: nn.Module, batch: Any, loss_fn: Loss, loss_scale: float = 1.0) -> torch.Tensor:
-        """Accumulate gradients, multiplied by `loss_scale`; [SUMS] of this rank."""
+    def train(
+        self, model: nn.Module, batch: Any, loss_fn: Loss, *, position: int = 0, loss_scale: float = 1.0
+    ) -> torch.Tensor:
+        """Accumulate gradients, multiplied by `loss_scale`; [SUMS] of this rank.
+
+        `position`: how many samples all ranks have consumed before this batch.
+        """
         batch = self.parallel.chunks.take_batch(batch)
         # DDP averages over its ranks; everything else adds up.
         ranks = self.parallel.mesh.data_ranks if isinstance(model, DistributedDataParallel) else 1
         scale = loss_scale * ranks / self.portions.global_batch
         with self._split_logits():
             if self.parallel.pipeline is not None:
-                return self._through_pipeline(self.parallel.pipeline, batch, loss_fn, scale)
-            return self._one_by_one(model, batch, loss_fn, scale)
+                return self._through_pipeline(self.parallel.pipeline, batch, loss_fn, scale, position)
+            return self._one_by_one(model, batch, loss_fn, scale, position)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, batch: Any, loss_fn: Loss) -> torch.Tensor:
@@ -95,11 +102,13 @@ class Passes:
                 self._add(sums, as_sum(call_loss(loss_fn, model, batch), count_rows(batch)), 1.0)
             return self._answered(sums)
 
-    def _one_by_one(self, model: nn.Module, batch: Any, loss_fn: Loss, scale: float) -> torch.Tensor:
-        sums = self._zeros()
+    def _one_by_one(self, model: nn.Module, batch: Any, loss_fn: Loss, scale: float, position: int) -> torch.Tensor:
+        sums, sample = self._zeros(), self._first_sample(position)
         micros = list(cut(batch, self.portions.accumulation))
         for number, micro in enumerate(micros, start=1):
             set_gradient_scale(self.routers, micro.weight * scale, self.parallel.mesh)
+            if self.parallel.dropout is not None:
+                self.parallel.dropout.start(sample + micro.start)
             with accumulating(model, last=number == len(micros)):
                 with self.precision.autocast(self.device):
                     loss = as_sum(call_loss(loss_fn, model, micro.data), micro.rows)
@@ -107,7 +116,9 @@ class Passes:
             self._add(sums, loss, micro.weight)
         return self._answered(sums)
 
-    def _through_pipeline(self, pipeline: Pipeline, batch: Any, loss_fn: Loss, scale: float | None) -> torch.Tensor:
+    def _through_pipeline(
+        self, pipeline: Pipeline, batch: Any, loss_fn: Loss, scale: float | None, position: int = 0
+    ) -> torch.Tensor:
         """All micro-batches in passes of equal shape; `scale` None runs no backward pass."""
         inputs, targets = _pair(batch)
         sums, size, per_pass = self._zeros(), self.portions.micro_batch, self.portions.per_pass
@@ -128,22 +139,29 @@ class Passes:
         weights: dict[int, tuple[LossSum, float]] = {}
         for start in range(0, passes * per_pass * size, per_pass * size):
             part = _padded(inputs[start : start + per_pass * size], per_pass * size, inputs)
-            if scale and self.routers and pipeline.is_new_to(part, per_pass, training=True):
+            if scale and (self.routers or self.parallel.dropout) and pipeline.is_new_to(part, per_pass, training=True):
                 self._rehearse(pipeline, part, partial(loss_of, start))
             set_gradient_scale(self.routers, scale or 0.0, self.parallel.mesh)
+            if self.parallel.dropout is not None:
+                self.parallel.dropout.start(self._first_sample(position) + start, size)
             pipeline.run(part, per_pass, partial(loss_of, start), training=scale is not None)
         for loss, weight in weights.values():
             self._add(sums, loss, weight)
         return self._answered(sums)
 
     def _rehearse(self, pipeline: Pipeline, inputs: torch.Tensor, loss_of: LossOf) -> None:
-        """A first pass that leaves nothing behind: routers must not count tokens that torch passes through a new
-        schedule to learn the shapes."""
+        """A first pass that leaves nothing behind: torch runs a new schedule once more to learn shapes, which must
+        not count for routers nor take the place of a micro-batch for dropout."""
         set_gradient_scale(self.routers, 0.0, self.parallel.mesh)
         with torch.random.fork_rng():
             pipeline.run(inputs, self.portions.per_pass, loss_of, training=True)
         for parameter in self.parallel.module.parameters():
             parameter.grad = None
+
+    def _first_sample(self, position: int) -> int:
+        """The number of this rank's first sample among all that the run has seen."""
+        mesh = self.parallel.mesh
+        return position + position_share(self.portions.global_batch, mesh.data_rank, mesh.data_ranks).start
 
     def _zeros(self) -> torch.Tensor:
         return torch.zeros(SUMS, dtype=torch.float64, device=self.device)
@@ -190,7 +208,7 @@ def cut(batch: Any, parts: int) -> Iterator[Micro]:
         start, end = rows * part // parts, rows * (part + 1) // parts
         weight = 1.0 if end > start else 0.0
         start, end = (start, end) if weight else (0, 1)
-        yield Micro(_slice(batch, start, end), end - start, weight)
+        yield Micro(_slice(batch, start, end), end - start, weight, start)
 
 
 def _slice(batch: Any, start: int, end: int) -> Any:

@@ -166,7 +166,8 @@ class Run:
         clip = self.resolved.values.optim.clip
         limit = None if clip == "off" or self._is_left_alone("optim.clip") else float(clip)
         parts = StepParts(self._passes_made, self._optimizer, self._session.ranks, limit)
-        result = take_step(parts, model, batch, loss_fn, self._loop.wishes())
+        position = self._loop.counters.samples
+        result = take_step(parts, model, batch, loss_fn, self._loop.wishes(), position)
         self._loop.note(result)
         return result.loss
 

@@ -41,16 +41,19 @@ class StepResult:
     decision: Decision
 
 
-def take_step(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, wishes: Wishes) -> StepResult:
+def take_step(
+    parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, wishes: Wishes, position: int = 0
+) -> StepResult:
     """Forward, backward and update for this rank's share of a global batch.
 
     `batch` is a pair (inputs, targets), for which `loss_fn(model(inputs), targets)` is called, or any other tree of
-    tensors, for which `loss_fn(model, batch)` is. All tensors have the samples in dim 0.
+    tensors, for which `loss_fn(model, batch)` is. All tensors have the samples in dim 0. `position` is how many
+    samples the run has consumed before.
     """
     passes, ranks, optimizer = parts.passes, parts.ranks, parts.optimizer
     parallel, device = passes.parallel, ranks.device
     with ranks.contact("during a step"):
-        sums = passes.train(model, batch, loss_fn)
+        sums = passes.train(model, batch, loss_fn, position=position)
         if parallel.partial:
             sum_partial_gradients(parallel.module, parallel.partial, parallel.mesh.group("tp"))
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
