@@ -33,6 +33,7 @@ ANSWERS = {
     "train-dry-run": ("train", "--dry-run"),
     "init": ("init", "--dry-run"),
     "config-show": ("config", "show"),
+    "config-mesh": ("config", "show", "--mesh", "--nodes", "2", "--nproc", "8", "parallel.tp=4"),
     "config-explain": ("config", "explain", "train"),
     "status": ("status", "runs/a"),
     "logs": ("logs", "runs/a"),

@@ -18,6 +18,7 @@ from shardway.parallel.float8 import Blocks, Float8Options, apply_float8, check_
 from shardway.parallel.linear import linear_with
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.slow  # importing torchao takes seconds
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
 
 
@@ -122,7 +123,6 @@ def test_a_weight_that_is_handed_in_is_multiplied_in_float8(recipe: str) -> None
     assert _distance(part, F.linear(x, layer.weight[:32], layer.bias[:32])) > 1e-3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_model_trains_nearly_as_in_fp32(recipe: str) -> None:
     model, plain = build_stack(2), build_stack(2)

@@ -20,6 +20,7 @@ from shardway.parallel.tensor import TensorOptions, apply_tensor
 from shardway.runfile.schema import RecomputeSection
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.slow  # importing torchao on every rank takes seconds
 
 
 def emulated(recipe: str = "tensorwise", **options: Any) -> Float8Options:
@@ -143,9 +144,8 @@ def _transformer() -> Transformer:
 # --- compiled
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("recipe", ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"))
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"])
 def test_compiled_blocks_compute_the_same_in_one_graph(recipe: str) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -166,7 +166,6 @@ def test_compiled_blocks_compute_the_same_in_one_graph(recipe: str) -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @ranks(2, timeout_s=120.0)
 def test_compiled_sharded_blocks_compute_the_same(rank: int) -> None:

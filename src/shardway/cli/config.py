@@ -1,35 +1,80 @@
 """`shardway config show | explain | schema`: every value with its origin, the doc of a key, the JSON Schema.
 
-Invariant: what `show` prints is a run file that runs as it stands. This module must not resolve: it asks
-`shardway.resolve`.
+Invariant: what `show` prints is a run file that runs as it stands, or with --mesh a picture of the ranks that it would
+run on. This module must not resolve: it asks `shardway.resolve`.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shardway.cli.options import DirOption, JsonOption, NprocOption, Words, read_request
+from shardway.errors import UserError
+
+if TYPE_CHECKING:
+    from shardway.resolve.request import Request, Resolution
 
 app = typer.Typer(help="Show what a run resolves to, explain a key, print the schema.", no_args_is_help=True)
 
 
+NodesOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="Nodes of the job that is shown, of --nproc ranks each (default: the site's devices)."),
+]
+MeshOption = Annotated[bool, typer.Option("--mesh", help="Draw which ranks are on which node, and who talks to whom.")]
+
+
 @app.command("show")
 def show(
-    words: Words = None, directory: DirOption = None, nproc: NprocOption = None, as_json: JsonOption = False
+    words: Words = None,
+    directory: DirOption = None,
+    nproc: NprocOption = None,
+    nodes: NodesOption = None,
+    mesh: MeshOption = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Print the resolved run, each value with where it came from."""
+    """Print the resolved run, each value with where it came from; with --mesh its ranks on their nodes."""
     from shardway.resolve.request import resolve_request
 
-    ranks = nproc or 1
-    resolution = resolve_request(read_request(words, directory), ranks, ranks)
-    if as_json:
+    request = read_request(words, directory)
+    per_node = nproc or (1 if nodes is None else _ranks_of_a_node(request))
+    resolution = resolve_request(request, (nodes or 1) * per_node, per_node)
+    if mesh:
+        _show_mesh(resolution, as_json)
+    elif as_json:
         typer.echo(json.dumps(resolution_facts(resolution), indent=1))
-        return
-    typer.echo(f"# run directory: {resolution.directory.path}")
-    typer.echo(resolution.resolved.render(), nl=False)
+    else:
+        typer.echo(f"# run directory: {resolution.directory.path}")
+        typer.echo(resolution.resolved.render(), nl=False)
+
+
+def _ranks_of_a_node(request: Request) -> int:
+    """As many as a node of the site has devices. Raises UserError where the site does not say."""
+    from shardway.runfile.load import load_run
+    from shardway.sites.load import load_site
+
+    site = load_site(load_run(request.run_file, request.overrides).values.site.name)
+    if not site.node.accelerators_per_node:
+        raise UserError(
+            f'--nodes: the site "{site.name}" names no accelerators of a node, so its number of ranks is not known.\n'
+            "  To do: say how many with --nproc, or choose a site with site.name."
+        )
+    return site.node.accelerators_per_node
+
+
+def _show_mesh(resolution: Resolution, as_json: bool) -> None:
+    from shardway.layout import layout_of
+    from shardway.plan.placement import place_mesh, render_placement
+
+    resolved = resolution.resolved
+    placement = place_mesh(layout_of(resolved.values.parallel), resolved.circumstances.ranks_per_node)
+    if as_json:
+        typer.echo(json.dumps(placement.facts(), indent=1))
+    else:
+        typer.echo(render_placement(placement), nl=False)
 
 
 @app.command("explain")

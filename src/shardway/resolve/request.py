@@ -12,6 +12,7 @@ from typing import Any
 
 from shardway.errors import UserError
 from shardway.hardware.probe import probe_machine
+from shardway.hfconfig import ModelFacts, locate_model, read_facts
 from shardway.resolve.build import resolve
 from shardway.resolve.resolved import Circumstances, Resolved
 from shardway.rundir.directory import RunDir
@@ -60,8 +61,14 @@ def resolve_request(request: Request, ranks: int = 1, ranks_per_node: int = 1) -
         usable_cores=machine.usable_cores,
         accelerators=len(machine.accelerators),
         site=site.name,
+        hf=_facts_of(loaded.values.model.hf),
     )
     return Resolution(request, loaded, resolve(loaded, circumstances))
+
+
+def _facts_of(hf: str) -> ModelFacts | None:
+    """What the config of `model.hf` says, where that is set."""
+    return read_facts(locate_model(hf, weights=False)) if hf else None
 
 
 def _placed(loaded: Loaded, directory: Path | None) -> Loaded:

@@ -38,6 +38,7 @@ class ModelSection(Section):
         "transformer", "The reference model to build."
     )
     hf: str = key("", "A Hugging Face model (folder or name) instead of a reference model.")
+    hf_weights: bool = key(True, "Start from the weights of model.hf, where it has some, and not from random ones.")
     dim: PositiveInt = key(128, "Width of the residual stream (transformer, encoder_decoder, vit).")
     layers: PositiveInt = key(
         4, "Number of blocks (transformer, vit); of the encoder and of the decoder each (encoder_decoder)."

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import nn
 
 from shardway.data.open import Data, open_described, wants_of
 from shardway.data.sources.base import Source
+from shardway.hfconfig import locate_model
 from shardway.models.build import build_model
 from shardway.resolve.request import Request
 from shardway.train.feed import validation_data
@@ -54,9 +56,7 @@ def train_run(run: Run) -> Outcome:
     data = _open(run)
     values = run.resolved.values
     wants = wants_of(values.model.kind)
-    model = run.shard(
-        build_model(values.model, vocab=data.train.facts.vocab, sample_shape=data.train.facts.sample_shape)
-    )
+    model = run.shard(_build(run, data))
     peak_lr = run.resolved.derived.peak_lr
     run.optimizer(lambda parameters: build_optimizer(values.optim, model, peak_lr), model)
     validation = _validation(run, data.validation, LOSSES[wants])
@@ -73,6 +73,20 @@ def _open(run: Run) -> Data:
     data = run.session.ranks.first_then_all(lambda: open_described(run.resolved.values))
     run.session.settle(data.facts)
     return data
+
+
+def _build(run: Run, data: Data) -> nn.Module:
+    """The model of the run file, on the meta device."""
+    section, facts = run.resolved.values.model, data.train.facts
+    if not section.hf:
+        return build_model(section, vocab=facts.vocab, sample_shape=facts.sample_shape)
+    from shardway.models.huggingface.build import build_huggingface  # needs the extra `hf`
+
+    folder = run.session.ranks.first_then_all(lambda: locate_model(section.hf, weights=section.hf_weights))
+    model = build_huggingface(folder, vocab=int(facts.vocab or 0), seq_len=facts.sample_shape[0])
+    if not section.hf_weights or run.directory.checkpoint_steps():
+        model.fit = None  # its weights are random, or come from the checkpoint
+    return model
 
 
 def _validation(run: Run, source: Source | None, loss_fn: Callable[..., LossSum]) -> Validation | None:

@@ -62,7 +62,6 @@ from shardway.resolve.rules.numerics import (
     narrow_momentum_needs_momentum,
     nesterov_needs_momentum,
     tf32_needs_a_device_that_has_it,
-    what_this_version_lacks_is_refused,
 )
 from shardway.resolve.rules.pipeline import (
     a_pipeline_keeps_gathered_weights,
@@ -100,7 +99,6 @@ RULES: tuple[Rule, ...] = (
     bytes_have_256_values,
     a_token_file_does_not_say_its_vocabulary,
     validation_needs_something_held_out,
-    what_this_version_lacks_is_refused,
     tf32_needs_a_device_that_has_it,
     degrees_multiply_to_the_ranks,
     a_model_splits_along_the_axes_it_is_made_for,
@@ -121,6 +119,7 @@ RULES: tuple[Rule, ...] = (
     micro_batches_fill_the_pipeline,
     nesterov_needs_momentum,
     muon_needs_matrices,
+    bf16_weights_need_an_optimizer_that_rounds_them,
     narrow_momentum_needs_momentum,
     bf16_weights_need_bf16_products,
     cudnn_tries_kernels_where_it_runs_and_may,

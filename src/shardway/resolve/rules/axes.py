@@ -14,8 +14,6 @@ TENSOR_SPLITS = (("model.heads", "attention heads"), ("model.ffn_dim", "feed-for
 
 
 def a_model_splits_along_the_axes_it_is_made_for(draft: Draft) -> None:
-    if draft.get("model.hf"):
-        return  # what a model of the library can do, its own plan says
     kind = draft.get("model.kind")
     for axis in ("tp", "cp", "pp", "ep"):
         degree = draft.get(f"parallel.{axis}")
@@ -31,7 +29,7 @@ def a_model_splits_along_the_axes_it_is_made_for(draft: Draft) -> None:
 
 def the_tensor_axis_splits_evenly(draft: Draft) -> None:
     degree = draft.get("parallel.tp")
-    if degree == 1 or draft.get("model.kind") != "transformer" or draft.get("model.hf"):
+    if degree == 1 or draft.get("model.kind") != "transformer":
         return
     for dotted, _ in TENSOR_SPLITS:
         size = draft.get(dotted)
@@ -53,7 +51,7 @@ def the_tensor_axis_splits_evenly(draft: Draft) -> None:
 
 def key_value_heads_split_or_are_repeated(draft: Draft) -> None:
     degree, heads = draft.get("parallel.tp"), draft.get("model.kv_heads")
-    if degree == 1 or draft.get("model.kind") != "transformer" or draft.get("model.hf") or heads == "auto":
+    if degree == 1 or draft.get("model.kind") != "transformer" or heads == "auto":
         return
     if heads % degree and degree % heads:
         draft.refuse(
@@ -97,7 +95,7 @@ def experts_split_over_the_ranks_that_share_the_states(draft: Draft) -> None:
             f"a divisor, such as {nearest_divisor(shard * cp, ep)}",
         )
     experts = draft.get("model.experts")
-    if draft.get("model.hf") or draft.get("model.kind") != "transformer":
+    if draft.get("model.kind") != "transformer":
         return
     if experts == 0:
         draft.refuse("parallel.ep", f"{ep}, and the model has no experts (model.experts = 0)", "1")

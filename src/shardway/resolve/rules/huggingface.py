@@ -19,11 +19,12 @@ def a_hugging_face_model_brings_its_own_shape(draft: Draft) -> None:
     if draft.get("model.kind") != "transformer":
         what = f'"{draft.get("model.kind")}" is another model than model.hf = "{hf}"'
         draft.refuse("model.kind", what, "one of the two", "remove one of them")
+    said = _said(draft.circumstances.hf) if draft.circumstances.hf is not None else {}
     for name in SHAPE_KEYS:
-        if draft.is_set(f"model.{name}"):
+        if draft.is_set(f"model.{name}") and draft.get(f"model.{name}") != said.get(name):
             what = f'has no effect with model.hf = "{hf}", whose config.json says it'
             draft.refuse(f"model.{name}", what, "only without model.hf", "remove the key")
-        elif draft.circumstances.hf is not None and name in (said := _said(draft.circumstances.hf)):
+        elif name in said:
             draft.derive(f"model.{name}", said[name], f"config.json of {hf}")
 
 

@@ -9,16 +9,6 @@ from __future__ import annotations
 from shardway.resolve.draft import Draft
 
 
-def what_this_version_lacks_is_refused(draft: Draft) -> None:
-    """Refused with a sentence rather than ignored, so that nobody trains something other than what they wrote."""
-    if draft.get("model.hf"):
-        draft.refuse(
-            "model.hf",
-            f'"{draft.get("model.hf")}": this version of Shardway does not load Hugging Face models yet',
-            "empty, with model.kind naming a reference model; or `run.shard(your_model)` in a script of your own",
-        )
-
-
 def tf32_needs_a_device_that_has_it(draft: Draft) -> None:
     if draft.get("precision.tf32") and draft.get("run.device") == "cpu":
         draft.refuse("precision.tf32", "true has no effect on a CPU", "false")

@@ -40,7 +40,7 @@ def stages_follow_the_schedule(draft: Draft) -> None:
 
 def every_stage_has_a_block(draft: Draft) -> None:
     ranks = draft.get("parallel.pp")
-    if ranks == 1 or draft.get("model.hf") or draft.get("model.kind") not in ("transformer", "vit"):
+    if ranks == 1 or draft.get("model.kind") not in ("transformer", "vit"):
         return
     layers, stages = draft.get("model.layers"), ranks * draft.get("parallel.pp_stages_per_rank")
     split = draft.get("parallel.pp_split")
@@ -61,7 +61,7 @@ def every_stage_has_a_block(draft: Draft) -> None:
 
 
 def tied_weights_stay_together(draft: Draft) -> None:
-    if draft.get("parallel.pp") == 1 or draft.get("model.kind") != "transformer" or draft.get("model.hf"):
+    if draft.get("parallel.pp") == 1 or draft.get("model.kind") != "transformer":
         return
     if draft.get("model.tied"):
         draft.refuse(

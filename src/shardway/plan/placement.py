@@ -1,0 +1,200 @@
+"""Which ranks of a mesh are on which node, as a value and as a picture for a person.
+
+Invariant: ranks fill one node after the other, as every launcher that Shardway knows numbers them, and where a rank
+stands on each axis is what `shardway.layout` says. This module must not decide degrees: it shows what follows from
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from shardway.layout import AXES, SHARD, Layout
+
+TRAVELS: Mapping[str, str] = MappingProxyType(
+    {
+        "tp": "activations, several times in every layer",
+        "cp": "keys and values, in every layer",
+        SHARD: "weights and gradients, in every micro-batch",
+        "ep": "tokens, in every layer with experts",
+        "dp_replicate": "gradients, once a step",
+        "pp": "activations between stages",
+    }
+)
+"""What the ranks of a group exchange, by dim; the dims that have a group of their own, innermost first."""
+
+SHOWN_NODES = 4
+"""Nodes drawn one by one at the start of a picture; of more than these and the last, the others are counted."""
+
+SHOWN_GROUPS = 3
+SHOWN_RANKS = 8
+
+
+@dataclass(frozen=True)
+class DimPlacement:
+    """The groups of one dim, each of `degree` ranks; `nodes` is the most that one of them is on."""
+
+    dim: str
+    degree: int
+    groups: tuple[tuple[int, ...], ...]
+    nodes: int
+
+    @property
+    def crosses(self) -> bool:
+        """Whether some group is on more than one node."""
+        return self.nodes > 1
+
+
+@dataclass(frozen=True)
+class MeshPlacement:
+    """A layout on nodes of `ranks_per_node` ranks (the last may have fewer); `dims` are those above 1."""
+
+    layout: Layout
+    ranks_per_node: int
+    dims: tuple[DimPlacement, ...]
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes there are."""
+        return -(-self.layout.world // self.ranks_per_node)
+
+    def ranks_of(self, node: int) -> range:
+        """The ranks of a node."""
+        first = node * self.ranks_per_node
+        return range(first, min(first + self.ranks_per_node, self.layout.world))
+
+    def facts(self) -> dict[str, object]:
+        """The same as JSON holds it, every group written out."""
+        return {
+            "ranks": self.layout.world,
+            "nodes": self.nodes,
+            "ranks_per_node": self.ranks_per_node,
+            "dims": {
+                each.dim: {"degree": each.degree, "nodes_of_a_group": each.nodes, "groups": each.groups}
+                for each in self.dims
+            },
+        }
+
+
+def place_mesh(layout: Layout, ranks_per_node: int) -> MeshPlacement:
+    """Put the ranks of a layout on nodes."""
+    dims = [dim for dim in TRAVELS if layout.degree(dim) > 1]
+    return MeshPlacement(layout, ranks_per_node, tuple(_place_dim(layout, dim, ranks_per_node) for dim in dims))
+
+
+def _place_dim(layout: Layout, dim: str, ranks_per_node: int) -> DimPlacement:
+    groups = tuple(layout.peers(rank, dim) for rank in range(layout.world) if layout.coordinate(rank, dim) == 0)
+    nodes = max(len({rank // ranks_per_node for rank in group}) for group in groups)
+    return DimPlacement(dim, layout.degree(dim), groups, nodes)
+
+
+def render_placement(placement: MeshPlacement) -> str:
+    """The picture: degrees, a line a node, the groups of each dim, and in words which of them cross nodes."""
+    parts = [_render_title(placement), "\n".join(_node_lines(placement))]
+    if placement.dims:
+        parts += ["\n".join(_dim_lines(placement)), "\n".join(_crossing_lines(placement))]
+    return "\n\n".join([*parts, *_warnings(placement)]) + "\n"
+
+
+def _render_title(placement: MeshPlacement) -> str:
+    layout = placement.layout
+    above = [f"{axis} {layout.degree(axis)}" for axis in AXES if layout.degree(axis) > 1]
+    degrees = " x ".join(above) or "nothing is split"
+    experts = f", ep {layout.ep} over dp_shard x cp" if layout.ep > 1 else ""
+    shape = f" of {placement.ranks_per_node}" if placement.nodes > 1 else ""
+    return f"{_count(layout.world, 'rank')} on {_count(placement.nodes, 'node')}{shape}: {degrees}{experts}"
+
+
+def _node_lines(placement: MeshPlacement) -> Iterator[str]:
+    """A line for each node that is shown: its ranks, those of one tp group in brackets, and where they stand."""
+    last = placement.nodes - 1
+    shown = [node for node in range(placement.nodes) if node < SHOWN_NODES or node == last]
+    digits, numbers = len(str(last)), len(str(placement.layout.world - 1))
+    width = max(len(_render_ranks_of(placement, node, numbers)) for node in shown)
+    for node in shown:
+        if node == last and last > SHOWN_NODES:
+            yield f"  ... {_count(last - SHOWN_NODES, 'node')} more, in the same order"
+        ranks = _render_ranks_of(placement, node, numbers)
+        places = _render_places(placement.layout, placement.ranks_of(node))
+        yield f"  node {node:>{digits}}  {ranks:<{width}}  {places}".rstrip()
+
+
+def _render_ranks_of(placement: MeshPlacement, node: int, digits: int) -> str:
+    """ "[ 0  1][ 2  3]" with tp 2; what a node holds of a group that goes on elsewhere has no bracket there."""
+    tp, ranks = placement.layout.degree("tp"), placement.ranks_of(node)
+    cells = (
+        ("[" if rank % tp == 0 else " ") + f"{rank:>{digits}}" + ("]" if rank % tp == tp - 1 else "") for rank in ranks
+    )
+    return "".join(cells) if tp > 1 else " ".join(f"{rank:>{digits}}" for rank in ranks)
+
+
+def _render_places(layout: Layout, ranks: Iterable[int]) -> str:
+    """The coordinates that these ranks have between them, on the axes that split something."""
+    named = [(axis, {layout.coordinate(rank, axis) for rank in ranks}) for axis in AXES if layout.degree(axis) > 1]
+    return ", ".join(f"{axis} {_render_span(sorted(places))}" for axis, places in named)
+
+
+def _render_span(numbers: Sequence[int]) -> str:
+    if len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"{numbers[0]}-{numbers[-1]}"
+    return " ".join(map(str, numbers))
+
+
+def _dim_lines(placement: MeshPlacement) -> Iterator[str]:
+    rows: list[tuple[str, ...]] = [("dim", "degree", "groups", "nodes of a group", "ranks of a group")]
+    for each in placement.dims:
+        groups = " | ".join(map(_render_group, each.groups[:SHOWN_GROUPS]))
+        more = " | ..." if len(each.groups) > SHOWN_GROUPS else ""
+        rows.append((dim_name(placement.layout, each.dim), *_numbers(each), groups + more))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *numbers, groups in rows:
+        cells = [f"{number:>{width}}" for number, width in zip(numbers, widths[1:], strict=False)]
+        yield f"  {name:<{widths[0]}}  {'  '.join(cells)}  {groups}"
+
+
+def _numbers(each: DimPlacement) -> tuple[str, ...]:
+    return str(each.degree), str(len(each.groups)), str(each.nodes)
+
+
+def _render_group(ranks: Sequence[int]) -> str:
+    if ranks[1] - ranks[0] == 1 and len(ranks) > 2:
+        return f"{ranks[0]}-{ranks[-1]}"
+    if len(ranks) <= SHOWN_RANKS:
+        return " ".join(map(str, ranks))
+    return f"{ranks[0]} {ranks[1]} {ranks[2]} .. {ranks[-1]}"
+
+
+def _crossing_lines(placement: MeshPlacement) -> Iterator[str]:
+    """Which dims stay inside a node and which cross nodes, with what travels there."""
+    inside = [dim_name(placement.layout, each.dim) for each in placement.dims if not each.crosses]
+    if inside:
+        yield f"inside a node: {', '.join(inside)}"
+    for each in placement.dims:
+        if each.crosses:
+            name = dim_name(placement.layout, each.dim)
+            yield f"across nodes: {name} ({TRAVELS[each.dim]}), over {each.nodes} nodes"
+
+
+def _warnings(placement: MeshPlacement) -> Iterator[str]:
+    tensor = next((each for each in placement.dims if each.dim == "tp" and each.crosses), None)
+    if tensor is not None:
+        best = max(degree for degree in range(1, tensor.degree) if placement.ranks_per_node % degree == 0)
+        yield (
+            f"warning: a tp group is on {tensor.nodes} nodes, and its ranks exchange {TRAVELS['tp']}.\n"
+            f"  To do: choose a parallel.tp that divides the {_count(placement.ranks_per_node, 'rank')} of a node, "
+            f"such as {best}."
+        )
+
+
+def dim_name(layout: Layout, dim: str) -> str:
+    """What a person calls a dim: the merged one by the axes that it is made of here."""
+    if dim != SHARD:
+        return dim
+    axes = [axis for axis in ("dp_shard", "cp") if layout.degree(axis) > 1]
+    return "states over cp" if axes == ["cp"] else " x ".join(axes)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
