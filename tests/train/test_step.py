@@ -25,7 +25,7 @@ from shardway.ranks.agreement import Wishes
 from shardway.ranks.start import Ranks
 from shardway.train.loss import IGNORED, LossSum, token_cross_entropy
 from shardway.train.passes import count_rows, cut
-from shardway.train.step import StepParts, StepResult, take_step
+from shardway.train.step import Moment, StepParts, StepResult, take_step
 from trained import apply_shape, make_passes, whole
 
 SHAPE = TransformerShape(vocab=11, dim=16, layers=2, heads=2, kv_heads=1, ffn_dim=24)
@@ -86,7 +86,7 @@ def step_once(
     """One step on this rank's share."""
     passes = make_passes(applied, way.ranks, global_batch, way.accumulation)
     parts = StepParts(passes, optimizer, way.ranks, way.clip)
-    return take_step(parts, applied.call, share, loss, wishes or Wishes())
+    return take_step(parts, applied.call, share, loss, Moment(0, wishes or Wishes()))
 
 
 def filled(seed: int = 1) -> Transformer:

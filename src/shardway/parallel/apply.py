@@ -1,8 +1,8 @@
 """The one ordered function that makes a model parallel.
 
-Invariant: the order is written here and nowhere else: cut (pipeline), tensor and sequence, context, expert, recompute,
-compile, shard, materialise and initialise, replicate. The model that comes out computes the same loss whatever the
-degrees. This module must not enumerate combinations of axes: each axis is a step.
+Invariant: the order is written here and nowhere else: cut (pipeline), expert, tensor and sequence, context, recompute,
+precision, compile, shard, materialise and initialise, replicate. The model that comes out computes the same loss
+whatever the degrees. This module must not enumerate combinations of axes: each axis is a step.
 """
 
 from __future__ import annotations
@@ -19,18 +19,22 @@ from shardway.errors import UserError
 from shardway.layout import needs_sharding, stages_of_rank
 from shardway.models.contract import ModelPlan, find_init_weights, find_plan, match_modules
 from shardway.parallel.balance import connect_routers
+from shardway.parallel.compile import CompileOptions, apply_compile
 from shardway.parallel.context import Chunks, apply_context
 from shardway.parallel.cut import Stage, keep_stages, plan_cut
 from shardway.parallel.dropout import DropoutSeeds, seed_dropout
 from shardway.parallel.expert import apply_experts
+from shardway.parallel.float8 import Blocks, apply_float8
+from shardway.parallel.formats import apply_formats
 from shardway.parallel.mesh import Mesh
 from shardway.parallel.pipeline import Pipeline, hide_forward
-from shardway.parallel.precision import Precision
+from shardway.parallel.precision import Precision, formats_of
+from shardway.parallel.recompute import apply_recompute
 from shardway.parallel.replicate import broadcast_from_first, replicate
 from shardway.parallel.shard import Shards, shard
 from shardway.parallel.tensor import TensorOptions, apply_tensor
 from shardway.parallel.units import find_units
-from shardway.runfile.schema import ParallelSection
+from shardway.runfile.schema import ParallelSection, RecomputeSection
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,9 @@ class ApplyOptions:
 
     parallel: ParallelSection
     precision: Precision
-    compile: str = "off"
+    recompute: RecomputeSection = field(default_factory=RecomputeSection)
+    compile: CompileOptions = field(default_factory=CompileOptions)
+    channels_last: bool = False
     seed: int = 0
     fill: Callable[[nn.Module], None] | None = None
 
@@ -85,6 +91,8 @@ def apply_parallelism(model: nn.Module, mesh: Mesh, device: torch.device, option
         model.to(device)
         broadcast_from_first(model, mesh)
     facts = plan or ModelPlan()
+    edges = find_units(model, plan)
+    edges = [edges[0], edges[-1]] if edges else []
     stages = _cut(model, facts, mesh, options.parallel)
     names: frozenset[str] = frozenset()
     if degrees["ep"] > 1:
@@ -102,9 +110,12 @@ def apply_parallelism(model: nn.Module, mesh: Mesh, device: torch.device, option
     units = find_units(model, plan)
     part = chunks.place * degrees["tp"] + mesh.coordinate("tp") if split_sequence else chunks.place
     dropout = seed_dropout(stages, units, DropoutSeeds(options.seed, part))
-    if options.compile == "blocks":
-        for unit in units or [model]:
-            unit.compile()
+    apply_recompute(units, options.recompute)
+    for stage in stages:
+        apply_formats(stage.module, formats_of(options.precision, channels_last=options.channels_last))
+    if options.precision.float8 is not None:
+        apply_float8(Blocks(model, units, plan, edges), options.precision.float8, device)
+    apply_compile(model, units, options.compile)
     if needs_sharding(mesh.layout):
         for stage in stages:
             shard(stage.module, _pieces(stage.module, facts, units, mesh, device, options))

@@ -30,7 +30,6 @@ class Precision:
 
     autocast_dtype: torch.dtype | None
     reduce_dtype: torch.dtype
-    tf32: bool = False
     weights_dtype: torch.dtype = torch.float32
     float8: Float8Options | None = None
 
@@ -51,7 +50,6 @@ def read_precision(section: PrecisionSection) -> Precision:
     return Precision(
         _COMPUTE[section.compute],
         _FORMATS[section.reduce],
-        section.tf32,
         _FORMATS[section.weights],
         _read_float8(section) if section.compute == "float8" else None,
     )
@@ -65,12 +63,6 @@ def _read_float8(section: PrecisionSection) -> Float8Options:
         section.float8_all_gather is True,
         section.first_last,
     )
-
-
-def apply_precision(precision: Precision, device: torch.device) -> None:
-    """Set the process-wide switch for fp32 products on CUDA."""
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
 
 
 def formats_of(precision: Precision, *, channels_last: bool = False) -> Formats:

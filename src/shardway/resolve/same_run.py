@@ -19,11 +19,22 @@ FIXED_AT_RESUME = (
     *(f"data.{name}" for name in ("kind", "tokenizer", "include", "seq_len", "shuffle", "validation_fraction")),
     "train.seed",
     "optim.name",
+    "precision.weights",
 )
 """Keys whose change would make the saved weights, optimizer state or data position mean something else."""
 
 
-FREE_AT_RESUME = ("parallel", "run", "site", "train.micro_batch", "data.workers", "data.prefetch", "data.cache")
+FREE_AT_RESUME = (
+    "parallel",
+    "recompute",
+    "run",
+    "site",
+    "train.micro_batch",
+    "train.compile_cache",
+    "data.workers",
+    "data.prefetch",
+    "data.cache",
+)
 """Sections and keys that change where a run goes on elsewhere, and nothing that it computes."""
 
 

@@ -23,11 +23,12 @@ from shardway.models.contract import held_by_rank
 from shardway.parallel.replicate import average_buffers
 from shardway.ranks.agreement import Decision, Wishes
 from shardway.train.counters import Counters, read_counters
+from shardway.train.loss_scale import LossScale
 from shardway.train.machine import Facts, Phase, next_phase
 from shardway.train.passes import Passes
 from shardway.train.schedule import Course, lr_factor
 from shardway.train.session import Session, machine_facts
-from shardway.train.step import StepResult
+from shardway.train.step import Moment, StepResult
 from shardway.train.validate import Validation, validate
 
 LOOK_EVERY_S = 0.5
@@ -49,6 +50,7 @@ class LoopPlan:
     schedule: str = "constant"
     course: Course = field(default_factory=lambda: Course(1, 0, 0, 1.0))
     data_fingerprint: str = ""
+    loss_scale: LossScale | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class Loop:
         self._parts = parts
         self._counters = Counters()
         self._decision = Decision()
+        self._loss_scale = plan.loss_scale
         self._result: StepResult | None = None
         self._stream: Iterator[Batch] = iter(())
         self._peak_lrs: list[float] = []
@@ -134,6 +137,10 @@ class Loop:
         self._end("stopped", "the script left its loop")
         self._phase = Phase.END
 
+    def moment(self) -> Moment:
+        """What the step to come needs to know of where the run stands."""
+        return Moment(self._counters.samples, self.wishes(), self._loss_scale)
+
     def wishes(self) -> Wishes:
         """What this rank wants to happen after the current step."""
         now, plan = time.monotonic(), self._plan
@@ -172,6 +179,8 @@ class Loop:
         loaded = load_latest(session.directory, session.ranks, self._parts.trained)
         if loaded is not None:
             self._counters = read_counters(loaded.numbers)
+            if self._loss_scale is not None and "loss_scale" in loaded.numbers:
+                self._loss_scale = self._loss_scale.with_numbers(loaded.numbers["loss_scale"])
             self._check_goes_on(str(loaded.numbers.get("data", "")))
         session.recorder.begin(
             self._counters.step,
@@ -227,6 +236,8 @@ class Loop:
         session, started = self._session, time.perf_counter()
         average_buffers(self._parts.trained.model, session.mesh)
         numbers = {**self._counters.as_numbers(), "data": self._plan.data_fingerprint}
+        if self._loss_scale is not None:
+            numbers["loss_scale"] = self._loss_scale.as_numbers()
         saved = save_checkpoint(session.directory, session.ranks, self._parts.trained, self._counters.step, numbers)
         self._saved_at = time.monotonic()
         if saved is not None:
@@ -269,9 +280,14 @@ class Loop:
     def _close_step(self, step: _OpenStep, result: StepResult) -> None:
         self._open_step = None
         self._decision = result.decision
+        self._loss_scale = result.loss_scale
         self._counters = self._counters.after(self._plan.global_batch, result.targets)
         self._record(result, step.batch, step.lr, time.perf_counter() - step.started)
-        if result.targets and not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+        if (
+            result.targets
+            and not result.skipped
+            and not (math.isfinite(result.loss) and math.isfinite(result.grad_norm))
+        ):
             self._refuse_weights(result)
 
     def _refuse_weights(self, result: StepResult) -> None:
@@ -298,6 +314,8 @@ class Loop:
             "samples_per_s": plan.global_batch / seconds,
             "seconds": seconds,
         }
+        if result.loss_scale is not None:
+            facts |= {"skipped": result.skipped, "loss_scale": result.loss_scale.scale}
         record_ids = self._session.resolved.values.data.record_ids
         self._session.recorder.step(facts, [int(i) for i in batch.ids] if record_ids else None)
         self._session.recorder.status(step=step, loss=result.loss)

@@ -27,13 +27,16 @@ from shardway.checkpoint.state import Trained
 from shardway.data.sources.base import Source
 from shardway.errors import Bug, UserError
 from shardway.parallel.apply import ApplyOptions, ParallelModel, apply_parallelism
+from shardway.parallel.compile import CompileOptions
 from shardway.resolve import DataFacts, Resolved, scale_of
 from shardway.resolve.request import Request
 from shardway.rundir.directory import RunDir
 from shardway.runfile.load import DEFAULT
+from shardway.runfile.schema import PrecisionSection
 from shardway.train.feed import Loader, training_batches
 from shardway.train.loop import Loop, LoopParts, LoopPlan
 from shardway.train.loss import LossSum
+from shardway.train.loss_scale import LossScale
 from shardway.train.passes import Passes, Portions
 from shardway.train.schedule import Course
 from shardway.train.session import Session, open_session
@@ -92,7 +95,14 @@ class Run:
         Raises UserError where the model cannot be split or filled.
         """
         values = self.resolved.values
-        options = ApplyOptions(values.parallel, self._session.precision, values.train.compile, values.train.seed)
+        options = ApplyOptions(
+            parallel=values.parallel,
+            precision=self._session.precision,
+            recompute=values.recompute,
+            compile=CompileOptions(values.train.compile),
+            channels_last=values.train.channels_last,
+            seed=values.train.seed,
+        )
         self._parallel = apply_parallelism(model, self._session.mesh, self.device, options)
         return self._parallel.call
 
@@ -166,8 +176,7 @@ class Run:
         clip = self.resolved.values.optim.clip
         limit = None if clip == "off" or self._is_left_alone("optim.clip") else float(clip)
         parts = StepParts(self._passes_made, self._optimizer, self._session.ranks, limit)
-        position = self._loop.counters.samples
-        result = take_step(parts, model, batch, loss_fn, self._loop.wishes(), position)
+        result = take_step(parts, model, batch, loss_fn, self._loop.moment())
         self._loop.note(result)
         return result.loss
 
@@ -208,6 +217,7 @@ class Run:
             schedule="constant" if constant else values.optim.schedule,
             course=Course(derived.total_steps, warmup_steps, derived.decay_steps, values.optim.final_lr),
             data_fingerprint=loader.fingerprint,
+            loss_scale=_loss_scale_of(values.precision) if self._session.precision.scales_loss else None,
         )
 
 
@@ -233,6 +243,12 @@ def start(
         run = Run(session)
         yield run
         run.close()
+
+
+def _loss_scale_of(section: PrecisionSection) -> LossScale:
+    return LossScale(
+        section.loss_scale, section.loss_scale_growth, section.loss_scale_backoff, section.loss_scale_interval
+    )
 
 
 def _has_effect_on_own_model(dotted: str) -> bool:

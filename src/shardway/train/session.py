@@ -25,7 +25,8 @@ from shardway.errors import JobError, ShardwayError, render_reason
 from shardway.hardware.facts import render_machine
 from shardway.hardware.probe import probe_machine
 from shardway.parallel.mesh import Mesh, build_mesh
-from shardway.parallel.precision import Precision, apply_precision, read_precision
+from shardway.parallel.precision import Precision, read_precision
+from shardway.parallel.switches import apply_backend_switches
 from shardway.ranks.launcher import find_placement
 from shardway.ranks.signals import SignalWatch
 from shardway.ranks.start import Ranks, StartOptions, start_ranks
@@ -98,9 +99,7 @@ def hold_session(resolution: Resolution, ranks: Ranks) -> Iterator[Session]:
     """The session of a resolved run on ranks that have started; they are left as they are when it ends."""
     values, directory = resolution.resolved.values, resolution.directory
     precision = read_precision(values.precision)
-    apply_precision(precision, ranks.device)
-    if values.train.deterministic:
-        torch.use_deterministic_algorithms(True)
+    apply_backend_switches(values, ranks.device)
     with contextlib.ExitStack() as stack:
         ranks.together(lambda: _take_directory(resolution, stack) if ranks.is_first else None)
         recorder = Recorder(directory, ranks, every_rank=values.data.record_ids)

@@ -7,17 +7,20 @@ fetch data, write files or decide what comes next.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardway.parallel.balance import balance
+from shardway.parallel.float8 import compute_scales
 from shardway.parallel.gradients import own_squares, scale_gradients
 from shardway.parallel.tensor import sum_partial_gradients
 from shardway.ranks.agreement import Decision, Wishes, read_decision
 from shardway.ranks.start import Ranks
+from shardway.train.loss_scale import LossScale
 from shardway.train.passes import SUMS, Loss, Passes
 
 
@@ -32,43 +35,79 @@ class StepParts:
 
 
 @dataclass(frozen=True)
+class Moment:
+    """When a step happens: samples consumed before it, what this rank wishes, and the loss scale (None: no fp16)."""
+
+    position: int = 0
+    wishes: Wishes = field(default_factory=Wishes)
+    loss_scale: LossScale | None = None
+
+
+@dataclass(frozen=True)
 class StepResult:
-    """Numbers of a finished step, the same on every rank: mean loss, norm of its gradient before clipping, targets."""
+    """Numbers of a finished step, the same on every rank: mean loss, norm of its gradient before clipping, targets.
+
+    `skipped`: fp16 gradients overflowed on some rank, and no rank changed its weights.
+    """
 
     loss: float
     grad_norm: float
     targets: float
     decision: Decision
+    skipped: bool = False
+    loss_scale: LossScale | None = None
 
 
-def take_step(
-    parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, wishes: Wishes, position: int = 0
-) -> StepResult:
+def take_step(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, moment: Moment) -> StepResult:
     """Forward, backward and update for this rank's share of a global batch.
 
     `batch` is a pair (inputs, targets), for which `loss_fn(model(inputs), targets)` is called, or any other tree of
-    tensors, for which `loss_fn(model, batch)` is. All tensors have the samples in dim 0. `position` is how many
-    samples the run has consumed before.
+    tensors, for which `loss_fn(model, batch)` is. All tensors have the samples in dim 0. Raises JobError where an
+    fp16 loss cannot be scaled.
     """
     passes, ranks, optimizer = parts.passes, parts.ranks, parts.optimizer
-    parallel, device = passes.parallel, ranks.device
+    parallel, scale = passes.parallel, moment.loss_scale
     with ranks.contact("during a step"):
-        sums = passes.train(model, batch, loss_fn, position=position)
+        factor_of_loss = scale.scale if scale is not None else 1.0
+        sums = passes.train(model, batch, loss_fn, position=moment.position, loss_scale=factor_of_loss)
         if parallel.partial:
             sum_partial_gradients(parallel.module, parallel.partial, parallel.mesh.group("tp"))
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        squares = own_squares(parameters, parallel.mesh, device)
-        wished = torch.tensor(wishes.as_numbers(), dtype=torch.float64, device=device)
-        vector = ranks.sum(torch.cat([sums, squares[None], wished]))
-        scale = _samples_per_target(vector[1], passes.portions.global_batch)
-        norm = vector[SUMS].sqrt() * scale
-        factor = scale if parts.clip is None else scale * torch.clamp(parts.clip / (norm + 1e-6), max=1.0)
-        scale_gradients(parameters, factor)
-        optimizer.step()
+        vector = ranks.sum(_own_vector(sums, parameters, passes, moment.wishes))
+        overflow = scale is not None and not math.isfinite(float(vector[SUMS]))
+        norm = vector[SUMS].sqrt() * _samples_per_target(vector[1], passes.portions.global_batch) / factor_of_loss
+        if not overflow:
+            _scale(parameters, vector, norm, parts, factor_of_loss)
+            optimizer.step()
+            compute_scales(parallel.module, passes.precision.float8)
         optimizer.zero_grad(set_to_none=True)
         balance(passes.routers, parallel.mesh)
         total, targets, _, _, _, *wanted = vector.tolist()
-    return StepResult(total / targets if targets else float("nan"), float(norm), targets, read_decision(wanted))
+    return StepResult(
+        loss=total / targets if targets else float("nan"),
+        grad_norm=float(norm),
+        targets=targets,
+        decision=read_decision(wanted),
+        skipped=overflow,
+        loss_scale=scale.after(overflow) if scale is not None else None,
+    )
+
+
+def _own_vector(sums: torch.Tensor, parameters: list[nn.Parameter], passes: Passes, wishes: Wishes) -> torch.Tensor:
+    """What this rank adds to the sum over all: [SUMS], squares of gradients, wishes."""
+    squares = own_squares(parameters, passes.parallel.mesh, sums.device)
+    wished = torch.tensor(wishes.as_numbers(), dtype=torch.float64, device=sums.device)
+    return torch.cat([sums, squares[None], wished])
+
+
+def _scale(
+    parameters: list[nn.Parameter], vector: torch.Tensor, norm: torch.Tensor, parts: StepParts, factor_of_loss: float
+) -> None:
+    """Bring gradients from the mean over samples to that over targets, undo the loss scale, and clip: in one pass."""
+    factor = _samples_per_target(vector[1], parts.passes.portions.global_batch) / factor_of_loss
+    if parts.clip is not None:
+        factor = factor * torch.clamp(parts.clip / (norm + 1e-6), max=1.0)
+    scale_gradients(parameters, factor)
 
 
 def _samples_per_target(targets: torch.Tensor, global_batch: int) -> torch.Tensor:
