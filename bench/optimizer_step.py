@@ -2,8 +2,9 @@
 
     python bench/optimizer_step.py [--ranks 2] [--rounds 15] [--dim 512] [--layers 8]
 
-Ranks are gloo processes with one thread each; gradients are made up. All optimizers take turns in each round, so that
-whatever else the machine does meets all of them. The figure is the median time of a step on rank 0.
+Ranks are gloo processes with one thread each; gradients are made up, and all optimizers take turns in each round. The
+figure is the median CPU time of a step on rank 0: other processes of the machine do not count, nor does waiting for
+the other ranks.
 """
 
 from __future__ import annotations
@@ -70,12 +71,12 @@ def build_all(model: torch.nn.Module) -> dict[str, torch.optim.Optimizer]:
     return {**theirs, **ours}
 
 
-def time_s(step: Callable[[], object]) -> float:
-    """Seconds of one step that all ranks start together."""
+def measure_s(step: Callable[[], object]) -> float:
+    """CPU seconds of one step that all ranks start together."""
     dist.barrier()
-    start = time.perf_counter()
+    start = time.process_time()
     step()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def run_rank(rank: int, setting: Setting, store: str) -> None:
@@ -88,7 +89,7 @@ def run_rank(rank: int, setting: Setting, store: str) -> None:
     times: dict[str, list[float]] = {name: [] for name in optimizers}
     for _ in range(setting.rounds + 1):
         for name, optimizer in optimizers.items():
-            times[name].append(time_s(optimizer.step))
+            times[name].append(measure_s(optimizer.step))
     if rank == 0:
         held = sum(parameter.to_local().numel() for parameter in model.parameters())  # type: ignore[attr-defined]
         print(f"{held / 1e6:.1f} M parameters a rank, {setting.ranks} ranks, torch {torch.__version__}")

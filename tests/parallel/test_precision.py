@@ -25,7 +25,6 @@ def read(**keys: Any) -> Precision:
     ("keys", "expected"),
     [
         ({}, Precision(None, torch.float32)),
-        ({"tf32": True}, Precision(None, torch.float32, tf32=True)),
         ({"compute": "bf16", "reduce": "bf16"}, Precision(torch.bfloat16, torch.bfloat16)),
         (
             {"compute": "bf16", "weights": "bf16"},

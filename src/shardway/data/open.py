@@ -17,6 +17,7 @@ from shardway.data.sources.synthetic import open_synthetic
 from shardway.data.sources.text import open_text
 from shardway.data.sources.tokens import open_tokens
 from shardway.resolve import DataFacts
+from shardway.resolve.applies import TOKEN_MODELS
 from shardway.runfile.schema import DataSection, RunFile
 
 _GIVES: dict[str, tuple[Wants, ...]] = {
@@ -50,7 +51,7 @@ class Data:
 
 def wants_of(model_kind: str) -> Wants:
     """Whether a model takes tokens or images."""
-    return "tokens" if model_kind == "transformer" else "images"
+    return "tokens" if model_kind in TOKEN_MODELS else "images"
 
 
 def open_described(values: RunFile) -> Data:

@@ -29,7 +29,7 @@ from shardway.layout import EXPERT_SHARD, SHARD, Layout, layout_of, needs_shardi
 from shardway.plan.weights import Weight, held_elements, rank_stages, transformer_weights, weights_of_rank
 from shardway.runfile.schema import ModelSection, ParallelSection
 
-Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "receive", "broadcast"]
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "receive"]
 
 WORLD = "world"
 """The dim of all ranks together."""
@@ -95,7 +95,6 @@ def estimate_sent_bytes(message: Message, ranks: int) -> float:
         "all_to_all": share,
         "send": 1,
         "receive": 0,
-        "broadcast": 1,
     }
     return message.payload_bytes * factors[message.kind]
 
@@ -244,9 +243,10 @@ def _context(view: _View) -> Iterator[Message]:
     numbers = view.times(view.blocks * 2 * view.tokens * _kv_features(view))
     payload, gradients = numbers * view.work.activation_bytes, numbers * max(4, view.work.activation_bytes)
     if view.parallel.cp_method == "ring":
-        for kind in ("send", "receive"):
-            yield Message(kind, "cp", "keys and values", 2 * (ranks - 1) * payload)  # type: ignore[arg-type]
-            yield Message(kind, "cp", "gradients of keys and values", ranks * gradients)  # type: ignore[arg-type]
+        ways: tuple[Kind, ...] = ("send", "receive")
+        for kind in ways:
+            yield Message(kind, "cp", "keys and values", 2 * (ranks - 1) * payload)
+            yield Message(kind, "cp", "gradients of keys and values", ranks * gradients)
     else:
         yield Message("all_gather", "cp", "keys and values", 2 * payload)
         yield Message("reduce_scatter", "cp", "gradients of keys and values", ranks * gradients)

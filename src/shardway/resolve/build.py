@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import cast
 
 from shardway.errors import Problem, check_no_problems
+from shardway.resolve.applies import TOKEN_MODELS
 from shardway.resolve.draft import Draft
 from shardway.resolve.resolved import Circumstances, DataFacts, Derived, Resolved
 from shardway.resolve.rules import RULES
@@ -59,7 +60,7 @@ def _derive(draft: Draft) -> Derived:
 def resolve_with_data(resolved: Resolved, facts: DataFacts) -> Resolved:
     """Settle what only the opened data can: vocabulary, and spans in steps. Raises UserError."""
     values, origins, problems = resolved.values, dict(resolved.origins), []
-    if values.model.kind == "transformer" and facts.vocab is not None:
+    if values.model.kind in TOKEN_MODELS and facts.vocab is not None:
         if values.model.vocab == "auto":
             model = values.model.model_copy(update={"vocab": facts.vocab})
             values = values.model_copy(update={"model": model})

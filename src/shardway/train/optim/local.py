@@ -1,8 +1,7 @@
 """The base of our optimizers: each rank updates what it holds, whatever mesh that belongs to.
 
-Invariant: an update that takes each element by itself needs no communication, and no kernel sees a DTensor: those of
-torch refuse parameters of several meshes in one call, and their dispatch costs more than the update of a small
-parameter. This module must not know a formula.
+Invariant: an update that takes each element by itself needs no communication, and no kernel sees a DTensor: torch
+refuses DTensors of several meshes, or beside plain tensors, in one call. This module must not know a formula.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class LocalOptimizer(torch.optim.Optimizer):
         super().__init__(groups, defaults)
         self._numerics = numerics
         self._offsets: dict[torch.Tensor, tuple[int, ...]] = {}
-        self.register_load_state_dict_post_hook(LocalOptimizer._restore_formats)
+        self.register_load_state_dict_post_hook(self._restore_formats)
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """The states of a group's parameters that have one number an element, at most two."""
@@ -121,12 +120,10 @@ class LocalOptimizer(torch.optim.Optimizer):
             self._offsets[parameter] = held_part(parameter, f"of shape {tuple(parameter.shape)}").offset
         return self._offsets[parameter]
 
-    @staticmethod
-    def _restore_formats(optimizer: torch.optim.Optimizer) -> None:
+    def _restore_formats(self, _: torch.optim.Optimizer) -> None:
         """Put states back into their own format: torch casts what it loads to that of the parameter."""
-        assert isinstance(optimizer, LocalOptimizer)
-        dtype = optimizer._numerics.state_dtype
-        for group in optimizer.param_groups if dtype is not None else ():
+        dtype = self._numerics.state_dtype
+        for group in self.param_groups if dtype is not None else ():
             for parameter in group["params"]:
-                state = optimizer.state.get(parameter, {})
-                state.update({name: state[name].to(dtype) for name in optimizer.state_names(group) if name in state})
+                state = self.state.get(parameter, {})
+                state.update({name: state[name].to(dtype) for name in self.state_names(group) if name in state})

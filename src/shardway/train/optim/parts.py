@@ -13,6 +13,8 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from shardway.errors import Bug
+
 
 @dataclass(frozen=True)
 class Part:
@@ -51,7 +53,8 @@ Kernel = Callable[[Sequence[Part]], None]
 def local_gradient(parameter: torch.Tensor) -> torch.Tensor:
     """The gradient of the elements that this rank holds of a parameter."""
     gradient = parameter.grad
-    assert gradient is not None
+    if gradient is None:
+        raise Bug(f"a parameter of shape {tuple(parameter.shape)} has no gradient and is updated")
     if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
         return gradient
     if gradient.placements != parameter.placements:  # plain DTensor operators may leave it a sum over ranks
