@@ -16,6 +16,9 @@ from pool import ranks
 from traffic_tracer import CollectiveTracer, Sent
 
 BOTH = (0, 1)
+# torch 2.13 renamed them.
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @ranks(2)
@@ -23,8 +26,8 @@ def test_each_kind_by_its_payload(rank: int) -> None:
     whole, part = torch.ones(6), torch.ones(3)
     with CollectiveTracer() as tracer:
         dist.all_reduce(whole.clone())
-        dist.all_gather_into_tensor(whole, part)
-        dist.reduce_scatter_tensor(part, whole)
+        ALL_GATHER(whole, part)
+        REDUCE_SCATTER(part, whole)
         dist.all_to_all_single(torch.empty(6), whole)
         if rank == 0:
             dist.send(part, 1)

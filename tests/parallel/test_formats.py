@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from small_stack import build_stack
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from pool import ranks
 from shardway.parallel.formats import Formats, apply_formats
+from shardway.parallel.split import split_parameter
 
 
 def image_model() -> nn.Sequential:
@@ -30,6 +34,24 @@ def test_bf16_weights_round_once_and_batch_norms_keep_fp32() -> None:
     assert {name for name, dtype in formats.items() if dtype == torch.float32} == {"1.weight", "1.bias"}
     assert torch.equal(model[0].weight, plain[0].weight.bfloat16())
     assert {buffer.dtype for buffer in model.buffers()} == {torch.float32, torch.int64}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@ranks(2)
+def test_split_weights_are_cast_too(rank: int, device: str) -> None:
+    """Such as another axis has made; one that two modules share stays one."""
+    grid = init_device_mesh("cpu", (2,))
+    with torch.device(device):
+        model = nn.Sequential(nn.Linear(4, 2), nn.Linear(4, 2))
+    split_parameter(model, "0.weight", grid, [0])
+    model[1].weight = model[0].weight
+    expected = model[0].weight.to_local().bfloat16()
+    apply_formats(model, Formats(weights=torch.bfloat16))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model[1].weight is model[0].weight
+    assert isinstance(model[0].weight, nn.Parameter)
+    assert model[0].weight.to_local().dtype == torch.bfloat16
+    assert device == "meta" or torch.equal(model[0].weight.to_local(), expected)
 
 
 def test_inputs_are_cast_and_whole_numbers_are_not() -> None:

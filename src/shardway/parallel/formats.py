@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -41,8 +42,13 @@ def apply_formats(model: nn.Module, formats: Formats) -> None:
 def _cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
     norms = {p for module in model.modules() if isinstance(module, _BATCH_NORMS) for p in module.parameters()}
     for parameter in model.parameters():
-        if parameter.is_floating_point() and parameter not in norms:
-            parameter.data = parameter.data.to(dtype)
+        if not parameter.is_floating_point() or parameter in norms:
+            continue
+        cast = parameter.detach().to(dtype)
+        if isinstance(parameter, DTensor):  # its `.data` takes another dtype without a word and keeps its own
+            torch.utils.swap_tensors(parameter, nn.Parameter(cast, parameter.requires_grad))
+        else:
+            parameter.data = cast
 
 
 @dataclass(frozen=True)

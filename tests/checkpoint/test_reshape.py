@@ -1,0 +1,132 @@
+"""A checkpoint of one layout is a checkpoint of every other: same bits after loading, and the curve goes on."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from drawn_layouts import MODELS, SMALL, Drawn, draw_layouts
+from pool import ranks
+from runs import pool_ranks, read_column, train_alone, train_tiny, worst_difference
+from shardway.checkpoint.save import save_checkpoint
+from shardway.checkpoint.state import Trained
+from shardway.rundir.directory import RunDir
+from shardway.train.run import Run
+
+pytestmark = pytest.mark.slow
+
+SAVED, ALL = 4, 8
+STEPS = (f"train.steps={ALL}", "optim.schedule=constant", "checkpoint.every=100 steps")
+LAYOUTS = draw_layouts(160)
+
+
+def draw_pairs(world: int, count: int) -> list[tuple[Drawn, Drawn]]:
+    """Pairs of different layouts of one model on `world` ranks, the same in every session."""
+    dice = random.Random(world)
+    pairs: list[tuple[Drawn, Drawn]] = []
+    while len(pairs) < count:
+        model = dice.choice(list(MODELS))
+        fitting = [drawn for drawn in LAYOUTS if (drawn.world, drawn.model) == (world, model)]
+        if len(fitting) > 1:
+            first, second = dice.sample(fitting, 2)
+            if (first, second) not in pairs and first.parallel != second.parallel:
+                pairs.append((first, second))
+    return pairs
+
+
+def of_world(world: int, count: int) -> pytest.MarkDecorator:
+    pairs = draw_pairs(world, count)
+    return pytest.mark.parametrize(("before", "after"), pairs, ids=[f"{a} -> {b}" for a, b in pairs])
+
+
+def read_whole(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint but the random states, whole, by name."""
+    entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors: dict[str, Any] = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata) and not name.startswith("random")
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it loads in one process is meant
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    return tensors
+
+
+def only_checkpoint(directory: Path) -> Path:
+    run = RunDir(directory)
+    return run.checkpoint_path(run.checkpoint_steps()[0])
+
+
+def save_at_start(copy: Path, run: Run, step: int) -> None:
+    """Before the first step after a resume: save what was loaded, elsewhere."""
+    if step == SAVED + 1:
+        directory = RunDir(copy)
+        run.session.ranks.together(lambda: directory.create() if run.is_first else None)
+        assert run._parallel is not None
+        save_checkpoint(directory, run.session.ranks, Trained(run._parallel.module, run._optimizer), SAVED, {})
+
+
+def stop_after_save(run: Run, step: int) -> None:
+    """Ask for a stop, and so for a save, in the last step of the first part."""
+    if step == SAVED and run.is_first:
+        run.directory.request_stop("test")
+        assert run._loop is not None
+        run._loop._looked_at = 0.0
+
+
+def check_pair(rank: int, folder: Path, before: Drawn, after: Drawn) -> None:
+    train_alone(rank, folder / "alone", *before.alone, *STEPS, base=SMALL)
+    train_tiny(folder / "run", pool_ranks(), *before.overrides, *STEPS, base=SMALL, before_step=stop_after_save)
+    if rank == 0:
+        shutil.copytree(only_checkpoint(folder / "run"), folder / "saved")
+    dist.barrier()
+    train_tiny(
+        folder / "run",
+        pool_ranks(),
+        *after.overrides,
+        *STEPS,
+        base=SMALL,
+        before_step=lambda run, step: save_at_start(folder / "copy", run, step),
+    )
+    if rank == 0:
+        saved, loaded = read_whole(folder / "saved"), read_whole(only_checkpoint(folder / "copy"))
+        assert saved.keys() == loaded.keys()
+        assert any(name.startswith("optimizer.state") for name in saved)
+        different = [name for name, tensor in saved.items() if not torch.equal(loaded[name], tensor)]
+        assert not different
+        losses = read_column(folder / "run")
+        assert len(losses) == ALL
+        assert worst_difference(losses, read_column(folder / "alone")) < 1e-5
+
+
+@of_world(2, 8)
+@ranks(2)
+def test_two_ranks(rank: int, tmp_path: Path, before: Drawn, after: Drawn) -> None:
+    check_pair(rank, tmp_path, before, after)
+
+
+@of_world(4, 26)
+@ranks(4, timeout_s=120.0)
+def test_four_ranks(rank: int, tmp_path: Path, before: Drawn, after: Drawn) -> None:
+    check_pair(rank, tmp_path, before, after)
+
+
+@of_world(8, 6)
+@ranks(8, timeout_s=240.0)
+def test_eight_ranks(rank: int, tmp_path: Path, before: Drawn, after: Drawn) -> None:
+    check_pair(rank, tmp_path, before, after)
+
+
+def test_forty_pairs_are_drawn() -> None:
+    pairs = {pair for world, count in ((2, 8), (4, 26), (8, 6)) for pair in draw_pairs(world, count)}
+    assert len(pairs) >= 40
