@@ -5,8 +5,7 @@ Invariant: a verb that takes a run takes it in the same words as every other. Th
 
 from __future__ import annotations
 
-import os
-import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,26 +30,12 @@ RunArgument = Annotated[
     Path | None, typer.Argument(metavar="[RUN_DIR]", help="A run directory, or a folder of them (default: runs).")
 ]
 
-_OVERRIDE = re.compile(r"[A-Za-z_]+\.[A-Za-z0-9_.]+\s*=")
-
 
 def read_request(words: list[str] | None, directory: Path | None, fresh: bool = False) -> Request:
     """The request in the words of a command line. Raises UserError where they name two run files."""
-    from shardway.resolve.request import Request
+    from shardway.resolve.request import parse_words
 
-    overrides = tuple(word for word in words or [] if _is_override(word))
-    files = [word for word in words or [] if not _is_override(word)]
-    if len(files) > 1:
-        raise UserError(
-            f"a run has one run file, and {len(files)} words could be one: {', '.join(files)}.\n"
-            "  allowed: at most one path, and section.key=value for each key to set, such as train.steps=500"
-        )
-    return Request(Path(files[0]) if files else None, overrides, directory, fresh)
-
-
-def _is_override(word: str) -> bool:
-    """Also `steps=500`, which lacks its section and shall be told so, unless there is a file of that name."""
-    return bool(_OVERRIDE.match(word)) or ("=" in word and not os.path.exists(word))
+    return replace(parse_words(words or []), directory=directory, fresh=fresh)
 
 
 def find_run(path: Path | None) -> RunDir:

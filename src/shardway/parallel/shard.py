@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard
 
 from shardway.errors import UserError
 from shardway.layout import EXPERT_SHARD, SHARD
+from shardway.models.contract import held_by_rank
 from shardway.parallel.mesh import Mesh
 from shardway.parallel.precision import Precision
 from shardway.runfile.schema import ParallelSection
@@ -100,8 +101,8 @@ def _offload(shards: Shards) -> OffloadPolicy:
 
 
 def _dim_to_shard(parameter: nn.Parameter, degree: int) -> int:
-    """Experts first; where there are fewer of them than ranks, the last dim."""
-    return 0 if parameter.shape[0] >= degree else parameter.dim() - 1
+    """Experts first; where fewer of them are left after the expert axis than there are ranks, the last dim."""
+    return 0 if held_by_rank(parameter).shape[0] >= degree else parameter.dim() - 1
 
 
 def _add_up(model: nn.Module) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from shardway.layout import layout_of
-from shardway.plan.weights import Weight, held_elements, weights_of_rank
+from shardway.plan.weights import Weight, allotted_elements, held_elements, weights_of_rank
 from shardway.runfile.schema import ParallelSection
 
 OPTIMIZER_STATES: Mapping[str, int] = MappingProxyType({"adamw": 2, "sgd": 1})
@@ -53,9 +53,12 @@ def estimate_states(
     blocks: Sequence[int] = (),
     formats: StateFormats | None = None,
 ) -> StateBytes:
-    """The bytes on a rank of a resolved layout; with a pipeline, `blocks` gives the number of blocks of each stage."""
+    """The bytes on a rank of a resolved layout; with a pipeline, `blocks` gives the number of blocks of each stage.
+
+    FSDP2 pads the parts of parameters and gradients to equal sizes, and the optimizer takes them without that.
+    """
     formats, layout = formats or StateFormats(), layout_of(parallel)
     held = weights if parallel.pp == 1 else weights_of_rank(weights, parallel, blocks, rank)
+    allotted = sum(allotted_elements(weight, layout) for weight in held) * formats.weight_bytes
     elements = sum(held_elements(weight, layout, rank) for weight in held)
-    own = elements * formats.weight_bytes
-    return StateBytes(own, own, elements * formats.states * formats.state_bytes)
+    return StateBytes(allotted, allotted, elements * formats.states * formats.state_bytes)

@@ -109,6 +109,13 @@ def held_elements(weight: Weight, layout: Layout, rank: int) -> int:
     return weight.shard_elements(layout, layout.coordinate(rank, weight.shard_axis(layout)))
 
 
+def allotted_elements(weight: Weight, layout: Layout) -> int:
+    """The same with what shards are padded to, for which every rank has memory."""
+    if not needs_sharding(layout):
+        return math.prod(weight.shape_before_sharding(layout))
+    return weight.shard_elements(layout)
+
+
 def _list_weights(model: ModelSection) -> Iterator[Weight]:
     vocab, dim = int(model.vocab), model.dim
     yield Weight("embedding.weight", (vocab, dim), split=0)

@@ -15,7 +15,7 @@ from shardway.errors import Problem, check_no_problems
 from shardway.resolve.applies import TOKEN_MODELS
 from shardway.resolve.draft import Draft
 from shardway.resolve.resolved import Circumstances, DataFacts, Derived, Resolved
-from shardway.resolve.rules import RULES
+from shardway.resolve.rules import OF_WHAT_IS_DESCRIBED, RULES
 from shardway.resolve.rules.layout import replicas_of
 from shardway.resolve.rules.run import a_run_without_a_name_is_called_after_its_file
 from shardway.runfile.load import DEFAULT, Loaded
@@ -27,7 +27,8 @@ def resolve(loaded: Loaded, circumstances: Circumstances) -> Resolved:
     draft = Draft(loaded, circumstances)
     name = loaded.path.stem if loaded.path else "default"
     for rule in (a_run_without_a_name_is_called_after_its_file(name), *RULES):
-        rule(draft)
+        if not (circumstances.own_model and rule in OF_WHAT_IS_DESCRIBED):
+            rule(draft)
     resolved = draft.finish(_derive(draft)) if not draft.problems else None
     spans = _spans_without_data(resolved) if resolved else None
     check_no_problems(_title(loaded), [*draft.problems, *(spans.find_problems() if spans else [])])

@@ -6,6 +6,9 @@ itself. The only module of this room that reads files; it must not write any.
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,14 +23,38 @@ from shardway.runfile.load import Loaded, load_run
 from shardway.sites.load import load_site
 
 
+_OVERRIDE = re.compile(r"[A-Za-z_]+\.[A-Za-z0-9_.]+\s*=")
+
+
 @dataclass(frozen=True)
 class Request:
-    """A run file (None: the default run), `key.path=value` overrides, the run directory (None: root/name)."""
+    """A run file (None: the default run), `key.path=value` overrides, the run directory (None: root/name).
+
+    A script with its `own_model` is not held to what [model] and [data] say, and its directory is a default.
+    """
 
     run_file: Path | None = None
     overrides: tuple[str, ...] = ()
     directory: Path | None = None
     fresh: bool = False
+    own_model: bool = False
+
+
+def parse_words(words: Sequence[str]) -> Request:
+    """The request in words such as `run.toml train.steps=500`. Raises UserError where they name two run files."""
+    overrides = tuple(word for word in words if _is_override(word))
+    files = [word for word in words if not _is_override(word)]
+    if len(files) > 1:
+        raise UserError(
+            f"a run has one run file, and {len(files)} words could be one: {', '.join(files)}.\n"
+            "  allowed: at most one path, and section.key=value for each key to set, such as train.steps=500"
+        )
+    return Request(Path(files[0]) if files else None, overrides)
+
+
+def _is_override(word: str) -> bool:
+    """Also `steps=500`, which lacks its section and shall be told so, unless there is a file of that name."""
+    return bool(_OVERRIDE.match(word)) or ("=" in word and not os.path.exists(word))
 
 
 @dataclass(frozen=True)
@@ -52,7 +79,9 @@ class Resolution:
 
 def resolve_request(request: Request, ranks: int = 1, ranks_per_node: int = 1) -> Resolution:
     """Read and resolve. Raises UserError with every problem."""
-    loaded = _placed(load_run(request.run_file, request.overrides), request.directory)
+    loaded = load_run(request.run_file, request.overrides)
+    if request.directory is not None:
+        loaded = _place(loaded, request.directory, by_default=request.own_model)
     machine = probe_machine()
     site = load_site(loaded.values.site.name, lambda: machine)
     circumstances = Circumstances(
@@ -62,6 +91,7 @@ def resolve_request(request: Request, ranks: int = 1, ranks_per_node: int = 1) -
         accelerators=len(machine.accelerators),
         site=site.name,
         hf=_facts_of(loaded.values.model.hf),
+        own_model=request.own_model,
     )
     return Resolution(request, loaded, resolve(loaded, circumstances))
 
@@ -71,12 +101,17 @@ def _facts_of(hf: str) -> ModelFacts | None:
     return read_facts(locate_model(hf, weights=False)) if hf else None
 
 
-def _placed(loaded: Loaded, directory: Path | None) -> Loaded:
-    """The run with the directory of `--dir` as its root and name, so that `resolved.toml` leads back to it."""
-    if directory is None:
-        return loaded
+def _place(loaded: Loaded, directory: Path, *, by_default: bool) -> Loaded:
+    """The run with a directory as its root and name, so that `resolved.toml` leads back to it.
+
+    That of `--dir` wins over the keys; that of a script stands where nothing sets them.
+    """
     path = directory.expanduser()
     path = path if path.name not in ("", "..") else path.resolve()
     if not path.name:
         raise UserError(f"the run directory {directory} is the root of the file system; name a folder in it.")
-    return loaded.with_value("run.root", str(path.parent), "--dir").with_value("run.name", path.name, "--dir")
+    origin = "shardway.start(directory=...)" if by_default else "--dir"
+    for dotted, value in (("run.root", str(path.parent)), ("run.name", path.name)):
+        put: Callable[[str, str, str], Loaded] = loaded.with_default if by_default else loaded.with_value
+        loaded = put(dotted, value, origin)
+    return loaded

@@ -25,6 +25,8 @@ class Circumstances:
     site: str = "laptop"
     hf: ModelFacts | None = None
     """What the config of model.hf says, where there is one."""
+    own_model: bool = False
+    """Whether a script brings its own model and data, so that [model] and [data] describe nothing."""
 
 
 @dataclass(frozen=True)

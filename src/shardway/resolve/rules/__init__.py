@@ -10,6 +10,7 @@ from shardway.resolve.draft import Rule
 from shardway.resolve.rules.axes import (
     a_model_splits_along_the_axes_it_is_made_for,
     a_sequence_splits_into_equal_parts,
+    experts_split_evenly,
     experts_split_over_the_ranks_that_share_the_states,
     gathered_weights_are_kept_over_a_part_of_the_ranks,
     key_value_heads_split_or_are_repeated,
@@ -106,6 +107,7 @@ RULES: tuple[Rule, ...] = (
     key_value_heads_split_or_are_repeated,
     a_sequence_splits_into_equal_parts,
     experts_split_over_the_ranks_that_share_the_states,
+    experts_split_evenly,
     gathered_weights_are_kept_over_a_part_of_the_ranks,
     only_plain_copies_compress_their_gradients,
     only_shared_states_are_kept_in_cpu_memory,
@@ -130,3 +132,31 @@ RULES: tuple[Rule, ...] = (
     a_pipeline_compiles_blocks,
     a_memory_budget_needs_the_compiler,
 )
+
+OF_WHAT_IS_DESCRIBED: frozenset[Rule] = frozenset(
+    {
+        a_model_reads_the_data_it_is_made_for,
+        data_other_than_text_name_their_path,
+        heads_divide_the_width,
+        key_value_heads_divide_the_heads,
+        latent_attention_has_widths_of_its_own,
+        learned_positions_reach_the_end_of_a_sample,
+        the_feed_forward_width_follows_the_activation,
+        a_mixture_has_enough_experts_and_layers,
+        experts_are_gated,
+        the_weight_of_one_expert_is_its_score,
+        experts_drop_tokens_of_whole_sequences,
+        bytes_have_256_values,
+        a_token_file_does_not_say_its_vocabulary,
+        validation_needs_something_held_out,
+        a_model_splits_along_the_axes_it_is_made_for,
+        the_tensor_axis_splits_evenly,
+        key_value_heads_split_or_are_repeated,
+        a_sequence_splits_into_equal_parts,
+        experts_split_evenly,
+        every_stage_has_a_block,
+        tied_weights_stay_together,
+        float8_multiplies_whole_groups_of_tokens,
+    }
+)
+"""Rules of what [model] and [data] describe: a script that brings its own is told the same when it hands them over."""

@@ -94,8 +94,11 @@ def experts_split_over_the_ranks_that_share_the_states(draft: Draft) -> None:
             f"{ep} does not divide dp_shard {shard} x cp {cp} = {shard * cp}",
             f"a divisor, such as {nearest_divisor(shard * cp, ep)}",
         )
-    experts = draft.get("model.experts")
-    if draft.get("model.kind") != "transformer":
+
+
+def experts_split_evenly(draft: Draft) -> None:
+    ep, experts = draft.get("parallel.ep"), draft.get("model.experts")
+    if ep == 1 or draft.get("model.kind") != "transformer":
         return
     if experts == 0:
         draft.refuse("parallel.ep", f"{ep}, and the model has no experts (model.experts = 0)", "1")
