@@ -12,13 +12,21 @@ from pathlib import Path
 import pytest
 
 from pool import ranks
-from runs import COMMON, pool_ranks, read_column, train_alone, train_tiny, worst_difference
+from runs import COMMON, pool_ranks, read_column, read_named, train_alone, train_tiny, worst_difference
 from shardway.resolve.applies import AXES_OF_KIND
 
 pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-5
 STEPS = 5
+
+SHORT = (
+    f"train.steps={STEPS}",
+    "optim.warmup=1 steps",
+    "train.micro_batch=2",
+    "data.validation_fraction=0.1",
+    "train.validate_every=5",
+)
 
 TOKENS = (
     "model.dim=16",
@@ -42,6 +50,7 @@ MODELS = {
     "latent": (*TOKENS, *LATENT),
     "latent, whole queries": (*TOKENS, "model.kv_rank=12"),
     "normed heads": (*TOKENS, "model.qk_norm=true", "model.qkv_bias=true", "model.kv_heads=2"),
+    "experts after a dense block": (*TOKENS, "model.experts=4", "model.expert_dim=16", "model.dense_layers=1"),
     "vit": VIT,
     "vit, mean": (*VIT, "model.pooling=mean", "model.bias=true", "model.qk_norm=true"),
     "convnet": CONVNET,
@@ -72,6 +81,7 @@ TRANSFORMERS = ("rope", "learned", "latent", "latent, whole queries", "normed he
 CASES = [
     *(Case(model, axis) for model in TRANSFORMERS for axis in ("tp", "tp, whole sequence", "cp", "pp")),
     *(Case(model, axis) for model in ("vit", "vit, mean") for axis in ("tp", "pp")),
+    Case("experts after a dense block", "pp"),
     Case("convnet", "pp"),
     Case("mlp", "pp"),
     Case("encoder_decoder", "dp_shard"),
@@ -81,11 +91,13 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 @ranks(2)
 def test_the_loss_is_that_of_one_rank(rank: int, tmp_path: Path, case: Case) -> None:
-    base = (*COMMON, f"train.steps={STEPS}", "optim.warmup=1 steps", "train.micro_batch=2")
+    base = (*COMMON, *SHORT)
     model = MODELS[case.model]
     train_alone(rank, tmp_path / "alone", *model, base=base)
     train_tiny(tmp_path / "together", pool_ranks(), *model, *AXES[case.axis], base=base)
     if rank == 0:
+        validated = [read_named(tmp_path / name, "validation")[-1]["loss"] for name in ("together", "alone")]
+        assert validated[0] == pytest.approx(validated[1], rel=TOLERANCE)
         for column in ("loss", "grad_norm"):
             found, expected = (read_column(tmp_path / name, column) for name in ("together", "alone"))
             assert len(found) == STEPS

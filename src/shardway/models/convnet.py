@@ -72,13 +72,14 @@ class ConvNet(nn.Module):
         inputs = (shape.image[0], *shape.channels)
         pairs = zip(inputs, shape.channels, strict=False)
         self.blocks = nn.ModuleDict({str(index): ConvBlock(*pair) for index, pair in enumerate(pairs)})
-        self.head = nn.Linear(shape.features, shape.classes)
+        self.head: nn.Module | None = nn.Linear(shape.features, shape.classes)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """A pipeline stage takes and returns feature maps where it lacks the first or the last modules."""
         x = inputs
         for block in self.blocks.values():
             x = block(x)
-        return self.head(x.flatten(1))
+        return x if self.head is None else self.head(x.flatten(1))
 
     def init_weights(self, seed: int) -> None:
         """Fill every parameter and the running statistics; the values depend on seed and name alone."""
@@ -94,7 +95,7 @@ class ConvNet(nn.Module):
 
     def plan(self) -> ModelPlan:
         """Blocks are the units; nothing splits over a tensor axis."""
-        return ModelPlan(blocks=("blocks.*",))
+        return ModelPlan(blocks=("blocks.*",), last=("head",))
 
 
 class ConvBlock(nn.Module):

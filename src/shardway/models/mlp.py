@@ -46,13 +46,14 @@ class MLP(nn.Module):
         pairs = pairwise(shape.widths[:-1])
         self.blocks = nn.ModuleDict({str(index): nn.Linear(*pair) for index, pair in enumerate(pairs)})
         self.dropout = nn.Dropout(shape.dropout)
-        self.head = nn.Linear(shape.widths[-2], shape.classes)
+        self.head: nn.Module | None = nn.Linear(shape.widths[-2], shape.classes)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """A pipeline stage takes and returns [batch, features] where it lacks the first or the last modules."""
         x = inputs.flatten(1)
         for linear in self.blocks.values():
             x = self.dropout(torch.relu(linear(x)))
-        return self.head(x)
+        return x if self.head is None else self.head(x)
 
     def init_weights(self, seed: int) -> None:
         """Fill every parameter; the values depend on seed and name alone.
@@ -70,4 +71,4 @@ class MLP(nn.Module):
 
     def plan(self) -> ModelPlan:
         """Each hidden layer is a unit; nothing splits over a tensor axis."""
-        return ModelPlan(blocks=("blocks.*",) if self.shape.hidden else ())
+        return ModelPlan(blocks=("blocks.*",) if self.shape.hidden else (), last=("head",))

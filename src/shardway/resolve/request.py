@@ -22,7 +22,6 @@ from shardway.rundir.directory import RunDir
 from shardway.runfile.load import Loaded, load_run
 from shardway.sites.load import load_site
 
-
 _OVERRIDE = re.compile(r"[A-Za-z_]+\.[A-Za-z0-9_.]+\s*=")
 
 

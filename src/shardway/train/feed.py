@@ -15,7 +15,6 @@ import torch
 
 from shardway.data.loader import Batch, LoaderOptions, Share, StepLoader, to_device, validation_batches
 from shardway.data.order import Order
-from shardway.data.sources.base import Source
 from shardway.train.session import Session
 
 
@@ -38,12 +37,13 @@ def training_batches(session: Session, loader: Loader, position: int) -> Iterato
     return _on_device(step_loader.batches(position), session.ranks.device)
 
 
-def validation_data(session: Session, source: Source) -> Iterator[Any]:
-    """This rank's share of the held-out samples, as many batches on every rank."""
+def validation_data(session: Session, samples: Any) -> Iterator[Any]:
+    """This rank's share of the held-out samples (a source or a map-style dataset), as many batches on every rank."""
     values, mesh = session.resolved.values, session.mesh
+    count = len(samples) if session.leaves_alone("train.validation_samples") else values.train.validation_samples
     at_once = int(values.train.micro_batch) * session.resolved.derived.per_pass
     share = Share(at_once * mesh.data_ranks, mesh.data_rank, mesh.data_ranks)
-    batches = validation_batches(source, values.train.validation_samples, share, _options(session))
+    batches = validation_batches(samples, count, share, _options(session))
     return (batch.data for batch in _on_device(batches, session.ranks.device))
 
 

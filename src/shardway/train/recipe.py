@@ -8,21 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
 
 from shardway.data.open import Data, open_described, wants_of
-from shardway.data.sources.base import Source
 from shardway.hfconfig import locate_model
 from shardway.models.build import build_model
 from shardway.resolve.request import Request
-from shardway.train.feed import validation_data
 from shardway.train.loss import LossSum, class_cross_entropy, token_cross_entropy
 from shardway.train.optim import build_optimizer
-from shardway.train.run import Run, start
-from shardway.train.validate import Validation
+from shardway.train.run import Run, open_run
 from shardway.watch.report import render_report
 
 LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], LossSum]] = {
@@ -44,7 +40,7 @@ class Outcome:
 
 def train(request: Request) -> Outcome:
     """Train on this rank until the run is finished or asked to stop, then report. Raises ShardwayError."""
-    with start(request.run_file, *request.overrides, directory=request.directory, fresh=request.fresh) as run:
+    with open_run(request) as run:
         outcome = train_run(run)
         if run.is_first:
             run.directory.write_report(render_report(run.directory))
@@ -59,7 +55,7 @@ def train_run(run: Run) -> Outcome:
     model = run.shard(_build(run, data))
     peak_lr = run.resolved.derived.peak_lr
     run.optimizer(lambda parameters: build_optimizer(values.optim, model, peak_lr), model)
-    validation = _validation(run, data.validation, LOSSES[wants])
+    validation = run.validation(data.validation, LOSSES[wants]) if data.validation is not None else None
     for batch in run.steps(run.loader(data.train), validation=validation):
         run.step(model, batch, LOSSES[wants])
     status = run.directory.read_status() if run.is_first else {}
@@ -87,9 +83,3 @@ def _build(run: Run, data: Data) -> nn.Module:
     if not section.hf_weights or run.directory.checkpoint_steps():
         model.fit = None  # its weights are random, or come from the checkpoint
     return model
-
-
-def _validation(run: Run, source: Source | None, loss_fn: Callable[..., LossSum]) -> Validation | None:
-    if source is None:
-        return None
-    return Validation(partial(validation_data, run.session, source), loss_fn, source.facts.bytes_per_token)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,10 @@ from shardway.errors import Bug, UserError
 from shardway.parallel.apply import ApplyOptions, ParallelModel, apply_parallelism
 from shardway.parallel.compile import CompileOptions
 from shardway.resolve import DataFacts, Resolved, scale_of
-from shardway.resolve.request import Request
+from shardway.resolve.request import Request, parse_words
 from shardway.rundir.directory import RunDir
-from shardway.runfile.load import DEFAULT
 from shardway.runfile.schema import PrecisionSection
-from shardway.train.feed import Loader, training_batches
+from shardway.train.feed import Loader, training_batches, validation_data
 from shardway.train.loop import Loop, LoopParts, LoopPlan
 from shardway.train.loss import LossSum
 from shardway.train.loss_scale import LossScale
@@ -134,6 +134,14 @@ class Run:
             )
         return Loader(dataset, len(dataset), 1, f"{type(dataset).__name__} of {len(dataset)}")
 
+    def validation(self, dataset: Any, loss_fn: Callable[..., LossSum | torch.Tensor]) -> Validation:
+        """What `steps` validates on: every sample of a map-style dataset (or source) once, over all ranks.
+
+        `loss_fn` as in `step`. `train.validation_samples`, where the run file sets it, is how many at most.
+        """
+        bytes_per_token = dataset.facts.bytes_per_token if isinstance(dataset, Source) else None
+        return Validation(partial(validation_data, self._session, dataset), loss_fn, bytes_per_token)
+
     def steps(
         self,
         loader: Loader,
@@ -174,15 +182,11 @@ class Run:
             raise UserError("run.step was called before run.optimizer and `for batch in run.steps(loader)`.")
         self._loop.check_awaits_step()
         clip = self.resolved.values.optim.clip
-        limit = None if clip == "off" or self._is_left_alone("optim.clip") else float(clip)
+        limit = None if clip == "off" or self._session.leaves_alone("optim.clip") else float(clip)
         parts = StepParts(self._passes_made, self._optimizer, self._session.ranks, limit)
         result = take_step(parts, model, batch, loss_fn, self._loop.moment())
         self._loop.note(result)
         return result.loss
-
-    def _is_left_alone(self, dotted: str) -> bool:
-        """Whether a default must not touch a script that owns its model: what it did not ask for does not happen."""
-        return self._session.own_model and self.resolved.origins[dotted] == DEFAULT
 
     def _trained(self) -> Trained:
         if self._parallel is None or self._optimizer is None:
@@ -203,7 +207,7 @@ class Run:
         values, derived = resolved.values, resolved.derived
         scale = scale_of(resolved, DataFacts(loader.size, loader.tokens_per_sample, None))
         every, validate_every = values.checkpoint.every, values.train.validate_every
-        constant = self._is_left_alone("optim.schedule")
+        constant = self._session.leaves_alone("optim.schedule")
         warmup_steps = 0 if constant else derived.warmup_steps
         return LoopPlan(
             total_steps=derived.total_steps,
@@ -221,24 +225,23 @@ class Run:
         )
 
 
-@contextlib.contextmanager
 def start(
-    run_file: str | Path | None = None,
-    *overrides: str,
-    directory: str | Path | None = None,
-    fresh: bool = False,
-) -> Iterator[Run]:
+    *words: str | Path | None, directory: str | Path | None = None, fresh: bool = False
+) -> contextlib.AbstractContextManager[Run]:
     """Join whatever started this process (nothing, torchrun, srun, mpirun, PBS) and open the run directory.
 
-    `run_file` None takes every default; `overrides` are `key.path=value`; `directory` is the run directory (else
-    run.root/run.name); `fresh` sets what an earlier run left there aside. Raises ShardwayError on every rank alike.
+    `words` are those of `shardway train`: a run file, and `key.path=value` to set over it; None is passed over.
+    `directory` is the run directory where they set no run.root or run.name; `fresh` sets what an earlier run left
+    there aside. Raises ShardwayError on every rank alike.
     """
-    request = Request(
-        Path(run_file) if run_file is not None else None,
-        overrides,
-        Path(directory) if directory is not None else None,
-        fresh,
-    )
+    request = parse_words([str(word) for word in words if word is not None])
+    place = Path(directory) if directory is not None else None
+    return open_run(replace(request, directory=place, fresh=fresh, own_model=True))
+
+
+@contextlib.contextmanager
+def open_run(request: Request) -> Iterator[Run]:
+    """The run of a request, open on this rank."""
     with open_session(request, os.environ) as session:
         run = Run(session)
         yield run

@@ -33,6 +33,7 @@ from shardway.ranks.start import Ranks, StartOptions, start_ranks
 from shardway.resolve import DataFacts, Resolved, check_same_run, find_changes, resolve_with_data
 from shardway.resolve.request import Request, Resolution, resolve_request
 from shardway.rundir.directory import RunDir
+from shardway.runfile.load import DEFAULT
 from shardway.train.record import Recorder
 
 
@@ -63,6 +64,10 @@ class Session:
     def directory(self) -> RunDir:
         """Where the run writes."""
         return self.resolution.directory
+
+    def leaves_alone(self, dotted: str) -> bool:
+        """Whether a default must not touch a script that owns its model: what it did not ask for does not happen."""
+        return self.own_model and self.resolved.origins[dotted] == DEFAULT
 
     def settle(self, facts: DataFacts, keep: Callable[[str], bool] = lambda dotted: True) -> None:
         """Complete the resolved run with what the opened data says, and write down the keys that `keep` wants.
@@ -108,7 +113,7 @@ def hold_session(resolution: Resolution, ranks: Ranks) -> Iterator[Session]:
         seed_all(values.train.seed, ranks.rank)
         signals = stack.enter_context(SignalWatch())
         with _faults_recorded(recorder):
-            yield Session(resolution, ranks, mesh, precision, recorder, signals)
+            yield Session(resolution, ranks, mesh, precision, recorder, signals, resolution.request.own_model)
 
 
 def _take_directory(resolution: Resolution, stack: contextlib.ExitStack) -> None:
