@@ -45,7 +45,7 @@ MODELS: dict[str, tuple[str, ...]] = {
         "model.kv_heads=2",
     ),
 }
-WORLDS = (2, 4, 4, 6, 8, 8, 8)
+WORLDS = (2, 4, 4, 4, 4, 6, 8, 8)
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 
 
@@ -78,8 +78,14 @@ class Drawn:
         word = next((w for w in self.parallel if w.startswith(f"parallel.{axis}=")), "=1")
         return int(word.partition("=")[2])
 
+    @property
+    def features(self) -> str:
+        """Degrees above 1 and what else is set, as one would say it."""
+        said = (word.partition(".")[2] for word in self.parallel if not (word.endswith("=1") and _is_degree(word)))
+        return ", ".join(word.replace("=", " ") for word in said)
+
     def __str__(self) -> str:
-        return ", ".join([self.model, *(word.partition(".")[2] for word in self.parallel if not word.endswith("=1"))])
+        return f"{self.model}, {self.features}"
 
 
 def draw_layouts(count: int, seed: int = 20, worlds: Sequence[int] = WORLDS) -> list[Drawn]:
@@ -134,6 +140,10 @@ def _features(dice: random.Random, degrees: dict[str, int], model: str) -> dict[
             words["parallel.pp_split"] = dice.choice(["[]", "[3, 1]" if per_rank == 1 else "[1, 1, 1, 1]"])
         words["parallel.pp_micro_batches"] = dice.choice(["auto", "auto", 2])
     return words
+
+
+def _is_degree(word: str) -> bool:
+    return word.partition("=")[0].removeprefix("parallel.") in (*AXES, "ep")
 
 
 def _is_legal(drawn: Drawn) -> bool:

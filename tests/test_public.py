@@ -15,12 +15,15 @@ def test_the_public_names() -> None:
     assert shardway.__all__ == [
         "Bug",
         "JobError",
+        "LossSum",
         "Run",
         "ShardwayError",
         "SiteError",
         "UserError",
         "__version__",
+        "class_cross_entropy",
         "start",
+        "token_cross_entropy",
     ]
     for name in shardway.__all__:
         assert getattr(shardway, name) is not None

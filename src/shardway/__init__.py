@@ -11,9 +11,22 @@ from typing import TYPE_CHECKING, Any
 from shardway.errors import Bug, JobError, ShardwayError, SiteError, UserError
 
 if TYPE_CHECKING:
+    from shardway.train.loss import LossSum, class_cross_entropy, token_cross_entropy
     from shardway.train.run import Run, start
 
-__all__ = ["Bug", "JobError", "Run", "ShardwayError", "SiteError", "UserError", "__version__", "start"]
+__all__ = [
+    "Bug",
+    "JobError",
+    "LossSum",
+    "Run",
+    "ShardwayError",
+    "SiteError",
+    "UserError",
+    "__version__",
+    "class_cross_entropy",
+    "start",
+    "token_cross_entropy",
+]
 
 __version__ = "0.1.0"
 
@@ -23,4 +36,8 @@ def __getattr__(name: str) -> Any:
         from shardway.train import run
 
         return getattr(run, name)
+    if name in ("LossSum", "class_cross_entropy", "token_cross_entropy"):
+        from shardway.train import loss
+
+        return getattr(loss, name)
     raise AttributeError(f"module 'shardway' has no attribute {name!r}")

@@ -6,6 +6,7 @@ Invariant: nothing outside this module asks which torch is installed. This modul
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +27,23 @@ def all_gather_along(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> tor
     return gather(x, dim, group)
 
 
+def library_collectives() -> dict[str, Callable[..., Any]]:
+    """Eager all-gather and reduce-scatter under the names by which DeepSpeed keeps them: torch 2.13 renamed both, and
+    warns of the old ones at each call."""
+    return {
+        "all_gather_function": getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor,
+        "reduce_scatter_function": getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor,
+    }
+
+
 def reduce_scatter_along(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """torch's functional reduce-scatter (a sum), which torch 2.13 renamed."""
     scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
     return scatter(x, "sum", dim, group)
+
+
+def runs_v_schedules(device: torch.device) -> bool:
+    """Whether a rank may hold two neighbouring stages of a pipeline: before torch 2.13 the warm-up of a schedule sends
+    messages from such a rank to itself, which gloo cannot."""
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    return device.type != "cpu" or (major, minor) >= (2, 13)

@@ -54,10 +54,11 @@ def digest_tree(folder: Path) -> dict[str, str]:
 
 
 PHASES = {
-    "collecting": "shardway.checkpoint.save.collect_tensors",
+    "collecting": "shardway.checkpoint.state.collect_tensors",
     "checking space": "shardway.checkpoint.save._check_space",
     "making the folder": "shardway.checkpoint.save._clear_and_make",
     "writing shards": "shardway.checkpoint.save._write_shards",
+    "writing files": "shardway.checkpoint.save._write_files",
     "sealing": "shardway.checkpoint.save._seal_all",
     "writing the manifest": "shardway.checkpoint.save.write_manifest",
     "renaming": "shardway.checkpoint.save.os.rename",

@@ -53,15 +53,18 @@ MODELS = {
     "experts after a dense block": (*TOKENS, "model.experts=4", "model.expert_dim=16", "model.dense_layers=1"),
     "vit": VIT,
     "vit, mean": (*VIT, "model.pooling=mean", "model.bias=true", "model.qk_norm=true"),
+    "vit of 4 blocks": (*VIT, "model.layers=4", "model.pooling=mean"),
     "convnet": CONVNET,
     "mlp": MLP,
     "encoder_decoder": ENCODER_DECODER,
 }
+SCHEDULES = ("gpipe", "interleaved", "zero_bubble", "zbv")
 AXES = {
     "tp": ("parallel.tp=2",),
     "tp, whole sequence": ("parallel.tp=2", "parallel.tp_sequence=false"),
     "cp": ("parallel.cp=2",),
     "pp": ("parallel.pp=2",),
+    **{f"pp, {schedule}": ("parallel.pp=2", f"parallel.pp_schedule={schedule}") for schedule in SCHEDULES},
     "dp_shard": ("parallel.dp_shard=2",),
 }
 
@@ -81,6 +84,7 @@ TRANSFORMERS = ("rope", "learned", "latent", "latent, whole queries", "normed he
 CASES = [
     *(Case(model, axis) for model in TRANSFORMERS for axis in ("tp", "tp, whole sequence", "cp", "pp")),
     *(Case(model, axis) for model in ("vit", "vit, mean") for axis in ("tp", "pp")),
+    *(Case("vit of 4 blocks", f"pp, {schedule}") for schedule in SCHEDULES),
     Case("experts after a dense block", "pp"),
     Case("convnet", "pp"),
     Case("mlp", "pp"),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from drawn_layouts import AXES, SMALL, Drawn, draw_layouts, pairs_of
 
+from page_tables import check_table
 from pool import ranks
 from runs import pool_ranks, read_column, train_alone, train_tiny, worst_difference
 
@@ -72,6 +73,12 @@ FIVE_AXES = Drawn(
 @ranks(16, timeout_s=300.0)
 def test_five_axes_on_sixteen_ranks(rank: int, tmp_path: Path) -> None:
     check_parity(rank, tmp_path, FIVE_AXES)
+
+
+def test_the_page_lists_what_runs(request: pytest.FixtureRequest) -> None:
+    drawn = [*sorted(LAYOUTS, key=lambda each: each.world), FIVE_AXES]
+    rows = [("ranks", "model", "degrees and features"), *((each.world, each.model, each.features) for each in drawn)]
+    check_table(request, "layouts.md", "layouts", rows)
 
 
 def test_the_draw_covers_every_pair_of_axes() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,6 +33,7 @@ from trained import FP32
 
 WORLD, NODE = 1024, 8
 LIMIT_S = 60.0
+"""CPU time of this process: waiting for a busy machine does not count."""
 
 
 def llama(dim: int, layers: int, heads: int, ffn: int) -> ModelSection:
@@ -140,7 +142,7 @@ class LargestReal(TorchDispatchMode):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
         for each in tree_leaves(out):
-            if isinstance(each, torch.Tensor) and not each.is_meta:
+            if isinstance(each, torch.Tensor) and not (each.is_meta or isinstance(each, FakeTensor)):
                 self.nbytes = max(self.nbytes, each.untyped_storage().nbytes())
         return out
 
@@ -169,7 +171,7 @@ def build(model: ModelSection) -> nn.Module:
 def test_a_rank_holds_its_part_alone(name: str, rank: int) -> None:
     """Every local size is the formula's, some shapes are as worked out by hand, and at no time is there a real tensor
     larger than the largest part."""
-    case, start = CASES[name], time.monotonic()
+    case, start = CASES[name], time.process_time()
     weights = transformer_weights(case.model)
     held = weights_of_rank(weights, case.parallel, case.blocks or (case.model.layers,), rank)
     layout = layout_of(case.parallel)
@@ -189,7 +191,7 @@ def test_a_rank_holds_its_part_alone(name: str, rank: int) -> None:
     assert any(each.endswith(tuple(case.shapes)) for each in shapes)
     assert held_bytes == estimate_states(weights, case.parallel, rank, case.blocks).parameters
     assert largest.nbytes <= max(largest_part, 8 * WORLD)
-    assert time.monotonic() - start < LIMIT_S
+    assert time.process_time() - start < LIMIT_S
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -206,8 +208,8 @@ def test_what_talks_most_is_inside_a_node(name: str) -> None:
 
 
 def test_70_billion_parameters_on_meta_in_seconds() -> None:
-    start = time.monotonic()
+    start = time.process_time()
     model = build(LLAMA_70B)
     assert sum(parameter.numel() for parameter in model.parameters()) == 70_553_706_496
     assert all(parameter.is_meta for parameter in model.parameters())
-    assert time.monotonic() - start < 5.0
+    assert time.process_time() - start < 5.0

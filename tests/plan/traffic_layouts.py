@@ -78,6 +78,7 @@ CASES: Mapping[str, Case] = {
     "context x tensor": case(4, "cp=2", "tp=2"),
     "experts": case(2, "dp_shard=2", "ep=2", "model.experts=4"),
     "experts x shard": case(4, "dp_shard=4", "ep=2", "model.experts=4", "model.dense_layers=1"),
+    "as many experts as ep, x shard": case(4, "dp_shard=4", "ep=2", "model.experts=2"),
     "experts x context, balanced by loss": case(
         4, "dp_shard=2", "cp=2", "ep=4", "model.experts=4", "model.balance=loss", "model.shared_experts=1"
     ),

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from shardway.checkpoint.manifest import Manifest, find_damage, read_manifest
-from shardway.checkpoint.state import Trained, collect_tensors, install_tensors, random_state, set_random_state
+from shardway.checkpoint.state import State, random_state, set_random_state
 from shardway.errors import JobError
 from shardway.ranks.start import Ranks
 from shardway.rundir.directory import RunDir
@@ -45,7 +45,7 @@ def peek_latest(directory: RunDir) -> Manifest | None:
         return read_manifest(folder)
 
 
-def load_latest(directory: RunDir, ranks: Ranks, trained: Trained) -> Loaded | None:
+def load_latest(directory: RunDir, ranks: Ranks, state: State) -> Loaded | None:
     """Restore the newest checkpoint on all ranks together; None where there is none."""
     steps = ranks.gather(directory.checkpoint_steps() if ranks.is_first else [])[0]
     if not steps:
@@ -53,11 +53,12 @@ def load_latest(directory: RunDir, ranks: Ranks, trained: Trained) -> Loaded | N
     folder = directory.checkpoint_path(steps[-1])
     manifest = ranks.together(lambda: _verified(folder, ranks, steps))
     same_world = manifest.world == ranks.world
-    tensors = collect_tensors(trained)
+    tensors = state.collect()
     if same_world:
         tensors["random"] = {f"rank-{ranks.rank}": random_state()}
     ranks.together(lambda: _read(tensors, folder, ranks))
-    install_tensors(trained, tensors)
+    ranks.together(lambda: state.read_files(folder, manifest.world))
+    state.install(tensors)
     if same_world:
         set_random_state(tensors["random"][f"rank-{ranks.rank}"])
     return Loaded(folder.name, manifest.step, manifest.world, manifest.numbers, same_world)

@@ -58,6 +58,11 @@ def seal_file(path: Path) -> Seal:
     return Seal(size, digest.hexdigest())
 
 
+def list_files(folder: Path) -> list[str]:
+    """The files in a folder and in the folders within, as paths from it, in the same order on every rank."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest into a folder whose files are all there."""
     files = {name: {"bytes": seal.bytes, "xxh3": seal.xxh3} for name, seal in sorted(manifest.files.items())}

@@ -20,8 +20,8 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from shardway.checkpoint.manifest import NAME, Manifest, Seal, seal_file, write_manifest
-from shardway.checkpoint.state import Trained, collect_tensors, count_bytes, random_state
+from shardway.checkpoint.manifest import NAME, Manifest, Seal, list_files, seal_file, write_manifest
+from shardway.checkpoint.state import State, count_bytes, random_state
 from shardway.errors import Bug, JobError, LostContact, ShardwayError
 from shardway.ranks.start import Ranks
 from shardway.rundir.atomic import fsync_folder
@@ -41,20 +41,21 @@ class Saved:
 
 
 def save_checkpoint(
-    directory: RunDir, ranks: Ranks, trained: Trained, step: int, numbers: Mapping[str, Any]
+    directory: RunDir, ranks: Ranks, state: State, step: int, numbers: Mapping[str, Any]
 ) -> Saved | None:
     """Save on all ranks together; None where this step is saved already. Raises JobError on every rank alike."""
     # Rank 0 looks for all: on a network file system ranks may see different things for a while.
     if ranks.gather(ranks.is_first and directory.checkpoint_path(step).exists())[0]:
         return None
     partial, final = directory.partial_checkpoint_path(step), directory.checkpoint_path(step)
-    tensors = collect_tensors(trained)
+    tensors = state.collect()
     tensors["random"] = {f"rank-{ranks.rank}": random_state()}
     try:
         random_elsewhere = (ranks.world - 1) * count_bytes(tensors["random"])
-        _check_space(directory, ranks, count_bytes(tensors) + random_elsewhere)
+        _check_space(directory, ranks, count_bytes(tensors) + random_elsewhere + state.count_file_bytes())
         ranks.together(lambda: _clear_and_make(partial) if ranks.is_first else None)
         _write_shards(ranks, tensors, partial)
+        _write_files(ranks, state, partial)
         seals = _seal_all(ranks, partial)
         manifest = Manifest(step, ranks.world, numbers, seals)
         ranks.together(lambda: _commit(partial, final, manifest) if ranks.is_first else None)
@@ -113,6 +114,14 @@ def _write_shards(ranks: Ranks, tensors: dict[str, Any], folder: Path) -> None:
     ranks.together(write)
 
 
+def _write_files(ranks: Ranks, state: State, folder: Path) -> None:
+    def write() -> None:
+        with ranks.contact("during a save"), _told():
+            state.write_files(folder)
+
+    ranks.together(write)
+
+
 @contextlib.contextmanager
 def _told() -> Iterator[None]:
     """What a file system refuses, or torch's writer for it, as a JobError.
@@ -132,7 +141,7 @@ def _seal_all(ranks: Ranks, folder: Path) -> dict[str, Seal]:
 
     def seal_share() -> dict[str, Seal]:
         with _told():
-            names = sorted(path.name for path in folder.iterdir() if path.name != NAME)
+            names = [name for name in list_files(folder) if name != NAME]
             return {name: seal_file(folder / name) for name in names[ranks.rank :: ranks.world]}
 
     shares = ranks.gather(ranks.together(seal_share))
@@ -142,7 +151,8 @@ def _seal_all(ranks: Ranks, folder: Path) -> dict[str, Seal]:
 def _commit(partial: Path, final: Path, manifest: Manifest) -> None:
     with _told():
         write_manifest(partial, manifest)
-        fsync_folder(partial)
+        for within in {(partial / name).parent for name in manifest.files} | {partial}:
+            fsync_folder(within)
         os.rename(partial, final)
         fsync_folder(final.parent)
 

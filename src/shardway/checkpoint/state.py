@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,12 +30,57 @@ Tensors = dict[str, Any]
 """Nested dict of tensors, as `torch.distributed.checkpoint` takes it."""
 
 
+class State(Protocol):
+    """What a checkpoint holds of a run and puts back: tensors in Shardway's form, files in that of another library.
+
+    Every method is called on all ranks together.
+    """
+
+    def collect(self) -> Tensors:
+        """The tensors of this rank; also the template into which a checkpoint is read."""
+        ...
+
+    def install(self, tensors: Tensors) -> None:
+        """Take loaded tensors."""
+        ...
+
+    def count_file_bytes(self) -> int:
+        """About how large the files of all ranks become."""
+        ...
+
+    def write_files(self, folder: Path) -> None:
+        """Write files into the folder of a checkpoint that is no checkpoint yet, and make them durable."""
+        ...
+
+    def read_files(self, folder: Path, world: int) -> None:
+        """Take what `write_files` of `world` ranks has left. Raises JobError where it does not fit."""
+        ...
+
+
 @dataclass(frozen=True)
 class Trained:
-    """The parts of a run that have tensors; the optimizer is None where only the model counts."""
+    """The parts of a run that have tensors; the optimizer is None where only the model counts. It has no files."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
+
+    def collect(self) -> Tensors:
+        """The tensors of model and optimizer."""
+        return collect_tensors(self)
+
+    def install(self, tensors: Tensors) -> None:
+        """Put loaded tensors into model and optimizer."""
+        install_tensors(self, tensors)
+
+    def count_file_bytes(self) -> int:
+        """Nothing."""
+        return 0
+
+    def write_files(self, folder: Path) -> None:
+        """Nothing."""
+
+    def read_files(self, folder: Path, world: int) -> None:
+        """Nothing."""
 
 
 def collect_tensors(trained: Trained) -> Tensors:

@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from shardway.errors import Problem, check_no_problems
@@ -76,7 +77,8 @@ class EncoderDecoder(nn.Module):
         source = self.encoder_norm(source)
         for layer in self.decoder.values():
             target = layer(target, source, later, later, tgt_is_causal=True, memory_is_causal=True)
-        return self.head(self.decoder_norm(target))
+        # What `nn.Linear` makes of [batch, seq, dim] with a bias is a view, and FSDP2 warns of views that it returns.
+        return F.linear(self.decoder_norm(target), self.head.weight).add_(self.head.bias)
 
     def init_weights(self, seed: int) -> None:
         """Fill every parameter; the values depend on seed and name alone.

@@ -27,7 +27,7 @@ from shardway.parallel.expert import apply_experts
 from shardway.parallel.float8 import Blocks, apply_float8
 from shardway.parallel.formats import apply_formats
 from shardway.parallel.mesh import Mesh
-from shardway.parallel.pipeline import Pipeline, hide_forward
+from shardway.parallel.pipeline import Pipeline, check_schedule, hide_forward, send_contiguous
 from shardway.parallel.precision import Precision, formats_of
 from shardway.parallel.recompute import apply_recompute
 from shardway.parallel.replicate import broadcast_from_first, replicate
@@ -40,7 +40,7 @@ from shardway.runfile.schema import ParallelSection, RecomputeSection
 @dataclass(frozen=True)
 class ApplyOptions:
     """What the run file says of how a model becomes parallel. `fill` gives a model from the meta device its values:
-    None calls its own `init_weights(seed)`."""
+    None calls its own `init_weights(seed)`. `wrap_copies` False leaves it to the caller to keep copies alike."""
 
     parallel: ParallelSection
     precision: Precision
@@ -49,6 +49,7 @@ class ApplyOptions:
     channels_last: bool = False
     seed: int = 0
     fill: Callable[[nn.Module], None] | None = None
+    wrap_copies: bool = True
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def apply_parallelism(model: nn.Module, mesh: Mesh, device: torch.device, option
     facts = plan or ModelPlan()
     edges = find_units(model, plan)
     edges = [edges[0], edges[-1]] if edges else []
-    stages = _cut(model, facts, mesh, options.parallel)
+    stages = _cut(model, facts, mesh, device, options.parallel)
     names: frozenset[str] = frozenset()
     if degrees["ep"] > 1:
         apply_experts(model, facts, mesh)
@@ -128,16 +129,17 @@ def apply_parallelism(model: nn.Module, mesh: Mesh, device: torch.device, option
     if degrees["pp"] > 1:
         hide_forward(model)
         return replace(whole, pipeline=_pipeline(stages, mesh, device, options))
-    if mesh.degree("dp_replicate") > 1 and not needs_sharding(mesh.layout):
+    if options.wrap_copies and mesh.degree("dp_replicate") > 1 and not needs_sharding(mesh.layout):
         return replace(whole, call=replicate(model, mesh, options.parallel))
     return whole
 
 
-def _cut(model: nn.Module, plan: ModelPlan, mesh: Mesh, parallel: ParallelSection) -> list[Stage]:
+def _cut(model: nn.Module, plan: ModelPlan, mesh: Mesh, device: torch.device, parallel: ParallelSection) -> list[Stage]:
     """The stages of this rank; the model itself where there is no pipeline."""
     ranks = mesh.degree("pp")
     if ranks == 1:
         return [Stage(0, model)]
+    check_schedule(parallel.pp_schedule, device)
     per_rank = int(parallel.pp_stages_per_rank)
     cut = plan_cut(model, plan, ranks * per_rank, parallel.pp_split)
     return keep_stages(model, cut, stages_of_rank(mesh.coordinate("pp"), ranks, per_rank, parallel.pp_schedule))
@@ -145,6 +147,7 @@ def _cut(model: nn.Module, plan: ModelPlan, mesh: Mesh, parallel: ParallelSectio
 
 def _pipeline(stages: Sequence[Stage], mesh: Mesh, device: torch.device, options: ApplyOptions) -> Pipeline:
     for stage in stages:
+        send_contiguous(stage.module)
         _autocast_forward(stage.module, options.precision, device)
     total = mesh.degree("pp") * len(stages)
     return Pipeline(stages, total, options.parallel.pp_schedule, mesh.group("pp"), device)

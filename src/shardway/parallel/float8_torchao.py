@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -66,7 +66,7 @@ def find_conversion(
     uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
 
     def convert(name: str, linear: nn.Linear) -> None:
-        used_once = uses[linear.weight] == 1
+        used_once = uses[cast(nn.Parameter, linear.weight)] == 1
         _become(kind, attributes, linear)
         # A weight that two modules use would come apart: the one that knows float8 is a parameter of its own.
         if all_gather and isinstance(linear, ScaledLinear) and used_once:

@@ -24,6 +24,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from shardway.compat import runs_v_schedules
 from shardway.errors import Bug, UserError
 from shardway.parallel.cut import Stage
 
@@ -40,6 +41,8 @@ SCHEDULES: Mapping[str, Callable[..., Any]] = MappingProxyType(
     }
 )
 _ONE_STAGE = ("gpipe", "1f1b")
+_FORWARD = ("F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
+"""Of the kinds of action of `torch.distributed.pipelining.schedules`, those that an evaluation needs."""
 
 
 @dataclass
@@ -83,22 +86,57 @@ class Pipeline:
     def _schedule_for(self, inputs: torch.Tensor, micro_batches: int, training: bool) -> Any:
         key = (inputs.shape, micro_batches, training)
         if key not in self._schedules:
-            self._schedules[key] = self._make_schedule(micro_batches)
+            self._schedules[key] = self._make_schedule(micro_batches, training)
         return self._schedules[key]
 
-    def _make_schedule(self, micro_batches: int) -> Any:
+    def _make_schedule(self, micro_batches: int, training: bool) -> Any:
         stages = [
             PipelineStage(stage.module, stage.index, self.total_stages, self.device, group=self.group)
             for stage in self.stages
         ]
         make = SCHEDULES[self.schedule]
         what = stages[0] if self.schedule in _ONE_STAGE else stages
-        return make(what, micro_batches, loss_fn=self._loss, scale_grads=False)
+        schedule = make(what, micro_batches, loss_fn=self._loss, scale_grads=False)
+        if not training and self.schedule not in _ONE_STAGE:
+            _leave_out_backward(schedule)
+        return schedule
 
     def _loss(self, output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         if self._loss_of is None:
             raise Bug("a loss was asked for outside a pass")
         return self._loss_of(output, int(number))
+
+
+def send_contiguous(stage: nn.Module) -> None:
+    """Let what a stage sends, forward and backward, lie in memory as its shape says: transports take nothing else."""
+
+    def before(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        for x in inputs:
+            if x.requires_grad:
+                x.register_hook(torch.Tensor.contiguous)
+
+    def after(module: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        return output.contiguous()
+
+    stage.register_forward_pre_hook(before)
+    stage.register_forward_hook(after)
+
+
+def _leave_out_backward(schedule: Any) -> None:
+    """Of the actions of each rank keep those of forward passes: torch walks through the others in an evaluation too,
+    and fails in those between two stages of one rank."""
+    actions = schedule.pipeline_order_with_comms
+    for rank, own in actions.items():
+        actions[rank] = [action for action in own if action.computation_type.value in _FORWARD]
+
+
+def check_schedule(schedule: str, device: torch.device) -> None:
+    """Raise UserError for a schedule that this torch cannot run on this device."""
+    if schedule == "zbv" and not runs_v_schedules(device):
+        raise UserError(
+            f'parallel.pp_schedule = "zbv" needs torch 2.13 or later on a CPU; this is torch {torch.__version__}.\n'
+            '  To do: update torch, or set parallel.pp_schedule = "zero_bubble".'
+        )
 
 
 def hide_forward(model: nn.Module) -> None:

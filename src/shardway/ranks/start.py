@@ -29,12 +29,16 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 @dataclass(frozen=True)
 class StartOptions:
-    """How the ranks start: device type, CPU threads a rank, and the two nested waits in seconds."""
+    """How the ranks start: device type, CPU threads a rank, and the two nested waits in seconds.
+
+    `group_alone`: a process that nothing launched gets a process group of its own as well.
+    """
 
     device: str = "cpu"
     threads: int = 1
     start_timeout_s: float = 600.0
     collective_timeout_s: float = 300.0
+    group_alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,9 +124,12 @@ def start_ranks(placement: Placement, options: StartOptions) -> Ranks:
     """Join the launch that `placement` describes. Raises SiteError where the device or the other ranks are missing."""
     torch.set_num_threads(options.threads)
     device = _choose_device(placement, options.device)
-    if placement.launcher == "none":
+    if placement.launcher != "none":
+        _join(placement, options, device)
+    elif options.group_alone:
+        dist.init_process_group(BACKENDS[device.type], store=dist.HashStore(), rank=0, world_size=1)
+    else:
         return Ranks(placement, device, grouped=False)
-    _join(placement, options, device)
     return Ranks(placement, device, grouped=True)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from shardway.runfile.schema import RunFile
+from shardway.runfile.schema import DeepspeedSection, RunFile
 
 TOKEN_DATA = ("text", "tokens")
 IMAGE_DATA = ("arrays", "idx")
@@ -36,6 +36,9 @@ WEIGHT_KEYS = ("kind", "hf", "vocab", *_SIZES, *_BLOCKS, *_DECODER, *_MIXTURE, *
 _BALANCING = ("balance_step", "balance_weight", "capacity_factor")
 SHAPE_KEYS = (*(name for name in WEIGHT_KEYS if name not in ("kind", "hf")), *_BALANCING, "dropout")
 """Keys of [model] that describe a reference model; with model.hf its config.json says it."""
+
+_OF_TORCH = ("static_graph", "compress", "powersgd_rank", "reshard_after_forward", "prefetch", "cpu_offload")
+"""Keys of [parallel] about copies and shards that PyTorch makes."""
 
 
 def _model(names: tuple[str, ...], *choices: str) -> dict[str, tuple[str, ...]]:
@@ -99,6 +102,11 @@ OWNERS: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
         },
         "optim.schedule": {"optim.decay": ("wsd",), "optim.final_lr": ("cosine", "linear", "wsd")},
         "optim.lr_scaling": {"optim.base_batch": ("linear",)},
+        "train.engine": {
+            **{f"deepspeed.{name}": ("deepspeed",) for name in DeepspeedSection.model_fields},
+            **{f"parallel.{name}": ("torch",) for name in _OF_TORCH},
+            "optim.state_dtype": ("torch",),
+        },
         "train.compile": {"train.compile_cache": ("blocks", "model")},
         "precision.compute": {
             **{f"precision.loss_scale{part}": ("fp16",) for part in ("", "_growth", "_backoff", "_interval")},

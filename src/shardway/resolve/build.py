@@ -6,7 +6,6 @@ data: what it needs of them is handed in.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from types import MappingProxyType
 from typing import cast
@@ -16,7 +15,7 @@ from shardway.resolve.applies import TOKEN_MODELS
 from shardway.resolve.draft import Draft
 from shardway.resolve.resolved import Circumstances, DataFacts, Derived, Resolved
 from shardway.resolve.rules import OF_WHAT_IS_DESCRIBED, RULES
-from shardway.resolve.rules.layout import replicas_of
+from shardway.resolve.rules.layout import accumulation_of, replicas_of
 from shardway.resolve.rules.run import a_run_without_a_name_is_called_after_its_file
 from shardway.runfile.load import DEFAULT, Loaded
 from shardway.units import Scale, Span
@@ -45,14 +44,12 @@ def _spans_without_data(resolved: Resolved) -> _Spans | None:
 
 
 def _derive(draft: Draft) -> Derived:
-    replicas = replicas_of(draft)
-    share = math.ceil(draft.get("train.global_batch") / replicas)
     factor = 1.0
     if draft.get("optim.lr_scaling") == "linear":
         factor = draft.get("train.global_batch") / draft.get("optim.base_batch")
     return Derived(
-        replicas=replicas,
-        accumulation=math.ceil(share / draft.get("train.micro_batch")),
+        replicas=replicas_of(draft),
+        accumulation=accumulation_of(draft),
         peak_lr=draft.get("optim.lr") * factor,
         per_pass=draft.get("parallel.pp_micro_batches"),
     )

@@ -13,6 +13,7 @@ from typing import Any
 from shardway.errors import Problem
 from shardway.resolve.resolved import Circumstances, Derived, Resolved
 from shardway.runfile.load import DEFAULT, Loaded
+from shardway.runfile.schema import RunFile
 
 
 class Draft:
@@ -23,6 +24,11 @@ class Draft:
         self.problems: list[Problem] = []
         self._values = loaded.values
         self._origins = dict(loaded.origins)
+
+    @property
+    def values(self) -> RunFile:
+        """All values as they stand now."""
+        return self._values
 
     def get(self, dotted: str) -> Any:
         """The value of a key as it stands now."""

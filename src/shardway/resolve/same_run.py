@@ -17,7 +17,10 @@ from shardway.resolve.resolved import Resolved
 FIXED_AT_RESUME = (
     *(f"model.{name}" for name in WEIGHT_KEYS),
     *(f"data.{name}" for name in ("kind", "tokenizer", "include", "seq_len", "shuffle", "validation_fraction")),
+    "train.engine",
     "train.seed",
+    "deepspeed.stage",
+    "deepspeed.offload_optimizer",
     "optim.name",
     "precision.weights",
 )

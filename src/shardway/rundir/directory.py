@@ -23,7 +23,10 @@ FORMAT = 1
 """Version of the run directory that this code writes, and the newest that it reads."""
 
 OWN_NAMES = frozenset(
-    ("run.toml", "resolved.toml", "events", "checkpoints", "status.json", "writer.lock", "logs", "report.html", "stop")
+    (
+        *("run.toml", "resolved.toml", "ds_config.json", "events", "checkpoints", "status.json", "writer.lock"),
+        *("logs", "report.html", "stop"),
+    )
 )
 """What a run directory consists of."""
 
@@ -95,6 +98,10 @@ class RunDir:
         """Keep the user's file as it was read, and what was made of it."""
         write_whole(self.path / "run.toml", run_toml)
         write_whole(self.resolved_path, resolved_toml)
+
+    def write_ds_config(self, text: str) -> None:
+        """Keep the settings that DeepSpeed was started with."""
+        write_whole(self.path / "ds_config.json", text)
 
     def read_resolved(self) -> dict[str, Any]:
         """The resolved run as plain data; empty where there is none. Raises JobError where it is unreadable."""

@@ -63,6 +63,7 @@ def _allowed(prop: dict[str, Any]) -> str:
     if prop.get("type") == "array":
         return f"a list of {_allowed(prop['items'])}"
     words = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "a text"}
+    words["object"] = "a table"
     return words[prop["type"]] + _bounds(prop)
 
 

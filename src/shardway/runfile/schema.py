@@ -10,7 +10,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from shardway.runfile.types import Auto, BytesField, CadenceOrOff, Off, SecondsField, SpanField, SpanOrOff
+from shardway.runfile.types import (
+    Auto,
+    BytesField,
+    CadenceOrOff,
+    Off,
+    SecondsField,
+    SettingsField,
+    SpanField,
+    SpanOrOff,
+)
 from shardway.units import Span
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -131,6 +140,11 @@ class DataSection(Section):
 class TrainSection(Section):
     """How long and in which portions."""
 
+    engine: Literal["torch", "deepspeed"] = key(
+        "torch",
+        "What updates the weights: PyTorch's own sharding along the axes of [parallel], or DeepSpeed's ZeRO, which "
+        "shards over the dp_replicate ranks as [deepspeed] says (shardway[deepspeed]).",
+    )
     steps: SpanField = key(Span(800, "steps"), "Length of the run: steps, samples, tokens or epochs.")
     seed: NonNegativeInt = key(0, "Seed of initial weights, data order and dropout.", le=2**63 - 1)
     global_batch: PositiveInt = key(16, "Samples that one optimizer step sees, over all ranks.")
@@ -248,6 +262,22 @@ class ParallelSection(Section):
     )
 
 
+class DeepspeedSection(Section):
+    """What DeepSpeed does where it is the engine; the rest of its settings follow from the other sections."""
+
+    stage: Literal[1, 2, 3] = key(
+        2, "What ZeRO shards over the ranks: 1 optimizer states, 2 gradients as well, 3 weights as well."
+    )
+    offload_optimizer: Literal["none", "cpu", "nvme"] = key(
+        "none", "Where optimizer states (and fp32 weights) are kept and updated: nvme needs stage 3."
+    )
+    offload_params: Literal["none", "cpu", "nvme"] = key("none", "Where sharded weights wait for their use (stage 3).")
+    nvme_path: str = key("", "Folder on a local disk for what is offloaded to nvme; each rank of a node uses it.")
+    settings: SettingsField = key(
+        {}, "Other settings of DeepSpeed, as in its ds_config.json; none that another key of this file decides."
+    )
+
+
 class PrecisionSection(Section):
     """Number formats."""
 
@@ -344,6 +374,7 @@ class RunFile(Section):
     train: TrainSection = Field(default_factory=TrainSection)
     optim: OptimSection = Field(default_factory=OptimSection)
     parallel: ParallelSection = Field(default_factory=ParallelSection)
+    deepspeed: DeepspeedSection = Field(default_factory=DeepspeedSection)
     precision: PrecisionSection = Field(default_factory=PrecisionSection)
     recompute: RecomputeSection = Field(default_factory=RecomputeSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)

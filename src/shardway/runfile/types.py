@@ -5,6 +5,7 @@ Invariant: what a field serialises to is accepted by the same field again. This 
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
@@ -65,6 +66,18 @@ def _as_bytes(value: Any) -> int:
     return count
 
 
+def _as_settings(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{_show(value)} is not a table; allowed: a table, such as {{a = 1}}")
+    try:
+        json.dumps(value, allow_nan=False)
+    except (ValueError, TypeError, RecursionError):
+        raise ValueError(
+            "the table holds what JSON has no form for; allowed: texts, finite numbers, true, false, lists, tables"
+        ) from None
+    return value
+
+
 def _text_or_steps(value: Any) -> str | int:
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise ValueError(
@@ -113,4 +126,9 @@ BytesField = Annotated[
     BeforeValidator(_as_bytes),
     PlainSerializer(render_bytes, return_type=str),
     _schema(_TEXT, ["25MiB", "1GB"], "a size with B, kB, MB, GB, KiB, MiB or GiB"),
+]
+SettingsField = Annotated[
+    dict[str, Any],
+    BeforeValidator(_as_settings),
+    WithJsonSchema({"type": "object", "description": "a table of what JSON can hold"}),
 ]

@@ -6,6 +6,7 @@ Invariant: what is written here loads again to the same values. This module must
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,6 +22,9 @@ def render_value(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
     if isinstance(value, list):
         return f"[{', '.join(map(render_value, value))}]"
+    if isinstance(value, dict):
+        pairs = (f"{_render_key(name)} = {render_value(entry)}" for name, entry in value.items())
+        return f"{{{', '.join(pairs)}}}"
     return repr(value)
 
 
@@ -28,11 +32,10 @@ def render_run(values: RunFile, origins: Mapping[str, str], keep: Callable[[str]
     """A run file with every key that `keep` wants, each with its origin beside it."""
     lines = [f"format = {values.format}"]
     for section, table in _tables(values):
-        lines += ["", f"[{section}]"]
-        for name, value in table.items():
-            dotted = f"{section}.{name}"
-            if keep(dotted):
-                lines.append(f"{f'{name} = {render_value(value)}':<40} # {origins[dotted]}")
+        kept = {name: value for name, value in table.items() if keep(f"{section}.{name}")}
+        lines += ["", f"[{section}]"] if kept else []
+        for name, value in kept.items():
+            lines.append(f"{f'{name} = {render_value(value)}':<40} # {origins[f'{section}.{name}']}")
     return "\n".join(lines) + "\n"
 
 
@@ -52,6 +55,10 @@ def render_commented(values: RunFile, chosen: Mapping[str, Any]) -> str:
             entry = f"{name} = {render_value(chosen.get(dotted, default))}"
             lines.append(entry if dotted in chosen else f"# {entry}")
     return "\n".join(lines) + "\n"
+
+
+def _render_key(name: str) -> str:
+    return name if re.fullmatch("[A-Za-z0-9_-]+", name) else render_value(name)
 
 
 def _tables(values: RunFile) -> list[tuple[str, dict[str, Any]]]:

@@ -16,16 +16,14 @@ import torch
 
 from shardway.checkpoint.load import load_latest
 from shardway.checkpoint.save import prune_checkpoints, save_checkpoint
-from shardway.checkpoint.state import Trained
 from shardway.data.loader import Batch
 from shardway.errors import Bug, JobError, UserError
-from shardway.models.contract import held_by_rank
 from shardway.parallel.replicate import average_buffers
 from shardway.ranks.agreement import Decision, Wishes
 from shardway.train.counters import Counters, read_counters
+from shardway.train.engines.base import Engine
 from shardway.train.loss_scale import LossScale
 from shardway.train.machine import Facts, Phase, next_phase
-from shardway.train.passes import Passes
 from shardway.train.schedule import Course, lr_factor
 from shardway.train.session import Session, machine_facts
 from shardway.train.step import Moment, StepResult
@@ -55,10 +53,9 @@ class LoopPlan:
 
 @dataclass(frozen=True)
 class LoopParts:
-    """What the loop works with: the trained state, a stream of batches from a data position, validation."""
+    """What the loop works with: the engine, a stream of batches from a data position, validation."""
 
-    trained: Trained
-    passes: Passes
+    engine: Engine
     batches_from: Callable[[int], Iterator[Batch]]
     validation: Validation | None = None
     on_step: Callable[[int, dict[str, Any]], None] | None = None
@@ -173,10 +170,9 @@ class Loop:
     # --- states
 
     def _restore(self) -> None:
-        session, optimizer = self._session, self._parts.trained.optimizer
-        if optimizer is not None:
-            self._peak_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        loaded = load_latest(session.directory, session.ranks, self._parts.trained)
+        session, engine = self._session, self._parts.engine
+        self._peak_lrs = [float(group["lr"]) for group in engine.groups]
+        loaded = load_latest(session.directory, session.ranks, engine.state)
         if loaded is not None:
             self._counters = read_counters(loaded.numbers)
             if self._loss_scale is not None and "loss_scale" in loaded.numbers:
@@ -217,28 +213,26 @@ class Loop:
 
     def _count_parameters(self) -> int:
         """Of the whole model, whatever part of it this rank holds."""
-        ranks, mesh = self._session.ranks, self._session.mesh
-        own = [p for p in self._parts.trained.model.parameters() if mesh.answers_for(p)]
-        count = sum(held_by_rank(parameter).numel() for parameter in own)
+        ranks, count = self._session.ranks, self._parts.engine.count_parameters()
         return int(ranks.sum(torch.tensor(count, dtype=torch.int64, device=ranks.device)))
 
     def _validate(self) -> None:
         session, started = self._session, time.perf_counter()
         if self._parts.validation is None:
             raise Bug("validation is due and there is nothing to validate on")
-        model = self._parts.passes.parallel.call
-        metrics = validate(model, self._parts.validation, self._parts.passes, session.ranks)
+        passes = self._parts.engine.passes
+        metrics = validate(passes.parallel.call, self._parts.validation, passes, session.ranks)
         seconds = time.perf_counter() - started
         session.recorder.event("validation", step=self._counters.step, **metrics, seconds=seconds)
         session.recorder.status(validation=metrics)
 
     def _save(self) -> None:
-        session, started = self._session, time.perf_counter()
-        average_buffers(self._parts.trained.model, session.mesh)
+        session, started, engine = self._session, time.perf_counter(), self._parts.engine
+        average_buffers(engine.passes.parallel.module, session.mesh)
         numbers = {**self._counters.as_numbers(), "data": self._plan.data_fingerprint}
         if self._loss_scale is not None:
             numbers["loss_scale"] = self._loss_scale.as_numbers()
-        saved = save_checkpoint(session.directory, session.ranks, self._parts.trained, self._counters.step, numbers)
+        saved = save_checkpoint(session.directory, session.ranks, engine.state, self._counters.step, numbers)
         self._saved_at = time.monotonic()
         if saved is not None:
             seconds = time.perf_counter() - started
@@ -269,13 +263,11 @@ class Loop:
         self._session.ranks.barrier()
 
     def _set_lr(self) -> float:
-        optimizer = self._parts.trained.optimizer
-        if optimizer is None:
-            return 0.0
+        groups = self._parts.engine.groups
         factor = lr_factor(self._plan.schedule, self._plan.course, self._counters.step)
-        for group, peak in zip(optimizer.param_groups, self._peak_lrs, strict=True):
+        for group, peak in zip(groups, self._peak_lrs, strict=True):
             group["lr"] = peak * factor
-        return float(optimizer.param_groups[0]["lr"])
+        return float(groups[0]["lr"])
 
     def _close_step(self, step: _OpenStep, result: StepResult) -> None:
         self._open_step = None

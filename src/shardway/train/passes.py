@@ -82,9 +82,7 @@ class Passes:
         `position`: how many samples all ranks have consumed before this batch.
         """
         batch = self.parallel.chunks.take_batch(batch)
-        # DDP averages over its ranks; everything else adds up.
-        ranks = self.parallel.mesh.data_ranks if isinstance(model, DistributedDataParallel) else 1
-        scale = loss_scale * ranks / self.portions.global_batch
+        scale = loss_scale * self.count_averaged(model) / self.portions.global_batch
         with self._split_logits():
             if self.parallel.pipeline is not None:
                 return self._through_pipeline(self.parallel.pipeline, batch, loss_fn, scale, position)
@@ -102,6 +100,18 @@ class Passes:
                 self._add(sums, as_sum(call_loss(loss_fn, model, batch), count_rows(batch)), 1.0)
             return self._answered(sums)
 
+    def count_averaged(self, model: nn.Module) -> int:
+        """Over how many ranks gradients are averaged: DDP does so, everything else of torch adds up."""
+        return self.parallel.mesh.data_ranks if isinstance(model, DistributedDataParallel) else 1
+
+    def around(self, model: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[None]:
+        """What surrounds the passes of one micro-batch."""
+        return accumulating(model, last=last)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """The backward pass of one micro-batch."""
+        loss.backward()
+
     def _one_by_one(self, model: nn.Module, batch: Any, loss_fn: Loss, scale: float, position: int) -> torch.Tensor:
         sums, sample = self._zeros(), self._first_sample(position)
         micros = list(cut(batch, self.portions.accumulation))
@@ -109,10 +119,10 @@ class Passes:
             set_gradient_scale(self.routers, micro.weight * scale, self.parallel.mesh)
             if self.parallel.dropout is not None:
                 self.parallel.dropout.start(sample + micro.start)
-            with accumulating(model, last=number == len(micros)):
+            with self.around(model, last=number == len(micros)):
                 with self.precision.autocast(self.device):
                     loss = as_sum(call_loss(loss_fn, model, micro.data), micro.rows)
-                (loss.total * (micro.weight * scale)).backward()
+                self.backward(loss.total * (micro.weight * scale))
             self._add(sums, loss, micro.weight)
         return self._answered(sums)
 
@@ -139,7 +149,7 @@ class Passes:
         weights: dict[int, tuple[LossSum, float]] = {}
         for start in range(0, passes * per_pass * size, per_pass * size):
             part = _padded(inputs[start : start + per_pass * size], per_pass * size, inputs)
-            if scale and (self.routers or self.parallel.dropout) and pipeline.is_new_to(part, per_pass, training=True):
+            if scale is not None and pipeline.is_new_to(part, per_pass, training=True):
                 self._rehearse(pipeline, part, partial(loss_of, start))
             set_gradient_scale(self.routers, scale or 0.0, self.parallel.mesh)
             if self.parallel.dropout is not None:
@@ -151,10 +161,16 @@ class Passes:
 
     def _rehearse(self, pipeline: Pipeline, inputs: torch.Tensor, loss_of: LossOf) -> None:
         """A first pass that leaves nothing behind: torch runs a new schedule once more to learn shapes, which must
-        not count for routers nor take the place of a micro-batch for dropout."""
+        not count for routers and batch norms nor take the place of a micro-batch for dropout.
+
+        Whether this rank's stages have any of these does not matter: all ranks of a pipeline take part.
+        """
         set_gradient_scale(self.routers, 0.0, self.parallel.mesh)
+        buffers = [(buffer, buffer.clone()) for buffer in self.parallel.module.buffers()]
         with torch.random.fork_rng():
             pipeline.run(inputs, self.portions.per_pass, loss_of, training=True)
+        for buffer, before in buffers:
+            buffer.copy_(before)
         for parameter in self.parallel.module.parameters():
             parameter.grad = None
 

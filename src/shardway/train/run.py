@@ -24,23 +24,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardway.checkpoint.state import Trained
 from shardway.data.sources.base import Source
-from shardway.errors import Bug, UserError
+from shardway.errors import UserError
 from shardway.parallel.apply import ApplyOptions, ParallelModel, apply_parallelism
 from shardway.parallel.compile import CompileOptions
 from shardway.resolve import DataFacts, Resolved, scale_of
 from shardway.resolve.request import Request, parse_words
 from shardway.rundir.directory import RunDir
 from shardway.runfile.schema import PrecisionSection
+from shardway.train.engines import ENGINES
+from shardway.train.engines.base import Engine, EngineParts
 from shardway.train.feed import Loader, training_batches, validation_data
 from shardway.train.loop import Loop, LoopParts, LoopPlan
 from shardway.train.loss import LossSum
 from shardway.train.loss_scale import LossScale
-from shardway.train.passes import Passes, Portions
+from shardway.train.passes import Portions
 from shardway.train.schedule import Course
 from shardway.train.session import Session, open_session
-from shardway.train.step import StepParts, take_step
 from shardway.train.validate import Validation
 from shardway.units import Span
 
@@ -56,7 +56,7 @@ class Run:
         self._parallel: ParallelModel | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._loop: Loop | None = None
-        self._passes_made: Passes | None = None
+        self._engine: Engine | None = None
 
     @property
     def resolved(self) -> Resolved:
@@ -87,6 +87,8 @@ class Run:
         """Called at the end of `start`: a loop that the script left early is saved and said to be stopped."""
         if self._loop is not None:
             self._loop.leave()
+        if self._engine is not None:
+            self._engine.close()
 
     def shard(self, model: nn.Module) -> nn.Module:
         """Make a model parallel as the run file says and move it to this rank's device; returns what to call.
@@ -102,6 +104,7 @@ class Run:
             compile=CompileOptions(values.train.compile),
             channels_last=values.train.channels_last,
             seed=values.train.seed,
+            wrap_copies=ENGINES[values.train.engine].wraps_copies,
         )
         self._parallel = apply_parallelism(model, self._session.mesh, self.device, options)
         return self._parallel.call
@@ -165,9 +168,8 @@ class Run:
         if not self._session.settled:
             self._session.own_model = True
             self._session.settle(DataFacts(loader.size, loader.tokens_per_sample, None), keep=_has_effect_on_own_model)
-        parts = LoopParts(
-            self._trained(), self._passes(), partial(training_batches, self._session, loader), validation, on_step
-        )
+        self._engine = self._make_engine()
+        parts = LoopParts(self._engine, partial(training_batches, self._session, loader), validation, on_step)
         self._loop = Loop(self._session, self._plan(loader), parts)
         return self._loop.batches()
 
@@ -178,29 +180,30 @@ class Run:
         `loss_fn(model, batch)`. It returns the mean over its samples, or a `LossSum` where targets may not count.
         Gradients of a script's own model are clipped only where the run file sets `optim.clip`.
         """
-        if self._loop is None or self._optimizer is None or self._passes_made is None:
+        if self._loop is None or self._engine is None:
             raise UserError("run.step was called before run.optimizer and `for batch in run.steps(loader)`.")
         self._loop.check_awaits_step()
-        clip = self.resolved.values.optim.clip
-        limit = None if clip == "off" or self._session.leaves_alone("optim.clip") else float(clip)
-        parts = StepParts(self._passes_made, self._optimizer, self._session.ranks, limit)
-        result = take_step(parts, model, batch, loss_fn, self._loop.moment())
+        result = self._engine.step(model, batch, loss_fn, self._loop.moment())
         self._loop.note(result)
         return result.loss
 
-    def _trained(self) -> Trained:
+    def _make_engine(self) -> Engine:
         if self._parallel is None or self._optimizer is None:
             missing = "run.shard(model)" if self._parallel is None else "run.optimizer(...)"
             raise UserError(f"run.steps needs what is to be resumed and saved: call {missing} before it.")
-        return Trained(self._parallel.module, self._optimizer)
-
-    def _passes(self) -> Passes:
-        if self._parallel is None:
-            raise Bug("the passes were asked for before the model was made parallel")
-        train, derived = self.resolved.values.train, self.resolved.derived
-        portions = Portions(train.global_batch, int(train.micro_batch), derived.accumulation, derived.per_pass)
-        self._passes_made = Passes(self._parallel, portions, self._session.precision, self.device)
-        return self._passes_made
+        session, (train, derived) = self._session, (self.resolved.values.train, self.resolved.derived)
+        clip = self.resolved.values.optim.clip
+        parts = EngineParts(
+            parallel=self._parallel,
+            optimizer=self._optimizer,
+            portions=Portions(train.global_batch, int(train.micro_batch), derived.accumulation, derived.per_pass),
+            precision=session.precision,
+            clip=None if clip == "off" or session.leaves_alone("optim.clip") else float(clip),
+            ranks=session.ranks,
+            resolved=self.resolved,
+            directory=session.directory,
+        )
+        return ENGINES[train.engine].make(parts)
 
     def _plan(self, loader: Loader) -> LoopPlan:
         resolved = self.resolved

@@ -34,6 +34,7 @@ from shardway.resolve import DataFacts, Resolved, check_same_run, find_changes, 
 from shardway.resolve.request import Request, Resolution, resolve_request
 from shardway.rundir.directory import RunDir
 from shardway.runfile.load import DEFAULT
+from shardway.train.engines import ENGINES
 from shardway.train.record import Recorder
 
 
@@ -91,8 +92,11 @@ def open_session(request: Request, environ: Mapping[str, str]) -> Iterator[Sessi
     """Resolve the request, join the ranks, take the run directory. Raises ShardwayError on every rank alike."""
     placement = find_placement(environ)
     resolution = resolve_request(request, placement.world, placement.local_world)
-    run = resolution.resolved.values.run
-    options = StartOptions(run.device, int(run.threads), run.start_timeout, run.collective_timeout)
+    run, engine = resolution.resolved.values.run, ENGINES[resolution.resolved.values.train.engine]
+    engine.check_installed()
+    options = StartOptions(
+        run.device, int(run.threads), run.start_timeout, run.collective_timeout, group_alone=engine.needs_group
+    )
     ranks = start_ranks(placement, options)
     with hold_session(resolution, ranks) as session:
         yield session

@@ -22,6 +22,14 @@ from shardway.resolve.rules.compiler import (
     a_memory_budget_needs_the_compiler,
     a_pipeline_compiles_blocks,
 )
+from shardway.resolve.rules.deepspeed import (
+    settings_of_deepspeed_do_not_contradict_the_run_file,
+    zero_1_does_not_accumulate_in_bf16,
+    zero_has_formats_of_its_own,
+    zero_offloads_what_it_shards,
+    zero_shards_over_copies_alone,
+    zero_updates_parts_without_shape,
+)
 from shardway.resolve.rules.float8 import (
     float8_gathers_what_has_one_scale,
     float8_multiplies_whole_groups_of_tokens,
@@ -131,6 +139,12 @@ RULES: tuple[Rule, ...] = (
     float8_multiplies_whole_groups_of_tokens,
     a_pipeline_compiles_blocks,
     a_memory_budget_needs_the_compiler,
+    zero_shards_over_copies_alone,
+    zero_updates_parts_without_shape,
+    zero_has_formats_of_its_own,
+    zero_1_does_not_accumulate_in_bf16,
+    zero_offloads_what_it_shards,
+    settings_of_deepspeed_do_not_contradict_the_run_file,
 )
 
 OF_WHAT_IS_DESCRIBED: frozenset[Rule] = frozenset(

@@ -95,6 +95,12 @@ def a_micro_batch_is_a_part_of_a_rank_share(draft: Draft) -> None:
         )
 
 
+def accumulation_of(draft: Draft) -> int:
+    """Into how many micro-batches a rank's share is cut."""
+    share = math.ceil(draft.get("train.global_batch") / replicas_of(draft))
+    return math.ceil(share / draft.get("train.micro_batch"))
+
+
 def replicas_of(draft: Draft) -> int:
     degrees = (draft.get("parallel.dp_replicate"), draft.get("parallel.dp_shard"))
     return math.prod(degree for degree in degrees if degree != "auto")

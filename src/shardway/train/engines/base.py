@@ -1,0 +1,67 @@
+"""What an engine is made of, and what the loop asks of it.
+
+Invariant: the loop reaches model, optimizer and checkpoint only through this protocol, so that events, data order,
+schedule and decisions are the same whatever engine trains. This module must not know an engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from shardway.checkpoint.state import State
+from shardway.parallel.apply import ParallelModel
+from shardway.parallel.precision import Precision
+from shardway.ranks.start import Ranks
+from shardway.resolve import Resolved
+from shardway.rundir.directory import RunDir
+from shardway.train.passes import Loss, Passes, Portions
+from shardway.train.step import Moment, StepResult
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What an engine is made of; `clip` is what the norm of gradients is limited to (None: not at all)."""
+
+    parallel: ParallelModel
+    optimizer: torch.optim.Optimizer
+    portions: Portions
+    precision: Precision
+    clip: float | None
+    ranks: Ranks
+    resolved: Resolved
+    directory: RunDir
+
+
+class Engine(Protocol):
+    """A model in training with its optimizer. All methods but `groups` are called on all ranks together."""
+
+    @property
+    def passes(self) -> Passes:
+        """What runs the model; `passes.parallel` is the model as it is trained."""
+        ...
+
+    @property
+    def state(self) -> State:
+        """What a checkpoint holds."""
+        ...
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameter groups, whose "lr" is read at each step."""
+        ...
+
+    def count_parameters(self) -> int:
+        """Elements of the parameters that this rank answers for: over all ranks, those of the whole model."""
+        ...
+
+    def step(self, model: nn.Module, batch: Any, loss_fn: Loss, moment: Moment) -> StepResult:
+        """One optimizer step on this rank's share of a global batch; see `train.step`."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what the engine holds beside the model, on the clean path."""
+        ...
