@@ -120,7 +120,10 @@ def _draws(dice: random.Random, worlds: Sequence[int]) -> Iterator[Drawn]:
 
 def _features(dice: random.Random, degrees: dict[str, int], model: str) -> dict[str, Any]:
     """What else a run may set; only what matters in these degrees, so that two draws differ in what they do."""
-    words: dict[str, Any] = {"train.micro_batch": dice.choice([1, 2, "auto"])}
+    words: dict[str, Any] = {
+        "train.micro_batch": dice.choice([1, 2, "auto"]),
+        "recompute.mode": dice.choice(["none", "none", "full", "selective"]),
+    }
     shard = degrees["dp_shard"] * degrees["cp"]
     if shard > 1:
         words["parallel.reshard_after_forward"] = dice.choice(["auto", "true", "false", 2])

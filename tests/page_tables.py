@@ -1,6 +1,7 @@
-"""Tables of docs/ that a test computes: they stand between two comment lines, and --renew-golden writes them anew.
+"""Tables and blocks of docs/ that a test computes: they stand between two comment lines, and --renew-golden writes them
+anew.
 
-Invariant: without that option no page is ever written, and a table that is not what the test computes fails it.
+Invariant: without that option no page is ever written, and a part that is not what the test computes fails it.
 """
 
 from __future__ import annotations
@@ -18,17 +19,26 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 def check_table(request: pytest.FixtureRequest, page: str, name: str, rows: Sequence[Sequence[object]]) -> None:
     """Compare the table `name` of a page of docs/ with these rows (the first is the head), or write it."""
+    check_part(request, page, name, render_table(rows))
+
+
+def check_block(request: pytest.FixtureRequest, page: str, name: str, language: str, lines: Sequence[str]) -> None:
+    """Compare the code block `name` of a page of docs/ with these lines, or write it."""
+    check_part(request, page, name, "".join(f"{line}\n" for line in (f"```{language}", *lines, "```")))
+
+
+def check_part(request: pytest.FixtureRequest, page: str, name: str, text_now: str) -> None:
+    """Compare the part `name` of a page of docs/ with a text, or write it."""
     path, start, end = DOCS / page, f"<!-- {name}: computed by a test -->\n", f"<!-- end of {name} -->"
     text = path.read_text(encoding="utf-8")
     before, found, rest = text.partition(start)
     kept, also_found, after = rest.partition(end)
     assert found, f"{path} lacks the line {start}"
     assert also_found, f"{path} lacks the line {end}"
-    table = render_table(rows)
     if request.config.getoption(OPTION):
-        path.write_text(f"{before}{start}{table}{end}{after}", encoding="utf-8")
-    elif kept != table:
-        diff = difflib.unified_diff(kept.splitlines(), table.splitlines(), page, "now", lineterm="")
+        path.write_text(f"{before}{start}{text_now}{end}{after}", encoding="utf-8")
+    elif kept != text_now:
+        diff = difflib.unified_diff(kept.splitlines(), text_now.splitlines(), page, "now", lineterm="")
         pytest.fail("\n".join([f"{page} has changed; if that is meant: {OPTION}", *diff]), pytrace=False)
 
 

@@ -37,17 +37,17 @@ parser.add_argument("--data", type=Path, help="a file to learn; the scripts of t
 parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--dim", type=int, default=256)
 parser.add_argument("--layers", type=int, default=4)
-arguments = parser.parse_args()
+args = parser.parse_args()
 
-data = load(arguments.data)
+data = load(args.data)
 device = "cuda" if torch.cuda.is_available() else "cpu"
 with torch.device("meta"):
-    model = Transformer(256, SEQUENCE, arguments.dim, arguments.layers, heads=arguments.dim // 32)
+    model = Transformer(256, SEQUENCE, args.dim, args.layers, heads=args.dim // 32)
 model.to_empty(device=device)
 model.init_weights(seed=0)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 loader = tud.DataLoader(data, batch_size=16, shuffle=True)
-for epoch in range(1, arguments.epochs + 1):
+for epoch in range(1, args.epochs + 1):
     for inputs, targets in loader:
         optimizer.zero_grad()
         loss = loss_of(model(inputs.to(device)), targets.to(device))

@@ -41,14 +41,14 @@ parser.add_argument("--data", type=Path, help="a file to learn; the scripts of t
 parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--dim", type=int, default=256)
 parser.add_argument("--layers", type=int, default=4)
-arguments, settings = parser.parse_known_args()
+args, settings = parser.parse_known_args()
 
-data = load(arguments.data)
+data = load(args.data)
 with shardway.start(*settings, directory="runs/fsdp2") as run:
     with torch.device("meta"):
-        model = Transformer(256, SEQUENCE, arguments.dim, arguments.layers, heads=arguments.dim // 32)
+        model = Transformer(256, SEQUENCE, args.dim, args.layers, heads=args.dim // 32)
     model = run.shard(model)
     optimizer = run.optimizer(torch.optim.AdamW, model, lr=1e-3)
     loader = run.loader(data, batch_size=16)
-    for batch in run.steps(loader, f"{arguments.epochs} epochs"):
+    for batch in run.steps(loader, f"{args.epochs} epochs"):
         run.step(model, batch, loss_of)

@@ -76,15 +76,15 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--data", type=Path, help="folder of the four files; made-up images without it")
 parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--lr", type=float, default=1e-3)
-arguments = parser.parse_args()
+args = parser.parse_args()
 
 torch.manual_seed(0)
-train_data, test_data = load(arguments.data)
+train_data, test_data = load(args.data)
 device = "cuda" if torch.cuda.is_available() else "cpu"
 model = ConvNet().to(device)
-optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr)
+optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
 loader = tud.DataLoader(train_data, batch_size=64, shuffle=True)
-for epoch in range(1, arguments.epochs + 1):
+for epoch in range(1, args.epochs + 1):
     for images, labels in loader:
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images.to(device)), labels.to(device))

@@ -70,15 +70,13 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--data", type=Path, help="folder of the four files; made-up images without it")
 parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--lr", type=float, default=1e-3)
-arguments, settings = parser.parse_known_args()
+args, settings = parser.parse_known_args()
 
 torch.manual_seed(0)
-train_data, test_data = load(arguments.data)
+train_data, test_data = load(args.data)
 with shardway.start(*settings, directory="runs/mnist") as run:
     model = run.shard(ConvNet())
-    optimizer = run.optimizer(torch.optim.AdamW, model, lr=arguments.lr)
+    optimizer = run.optimizer(torch.optim.AdamW, model, lr=args.lr)
     loader = run.loader(train_data, batch_size=64)
-    for batch in run.steps(
-        loader, f"{arguments.epochs} epochs", run.validation(test_data, shardway.class_cross_entropy)
-    ):
+    for batch in run.steps(loader, f"{args.epochs} epochs", run.validation(test_data, shardway.class_cross_entropy)):
         run.step(model, batch, F.cross_entropy)

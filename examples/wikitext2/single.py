@@ -88,15 +88,15 @@ parser.add_argument("--valid", type=Path, help="text to validate on")
 parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--dim", type=int, default=64)
 parser.add_argument("--layers", type=int, default=2)
-arguments = parser.parse_args()
+args = parser.parse_args()
 
 torch.manual_seed(0)
-train_data, valid_data, words = load(arguments.data, arguments.valid)
+train_data, valid_data, words = load(args.data, args.valid)
 device = "cuda" if torch.cuda.is_available() else "cpu"
-model = LanguageModel(words, arguments.dim, arguments.layers, heads=4).to(device)
+model = LanguageModel(words, args.dim, args.layers, heads=4).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 loader = tud.DataLoader(train_data, batch_size=16, shuffle=True)
-for epoch in range(1, arguments.epochs + 1):
+for epoch in range(1, args.epochs + 1):
     for inputs, targets in loader:
         optimizer.zero_grad()
         loss = loss_of(model(inputs.to(device)), targets.to(device))

@@ -81,13 +81,13 @@ parser.add_argument("--valid", type=Path, help="text to validate on")
 parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--dim", type=int, default=64)
 parser.add_argument("--layers", type=int, default=2)
-arguments, settings = parser.parse_known_args()
+args, settings = parser.parse_known_args()
 
 torch.manual_seed(0)
-train_data, valid_data, words = load(arguments.data, arguments.valid)
+train_data, valid_data, words = load(args.data, args.valid)
 with shardway.start("optim.clip=1.0", *settings, directory="runs/wikitext2") as run:
-    model = run.shard(LanguageModel(words, arguments.dim, arguments.layers, heads=4))
+    model = run.shard(LanguageModel(words, args.dim, args.layers, heads=4))
     optimizer = run.optimizer(torch.optim.AdamW, model, lr=1e-3)
     loader = run.loader(train_data, batch_size=16)
-    for batch in run.steps(loader, f"{arguments.epochs} epochs", run.validation(valid_data, loss_of)):
+    for batch in run.steps(loader, f"{args.epochs} epochs", run.validation(valid_data, loss_of)):
         run.step(model, batch, loss_of)

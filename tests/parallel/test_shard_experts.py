@@ -1,4 +1,4 @@
-"""Experts that are fewer than the ranks that share them out: each rank still holds an equal part and learns the same."""
+"""Experts that are fewer than the ranks that share them out: each rank holds an equal part and learns the same."""
 
 from __future__ import annotations
 

@@ -29,7 +29,12 @@ def resolve_ds_config(resolved: Resolved) -> Settings:
 
 def render_ds_config(resolved: Resolved) -> str:
     """`resolve_ds_config` as the text of a ds_config.json."""
-    return json.dumps(resolve_ds_config(resolved), indent=2) + "\n"
+    return render_settings(resolve_ds_config(resolved))
+
+
+def render_settings(settings: Settings) -> str:
+    """Settings as the text of a ds_config.json."""
+    return json.dumps(settings, indent=2) + "\n"
 
 
 def own_settings(values: RunFile, accumulation: int) -> Settings:

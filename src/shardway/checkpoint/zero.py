@@ -1,0 +1,105 @@
+"""What a checkpoint of ZeRO holds: DeepSpeed's own files, in the folder of a Shardway checkpoint.
+
+Invariant: DeepSpeed writes into a folder that is no checkpoint yet, and reads only what was compared with the manifest;
+settings of the optimizer stay those of the run file of today. This module must not import deepspeed: it is handed an
+engine.
+
+The folder is what DeepSpeed's tools expect: `python zero_to_fp32.py . OUTPUT` in it makes fp32 weights.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardway.checkpoint.manifest import list_files
+from shardway.checkpoint.state import Tensors
+from shardway.errors import JobError
+from shardway.ranks.start import Ranks, is_lost_contact
+
+TAG = "zero"
+"""Folder of DeepSpeed's files inside a checkpoint."""
+
+_FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class ZeroState:
+    """The state of a `deepspeed.DeepSpeedEngine` whose model has so many `parameters`."""
+
+    engine: Any
+    optimizer: torch.optim.Optimizer
+    parameters: int
+    ranks: Ranks
+
+    def collect(self) -> Tensors:
+        """Nothing: DeepSpeed's flat parts mean something to DeepSpeed alone."""
+        return {}
+
+    def install(self, tensors: Tensors) -> None:
+        """Nothing."""
+
+    def count_file_bytes(self) -> int:
+        """Weights as they are trained, their fp32 copy, and the optimizer's states (as many numbers on each rank)."""
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        held = sum(value.numel() * value.element_size() for value in states if isinstance(value, torch.Tensor))
+        return 2 * _FP32_BYTES * self.parameters + held * self.ranks.world
+
+    def write_files(self, folder: Path) -> None:
+        """Let DeepSpeed save, and make its files durable, each by one rank."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self.engine.save_checkpoint(str(folder), tag=TAG)
+        except RuntimeError as error:  # how torch's zip writer says that the disk is full
+            if is_lost_contact(error):
+                raise
+            raise OSError(str(error)) from error
+        for name in list_files(folder)[self.ranks.rank :: self.ranks.world]:
+            _sync(folder / name)
+
+    def read_files(self, folder: Path, world: int) -> None:
+        """Let DeepSpeed load. Raises JobError where other ranks have saved, or another engine."""
+        if world != self.ranks.world:
+            raise JobError(
+                f"the checkpoint {folder} was saved by {world} ranks, and ZeRO's parts of it fit {world} ranks alone; "
+                f"there are {self.ranks.world}.\n  Nothing was changed. To do: start {world} ranks; or take the "
+                f"weights out with `python zero_to_fp32.py . OUTPUT` in that folder."
+            )
+        settings = [_without_parameters(group) for group in self.optimizer.param_groups]
+        with self.ranks.contact("while loading"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            path = self._load(folder)
+        if path is None:
+            raise JobError(f"the checkpoint {folder} holds nothing that DeepSpeed has saved.")
+        for group, setting in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(setting)
+
+    def _load(self, folder: Path) -> str | None:
+        try:
+            path, _ = self.engine.load_checkpoint(str(folder), tag=TAG, load_lr_scheduler_states=False)
+        except (RuntimeError, KeyError, ValueError, AssertionError) as error:
+            if is_lost_contact(error):
+                raise
+            raise JobError(
+                f"the checkpoint {folder} is whole but does not fit this model, optimizer or stage of ZeRO: {error}\n"
+                "  To do: use the run file that it was saved with, or start over with --fresh."
+            ) from error
+        return path  # type: ignore[no-any-return]
+
+
+def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,109 @@
+"""DeepSpeed as the engine: ZeRO shards states, gradients or weights over the ranks, and offloads them.
+
+Invariant: loss, gradient norm, clipping and decisions are those of `train.step`, to rounding. This module must not
+write files: what a checkpoint holds is `checkpoint.zero`.
+
+DeepSpeed averages gradients over ranks and can divide them by a loss scale just before it clips and updates. That
+divisor carries the factor from samples to targets, which is known only after the passes, and the fp16 loss scale:
+both are Shardway's own (decision 0012).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardway.checkpoint.state import State
+from shardway.checkpoint.zero import ZeroState
+from shardway.parallel.balance import balance
+from shardway.ranks.agreement import read_decision
+from shardway.resolve.deepspeed import Settings, render_settings, resolve_ds_config
+from shardway.train.engines.base import EngineParts
+from shardway.train.engines.zero import end_zero, start_zero
+from shardway.train.passes import Loss, Passes
+from shardway.train.step import Moment, StepResult
+
+
+@dataclass(frozen=True)
+class ZeroPasses(Passes):
+    """Passes whose gradients DeepSpeed takes as they come about."""
+
+    engine: Any = None
+
+    def count_averaged(self, model: nn.Module) -> int:
+        """DeepSpeed takes the mean over all ranks."""
+        return self.parallel.mesh.data_ranks
+
+    @contextlib.contextmanager
+    def around(self, model: nn.Module, *, last: bool) -> Iterator[None]:
+        """Tell DeepSpeed whether this micro-batch ends the step."""
+        self.engine.set_gradient_accumulation_boundary(last)
+        yield
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """DeepSpeed's own; the loss is a part of the mean over the global batch already."""
+        self.engine.backward(loss, scale_wrt_gas=False)
+
+
+class DeepSpeedEngine:
+    """What trains where `train.engine` is "deepspeed"."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._ranks, self._optimizer = parts.ranks, parts.optimizer
+        self._parameters = sum(parameter.numel() for parameter in parts.parallel.module.parameters())
+        settings = _settings(parts)
+        text = render_settings(settings)
+        self._ranks.together(lambda: parts.directory.write_ds_config(text) if self._ranks.is_first else None)
+        self._engine = start_zero(parts.parallel.module, parts.optimizer, settings, parts.ranks)
+        parallel = replace(parts.parallel, call=self._engine)
+        # Its weights have the format of products already.
+        precision = replace(parts.precision, autocast_dtype=None)
+        self.passes: Passes = ZeroPasses(parallel, parts.portions, precision, parts.ranks.device, self._engine)
+        self.state: State = ZeroState(self._engine, parts.optimizer, self._parameters, parts.ranks)
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """Those of the optimizer that DeepSpeed steps."""
+        return self._optimizer.param_groups
+
+    def count_parameters(self) -> int:
+        """All are counted by rank 0: once they are sharded, their shapes are gone."""
+        return self._parameters if self._ranks.is_first else 0
+
+    def step(self, model: nn.Module, batch: Any, loss_fn: Loss, moment: Moment) -> StepResult:
+        """One step; `model` is what the script has, and DeepSpeed's wrapper of it is what runs."""
+        scale = moment.loss_scale
+        factor = scale.scale if scale is not None else 1.0
+        with self._ranks.contact("during a step"):
+            self._engine.optimizer.override_loss_scale(1.0)  # the passes multiply
+            sums = self.passes.train(self._engine, batch, loss_fn, position=moment.position, loss_scale=factor)
+            wished = torch.tensor(moment.wishes.as_numbers(), dtype=torch.float64, device=sums.device)
+            total, targets, _, _, *wanted = self._ranks.sum(torch.cat([sums, wished])).tolist()
+            per_sample = targets / self.passes.portions.global_batch
+            self._engine.optimizer.override_loss_scale(factor * per_sample if targets else math.inf)
+            self._engine.step()
+            balance(self.passes.routers, self.passes.parallel.mesh)
+        overflow = not self._engine.was_step_applied()
+        return StepResult(
+            loss=total / targets if targets else float("nan"),
+            grad_norm=math.inf if overflow else float(self._engine.get_global_grad_norm()),
+            targets=targets,
+            decision=read_decision(wanted),
+            skipped=overflow and scale is not None,
+            loss_scale=scale.after(overflow) if scale is not None else None,
+        )
+
+    def close(self) -> None:
+        """End DeepSpeed's part of the process."""
+        end_zero(self._engine)
+
+
+def _settings(parts: EngineParts) -> Settings:
+    """Those of the run; a script's own model is clipped only where it asks for that."""
+    return {**resolve_ds_config(parts.resolved), "gradient_clipping": parts.clip or 0.0}

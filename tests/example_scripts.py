@@ -1,0 +1,94 @@
+"""The scripts of examples/ in pairs: what changes from the one on a single device to the one with Shardway, and how a
+test runs them on ranks that are there already.
+
+Invariant: a script is run as it stands, with its own command line; only the start of the ranks is replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+from runs import Died
+from shardway.ranks.start import Ranks
+from shardway.resolve.request import Request, resolve_request
+from shardway.train import run as door
+from shardway.train.session import Session, hold_session
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+PAIRS = ("mnist", "wikitext2", "fsdp2")
+QUIET = ("run.device=cpu", "run.threads=1", "train.validate_every=off", "checkpoint.every=off")
+
+
+@dataclass(frozen=True)
+class Change:
+    """The lines of a script that only the single-device form has, and those that only the other has."""
+
+    lines: int
+    gone: tuple[str, ...]
+    new: tuple[str, ...]
+
+
+def compare_pair(name: str) -> Change:
+    """Of code alone: docstrings of modules, empty lines and how far a line is indented do not count."""
+    before, after = (read_code(EXAMPLES / name / script) for script in ("single.py", "with_shardway.py"))
+    diff = [line for line in difflib.ndiff(before, after) if line[0] in "+-"]
+    gone, new = (tuple(line[2:] for line in diff if line[0] == sign) for sign in "-+")
+    return Change(len(before), gone, new)
+
+
+def read_code(path: Path) -> list[str]:
+    """The lines of a script as they count."""
+    _, _, code = path.read_text(encoding="utf-8").split('"""', 2)
+    return [line.strip() for line in code.splitlines() if line.strip()]
+
+
+def run_script(name: str, directory: Path, on: Ranks, *words: str, last: int | None = None) -> None:
+    """Run a script on these ranks with `words` on its command line; `last` is the step after which all ranks die."""
+    script = EXAMPLES / name / "with_shardway.py"
+
+    @contextlib.contextmanager
+    def opened(request: Request, environ: object) -> Iterator[Session]:
+        with hold_session(resolve_request(request, on.world, on.world), on) as session:
+            yield session
+
+    place = (f"run.root={directory.parent}", f"run.name={directory.name}")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(sys, "argv", [str(script), *QUIET, *place, *words]))
+        stack.enter_context(mock.patch.object(sys, "path", [str(script.parent), *sys.path]))
+        stack.enter_context(mock.patch.dict(sys.modules))  # one script's `model` is not another's
+        stack.enter_context(mock.patch.object(door, "open_session", opened))
+        if last is not None:
+            stack.enter_context(mock.patch.object(door.Run, "step", dying_after(last)))
+            stack.enter_context(contextlib.suppress(Died))
+        runpy.run_path(str(script), run_name="__main__")
+
+
+def dying_after(last: int) -> Callable[..., float]:
+    """`Run.step` that does not survive the step after `last`."""
+    step = door.Run.step
+
+    def take(run: door.Run, *arguments: object) -> float:
+        if run._loop.counters.step >= last:  # type: ignore[union-attr]
+            raise Died
+        return step(run, *arguments)  # type: ignore[arg-type]
+
+    return take
+
+
+def command_environment() -> dict[str, str]:
+    """The environment of a shell in which the commands of this Python come first."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def torchrun(ranks: int, script: Path, *words: str) -> Sequence[str]:
+    """The command that starts a script on local ranks."""
+    return ("torchrun", "--nproc-per-node", str(ranks), "--rdzv-endpoint", "127.0.0.1:0", str(script), *words)
