@@ -28,7 +28,16 @@ STEPS = ("train.steps=8",)
 LAYOUTS = {
     "mnist": ("dp_replicate=2", "dp_shard=2"),
     "wikitext2": ("dp_replicate=2", "dp_shard=2"),
-    "fsdp2": ("dp_replicate=2", "dp_shard=2", "tp=2", "cp=2", "pp=2", "dp_shard=2 tp=2", "dp_shard=2 pp=2", "cp=2 tp=2"),
+    "fsdp2": (
+        "dp_replicate=2",
+        "dp_shard=2",
+        "tp=2",
+        "cp=2",
+        "pp=2",
+        "dp_shard=2 tp=2",
+        "dp_shard=2 pp=2",
+        "cp=2 tp=2",
+    ),
 }
 """Degrees beside which all others are 1."""
 MICRO = "train.micro_batch=4"
@@ -56,7 +65,9 @@ def run_on_ranks(rank: int, name: str, directory: Path, words: tuple[str, ...], 
     dist.barrier()
 
 
-def losses(pool: RankPool, name: str, directory: Path, *words: str, layout: str = "", last: int | None = None) -> list[float]:
+def losses(
+    pool: RankPool, name: str, directory: Path, *words: str, layout: str = "", last: int | None = None
+) -> list[float]:
     """The losses of a run of a script, which goes on where it was."""
     arguments = {"name": name, "directory": directory, "alone": not layout, "last": last}
     pool.run(run_on_ranks, size_of(layout) if layout else 1, {**arguments, "words": (*words, *degrees(layout))}, 120.0)
@@ -70,3 +81,138 @@ def test_a_layout_gives_the_curve_of_one_rank(rank_pool: RankPool, tmp_path: Pat
     there = losses(rank_pool, name, tmp_path / "there", *STEPS, MICRO, layout=layout)
     assert len(alone) == 8
     assert worst_difference(there, alone) < 1e-4
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_script_changes_in_at_most_eight_lines(name: str) -> None:
+    assert 0 < len(compare_pair(name).new) <= 8
+
+
+def test_the_page_of_the_own_loop_shows_what_changes(request: pytest.FixtureRequest) -> None:
+    changes = {name: compare_pair(name) for name in PAIRS}
+    head = ("example", "lines of code before", "new or changed", "gone")
+    rows = [(f"`examples/{name}`", each.lines, len(each.new), len(each.gone)) for name, each in changes.items()]
+    check_table(request, "own-loop.md", "lines that change", [head, *rows])
+    for name, each in changes.items():
+        lines = [*(f"- {line}" for line in each.gone), *(f"+ {line}" for line in each.new)]
+        check_block(request, "own-loop.md", f"diff of {name}", "diff", lines)
+
+
+def test_the_page_of_the_own_loop_names_the_layouts(request: pytest.FixtureRequest) -> None:
+    head = ("example", "layout", "ranks")
+    rows = [(f"`examples/{name}`", layout, size_of(layout)) for name in PAIRS for layout in LAYOUTS[name]]
+    check_table(request, "own-loop.md", "layouts of the examples", [head, *rows])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "layout"), FIRST)
+def test_a_script_that_died_goes_on_with_the_same_bits(
+    rank_pool: RankPool, tmp_path: Path, name: str, layout: str
+) -> None:
+    words = (*STEPS, "checkpoint.every=3 steps")
+    through = losses(rank_pool, name, tmp_path / "through", *words, layout=layout)
+    losses(rank_pool, name, tmp_path / "died", *words, layout=layout, last=5)
+    again = losses(rank_pool, name, tmp_path / "died", *words, layout=layout)
+    assert [event["step"] for event in read_named(tmp_path / "died", "started")] == [0, 3]
+    assert again == through
+
+
+@pytest.mark.slow
+def test_a_script_goes_on_in_another_layout(rank_pool: RankPool, tmp_path: Path) -> None:
+    words = (*STEPS, MICRO, "checkpoint.every=3 steps")
+    through = losses(rank_pool, "fsdp2", tmp_path / "through", *words)
+    for layout, last in (("tp=2", 5), ("pp=2", 7), ("dp_shard=2", None)):
+        found = losses(rank_pool, "fsdp2", tmp_path / "moved", *words, layout=layout, last=last)
+    assert [event["step"] for event in read_named(tmp_path / "moved", "started")] == [0, 3, 6]
+    assert worst_difference(found, through) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp=2", "cp=2", "pp=2", "dp_shard=2"])
+def test_a_script_validates_in_every_layout(rank_pool: RankPool, tmp_path: Path, layout: str) -> None:
+    pytest.skip("fsdp2 has no validation") if False else None
+
+
+@pytest.mark.slow
+def test_a_run_file_beside_a_script_sets_its_layout(rank_pool: RankPool, tmp_path: Path) -> None:
+    """In place of words; what a word sets wins."""
+    file = tmp_path / "two.toml"
+    file.write_text("format = 1\n[train]\nsteps = 5\n[parallel]\ntp = 2\ntp_sequence = false\n", encoding="utf-8")
+    found = losses(rank_pool, "fsdp2", tmp_path / "file", str(file), MICRO, "train.steps=4", layout="tp=2")
+    alone = losses(rank_pool, "fsdp2", tmp_path / "alone", MICRO, "train.steps=4")
+    assert len(found) == 4
+    assert worst_difference(found, alone) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "words", "label", "limit"),
+    [
+        ("mnist", ("--epochs", "2"), "loss", 1.5),
+        ("wikitext2", ("--epochs", "2"), "perplexity", 10.0),
+        ("fsdp2", ("--epochs", "2", "--dim", "64"), "loss", 5.0),
+    ],
+)
+def test_a_single_device_script_learns(
+    tmp_path: Path, name: str, words: tuple[str, ...], label: str, limit: float
+) -> None:
+    """Below what a guess gives: ln 10 = 2.3, 50 words, ln 256 = 5.5."""
+    command = [sys.executable, str(EXAMPLES / name / "single.py"), *words]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=command_environment(), capture_output=True, text=True, timeout=300, check=True
+    )
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("epoch 2: ")
+    assert float(last.split(f"{label} ")[1].split(",")[0]) < limit
+
+
+def start_script(name: str, folder: Path, *words: str, ranks: int = 1) -> subprocess.Popen[str]:
+    script = EXAMPLES / name / "with_shardway.py"
+    command = torchrun(ranks, script, *words) if ranks > 1 else (sys.executable, str(script), *words)
+    return subprocess.Popen(
+        command, cwd=folder, env=command_environment(), stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> None:
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_user_starts_a_script_alone_and_with_torchrun(tmp_path: Path, name: str) -> None:
+    words = (*SHORT[name], *STEPS, MICRO, "run.threads=1")
+    for ranks_, place, extra in ((1, "alone", ()), (2, "ranks", ("parallel.dp_shard=2",))):
+        finish(start_script(name, tmp_path, *words, f"run.name={place}", *extra, ranks=ranks_))
+    assert RunDir(tmp_path / "runs/ranks").read_status()["state"] == "finished"
+    alone, there = (read_column(tmp_path / "runs" / place) for place in ("alone", "ranks"))
+    assert len(alone) == 8
+    assert worst_difference(there, alone) < 1e-4
+
+
+@pytest.mark.slow
+def test_a_killed_script_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
+    words = ("--epochs", "4", "--dim", "64", "checkpoint.every=5 steps", "run.threads=1")
+    process = start_script("fsdp2", tmp_path, *words)
+    run = RunDir(tmp_path / "runs/fsdp2")
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not run.checkpoint_steps():
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    killed_after = len(read_column(run.path))
+    finish(start_script("fsdp2", tmp_path, *words))
+    finish(start_script("fsdp2", tmp_path, *words, "run.name=through"))
+    through = read_column(tmp_path / "runs/through")
+    assert 5 <= killed_after < len(through)
+    assert read_column(run.path) == through
+
+
+@pytest.mark.slow
+def test_the_real_digits_are_learnt(tmp_path: Path) -> None:
+    root = os.environ.get("SHARDWAY_TEST_DATA")
+    if root is None:
+        pytest.skip("SHARDWAY_TEST_DATA does not name a folder of real data")
+    finish(start_script("mnist", tmp_path, "--data", f"{root}/mnist", "--epochs", "1", "train.steps=300"))
+    assert read_named(tmp_path / "runs/mnist", "validation")[-1]["accuracy"] > 0.93

@@ -32,7 +32,7 @@ class LanguageModel(nn.Module):
         self.positions = nn.Embedding(SEQUENCE, dim)
         layer = nn.TransformerEncoderLayer(dim, heads, 4 * dim, dropout=0.1, batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, layers, nn.LayerNorm(dim), enable_nested_tensor=False)
-        self.head = nn.Linear(dim, words)
+        self.head = nn.Linear(dim, words, bias=False)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         length = words.shape[1]

@@ -1,8 +1,8 @@
 """Where a rank stands on each axis: the arithmetic of the grid, without torch.
 
-Invariant: a rank's coordinates follow from its number and the degrees alone, row-major over `AXES`, so that tp varies
-fastest and stays inside a node, then cp, then the shards; copies of the model are far apart and pipeline stages
-farthest. This module must not make process groups (that is `parallel.mesh`).
+Invariant: a rank's coordinates follow from its number and the degrees alone, row-major over `AXES`: who talks most is
+nearest. So tp varies fastest and stays inside a node, then cp, then the shards; pipeline stages send only activations
+and may cross nodes, and copies of the model, which talk once a step, are farthest apart. This module must not make process groups (that is `parallel.mesh`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from shardway.errors import Bug
 from shardway.runfile.schema import ParallelSection
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+AXES = ("dp_replicate", "pp", "dp_shard", "cp", "tp")
 """Axes of the grid, outermost first; ep lives over dp_shard x cp and is no axis of its own."""
 
 SHARD = "dp_shard_cp"
@@ -75,8 +75,8 @@ class Layout:
             "ep": tp,
             EXPERT_SHARD: tp * self.ep,
             "dp_shard": tp * cp,
-            "dp_replicate": whole,
-            "pp": whole * self.degrees["dp_replicate"],
+            "pp": whole,
+            "dp_replicate": whole * self.degrees["pp"],
         }
         if dim not in inner:
             raise Bug(f"the grid has no axis {dim!r}")

@@ -25,11 +25,11 @@ def section(**degrees: int) -> ParallelSection:
 
 @given(DEGREES)
 def test_coordinates_are_row_major(degrees: dict[str, int]) -> None:
-    """tp varies fastest, pipeline stages are farthest apart; data ranks count copies and shards alone."""
+    """tp varies fastest, copies of the model are farthest apart; data ranks count copies and shards alone."""
     layout = Layout(degrees)
     seen = set()
     for rank in range(layout.world):
-        _, replicate, shard, cp, _ = place = tuple(layout.coordinate(rank, axis) for axis in AXES)
+        replicate, _, shard, cp, _ = place = tuple(layout.coordinate(rank, axis) for axis in AXES)
         number = 0
         for axis, coordinate in zip(AXES, place, strict=True):
             number = number * degrees[axis] + coordinate

@@ -19,10 +19,10 @@ from shardway.layout import EXPERT_SHARD, SHARD, Layout, layout_of, needs_shardi
 from shardway.ranks.start import Ranks
 from shardway.runfile.schema import ParallelSection
 
-DIMS = ("pp", "dp_replicate", SHARD, "tp")
+DIMS = ("dp_replicate", "pp", SHARD, "tp")
 """Dims of the grid of weights, outermost first."""
 
-EXPERT_DIMS = ("pp", "dp_replicate", EXPERT_SHARD, "ep", "tp")
+EXPERT_DIMS = ("dp_replicate", "pp", EXPERT_SHARD, "ep", "tp")
 """Dims of the grid of experts' weights, outermost first."""
 
 
@@ -62,7 +62,7 @@ class Mesh:
         """
         split = _dims_that_split(tensor)
         dims = EXPERT_DIMS if isinstance(tensor, DTensor) and "ep" in _names(tensor.device_mesh) else DIMS
-        return all(dim in split or self.coordinate(dim) == 0 for dim in dims[1:])
+        return all(dim in split or dim == "pp" or self.coordinate(dim) == 0 for dim in dims)
 
     def part(self, *dims: str) -> DeviceMesh:
         """The sub-grid of these dims that this rank is in, of the grid of weights."""
