@@ -39,15 +39,18 @@ class Change:
 def compare_pair(name: str) -> Change:
     """Of code alone: docstrings of modules, empty lines and how far a line is indented do not count."""
     before, after = (read_code(EXAMPLES / name / script) for script in ("single.py", "with_shardway.py"))
-    diff = [line for line in difflib.ndiff(before, after) if line[0] in "+-"]
-    gone, new = (tuple(line[2:] for line in diff if line[0] == sign) for sign in "-+")
+    stripped = ([line.strip() for line in lines] for lines in (before, after))
+    matcher = difflib.SequenceMatcher(None, *stripped, autojunk=False)
+    changes = [change for change in matcher.get_opcodes() if change[0] != "equal"]
+    gone = tuple(line for _, start, end, _, _ in changes for line in before[start:end])
+    new = tuple(line for _, _, _, start, end in changes for line in after[start:end])
     return Change(len(before), gone, new)
 
 
 def read_code(path: Path) -> list[str]:
-    """The lines of a script as they count."""
+    """The lines of a script that count."""
     _, _, code = path.read_text(encoding="utf-8").split('"""', 2)
-    return [line.strip() for line in code.splitlines() if line.strip()]
+    return [line for line in code.splitlines() if line.strip()]
 
 
 def run_script(name: str, directory: Path, on: Ranks, *words: str, last: int | None = None) -> None:
@@ -91,4 +94,4 @@ def command_environment() -> dict[str, str]:
 
 def torchrun(ranks: int, script: Path, *words: str) -> Sequence[str]:
     """The command that starts a script on local ranks."""
-    return ("torchrun", "--nproc-per-node", str(ranks), "--rdzv-endpoint", "127.0.0.1:0", str(script), *words)
+    return ("torchrun", "--standalone", "--nproc-per-node", str(ranks), str(script), *words)

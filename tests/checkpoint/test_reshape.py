@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import random
 import shutil
-import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from drawn_layouts import MODELS, SMALL, Drawn, draw_layouts
 from pool import ranks
 from runs import pool_ranks, read_column, train_alone, train_tiny, worst_difference
+from saved_tensors import read_whole
 from shardway.checkpoint.save import save_checkpoint
 from shardway.checkpoint.state import Trained
 from shardway.rundir.directory import RunDir
@@ -46,20 +43,6 @@ def draw_pairs(world: int, count: int) -> list[tuple[Drawn, Drawn]]:
 def of_world(world: int, count: int) -> pytest.MarkDecorator:
     pairs = draw_pairs(world, count)
     return pytest.mark.parametrize(("before", "after"), pairs, ids=[f"{a} -> {b}" for a, b in pairs])
-
-
-def read_whole(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint but the random states, whole, by name."""
-    entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    tensors: dict[str, Any] = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata) and not name.startswith("random")
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it loads in one process is meant
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
-    return tensors
 
 
 def only_checkpoint(directory: Path) -> Path:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from drawn_layouts import SMALL
 
+from drawn_layouts import SMALL
 from pool import ranks
 from runs import pool_ranks, read_column, train_alone, train_tiny, worst_difference
 

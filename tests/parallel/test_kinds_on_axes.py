@@ -13,7 +13,6 @@ import pytest
 
 from pool import ranks
 from runs import COMMON, pool_ranks, read_column, read_named, train_alone, train_tiny, worst_difference
-from shardway.resolve.applies import AXES_OF_KIND
 
 pytestmark = pytest.mark.slow
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from drawn_layouts import AXES, SMALL, Drawn, draw_layouts, pairs_of
 
+from drawn_layouts import AXES, SMALL, Drawn, draw_layouts, pairs_of
 from page_tables import check_table
 from pool import ranks
 from runs import pool_ranks, read_column, train_alone, train_tiny, worst_difference

@@ -80,7 +80,7 @@ class ZeroState:
         for group, setting in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(setting)
 
-    def _load(self, folder: Path) -> str | None:
+    def _load(self, folder: Path) -> Any:
         try:
             path, _ = self.engine.load_checkpoint(str(folder), tag=TAG, load_lr_scheduler_states=False)
         except (RuntimeError, KeyError, ValueError, AssertionError) as error:
@@ -90,7 +90,7 @@ class ZeroState:
                 f"the checkpoint {folder} is whole but does not fit this model, optimizer or stage of ZeRO: {error}\n"
                 "  To do: use the run file that it was saved with, or start over with --fresh."
             ) from error
-        return path  # type: ignore[no-any-return]
+        return path
 
 
 def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 import typer
 
 from shardway import __version__
-from shardway.cli import config, init, logs, report, status, train
+from shardway.cli import checkpoint, config, init, logs, report, status, train
 from shardway.errors import Bug, ShardwayError
 
 EXIT_KILLED = 130
@@ -36,6 +36,7 @@ app = typer.Typer(
 app.command("train")(train.train)
 app.command("init")(init.init)
 app.add_typer(config.app, name="config")
+app.add_typer(checkpoint.app, name="checkpoint")
 app.command("status")(status.status)
 app.command("logs")(logs.logs)
 app.command("report")(report.report)

@@ -15,8 +15,8 @@ from shardway.resolve.applies import TOKEN_MODELS
 from shardway.resolve.draft import Draft
 from shardway.resolve.resolved import Circumstances, DataFacts, Derived, Resolved
 from shardway.resolve.rules import OF_WHAT_IS_DESCRIBED, RULES
-from shardway.resolve.rules.layout import accumulation_of, replicas_of
 from shardway.resolve.rules.run import a_run_without_a_name_is_called_after_its_file
+from shardway.resolve.rules.shares import accumulation_of, replicas_of
 from shardway.runfile.load import DEFAULT, Loaded
 from shardway.units import Scale, Span
 

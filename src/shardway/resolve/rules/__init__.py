@@ -74,10 +74,11 @@ from shardway.resolve.rules.numerics import (
 )
 from shardway.resolve.rules.pipeline import (
     a_pipeline_keeps_gathered_weights,
-    every_stage_has_a_block,
+    every_rank_has_a_block,
     micro_batches_fill_the_pipeline,
     stages_follow_the_schedule,
     tied_weights_stay_together,
+    what_counts_samples_gets_whole_micro_batches,
     zero_bubbles_are_not_compiled,
 )
 from shardway.resolve.rules.run import (
@@ -120,12 +121,13 @@ RULES: tuple[Rule, ...] = (
     only_plain_copies_compress_their_gradients,
     only_shared_states_are_kept_in_cpu_memory,
     stages_follow_the_schedule,
-    every_stage_has_a_block,
+    every_rank_has_a_block,
     tied_weights_stay_together,
     a_pipeline_keeps_gathered_weights,
     zero_bubbles_are_not_compiled,
     every_replica_gets_a_sample,
     a_micro_batch_is_a_part_of_a_rank_share,
+    what_counts_samples_gets_whole_micro_batches,
     micro_batches_fill_the_pipeline,
     nesterov_needs_momentum,
     muon_needs_matrices,
@@ -168,8 +170,9 @@ OF_WHAT_IS_DESCRIBED: frozenset[Rule] = frozenset(
         key_value_heads_split_or_are_repeated,
         a_sequence_splits_into_equal_parts,
         experts_split_evenly,
-        every_stage_has_a_block,
+        every_rank_has_a_block,
         tied_weights_stay_together,
+        what_counts_samples_gets_whole_micro_batches,
         float8_multiplies_whole_groups_of_tokens,
     }
 )

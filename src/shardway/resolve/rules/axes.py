@@ -2,15 +2,17 @@
 
 Invariant: a rule derives what was left open or refuses; it never changes what the user set. This module must not
 read files or look at the machine.
+
+What a rule proposes satisfies the other rules of the same axis as well, and is a degree that divides the ranks.
 """
 
 from __future__ import annotations
 
-from shardway.resolve.applies import AXES_OF_KIND
-from shardway.resolve.draft import Draft
-from shardway.resolve.rules.numbers import nearest_divisor
+import math
 
-TENSOR_SPLITS = (("model.heads", "attention heads"), ("model.ffn_dim", "feed-forward features"), ("model.vocab", ""))
+from shardway.resolve.applies import AXES_OF_KIND, BLOCK_MODELS
+from shardway.resolve.draft import Draft
+from shardway.resolve.rules.numbers import join_words, nearest_divisor, nearest_multiple, nearest_where
 
 
 def a_model_splits_along_the_axes_it_is_made_for(draft: Draft) -> None:
@@ -18,46 +20,39 @@ def a_model_splits_along_the_axes_it_is_made_for(draft: Draft) -> None:
     for axis in ("tp", "cp", "pp", "ep"):
         degree = draft.get(f"parallel.{axis}")
         if degree > 1 and axis not in AXES_OF_KIND[kind]:
-            kinds = [f'"{name}"' for name, axes in AXES_OF_KIND.items() if axis in axes]
+            others = [f'"{name}"' for name, axes in AXES_OF_KIND.items() if axis in axes]
             draft.refuse(
                 f"parallel.{axis}",
-                f'{degree}: model.kind = "{kind}" does not split along {axis}',
-                f"1, or model.kind {' or '.join(kinds)}",
-                "use dp_replicate and dp_shard, which take any model",
+                f'{degree}: model.kind = "{kind}" does not split along {axis} '
+                f"({join_words(others)} {'does' if len(others) == 1 else 'do'})",
+                "1",
+                "split over parallel.dp_replicate or parallel.dp_shard, which take any model",
             )
 
 
 def the_tensor_axis_splits_evenly(draft: Draft) -> None:
     degree = draft.get("parallel.tp")
-    if degree == 1 or draft.get("model.kind") != "transformer":
+    uneven = {dotted: size for dotted, size in _tensor_sizes(draft).items() if size % degree}
+    if not uneven:
         return
-    for dotted, _ in TENSOR_SPLITS:
-        size = draft.get(dotted)
-        if size == "auto" or size % degree == 0:
-            continue
-        if dotted == "model.vocab":
-            padded = -(-size // degree) * degree
-            what = f"{degree} does not divide model.vocab = {size}"
-            draft.refuse(
-                "parallel.tp",
-                what,
-                f"a divisor, such as {nearest_divisor(size, degree)}",
-                f"or pad the vocabulary: model.vocab = {padded}",
-            )
-        else:
-            what = f"{degree} does not divide {dotted} = {size}"
-            draft.refuse("parallel.tp", what, f"a divisor, such as {nearest_divisor(size, degree)}")
+    sizes = join_words([f"{dotted} = {size}" for dotted, size in uneven.items()])
+    padded = -(-draft.get("model.vocab") // degree) * degree if uneven.keys() == {"model.vocab"} else 0
+    draft.refuse(
+        "parallel.tp",
+        f"{degree} does not divide {sizes}",
+        f"a divisor of {'it' if len(uneven) == 1 else 'them all'}, such as {_nearest_tensor_degree(draft)}",
+        f"or pad the vocabulary: set model.vocab = {padded}" if padded and not draft.get("model.hf") else "",
+    )
 
 
 def key_value_heads_split_or_are_repeated(draft: Draft) -> None:
+    """As many key/value heads as heads are told of by the rule above."""
     degree, heads = draft.get("parallel.tp"), draft.get("model.kv_heads")
-    if degree == 1 or draft.get("model.kind") != "transformer" or heads == "auto":
-        return
-    if heads % degree and degree % heads:
+    if heads != draft.get("model.heads") and not _splits_key_values(draft, degree):
         draft.refuse(
             "parallel.tp",
             f"{degree} neither divides model.kv_heads = {heads} nor is a multiple of it",
-            f"a divisor or multiple of {heads}, such as {nearest_divisor(heads, degree)}",
+            f"a divisor or a multiple of {heads}, such as {_nearest_tensor_degree(draft)}",
         )
 
 
@@ -66,33 +61,30 @@ def a_sequence_splits_into_equal_parts(draft: Draft) -> None:
     length, cp, tp = draft.get("data.seq_len"), draft.get("parallel.cp"), draft.get("parallel.tp")
     if draft.get("model.kind") != "transformer":
         return
-    if cp > 1 and length % (2 * cp):
-        near = max(2 * cp, round(length / (2 * cp)) * 2 * cp)
+    near = nearest_multiple(_sequence_unit(draft, cp, tp), length)
+    if not _splits_sequence(length, cp):
         draft.refuse(
             "parallel.cp",
-            f"{cp}: data.seq_len = {length} does not split into 2 x {cp} equal chunks",
-            f"a degree of which twice divides {length}",
-            f"such as data.seq_len = {near}",
+            f"{cp}: data.seq_len = {length} does not split into 2 x {cp} equal chunks, two for each rank",
+            f"a degree of which twice divides {length}, such as {_nearest_context_degree(draft)}",
+            f"or set data.seq_len = {near}",
         )
-    elif tp > 1 and draft.get("parallel.tp_sequence") and length // cp % tp:
-        near = max(tp * cp, round(length / (tp * cp)) * tp * cp)
+    elif not _splits_stream(draft, tp):
         draft.refuse(
             "parallel.tp",
-            f"{tp}: {length // cp} tokens of a sequence on each rank do not split into {tp} equal parts",
-            f"a degree that divides {length // cp}",
-            f"set parallel.tp_sequence = false, or data.seq_len = {near}",
+            f"{tp}: the {length // cp} tokens of a sequence that a rank has do not split into {tp} equal parts",
+            f"a divisor of {length // cp}, such as {_nearest_tensor_degree(draft)}",
+            f"or set parallel.tp_sequence = false, or set data.seq_len = {near}",
         )
 
 
 def experts_split_over_the_ranks_that_share_the_states(draft: Draft) -> None:
     ep, shard, cp = (draft.get(f"parallel.{axis}") for axis in ("ep", "dp_shard", "cp"))
-    if ep == 1 or shard == "auto":
-        return
-    if shard * cp % ep:
+    if shard != "auto" and shard * cp % ep:
         draft.refuse(
             "parallel.ep",
-            f"{ep} does not divide dp_shard {shard} x cp {cp} = {shard * cp}",
-            f"a divisor, such as {nearest_divisor(shard * cp, ep)}",
+            f"{ep} does not divide parallel.dp_shard {shard} x parallel.cp {cp} = {shard * cp}",
+            f"a divisor of it, such as {_nearest_expert_degree(draft)}",
         )
 
 
@@ -103,42 +95,113 @@ def experts_split_evenly(draft: Draft) -> None:
     if experts == 0:
         draft.refuse("parallel.ep", f"{ep}, and the model has no experts (model.experts = 0)", "1")
     elif experts % ep:
-        near = nearest_divisor(experts, ep)
+        near = _nearest_expert_degree(draft)
         draft.refuse("parallel.ep", f"{ep} does not divide model.experts = {experts}", f"a divisor, such as {near}")
 
 
 def gathered_weights_are_kept_over_a_part_of_the_ranks(draft: Draft) -> None:
     """A number of ranks to reshard to must divide those that share the states (torch: `reshard_after_forward`)."""
-    ranks = draft.get("parallel.reshard_after_forward")
-    shard, cp = draft.get("parallel.dp_shard"), draft.get("parallel.cp")
-    if isinstance(ranks, bool) or ranks == "auto" or shard == "auto":
+    group, shard = draft.get("parallel.reshard_after_forward"), draft.get("parallel.dp_shard")
+    if isinstance(group, bool) or group == "auto" or shard == "auto":
         return
-    if shard * cp % ranks or not 1 < ranks < shard * cp:
-        near = [degree for degree in range(2, shard * cp) if shard * cp % degree == 0]
-        draft.refuse(
-            "parallel.reshard_after_forward",
-            f"{ranks} is no part of the {shard * cp} ranks that share the states",
-            ", ".join(map(str, near)) or "true or false: no number lies between",
-        )
+    ranks = shard * draft.get("parallel.cp")
+    if ranks % group == 0 and 1 < group < ranks:
+        return
+    near = nearest_where(lambda size: ranks % size == 0 and 1 < size < ranks, group, ranks)
+    what = f"groups of {group} are no equal parts of the {ranks} ranks that share the states"
+    draft.refuse(
+        "parallel.reshard_after_forward",
+        f"{group}: {'the states are not shared (parallel.dp_shard = 1)' if ranks == 1 else what}",
+        'true, false, "auto"' + (f", or a divisor of {ranks} such as {near}" if near > 1 else ""),
+    )
 
 
 def only_plain_copies_compress_their_gradients(draft: Draft) -> None:
     """DDP's communication hooks: FSDP2 has none."""
     method = draft.get("parallel.compress")
-    others = [axis for axis in ("dp_shard", "cp", "tp", "pp") if draft.get(f"parallel.{axis}") != 1]
+    others = [axis for axis in ("dp_shard", "cp", "tp", "pp") if draft.get(f"parallel.{axis}") not in (1, "auto")]
     if method == "none":
         return
     if others:
         draft.refuse(
             "parallel.compress",
-            f'"{method}" is for dp_replicate alone, and {others[0]} is {draft.get(f"parallel.{others[0]}")}',
+            f'"{method}" is for runs of copies alone (dp_replicate), and parallel.{others[0]} is '
+            f"{draft.get(f'parallel.{others[0]}')}",
             '"none"',
-            'set precision.reduce = "bf16" to send less',
+            "choose with precision.reduce what the gradients of shards are added up in",
         )
     elif method == "bf16" and draft.get("run.device") == "cpu":
-        draft.refuse("parallel.compress", '"bf16": gloo does not add bf16 up', '"fp16", "powersgd" or "none"')
+        draft.refuse("parallel.compress", '"bf16": gloo does not add bf16 up', '"fp16", "powersgd", "none"')
 
 
 def only_shared_states_are_kept_in_cpu_memory(draft: Draft) -> None:
-    if draft.get("parallel.cpu_offload") and draft.get("parallel.dp_shard") == 1 and draft.get("parallel.cp") == 1:
-        draft.refuse("parallel.cpu_offload", "true, and parallel.dp_shard is 1", "false, or dp_shard above 1")
+    shared = (draft.get("parallel.dp_shard"), draft.get("parallel.cp")) != (1, 1)
+    if draft.get("parallel.cpu_offload") and not shared:
+        draft.refuse(
+            "parallel.cpu_offload",
+            "true, and the states are not shared (parallel.dp_shard = 1)",
+            "false, or parallel.dp_shard above 1",
+        )
+
+
+def _tensor_sizes(draft: Draft) -> dict[str, int]:
+    """What the tensor axis splits, as far as it is known."""
+    kind, experts = draft.get("model.kind"), draft.get("model.experts")
+    if kind not in BLOCK_MODELS:
+        return {}
+    names = ["heads"]
+    if not experts or draft.get("model.dense_layers"):
+        names.append("ffn_dim")
+    if kind == "transformer":
+        names += ["expert_dim"] * bool(experts) + ["vocab"]
+    sizes = {f"model.{name}": draft.get(f"model.{name}") for name in names}
+    return {dotted: size for dotted, size in sizes.items() if size != "auto"}
+
+
+def _splits_key_values(draft: Draft, degree: int) -> bool:
+    heads = draft.get("model.kv_heads")
+    if heads == "auto" or draft.get("model.kind") not in BLOCK_MODELS:
+        return True
+    return heads % degree == 0 or degree % heads == 0
+
+
+def _splits_sequence(length: int, cp: int) -> bool:
+    return cp == 1 or length % (2 * cp) == 0
+
+
+def _splits_stream(draft: Draft, tp: int) -> bool:
+    """Whether the residual stream of a rank splits by sequence over the tensor axis, where it has to."""
+    if not draft.get("parallel.tp_sequence") or draft.get("model.kind") != "transformer":
+        return True
+    return bool(draft.get("data.seq_len") // draft.get("parallel.cp") % tp == 0)
+
+
+def _sequence_unit(draft: Draft, cp: int, tp: int) -> int:
+    """What the length of a sequence must be a multiple of."""
+    chunks = 2 * cp if cp > 1 else 1
+    return math.lcm(chunks, cp * tp) if draft.get("parallel.tp_sequence") else chunks
+
+
+def _nearest_tensor_degree(draft: Draft) -> int:
+    sizes, ranks = _tensor_sizes(draft).values(), draft.circumstances.ranks
+
+    def fits(degree: int) -> bool:
+        whole = all(size % degree == 0 for size in (*sizes, ranks))
+        return whole and _splits_key_values(draft, degree) and _splits_stream(draft, degree)
+
+    return nearest_where(fits, draft.get("parallel.tp"), ranks)
+
+
+def _nearest_context_degree(draft: Draft) -> int:
+    length, ranks = draft.get("data.seq_len"), draft.circumstances.ranks
+    return nearest_where(
+        lambda degree: ranks % degree == 0 and _splits_sequence(length, degree), draft.get("parallel.cp"), ranks
+    )
+
+
+def _nearest_expert_degree(draft: Draft) -> int:
+    """Also one that divides the experts, where the model is that of the run file."""
+    shard = draft.get("parallel.dp_shard")
+    shared = draft.circumstances.ranks if shard == "auto" else shard * draft.get("parallel.cp")
+    experts = 0 if draft.circumstances.own_model else draft.get("model.experts")
+    return nearest_divisor(math.gcd(shared, experts), draft.get("parallel.ep"))

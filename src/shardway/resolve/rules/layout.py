@@ -12,7 +12,9 @@ from typing import Any
 
 from shardway.layout import AXES
 from shardway.resolve.draft import Draft
-from shardway.resolve.rules.pipeline import a_pipeline_has_work_for_all_its_stages
+from shardway.resolve.rules.numbers import nearest_divisor
+from shardway.resolve.rules.pipeline import resolve_pipeline_micro_batch
+from shardway.resolve.rules.shares import replicas_of, share_of
 
 
 def degrees_multiply_to_the_ranks(draft: Draft) -> None:
@@ -47,14 +49,23 @@ def _refuse_product(draft: Draft, degrees: Mapping[str, Any], known: int) -> Non
         what = f"{product} is not the number of ranks, {ranks}"
     start = f"start {known} rank{'s' if known > 1 else ''} (--nproc {known})"
     culprit = next((axis for axis in ("dp_shard", "dp_replicate", *AXES) if axis in above), "dp_replicate")
+    near = _nearest_degree(ranks, degrees, culprit)
     draft.refuse(
         f"parallel.{culprit}",
         what,
-        "degrees whose product is the number of ranks",
+        "degrees whose product is the number of ranks" + (f", such as {near} for this one" if near else ""),
         start
         + (", or change a degree" if len(above) > 1 else ", or change it")
         + '; "auto" takes what the others leave',
     )
+
+
+def _nearest_degree(ranks: int, degrees: Mapping[str, Any], axis: str) -> int:
+    """The degree of one axis with which the others fit the ranks; 0 where there is none."""
+    others = math.prod(degree for name, degree in degrees.items() if degree != "auto" and name != axis)
+    if ranks % others:
+        return 0
+    return nearest_divisor(ranks // others, degrees[axis]) if "auto" in degrees.values() else ranks // others
 
 
 def _above_one(degrees: Mapping[str, Any]) -> dict[str, int]:
@@ -70,7 +81,7 @@ def every_replica_gets_a_sample(draft: Draft) -> None:
     if batch < replicas:
         draft.refuse(
             "train.global_batch",
-            f"{batch} samples cannot be shared by {replicas} data-parallel ranks",
+            f"{batch} sample{'s' if batch > 1 else ''} cannot be shared by {replicas} data-parallel ranks",
             f"at least {replicas}",
             "raise train.global_batch or use fewer ranks",
         )
@@ -78,10 +89,10 @@ def every_replica_gets_a_sample(draft: Draft) -> None:
 
 def a_micro_batch_is_a_part_of_a_rank_share(draft: Draft) -> None:
     replicas, batch = replicas_of(draft), draft.get("train.global_batch")
-    share = max(1, math.ceil(batch / replicas))
+    share = share_of(draft)
     micro = draft.get("train.micro_batch")
     if micro == "auto" and draft.get("parallel.pp") > 1:
-        size = a_pipeline_has_work_for_all_its_stages(draft, share)
+        size = resolve_pipeline_micro_batch(draft)
         draft.derive(
             "train.micro_batch", size, f"{share} samples of a rank's share for a pipeline of {draft.get('parallel.pp')}"
         )
@@ -93,14 +104,3 @@ def a_micro_batch_is_a_part_of_a_rank_share(draft: Draft) -> None:
             f"{micro} is more than a rank's share of {share} (train.global_batch {batch} / {replicas} ranks)",
             f"1 to {share}",
         )
-
-
-def accumulation_of(draft: Draft) -> int:
-    """Into how many micro-batches a rank's share is cut."""
-    share = math.ceil(draft.get("train.global_batch") / replicas_of(draft))
-    return math.ceil(share / draft.get("train.micro_batch"))
-
-
-def replicas_of(draft: Draft) -> int:
-    degrees = (draft.get("parallel.dp_replicate"), draft.get("parallel.dp_shard"))
-    return math.prod(degree for degree in degrees if degree != "auto")

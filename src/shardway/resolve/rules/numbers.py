@@ -1,16 +1,44 @@
 """Arithmetic that rules share.
 
-Invariant: a rule derives what was left open or refuses; it never changes what the user set. This module must not
-read files or look at the machine.
+Invariant: whole numbers stay whole (a run file may hold larger ones than a float can), and a search ends. This module
+must not know what the numbers are sizes of.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
+
+REACH = 4096
+"""How far from a wanted number another one is looked for."""
 
 
 def nearest_divisor(number: int, wanted: int) -> int:
-    """The divisor of `number` nearest to `wanted`, the smaller of two; found from `wanted` outwards, to 1 at worst."""
-    near = ((wanted - away, wanted + away) for away in itertools.count())
-    found = (divisor for pair in near for divisor in pair if divisor > 0 and number % divisor == 0)
-    return number if wanted > number else next(found)
+    """The divisor of `number` nearest to `wanted`, the smaller of two; 1 where there is none within reach."""
+    return nearest_where(lambda divisor: number % divisor == 0, wanted, number)
+
+
+def nearest_where(fits: Callable[[int], bool], wanted: int, most: int) -> int:
+    """Of 1 to `most` the number nearest to `wanted` that fits, the smaller of two; 1 where there is none within reach.
+
+    Whoever calls it knows that 1 fits.
+    """
+    start = min(wanted, most)
+    near = ((start - away, start + away) for away in itertools.count())
+    reachable = (number for pair in itertools.islice(near, REACH) for number in pair if 1 <= number <= most)
+    return next((number for number in reachable if fits(number)), 1)
+
+
+def nearest_multiple(unit: int, wanted: int) -> int:
+    """The multiple of `unit` nearest to `wanted`, the larger of two; at least `unit`."""
+    return max(1, (2 * wanted + unit) // (2 * unit)) * unit
+
+
+def ceil_div(number: int, parts: int) -> int:
+    """number / parts, rounded up."""
+    return -(-number // parts)
+
+
+def join_words(words: Sequence[str]) -> str:
+    """One, two or more words as they stand in a sentence: a, b and c."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -6,142 +6,247 @@ read files or look at the machine.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from shardway.layout import stages_of_rank
+from shardway.resolve.applies import BLOCK_MODELS
 from shardway.resolve.draft import Draft
-from shardway.resolve.rules.numbers import nearest_divisor
+from shardway.resolve.rules.numbers import ceil_div, nearest_multiple, nearest_where
+from shardway.resolve.rules.shares import accumulation_of, replicas_of, share_of
+from shardway.runfile.write import render_value
 
 ONE_STAGE = ("gpipe", "1f1b")
 ZERO_BUBBLE = ("zero_bubble", "zbv")
+IN_ROUNDS = ("interleaved", "zero_bubble")
+"""Schedules that take micro-batches in rounds of equal size, of as many as there are ranks or a few more."""
+
+SHOWN_STAGES = 16
+"""A proposal for more stages than these is no help to read."""
 
 
 def stages_follow_the_schedule(draft: Draft) -> None:
-    schedule, stages = draft.get("parallel.pp_schedule"), draft.get("parallel.pp_stages_per_rank")
+    schedule, stages, ranks = (draft.get(f"parallel.{name}") for name in ("pp_schedule", "pp_stages_per_rank", "pp"))
+    least, most = {"gpipe": (1, 1), "1f1b": (1, 1), "zbv": (2, 2)}.get(schedule, (2, None))
     if stages == "auto":
-        one = schedule in ONE_STAGE or draft.get("parallel.pp") == 1
-        draft.derive(
-            "parallel.pp_stages_per_rank",
-            1 if one else 2,
-            f'pp_schedule = "{schedule}"' if not one else "one stage a rank",
-        )
-        return
-    if draft.get("parallel.pp") == 1:
-        return
-    allowed = {"gpipe": "1", "1f1b": "1", "zbv": "2"}.get(schedule, "2 or more")
-    fits = {"gpipe": stages == 1, "1f1b": stages == 1, "zbv": stages == 2}.get(schedule, stages > 1)
-    if not fits:
+        fitting = 1 if ranks == 1 else least
+        reason = "no pipeline" if ranks == 1 else f'pp_schedule = "{schedule}"'
+        draft.derive("parallel.pp_stages_per_rank", fitting, reason)
+    elif ranks > 1 and not least <= stages <= (most or stages):
+        other = "1f1b" if stages == 1 else "interleaved"
         draft.refuse(
             "parallel.pp_stages_per_rank",
-            f'{stages} stages a rank do not go with pp_schedule = "{schedule}"',
-            allowed,
-            'choose another schedule, such as "interleaved"' if stages > 1 else 'choose "1f1b"',
+            f'{stages}: parallel.pp_schedule = "{schedule}" wants {"" if most else "at least "}{_count(least, "stage")} on '
+            "each rank",
+            str(least) if most else f"{least} or more",
+            f'or set parallel.pp_schedule = "{other}"',
         )
 
 
-def every_stage_has_a_block(draft: Draft) -> None:
-    ranks = draft.get("parallel.pp")
-    if ranks == 1 or draft.get("model.kind") not in ("transformer", "vit"):
+def every_rank_has_a_block(draft: Draft) -> None:
+    """Without any weight a rank would have nothing to train."""
+    ranks, per_rank = draft.get("parallel.pp"), draft.get("parallel.pp_stages_per_rank")
+    split, known, stages = draft.get("parallel.pp_split"), _blocks_of(draft), ranks * per_rank
+    if ranks == 1 or known is None:
         return
-    layers, stages = draft.get("model.layers"), ranks * draft.get("parallel.pp_stages_per_rank")
-    split = draft.get("parallel.pp_split")
-    if split and (len(split) != stages or sum(split) != layers):
-        even = [layers // stages + (stage < layers % stages) for stage in range(stages)]
+    if _deals_out(draft, split, known.number) if split else known.number >= stages:
+        return
+    even = [ceil_div(known.number - stage, stages) for stage in range(min(stages, SHOWN_STAGES))]
+    proposals = [f"such as {even}"] * _deals_out(draft, even, known.number)
+    proposals += ["[] for a balance by cost"] * (known.number >= stages)
+    if split and proposals:
         draft.refuse(
             "parallel.pp_split",
-            f"{split} gives {sum(split)} blocks to {len(split)} stages",
-            f"{layers} blocks over {stages} stages",
-            f"such as {even}, or [] for a balance by cost",
+            f"{split} deals {_count(sum(split), 'block')} out to {_count(len(split), 'stage')}; {known.key} has {known.number} for "
+            f"{_count(stages, 'stage')} on {ranks} ranks, of which each needs a block",
+            ", or ".join(proposals),
         )
-    elif not split and layers < stages:
-        draft.refuse(
-            "parallel.pp",
-            f"{ranks} ranks x {stages // ranks} stages need at least {stages} blocks, and model.layers = {layers}",
-            f"at most {max(1, layers // (stages // ranks))}",
-        )
+        return
+    near = nearest_where(
+        lambda degree: draft.circumstances.ranks % degree == 0, ranks, max(1, known.number // per_rank)
+    )
+    draft.refuse(
+        "parallel.pp",
+        f"{ranks} ranks of {_count(per_rank, 'stage')} need {stages} blocks, and {known.key} has {known.number}",
+        f"such as {near}",
+    )
 
 
 def tied_weights_stay_together(draft: Draft) -> None:
-    if draft.get("parallel.pp") == 1 or draft.get("model.kind") != "transformer":
+    ranks, hf = draft.get("parallel.pp"), draft.get("model.hf")
+    if ranks == 1 or draft.get("model.kind") != "transformer" or not draft.get("model.tied"):
         return
-    if draft.get("model.tied"):
-        draft.refuse(
-            "model.tied",
-            f"true, and parallel.pp = {draft.get('parallel.pp')} puts the embedding into the first stage and the "
-            "output layer into the last",
-            "false with a pipeline",
-        )
+    apart = f"parallel.pp = {ranks} puts the embedding into the first stage and the output layer into the last"
+    if hf:
+        what = f"{ranks}: the output layer of {hf} is its embedding, which would be in two stages"
+        draft.refuse("parallel.pp", what, "1", "split over parallel.dp_shard or parallel.tp")
+    else:
+        draft.refuse("model.tied", f"true, and {apart}", "false, or parallel.pp = 1")
 
 
 def a_pipeline_keeps_gathered_weights(draft: Draft) -> None:
     """torch gives wrong gradients without an error where weights are freed between the passes of these schedules."""
-    if draft.get("parallel.pp") == 1 or draft.get("parallel.pp_schedule") not in ZERO_BUBBLE:
-        return
-    if draft.get("parallel.reshard_after_forward") not in ("auto", False):
+    schedule, wish = draft.get("parallel.pp_schedule"), draft.get("parallel.reshard_after_forward")
+    gathers = any(draft.get(f"parallel.{axis}") != 1 for axis in ("dp_replicate", "dp_shard", "cp"))
+    if draft.get("parallel.pp") > 1 and schedule in ZERO_BUBBLE and gathers and wish not in ("auto", False):
         draft.refuse(
             "parallel.reshard_after_forward",
-            f'true gives wrong gradients with pp_schedule = "{draft.get("parallel.pp_schedule")}"',
-            '"auto" or false',
+            f'{render_value(wish)} would give wrong gradients with parallel.pp_schedule = "{schedule}", whose weight '
+            "passes come later",
+            'false, "auto"',
+            'or set parallel.pp_schedule = "1f1b"',
         )
 
 
 def zero_bubbles_are_not_compiled(draft: Draft) -> None:
-    schedule = draft.get("parallel.pp_schedule")
-    if draft.get("parallel.pp") > 1 and schedule in ZERO_BUBBLE and draft.get("train.compile") != "off":
+    """torch: "compiled with non-empty donated buffers which requires ... retain_graph=False"."""
+    schedule, mode = draft.get("parallel.pp_schedule"), draft.get("train.compile")
+    if draft.get("parallel.pp") > 1 and schedule in ZERO_BUBBLE and mode != "off":
         draft.refuse(
             "train.compile",
-            f'"{draft.get("train.compile")}" does not go with pp_schedule = "{schedule}", which splits a backward pass',
+            f'"{mode}": a compiled backward pass runs as a whole, and parallel.pp_schedule = "{schedule}" splits it',
             '"off"',
-            "or choose another schedule",
+            'or set parallel.pp_schedule = "1f1b"',
         )
 
 
-def a_pipeline_has_work_for_all_its_stages(draft: Draft, share: int) -> int:
-    """The micro-batch, in samples, that a pipeline takes where none is set: two rounds of micro-batches if there are
-    samples for them, and a number of them that the schedule can do."""
-    ranks, schedule = draft.get("parallel.pp"), draft.get("parallel.pp_schedule")
-    for micro in range(max(1, share // (2 * ranks)), 0, -1):
-        if not explain_misfit(schedule, math.ceil(share / micro), ranks):
-            return micro
-    return 1
+def what_counts_samples_gets_whole_micro_batches(draft: Draft) -> None:
+    """All micro-batches of a pipeline have one shape; what fills one up would count for routers and batch norms."""
+    batch, micro, ranks = draft.get("train.global_batch"), draft.get("train.micro_batch"), replicas_of(draft)
+    whole, counting = micro * ranks, _counting(draft)
+    if draft.get("parallel.pp") == 1 or not counting or batch % whole == 0:
+        return
+    near = nearest_where(_takes(draft), micro, share_of(draft))
+    draft.refuse(
+        "train.global_batch",
+        f"{batch} samples do not fill micro-batches of {micro} on {ranks} data-parallel rank{'s' if ranks > 1 else ''}, and a "
+        f"pipeline fills them up with samples that its {counting} would count",
+        f"a multiple of {whole}, such as {nearest_multiple(whole, batch)}",
+        f"or set train.micro_batch = {near}" if batch % (near * ranks) == 0 else "",
+    )
 
 
 def micro_batches_fill_the_pipeline(draft: Draft) -> None:
     """Runs after the micro-batch is settled; derives how many of them one pass takes."""
-    ranks, wanted = draft.get("parallel.pp"), draft.get("parallel.pp_micro_batches")
-    micro, batch = draft.get("train.micro_batch"), draft.get("train.global_batch")
-    replicas = draft.get("parallel.dp_replicate"), draft.get("parallel.dp_shard")
-    if ranks == 1 or "auto" in (micro, *replicas):
+    ranks, wanted, number = draft.get("parallel.pp"), draft.get("parallel.pp_micro_batches"), accumulation_of(draft)
+    if ranks == 1:
         if wanted == "auto":
             draft.derive("parallel.pp_micro_batches", 1, "no pipeline")
-        return
-    number = math.ceil(math.ceil(batch / math.prod(replicas)) / micro)
-    if wanted == "auto":
+    elif draft.get("train.micro_batch") > share_of(draft):
+        return  # refused already
+    elif wanted != "auto":
+        _refuse_number(draft, number, wanted)
+    elif explain_misfit(draft.get("parallel.pp_schedule"), number, ranks):
+        _refuse_size(draft, number)
+    else:
         draft.derive("parallel.pp_micro_batches", number, "all micro-batches of a step")
-    elif number % wanted:
-        near = nearest_divisor(number, wanted)
-        draft.refuse(
-            "parallel.pp_micro_batches",
-            f"{wanted} does not divide the {number} micro-batches of a step",
-            f"a divisor, such as {near}",
-        )
-        return
-    per_pass = draft.get("parallel.pp_micro_batches")
-    misfit = explain_misfit(draft.get("parallel.pp_schedule"), per_pass, ranks)
-    share = math.ceil(batch / math.prod(replicas))
-    if misfit:
-        draft.refuse(
-            "train.micro_batch",
-            f"{micro} makes {per_pass} micro-batches of a rank's share of {share}; {misfit}",
-            f"{ranks} micro-batches or a multiple of that",
-            f"lower train.micro_batch, or raise train.global_batch (such as to {ranks * micro * math.prod(replicas)})",
-        )
+
+
+def resolve_pipeline_micro_batch(draft: Draft) -> int:
+    """The micro-batch, in samples, that a pipeline takes where none is set: about two rounds of micro-batches if there
+    are samples for them, and a number of them that the schedule can do."""
+    share = share_of(draft)
+    return nearest_where(_takes(draft), max(1, share // (2 * draft.get("parallel.pp"))), share)
 
 
 def explain_misfit(schedule: str, micro_batches: int, ranks: int) -> str:
     """Why a schedule cannot do so many micro-batches on so many ranks; "" where it can."""
-    if schedule in ONE_STAGE or schedule == "zbv":
-        return f'pp_schedule = "{schedule}" on {ranks} ranks needs at least {ranks}' if micro_batches < ranks else ""
     rounds = max(1, micro_batches // ranks)
-    if micro_batches % rounds:
-        return f'pp_schedule = "{schedule}" on {ranks} ranks needs a multiple of its {rounds} rounds'
+    subject = f'parallel.pp_schedule = "{schedule}" on {ranks} ranks'
+    if schedule == "1f1b" and micro_batches < ranks:
+        return f"{subject} needs at least {ranks}"
+    if schedule in IN_ROUNDS and micro_batches % rounds:
+        return f"{subject} takes {micro_batches} in {rounds} rounds of equal length"
     return ""
+
+
+def _refuse_size(draft: Draft, number: int) -> None:
+    """Where all micro-batches of a step are no number for the schedule."""
+    schedule, ranks, micro = (draft.get(key) for key in ("parallel.pp_schedule", "parallel.pp", "train.micro_batch"))
+    misfit, share = explain_misfit(schedule, number, ranks), share_of(draft)
+    near = nearest_where(_takes(draft), micro, share)
+    draft.refuse(
+        "train.micro_batch",
+        f"{micro} cuts a rank's share of {share} into {_count(number, 'micro-batch')}, and {misfit}",
+        f"such as {near}" if _takes(draft)(near) else f"none with a share of {share}",
+        f'set train.global_batch = {ranks * micro * replicas_of(draft)}, or set parallel.pp_schedule = "gpipe"',
+    )
+
+
+def _refuse_number(draft: Draft, number: int, wanted: int) -> None:
+    """Where what one pass is to take is no equal part of a step, or no number for the schedule."""
+    schedule, ranks = draft.get("parallel.pp_schedule"), draft.get("parallel.pp")
+    misfit = explain_misfit(schedule, wanted, ranks)
+    if number % wanted == 0 and not misfit:
+        return
+
+    def fits(parts: int) -> bool:
+        return number % parts == 0 and not explain_misfit(schedule, parts, ranks)
+
+    near = nearest_where(fits, wanted, number)
+    what = (
+        f"does not divide the {_count(number, 'micro-batch')} of a step"
+        if number % wanted
+        else f"to a pass, and {misfit}"
+    )
+    draft.refuse(
+        "parallel.pp_micro_batches",
+        f"{wanted} {what}",
+        f"a divisor of {number}, such as {near}" if fits(near) else f"none with {_count(number, 'micro-batch')} a step",
+        "" if fits(near) else 'remove the key, and set parallel.pp_schedule = "gpipe" or a smaller train.micro_batch',
+    )
+
+
+def _takes(draft: Draft) -> Callable[[int], bool]:
+    """Whether a pipeline takes a micro-batch of so many samples."""
+    schedule, ranks, wanted = (draft.get(f"parallel.{name}") for name in ("pp_schedule", "pp", "pp_micro_batches"))
+    share, counting = share_of(draft), bool(_counting(draft))
+
+    def takes(size: int) -> bool:
+        number = ceil_div(share, size)
+        per_pass = number if wanted == "auto" else wanted
+        whole = share % size == 0 or not counting
+        return whole and number % per_pass == 0 and not explain_misfit(schedule, per_pass, ranks)
+
+    return takes
+
+
+def _counting(draft: Draft) -> str:
+    """What of the model counts the samples that it sees; "" where nothing does."""
+    if draft.get("model.kind") == "convnet":
+        return "batch norms"
+    balances = draft.get("model.experts") and draft.get("model.balance") != "none" and not draft.get("model.hf")
+    return "routers" if balances else ""
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """The blocks of a model: the key that says how many, and how many."""
+
+    key: str
+    number: int
+
+
+def _blocks_of(draft: Draft) -> _Blocks | None:
+    kind = draft.get("model.kind")
+    if kind in BLOCK_MODELS:
+        return _Blocks("model.layers", draft.get("model.layers"))
+    key = {"convnet": "model.channels", "mlp": "model.hidden"}.get(kind)
+    return _Blocks(key, len(draft.get(key))) if key else None
+
+
+def _deals_out(draft: Draft, split: Sequence[int], blocks: int) -> bool:
+    """Whether a split has a number for each stage, deals all blocks out, and leaves no rank without weights: the first
+    stage has those of an embedding, where there is one, and the last those of the output layer."""
+    ranks, per_rank = draft.get("parallel.pp"), draft.get("parallel.pp_stages_per_rank")
+    if len(split) != ranks * per_rank or sum(split) != blocks:
+        return False
+    weights = [*split[:-1], split[-1] + 1]
+    weights[0] += draft.get("model.kind") in BLOCK_MODELS
+    held = (stages_of_rank(rank, ranks, per_rank, draft.get("parallel.pp_schedule")) for rank in range(ranks))
+    return weights[0] > 0 and all(any(weights[stage] for stage in own if stage < len(weights)) for own in held)
+
+
+def _count(number: int, what: str) -> str:
+    ending = "es" if what.endswith("h") else "s"
+    return f"{number} {what}{'' if number == 1 else ending}"

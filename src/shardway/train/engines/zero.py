@@ -75,8 +75,8 @@ def start_zero(model: nn.Module, optimizer: torch.optim.Optimizer, settings: dic
                 raise
             raise UserError(
                 f"DeepSpeed {deepspeed.__version__} does not start: {_first_lines(error)}\n"
-                "  What it was given is in ds_config.json in the run directory. To do: change deepspeed.settings, or the "
-                "key of the run file that a setting comes from."
+                "  It was given what stands in ds_config.json of the run directory. To do: change deepspeed.settings or "
+                "the key that a setting comes from."
             ) from error
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     return engine

@@ -1,0 +1,110 @@
+"""From a run directory to a folder that `from_pretrained` of the Hugging Face library reads.
+
+Invariant: the run is only read; each rank holds its share of the model, on as many ranks as it is started on, whatever
+layout the run had. This module must not train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from shardway.checkpoint.export import save_weights
+from shardway.checkpoint.load import load_latest
+from shardway.checkpoint.state import Trained
+from shardway.errors import UserError
+from shardway.hfconfig import locate_model
+from shardway.models.build import build_model
+from shardway.models.huggingface.build import build_huggingface
+from shardway.models.huggingface.form import form_of
+from shardway.parallel.apply import ApplyOptions, apply_parallelism
+from shardway.parallel.mesh import build_mesh
+from shardway.parallel.precision import read_precision
+from shardway.ranks.launcher import find_placement
+from shardway.ranks.start import Ranks, StartOptions, start_ranks
+from shardway.resolve.request import Request, Resolution, resolve_request
+from shardway.rundir.directory import RunDir
+from shardway.runfile.schema import PrecisionSection, RunFile
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Name of a number format of weights -> torch's."""
+
+_SHARED_EVENLY = (
+    *(f"parallel.{axis}=1" for axis in ("dp_replicate", "cp", "tp", "pp", "ep")),
+    "parallel.dp_shard=auto",
+    "parallel.reshard_after_forward=auto",
+    "parallel.compress=none",
+    "parallel.cpu_offload=false",
+    "parallel.pp_split=[]",
+    "parallel.pp_micro_batches=auto",
+    "parallel.pp_stages_per_rank=auto",
+    "train.micro_batch=auto",
+    "train.compile=off",
+    "recompute.mode=none",
+)
+"""How the weights lie for an export, whatever the layout of the run was."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Where a model was written, and from which step of the run."""
+
+    folder: str
+    step: int
+
+
+def export_run(run: RunDir, folder: Path, dtype: str, environ: Mapping[str, str]) -> Exported:
+    """Write the newest checkpoint of a run as a Hugging Face folder. Raises UserError for a run without a checkpoint
+    and for a model that the library has no form for, JobError where it cannot be written."""
+    placement = find_placement(environ)
+    resolution = _resolve(run, placement.world, placement.local_world)
+    section = resolution.resolved.values.run
+    options = StartOptions(section.device, int(section.threads), section.start_timeout, section.collective_timeout)
+    ranks = start_ranks(placement, options)
+    exported = export_on(ranks, resolution, run, folder, dtype)
+    ranks.end()
+    return exported
+
+
+def export_on(ranks: Ranks, resolution: Resolution, run: RunDir, folder: Path, dtype: str) -> Exported:
+    """The same on ranks that are there."""
+    values = resolution.resolved.values
+    model = _build(ranks, values)
+    form = form_of(model, max_positions=values.data.seq_len)
+    options = ApplyOptions(values.parallel, read_precision(PrecisionSection(weights=values.precision.weights)))
+    parallel = apply_parallelism(model, build_mesh(ranks, values.parallel), ranks.device, options)
+    loaded = load_latest(run, ranks, Trained(parallel.module, None))
+    if loaded is None:
+        raise _no_checkpoint(run)
+    state = {name: parameter.detach() for name, parameter in parallel.module.named_parameters()}
+    save_weights(state, form, folder, ranks, dtype=DTYPES[dtype])
+    return Exported(str(folder), loaded.step)
+
+
+def _resolve(run: RunDir, ranks: int, ranks_per_node: int) -> Resolution:
+    if not run.checkpoint_steps():
+        raise _no_checkpoint(run)
+    return resolve_request(Request(run.resolved_path, _SHARED_EVENLY, run.path), ranks, ranks_per_node)
+
+
+def _build(ranks: Ranks, values: RunFile) -> nn.Module:
+    """The model of the run on the meta device; its values come from the checkpoint."""
+    section = values.model
+    if section.hf:
+        source = ranks.first_then_all(lambda: locate_model(section.hf, weights=False))
+        model = build_huggingface(source, vocab=0, seq_len=values.data.seq_len)
+        model.fit = None
+        return model
+    vocab = section.vocab if isinstance(section.vocab, int) else None
+    return build_model(section, vocab=vocab, sample_shape=(values.data.seq_len,))
+
+
+def _no_checkpoint(run: RunDir) -> UserError:
+    return UserError(
+        f"{run.path} holds no checkpoint to export.\n"
+        "  To do: name a run directory that has one (`shardway status` lists runs and their steps)."
+    )

@@ -1,0 +1,90 @@
+"""`shardway checkpoint export`, from a run in any layout to a folder of the library."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import TINY, Shardway, write_text
+
+from drawn_layouts import SMALL
+from pool import ranks
+from runs import lone_rank, pool_ranks, train_tiny
+from saved_tensors import read_whole
+from shardway.rundir.directory import RunDir
+from shardway.train.export import _resolve, export_on
+
+RUN = ("checkpoint.every=100 steps", "train.steps=5", "model.tied=false", "model.kv_heads=2")
+TOKENS = torch.arange(24).reshape(2, 12) % 32
+
+
+def library_logits(folder: Path) -> torch.Tensor:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(str(folder))
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def saved_weights(run: RunDir) -> list[torch.Tensor]:
+    """Every weight of the newest checkpoint, whole, by size and content."""
+    folder = run.checkpoint_path(run.checkpoint_steps()[-1])
+    return sorted((t for name, t in read_whole(folder).items() if name.startswith("model.")), key=order)
+
+
+def library_weights(folder: Path) -> list[torch.Tensor]:
+    import safetensors.torch
+
+    return sorted(safetensors.torch.load_file(str(folder / "model.safetensors")).values(), key=order)
+
+
+def order(tensor: torch.Tensor) -> tuple[int, float]:
+    return tensor.numel(), float(tensor.double().sum())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("parallel.tp=2",), ("parallel.pp=2",), ("parallel.cp=2",)])
+@ranks(2)
+def test_a_run_of_any_layout_is_read_by_the_library(rank: int, tmp_path: Path, words: tuple[str, ...]) -> None:
+    train_tiny(tmp_path / "run", pool_ranks(), *RUN, *words, base=SMALL)
+    run = RunDir(tmp_path / "run")
+    together = export_on(pool_ranks(), _resolve(run, 2, 2), run, tmp_path / "two", "fp32")
+    assert together.step == 5
+    if rank == 0:
+        export_on(lone_rank(), _resolve(run, 1, 1), run, tmp_path / "one", "fp32")
+        assert torch.equal(library_logits(tmp_path / "one"), library_logits(tmp_path / "two"))
+        pairs = list(zip(saved_weights(run), library_weights(tmp_path / "one"), strict=True))
+        assert all(torch.equal(saved, written) for saved, written in pairs)
+
+
+def test_export_says_what_it_wrote(shardway: Shardway, tmp_path: Path) -> None:
+    write_text(tmp_path)
+    assert shardway("train", *TINY, "--dir", "runs/a").code == 0
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*") if path.is_file()}
+    ended = shardway("checkpoint", "export", "runs/a", "out", "--dtype", "bf16", "--json")
+    assert ended.code == 0
+    assert json.loads(ended.out) == {"folder": "out", "step": 2}
+    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors"]
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    after = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*") if path.is_file()}
+    assert after == before
+
+
+def test_export_never_overwrites(shardway: Shardway, tmp_path: Path) -> None:
+    write_text(tmp_path)
+    shardway("train", *TINY, "--dir", "runs/a")
+    (tmp_path / "out").mkdir()
+    ended = shardway("checkpoint", "export", "runs/a", "out")
+    assert ended.code == 2
+    assert ended.err.startswith("shardway: out exists, and is not overwritten.")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_run_without_a_checkpoint_is_told(shardway: Shardway, tmp_path: Path) -> None:
+    ended = shardway("checkpoint", "export", "nowhere", "out")
+    assert ended.code == 2
+    assert ended.err.startswith("shardway: nowhere holds no checkpoint to export.")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,228 @@
+"""Rules of the model and its data."""
+
+from __future__ import annotations
+
+from rule_cases import CONVNET, LATENT, Derives, Refuses
+
+DERIVATIONS: list[Derives] = [
+    Derives("key_value_heads_divide_the_heads", ("model.heads=8",), "model.kv_heads", 8, "as many as heads"),
+    Derives(
+        "the_feed_forward_width_follows_the_activation",
+        ("model.dim=128",),
+        "model.ffn_dim",
+        352,
+        "8/3 dim, rounded up to a multiple of 32",
+    ),
+    Derives(
+        "the_feed_forward_width_follows_the_activation",
+        ("model.dim=96",),
+        "model.ffn_dim",
+        256,
+        "8/3 dim, rounded up to a multiple of 32",
+    ),
+    Derives(
+        "the_feed_forward_width_follows_the_activation",
+        ("model.dim=128", "model.activation=gelu"),
+        "model.ffn_dim",
+        512,
+        "4 dim",
+    ),
+    Derives(
+        "the_feed_forward_width_follows_the_activation",
+        ("model.kind=encoder_decoder", "model.dim=96"),
+        "model.ffn_dim",
+        384,
+        "4 dim",
+    ),
+    Derives("heads_divide_the_width", ("model.dim=96",), "model.head_dim", 24, "dim / heads"),
+    Derives(
+        "latent_attention_has_widths_of_its_own",
+        (*LATENT, "model.head_dim=10"),
+        "model.rope_head_dim",
+        6,
+        "half of head_dim, rounded up to even",
+    ),
+    Derives(
+        "latent_attention_has_widths_of_its_own",
+        (*LATENT, "model.head_dim=10"),
+        "model.value_head_dim",
+        10,
+        "as wide as head_dim",
+    ),
+    Derives(
+        "learned_positions_reach_the_end_of_a_sample",
+        ("model.positions=learned", "data.seq_len=77"),
+        "model.max_positions",
+        77,
+        "data.seq_len",
+    ),
+    Derives(
+        "a_mixture_has_enough_experts_and_layers",
+        ("model.experts=8", "model.experts_per_token=3", "model.ffn_dim=200"),
+        "model.expert_dim",
+        80,
+        "ffn_dim / 3 experts a token, rounded up to a multiple of 16",
+    ),
+    Derives(
+        "the_weight_of_one_expert_is_its_score",
+        ("model.experts=8", "model.experts_per_token=1"),
+        "model.router_normalise",
+        False,
+        "one expert a token",
+    ),
+    Derives("bytes_have_256_values", (), "model.vocab", 256, "one entry a byte"),
+    Derives("bytes_have_256_values", ("model.kind=encoder_decoder",), "model.vocab", 256, "one entry a byte"),
+    Derives("bytes_have_256_values", ("data.kind=synthetic",), "model.vocab", 256, "one entry a byte"),
+    Derives(
+        "validation_needs_something_held_out",
+        ("data.validation_fraction=0.0",),
+        "train.validate_every",
+        "off",
+        "nothing is held out",
+    ),
+]
+
+REFUSALS: list[Refuses] = [
+    Refuses(
+        "a_key_of_another_kind_is_not_ignored",
+        (*CONVNET, "model.dropout=0.1"),
+        '  model.dropout (command line): has no effect with model.kind = "convnet"\n'
+        "      allowed: only with model.kind = transformer or encoder_decoder or vit or mlp\n"
+        "      to do: remove the key",
+    ),
+    Refuses(
+        "a_key_of_another_kind_is_not_ignored",
+        ("optim.decay=5",),
+        '  optim.decay (command line): has no effect with optim.schedule = "cosine"\n'
+        "      allowed: only with optim.schedule = wsd\n"
+        "      to do: remove the key",
+    ),
+    Refuses(
+        "a_model_reads_the_data_it_is_made_for",
+        ("model.kind=convnet",),
+        '  data.kind (default): "text" cannot feed model.kind = "convnet"\n      allowed: arrays, idx, synthetic',
+    ),
+    Refuses(
+        "a_model_reads_the_data_it_is_made_for",
+        ("data.kind=idx", "data.path=x"),
+        '  data.kind (command line): "idx" cannot feed model.kind = "transformer"\n'
+        "      allowed: text, tokens, synthetic",
+    ),
+    Refuses(
+        "data_other_than_text_name_their_path",
+        ("data.kind=tokens", "model.vocab=9"),
+        "  data.path (default): is not set\n      allowed: the file or folder that holds the data",
+    ),
+    Refuses(
+        "heads_divide_the_width",
+        ("model.dim=128", "model.heads=7"),
+        "  model.heads (command line): 7 does not divide model.dim = 128\n      allowed: a divisor, such as 8",
+    ),
+    Refuses(
+        "heads_divide_the_width",
+        ("model.dim=128", "model.heads=200", "model.kv_heads=1"),
+        "  model.heads (command line): 200 does not divide model.dim = 128\n      allowed: a divisor, such as 128",
+    ),
+    Refuses(
+        "heads_divide_the_width",
+        (f"model.dim={10**15}", "model.heads=3"),
+        f"  model.heads (command line): 3 does not divide model.dim = {10**15}\n      allowed: a divisor, such as 2",
+    ),
+    Refuses(
+        "heads_divide_the_width",
+        ("model.dim=12", "model.heads=4"),
+        "  model.heads (command line): 4 heads of width 3: rotary positions need an even width\n"
+        "      allowed: dim / heads even",
+    ),
+    Refuses(
+        "heads_divide_the_width",
+        ("model.head_dim=7",),
+        "  model.head_dim (command line): 7: rotary positions need an even width\n      allowed: an even number",
+    ),
+    Refuses(
+        "a_key_of_another_kind_is_not_ignored",
+        ("model.shared_experts=2",),
+        "  model.shared_experts (command line): has no effect with model.experts = 0\n"
+        "      allowed: only with model.experts = above 0\n"
+        "      to do: remove the key",
+    ),
+    Refuses(
+        "a_key_of_another_kind_is_not_ignored",
+        (*LATENT, "model.kv_heads=4"),
+        "  model.kv_heads (command line): has no effect with model.kv_rank = 16\n"
+        "      allowed: only with model.kv_rank = 0\n"
+        "      to do: remove the key",
+    ),
+    Refuses(
+        "latent_attention_has_widths_of_its_own",
+        (*LATENT, "model.rope_head_dim=5"),
+        "  model.rope_head_dim (command line): 5: rotary positions need an even width\n      allowed: an even number",
+    ),
+    Refuses(
+        "latent_attention_has_widths_of_its_own",
+        (*LATENT, "model.rope_head_dim=8", "model.value_head_dim=41"),
+        "  model.value_head_dim (command line): 41 is wider than keys are (head_dim 32 + rope_head_dim 8)\n"
+        "      allowed: at most 40",
+    ),
+    Refuses(
+        "learned_positions_reach_the_end_of_a_sample",
+        ("model.positions=learned", "model.max_positions=100"),
+        "  model.max_positions (command line): 100 is fewer than the tokens of a sample, data.seq_len = 128\n"
+        "      allowed: at least 128",
+    ),
+    Refuses(
+        "a_mixture_has_enough_experts_and_layers",
+        ("model.experts=4", "model.experts_per_token=5"),
+        "  model.experts_per_token (command line): 5 is more than model.experts = 4\n      allowed: 1 to 4",
+    ),
+    Refuses(
+        "a_mixture_has_enough_experts_and_layers",
+        ("model.experts=4", "model.dense_layers=4"),
+        "  model.dense_layers (command line): 4 leaves none of model.layers = 4 for experts\n      allowed: 0 to 3",
+    ),
+    Refuses(
+        "experts_are_gated",
+        ("model.experts=4", "model.activation=gelu"),
+        '  model.activation (command line): "gelu", and experts (model.experts) are gated\n      allowed: "swiglu"',
+    ),
+    Refuses(
+        "the_weight_of_one_expert_is_its_score",
+        ("model.experts=4", "model.experts_per_token=1", "model.router_normalise=true"),
+        "  model.router_normalise (command line): true makes the weight of the one expert of a token 1, and a router "
+        "without gradient\n"
+        "      allowed: false, or model.experts_per_token above 1",
+    ),
+    Refuses(
+        "experts_drop_tokens_of_whole_sequences",
+        ("model.experts=4", "model.capacity_factor=1.5", "parallel.cp=2"),
+        "  model.capacity_factor (command line): 1.5 drops tokens by their place in a sequence, and parallel.cp = 2 "
+        "splits sequences\n"
+        "      allowed: 0, or parallel.cp = 1",
+        {"ranks": 2},
+    ),
+    Refuses(
+        "key_value_heads_divide_the_heads",
+        ("model.heads=4", "model.kv_heads=3"),
+        "  model.kv_heads (command line): 3 does not divide model.heads = 4\n      allowed: a divisor, such as 2",
+    ),
+    Refuses(
+        "a_token_file_does_not_say_its_vocabulary",
+        ("data.kind=tokens", "data.path=x.bin"),
+        '  model.vocab (default): "auto" follows a tokenizer, and a token file does not name the one that made it\n'
+        "      allowed: the number of entries of the vocabulary\n"
+        "      to do: set model.vocab, such as 50257 for GPT-2's tokenizer",
+    ),
+    Refuses(
+        "validation_needs_something_held_out",
+        ("train.validate_every=5", "data.validation_fraction=0.0"),
+        "  train.validate_every (command line): 5 steps, and nothing is held out: data.validation_fraction is 0\n"
+        '      allowed: "off"\n'
+        "      to do: name data.validation, or hold out a fraction",
+    ),
+    Refuses(
+        "a_key_of_another_kind_is_not_ignored",
+        ("optim.name=adafactor", "optim.state_dtype=bf16"),
+        '  optim.state_dtype (command line): has no effect with optim.name = "adafactor"\n'
+        "      allowed: only with optim.name = adamw or sgd or muon\n      to do: remove the key",
+    ),
+]

@@ -1,0 +1,151 @@
+"""Rules of number formats, of the optimizer and of the compiler."""
+
+from __future__ import annotations
+
+from rule_cases import CONVNET, EMULATED, GPU, PIPELINE, Derives, Refuses
+
+DERIVATIONS: list[Derives] = [
+    Derives(
+        "float8_gathers_what_has_one_scale",
+        (*EMULATED, "parallel.dp_shard=2"),
+        "precision.float8_all_gather",
+        True,
+        "one scale a weight",
+        {"ranks": 2},
+    ),
+    Derives(
+        "float8_gathers_what_has_one_scale",
+        EMULATED,
+        "precision.float8_all_gather",
+        False,
+        "weights are not sharded",
+    ),
+]
+
+REFUSALS: list[Refuses] = [
+    Refuses(
+        "tf32_needs_a_device_that_has_it",
+        ("precision.tf32=true",),
+        "  precision.tf32 (command line): true has no effect on a CPU\n      allowed: false",
+    ),
+    *(
+        Refuses(
+            "bf16_weights_need_bf16_products",
+            (f"precision.compute={compute}", "precision.weights=bf16"),
+            f'  precision.weights (command line): "bf16" holds fewer digits than precision.compute = "{compute}" '
+            "multiplies\n"
+            '      allowed: "fp32"; or precision.compute = "bf16" or "float8"',
+        )
+        for compute in ("fp32", "fp16")
+    ),
+    Refuses(
+        "cudnn_tries_kernels_where_it_runs_and_may",
+        ("train.cudnn_benchmark=true",),
+        "  train.cudnn_benchmark (command line): true has no effect on a CPU\n      allowed: false",
+    ),
+    Refuses(
+        "cudnn_tries_kernels_where_it_runs_and_may",
+        ("train.cudnn_benchmark=true", "train.deterministic=true"),
+        "  train.cudnn_benchmark (command line): true may choose another kernel in each run, and train.deterministic "
+        "is true\n"
+        "      allowed: one of the two",
+        GPU,
+    ),
+    Refuses(
+        "nesterov_needs_momentum",
+        ("optim.name=sgd", "optim.nesterov=true", "optim.momentum=0"),
+        "  optim.nesterov (command line): true needs optim.momentum above 0\n      allowed: false, or a momentum",
+    ),
+    Refuses(
+        "muon_needs_matrices",
+        (*CONVNET, "optim.name=muon"),
+        '  optim.name (command line): "muon" is for the matrices of blocks, and this model.kind = "convnet" has none\n'
+        '      allowed: "adamw"',
+    ),
+    Refuses(
+        "muon_needs_matrices",
+        ("model.kind=mlp", "model.hidden=[]", "data.kind=synthetic", "optim.name=muon"),
+        '  optim.name (command line): "muon" is for the matrices of blocks, and this model.kind = "mlp" has none\n'
+        '      allowed: "adamw"',
+    ),
+    Refuses(
+        "bf16_weights_need_an_optimizer_that_rounds_them",
+        ("optim.name=adafactor", "precision.compute=bf16", "precision.weights=bf16"),
+        '  optim.name (command line): "adafactor" does not round stochastically, and precision.weights = "bf16" would '
+        'lose its small updates\n      allowed: "adamw", "sgd", "muon"; or precision.weights = "fp32"',
+    ),
+    Refuses(
+        "narrow_momentum_needs_momentum",
+        ("optim.name=sgd", "optim.momentum=0", "optim.state_dtype=bf16"),
+        '  optim.state_dtype (command line): "bf16": without momentum there is no state\n'
+        '      allowed: "fp32", or a momentum',
+    ),
+    Refuses(
+        "float8_needs_a_device_that_has_it",
+        ("precision.compute=float8",),
+        '  precision.compute (command line): "float8": a CPU has no such matrix products\n'
+        '      allowed: "fp32", "bf16", "fp16"; or precision.float8_emulate = true, which is slow and for tests',
+    ),
+    Refuses(
+        "float8_needs_a_device_that_has_it",
+        (*EMULATED, "precision.float8_recipe=blockwise"),
+        '  precision.float8_recipe (command line): "blockwise" is not emulated\n      allowed: any other recipe',
+    ),
+    Refuses(
+        "transformer_engine_knows_other_recipes",
+        ("precision.compute=float8", "precision.float8_engine=transformer_engine", "precision.float8_recipe=rowwise"),
+        '  precision.float8_recipe (command line): "rowwise" is not for precision.float8_engine = '
+        '"transformer_engine"\n'
+        '      allowed: "tensorwise", "mxfp8", "blockwise"\n'
+        '      to do: change it, or set float8_engine = "torchao"',
+        GPU,
+    ),
+    Refuses(
+        "transformer_engine_knows_other_recipes",
+        (*EMULATED, "precision.float8_engine=transformer_engine"),
+        '  precision.float8_emulate (command line): true is not for precision.float8_engine = "transformer_engine"\n'
+        "      allowed: false\n"
+        '      to do: change it, or set float8_engine = "torchao"',
+        GPU,
+    ),
+    *(
+        Refuses(
+            "float8_gathers_what_has_one_scale",
+            (*EMULATED, "precision.float8_all_gather=true", "parallel.dp_shard=auto", *words),
+            f"  precision.float8_all_gather (command line): true, but {reason}\n      allowed: false",
+            {"ranks": ranks},
+        )
+        for words, reason, ranks in (
+            ((), "weights are not sharded", 1),
+            (
+                ("precision.float8_recipe=rowwise",),
+                'only torchao\'s recipe "tensorwise" does, and this is torchao\'s "rowwise"',
+                4,
+            ),
+            (
+                ("parallel.reshard_after_forward=2",),
+                "parallel.reshard_after_forward = 2 gathers within smaller groups",
+                4,
+            ),
+        )
+    ),
+    Refuses(
+        "float8_multiplies_whole_groups_of_tokens",
+        ("precision.compute=float8", "data.seq_len=120"),
+        "  data.seq_len (command line): 120 tokens are no whole groups of 16, as float8 products take them\n"
+        "      allowed: a multiple of 16",
+        GPU,
+    ),
+    Refuses(
+        "a_pipeline_compiles_blocks",
+        (*PIPELINE, "train.compile=model"),
+        '  train.compile (command line): "model" does not go with parallel.pp = 2\n      allowed: "blocks" or "off"',
+        {"ranks": 2},
+    ),
+    Refuses(
+        "a_memory_budget_needs_the_compiler",
+        ("recompute.mode=budget",),
+        '  recompute.mode (command line): "budget": it is the compiler that chooses, and train.compile is "off"\n'
+        '      allowed: "none", "selective", "full"; or train.compile = "blocks"',
+    ),
+]
