@@ -160,7 +160,8 @@ class _Attention(torch.autograd.Function):
             meeting = _meet(source, travel.place, q.shape[2])
             more, more_log_sum = attend(meeting.tile(q, keys_values))
             if source == travel.place:  # the first to come by, and the only one that all queries see
-                out, log_sum = more.to(more_log_sum.dtype), more_log_sum
+                # Copies: selective recompute keeps what an operator returned, and would see it change.
+                out, log_sum = more.to(more_log_sum.dtype, copy=True), more_log_sum.clone()
                 continue
             rows = meeting.queries
             out[:, :, rows], log_sum[:, :, rows] = join(out[:, :, rows], log_sum[:, :, rows], more, more_log_sum)

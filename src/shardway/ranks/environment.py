@@ -1,7 +1,7 @@
 """Launcher variables for libraries that look them up themselves.
 
-Invariant: what such a library reads is this rank's placement, whatever launched it, and the environment is as it was
-when the context ends. This module must not import torch.
+Invariant: what such a library reads is this rank's placement, whatever launched it, and these variables are as they
+were when the context ends. This module must not import torch.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from shardway.ranks.launcher import Placement
 @contextlib.contextmanager
 def variables_for_libraries(placement: Placement, others: Mapping[str, str]) -> Iterator[None]:
     """Set torchrun's variables to this placement, and `others`, for as long as the context lasts."""
-    before = dict(os.environ)
-    os.environ.update(
-        {
-            "RANK": str(placement.rank),
-            "WORLD_SIZE": str(placement.world),
-            "LOCAL_RANK": str(placement.local_rank),
-            "MASTER_ADDR": placement.master_addr,
-            "MASTER_PORT": str(placement.master_port),
-            **others,
-        }
-    )
+    variables = {
+        "RANK": str(placement.rank),
+        "WORLD_SIZE": str(placement.world),
+        "LOCAL_RANK": str(placement.local_rank),
+        "MASTER_ADDR": placement.master_addr,
+        "MASTER_PORT": str(placement.master_port),
+        **others,
+    }
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ.update(before)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -12,7 +12,7 @@ from typing import Any
 
 from shardway.layout import AXES
 from shardway.resolve.draft import Draft
-from shardway.resolve.rules.numbers import nearest_divisor
+from shardway.resolve.rules.numbers import count_of, nearest_divisor
 from shardway.resolve.rules.pipeline import resolve_pipeline_micro_batch
 from shardway.resolve.rules.shares import replicas_of, share_of
 
@@ -47,7 +47,7 @@ def _refuse_product(draft: Draft, degrees: Mapping[str, Any], known: int) -> Non
     else:
         product = _product(above) if len(above) == 1 else f"{_product(above)} = {known}"
         what = f"{product} is not the number of ranks, {ranks}"
-    start = f"start {known} rank{'s' if known > 1 else ''} (--nproc {known})"
+    start = f"start {count_of(known, 'rank')} (--nproc {known})"
     culprit = next((axis for axis in ("dp_shard", "dp_replicate", *AXES) if axis in above), "dp_replicate")
     near = _nearest_degree(ranks, degrees, culprit)
     draft.refuse(
@@ -81,7 +81,7 @@ def every_replica_gets_a_sample(draft: Draft) -> None:
     if batch < replicas:
         draft.refuse(
             "train.global_batch",
-            f"{batch} sample{'s' if batch > 1 else ''} cannot be shared by {replicas} data-parallel ranks",
+            f"{count_of(batch, 'sample')} cannot be shared by {replicas} data-parallel ranks",
             f"at least {replicas}",
             "raise train.global_batch or use fewer ranks",
         )

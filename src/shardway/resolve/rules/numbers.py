@@ -42,3 +42,9 @@ def ceil_div(number: int, parts: int) -> int:
 def join_words(words: Sequence[str]) -> str:
     """One, two or more words as they stand in a sentence: a, b and c."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def count_of(number: int, what: str) -> str:
+    """A number and what it counts: 1 stage, 2 stages, 2 micro-batches."""
+    plural = f"{what}es" if what.endswith("ch") else f"{what}s"
+    return f"{number} {what if number == 1 else plural}"

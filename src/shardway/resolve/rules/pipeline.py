@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from shardway.layout import stages_of_rank
 from shardway.resolve.applies import BLOCK_MODELS
 from shardway.resolve.draft import Draft
-from shardway.resolve.rules.numbers import ceil_div, nearest_multiple, nearest_where
+from shardway.resolve.rules.numbers import ceil_div, count_of, nearest_multiple, nearest_where
 from shardway.resolve.rules.shares import accumulation_of, replicas_of, share_of
 from shardway.runfile.write import render_value
 
-ONE_STAGE = ("gpipe", "1f1b")
 ZERO_BUBBLE = ("zero_bubble", "zbv")
 IN_ROUNDS = ("interleaved", "zero_bubble")
 """Schedules that take micro-batches in rounds of equal size, of as many as there are ranks or a few more."""
@@ -34,10 +33,10 @@ def stages_follow_the_schedule(draft: Draft) -> None:
         draft.derive("parallel.pp_stages_per_rank", fitting, reason)
     elif ranks > 1 and not least <= stages <= (most or stages):
         other = "1f1b" if stages == 1 else "interleaved"
+        wanted = f"{'' if most else 'at least '}{count_of(least, 'stage')}"
         draft.refuse(
             "parallel.pp_stages_per_rank",
-            f'{stages}: parallel.pp_schedule = "{schedule}" wants {"" if most else "at least "}{_count(least, "stage")} on '
-            "each rank",
+            f'{stages}: parallel.pp_schedule = "{schedule}" wants {wanted} on each rank',
             str(least) if most else f"{least} or more",
             f'or set parallel.pp_schedule = "{other}"',
         )
@@ -57,8 +56,8 @@ def every_rank_has_a_block(draft: Draft) -> None:
     if split and proposals:
         draft.refuse(
             "parallel.pp_split",
-            f"{split} deals {_count(sum(split), 'block')} out to {_count(len(split), 'stage')}; {known.key} has {known.number} for "
-            f"{_count(stages, 'stage')} on {ranks} ranks, of which each needs a block",
+            f"{split} deals {count_of(sum(split), 'block')} out to {count_of(len(split), 'stage')}; {known.key} has "
+            f"{known.number} for {count_of(stages, 'stage')} on {ranks} ranks, of which each needs a block",
             ", or ".join(proposals),
         )
         return
@@ -67,7 +66,7 @@ def every_rank_has_a_block(draft: Draft) -> None:
     )
     draft.refuse(
         "parallel.pp",
-        f"{ranks} ranks of {_count(per_rank, 'stage')} need {stages} blocks, and {known.key} has {known.number}",
+        f"{ranks} ranks of {count_of(per_rank, 'stage')} need {stages} blocks, and {known.key} has {known.number}",
         f"such as {near}",
     )
 
@@ -119,8 +118,8 @@ def what_counts_samples_gets_whole_micro_batches(draft: Draft) -> None:
     near = nearest_where(_takes(draft), micro, share_of(draft))
     draft.refuse(
         "train.global_batch",
-        f"{batch} samples do not fill micro-batches of {micro} on {ranks} data-parallel rank{'s' if ranks > 1 else ''}, and a "
-        f"pipeline fills them up with samples that its {counting} would count",
+        f"{count_of(batch, 'sample')} do not fill micro-batches of {micro} on {count_of(ranks, 'data-parallel rank')}, "
+        f"and a pipeline fills them up with samples that its {counting} would count",
         f"a multiple of {whole}, such as {nearest_multiple(whole, batch)}",
         f"or set train.micro_batch = {near}" if batch % (near * ranks) == 0 else "",
     )
@@ -167,7 +166,7 @@ def _refuse_size(draft: Draft, number: int) -> None:
     near = nearest_where(_takes(draft), micro, share)
     draft.refuse(
         "train.micro_batch",
-        f"{micro} cuts a rank's share of {share} into {_count(number, 'micro-batch')}, and {misfit}",
+        f"{micro} cuts a rank's share of {share} into {count_of(number, 'micro-batch')}, and {misfit}",
         f"such as {near}" if _takes(draft)(near) else f"none with a share of {share}",
         f'set train.global_batch = {ranks * micro * replicas_of(draft)}, or set parallel.pp_schedule = "gpipe"',
     )
@@ -183,16 +182,11 @@ def _refuse_number(draft: Draft, number: int, wanted: int) -> None:
     def fits(parts: int) -> bool:
         return number % parts == 0 and not explain_misfit(schedule, parts, ranks)
 
-    near = nearest_where(fits, wanted, number)
-    what = (
-        f"does not divide the {_count(number, 'micro-batch')} of a step"
-        if number % wanted
-        else f"to a pass, and {misfit}"
-    )
+    near, parts = nearest_where(fits, wanted, number), count_of(number, "micro-batch")
     draft.refuse(
         "parallel.pp_micro_batches",
-        f"{wanted} {what}",
-        f"a divisor of {number}, such as {near}" if fits(near) else f"none with {_count(number, 'micro-batch')} a step",
+        f"{wanted} does not divide the {parts} of a step" if number % wanted else f"{wanted} to a pass, and {misfit}",
+        f"a divisor of {number}, such as {near}" if fits(near) else f"none with {parts} a step",
         "" if fits(near) else 'remove the key, and set parallel.pp_schedule = "gpipe" or a smaller train.micro_batch',
     )
 
@@ -245,8 +239,3 @@ def _deals_out(draft: Draft, split: Sequence[int], blocks: int) -> bool:
     weights[0] += draft.get("model.kind") in BLOCK_MODELS
     held = (stages_of_rank(rank, ranks, per_rank, draft.get("parallel.pp_schedule")) for rank in range(ranks))
     return weights[0] > 0 and all(any(weights[stage] for stage in own if stage < len(weights)) for own in held)
-
-
-def _count(number: int, what: str) -> str:
-    ending = "es" if what.endswith("h") else "s"
-    return f"{number} {what}{'' if number == 1 else ending}"

@@ -30,8 +30,8 @@ class EngineKind:
         if self.package is not None and find_spec(self.package) is None:
             raise UserError(
                 f'train.engine = "{self.package}" needs the package {self.package}, which is not installed.\n'
-                f"  To do: DS_BUILD_OPS=0 pip install --no-build-isolation 'shardway[{self.package}]', which builds it for "
-                'the PyTorch that is there; or set train.engine = "torch".'
+                f"  To do: DS_BUILD_OPS=0 pip install --no-build-isolation 'shardway[{self.package}]' "
+                '(without isolation, since it is built for the PyTorch that is there); or set train.engine = "torch".'
             )
 
 

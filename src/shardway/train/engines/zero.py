@@ -64,31 +64,66 @@ class _Units:
         return 1
 
 
-def start_zero(model: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any], ranks: Ranks) -> Any:
-    """A `deepspeed.DeepSpeedEngine` over these ranks. Raises UserError where DeepSpeed does not take the settings."""
-    with _library(ranks) as deepspeed, ranks.contact("while DeepSpeed started"):
-        _join(deepspeed, ranks)
-        try:
-            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=_Units(ranks))
-        except Exception as error:
-            if is_lost_contact(error):
-                raise
-            raise UserError(
-                f"DeepSpeed {deepspeed.__version__} does not start: {_first_lines(error)}\n"
-                "  It was given what stands in ds_config.json of the run directory. To do: change deepspeed.settings or "
-                "the key that a setting comes from."
-            ) from error
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    return engine
+@dataclass(frozen=True)
+class Zero:
+    """DeepSpeed in this process: the engine that trains, and what is put back at the end."""
+
+    engine: Any
+    library: Any
+    put_back: contextlib.ExitStack
+
+    def end(self) -> None:
+        """Let go of the engine, of what DeepSpeed keeps of its process group, and of the variables that it reads."""
+        with quiet():
+            self.engine.destroy()
+        _forget_group(self.library)
+        self.put_back.close()
 
 
-def end_zero(engine: Any) -> None:
-    """Let go of the engine and of what DeepSpeed keeps of its process group."""
+def start_zero(model: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any], ranks: Ranks) -> Zero:
+    """ZeRO over these ranks. Raises UserError where DeepSpeed does not take the settings."""
+    with contextlib.ExitStack() as stack:
+        # ZeRO 3 reads them while it trains, too.
+        stack.enter_context(variables_for_libraries(ranks.placement, _variables(ranks)))
+        with quiet(), ranks.contact("while DeepSpeed started"):
+            deepspeed = _import()
+            _join(deepspeed, ranks)
+            engine = _initialize(deepspeed, model, optimizer, settings, ranks)
+        return Zero(engine, deepspeed, stack.pop_all())
+
+
+def _variables(ranks: Ranks) -> dict[str, str]:
+    """What DeepSpeed reads besides: the kind of device, and a check of CUDA that its import would set otherwise."""
+    return {"DS_ACCELERATOR": ranks.device.type, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+
+def _import() -> Any:
+    """deepspeed, logging to stderr, and errors alone at first: it would warn of what Shardway has chosen for it."""
     import deepspeed
 
-    with quiet():
-        engine.destroy()
-    _forget_group(deepspeed)
+    logger = logging.getLogger("DeepSpeed")
+    logger.setLevel(logging.ERROR)
+    for handler in logger.handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(sys.stderr)
+    return deepspeed
+
+
+def _initialize(
+    deepspeed: Any, model: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any], ranks: Ranks
+) -> Any:
+    try:
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=_Units(ranks))
+    except Exception as error:
+        if is_lost_contact(error):
+            raise
+        raise UserError(
+            f"DeepSpeed {deepspeed.__version__} does not start: {_first_lines(error)}\n"
+            "  It was given what stands in ds_config.json of the run directory. To do: change what is wrong in "
+            "deepspeed.settings, or the key that a setting comes from."
+        ) from error
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    return engine
 
 
 @contextlib.contextmanager
@@ -97,20 +132,6 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-@contextlib.contextmanager
-def _library(ranks: Ranks) -> Iterator[Any]:
-    """deepspeed, imported, and the variables that it reads while it starts."""
-    with variables_for_libraries(ranks.placement, {"DS_ACCELERATOR": ranks.device.type}), quiet():
-        import deepspeed
-
-        logger = logging.getLogger("DeepSpeed")
-        logger.setLevel(logging.ERROR)  # it warns at its start of what Shardway has chosen
-        for handler in logger.handlers:
-            if isinstance(handler, logging.StreamHandler):
-                handler.setStream(sys.stderr)
-        yield deepspeed
 
 
 def _join(deepspeed: Any, ranks: Ranks) -> None:
