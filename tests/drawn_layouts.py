@@ -121,7 +121,7 @@ def _draws(dice: random.Random, worlds: Sequence[int]) -> Iterator[Drawn]:
 def _features(dice: random.Random, degrees: dict[str, int], model: str) -> dict[str, Any]:
     """What else a run may set; only what matters in these degrees, so that two draws differ in what they do."""
     words: dict[str, Any] = {
-        "train.micro_batch": dice.choice([1, 2, "auto"]),
+        "train.micro_batch": dice.choice([2, 4, "auto"]),
         "recompute.mode": dice.choice(["none", "none", "full", "selective"]),
     }
     shard = degrees["dp_shard"] * degrees["cp"]

@@ -42,19 +42,19 @@ def test_two_ranks(rank: int, tmp_path: Path, drawn: Drawn) -> None:
 
 
 @of_world(4)
-@ranks(4)
+@ranks(4, timeout_s=240.0)
 def test_four_ranks(rank: int, tmp_path: Path, drawn: Drawn) -> None:
     check_parity(rank, tmp_path, drawn)
 
 
 @of_world(6)
-@ranks(6)
+@ranks(6, timeout_s=240.0)
 def test_six_ranks(rank: int, tmp_path: Path, drawn: Drawn) -> None:
     check_parity(rank, tmp_path, drawn)
 
 
 @of_world(8)
-@ranks(8, timeout_s=180.0)
+@ranks(8, timeout_s=300.0)
 def test_eight_ranks(rank: int, tmp_path: Path, drawn: Drawn) -> None:
     check_parity(rank, tmp_path, drawn)
 

@@ -63,7 +63,8 @@ REFUSALS: list[Refuses] = [
     Refuses(
         "the_tensor_axis_splits_evenly",
         ("parallel.tp=4", "model.experts=2", "model.expert_dim=34", "model.ffn_dim=34"),
-        "  parallel.tp (command line): 4 does not divide model.expert_dim = 34\n      allowed: a divisor of it, such as 2",
+        "  parallel.tp (command line): 4 does not divide model.expert_dim = 34\n"
+        "      allowed: a divisor of it, such as 2",
         FOUR,
     ),
     Refuses(
@@ -88,7 +89,8 @@ REFUSALS: list[Refuses] = [
     Refuses(
         "a_sequence_splits_into_equal_parts",
         ("parallel.cp=4", "data.seq_len=100"),
-        "  parallel.cp (command line): 4: data.seq_len = 100 does not split into 2 x 4 equal chunks, two for each rank\n"
+        "  parallel.cp (command line): 4: data.seq_len = 100 does not split into 2 x 4 equal chunks, two for "
+        "each rank\n"
         "      allowed: a degree of which twice divides 100, such as 2\n"
         "      to do: or set data.seq_len = 104",
         FOUR,
@@ -96,7 +98,8 @@ REFUSALS: list[Refuses] = [
     Refuses(
         "a_sequence_splits_into_equal_parts",
         ("parallel.cp=2", "data.seq_len=101", "parallel.tp=2", "parallel.tp_sequence=false"),
-        "  parallel.cp (command line): 2: data.seq_len = 101 does not split into 2 x 2 equal chunks, two for each rank\n"
+        "  parallel.cp (command line): 2: data.seq_len = 101 does not split into 2 x 2 equal chunks, two for "
+        "each rank\n"
         "      allowed: a degree of which twice divides 101, such as 1\n"
         "      to do: or set data.seq_len = 100",
         FOUR,
@@ -104,7 +107,8 @@ REFUSALS: list[Refuses] = [
     Refuses(
         "a_sequence_splits_into_equal_parts",
         ("parallel.tp=4", "data.seq_len=130"),
-        "  parallel.tp (command line): 4: the 130 tokens of a sequence that a rank has do not split into 4 equal parts\n"
+        "  parallel.tp (command line): 4: the 130 tokens of a sequence that a rank has do not split into 4 "
+        "equal parts\n"
         "      allowed: a divisor of 130, such as 2\n"
         "      to do: or set parallel.tp_sequence = false, or set data.seq_len = 132",
         FOUR,

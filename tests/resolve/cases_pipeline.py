@@ -126,7 +126,8 @@ REFUSALS: list[Refuses] = [
     Refuses(
         "every_rank_has_a_block",
         (*V, "parallel.pp_split=[2, 0, 0, 2]"),
-        "  parallel.pp_split (command line): [2, 0, 0, 2] deals 4 blocks out to 4 stages; model.layers has 4 for 4 stages "
+        "  parallel.pp_split (command line): [2, 0, 0, 2] deals 4 blocks out to 4 stages; model.layers has 4 "
+        "for 4 stages "
         "on 2 ranks, of which each needs a block\n"
         "      allowed: such as [1, 1, 1, 1], or [] for a balance by cost",
         TWO,
@@ -150,7 +151,8 @@ REFUSALS: list[Refuses] = [
     Refuses(
         "tied_weights_stay_together",
         ("parallel.pp=2",),
-        "  model.tied (default): true, and parallel.pp = 2 puts the embedding into the first stage and the output layer "
+        "  model.tied (default): true, and parallel.pp = 2 puts the embedding into the first stage and the "
+        "output layer "
         "into the last\n"
         "      allowed: false, or parallel.pp = 1",
         TWO,
@@ -202,7 +204,8 @@ REFUSALS: list[Refuses] = [
     Refuses(
         "micro_batches_fill_the_pipeline",
         (*FOUR_STAGES, "train.global_batch=3"),
-        "  train.micro_batch (derived: 3 samples of a rank's share for a pipeline of 4): 1 cuts a rank's share of 3 into "
+        "  train.micro_batch (derived: 3 samples of a rank's share for a pipeline of 4): 1 cuts a rank's "
+        "share of 3 into "
         '3 micro-batches, and parallel.pp_schedule = "1f1b" on 4 ranks needs at least 4\n'
         "      allowed: none with a share of 3\n"
         '      to do: set train.global_batch = 4, or set parallel.pp_schedule = "gpipe"',
@@ -227,7 +230,8 @@ REFUSALS: list[Refuses] = [
     Refuses(
         "micro_batches_fill_the_pipeline",
         (*PIPELINE, "train.micro_batch=2", "parallel.pp_micro_batches=1"),
-        '  parallel.pp_micro_batches (command line): 1 to a pass, and parallel.pp_schedule = "1f1b" on 2 ranks needs at '
+        '  parallel.pp_micro_batches (command line): 1 to a pass, and parallel.pp_schedule = "1f1b" on 2 '
+        "ranks needs at "
         "least 2\n"
         "      allowed: a divisor of 8, such as 2",
         TWO,
@@ -236,8 +240,7 @@ REFUSALS: list[Refuses] = [
         "micro_batches_fill_the_pipeline",
         (*PIPELINE, "train.micro_batch=16", "parallel.pp_micro_batches=2"),
         "  parallel.pp_micro_batches (command line): 2 does not divide the 1 micro-batch of a step\n"
-        "      allowed: none with 1 micro-batch a step\n"
-        '      to do: remove the key, and set parallel.pp_schedule = "gpipe" or a smaller train.micro_batch',
+        '      allowed: "auto"',
         TWO,
     ),
     Refuses(
@@ -252,7 +255,8 @@ REFUSALS: list[Refuses] = [
     Refuses(
         "what_counts_samples_gets_whole_micro_batches",
         (*CONVNET, "parallel.pp=2", "parallel.dp_replicate=2", "train.global_batch=15", "train.micro_batch=2"),
-        "  train.global_batch (command line): 15 samples do not fill micro-batches of 2 on 2 data-parallel ranks, and a "
+        "  train.global_batch (command line): 15 samples do not fill micro-batches of 2 on 2 data-parallel "
+        "ranks, and a "
         "pipeline fills them up with samples that its batch norms would count\n"
         "      allowed: a multiple of 4, such as 16",
         FOUR,

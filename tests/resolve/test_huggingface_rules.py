@@ -8,9 +8,7 @@ import pytest
 from resolving import refusal_of, resolve_words, value_of
 
 from shardway.hfconfig import ModelFacts
-from shardway.resolve import build
 from shardway.resolve.applies import SHAPE_KEYS, applies
-from shardway.resolve.rules import RULES
 
 DENSE = ModelFacts(
     family="qwen3",
@@ -28,13 +26,6 @@ DENSE = ModelFacts(
 MIXTURE = replace(DENSE, experts=64, experts_per_token=8, expert_dim=768, tied=False)
 HF = ("model.hf=org/name", "data.kind=synthetic")
 TEXT = ("model.hf=org/name", "data.validation=x")
-
-
-@pytest.fixture(autouse=True)
-def let_models_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the rule that refuses model.hf as long as a run does not build it."""
-    rules = tuple(rule for rule in RULES if rule.__name__ != "what_this_version_lacks_is_refused")
-    monkeypatch.setattr(build, "RULES", rules)
 
 
 @pytest.mark.parametrize("facts", [DENSE, MIXTURE])
@@ -84,6 +75,13 @@ def test_keys_of_a_shape_apply_without_a_model_of_the_hub_alone() -> None:
             '  model.kind (command line): "mlp" is another model than model.hf = "org/name"\n'
             "      allowed: one of the two\n"
             "      to do: remove one of them",
+        ),
+        (
+            ("model.hf_weights=false",),
+            None,
+            "  model.hf_weights (command line): has no effect without model.hf\n"
+            "      allowed: only with model.hf\n"
+            "      to do: remove the key",
         ),
         (
             (*HF, "data.seq_len=8192"),

@@ -44,6 +44,7 @@ DERIVE_TOO = {
 
 ELSEWHERE = {
     "a_hugging_face_model_brings_its_own_shape",
+    "only_a_hugging_face_model_has_weights_to_start_from",
     "a_sample_fits_the_positions_of_a_hugging_face_model",
     "a_hugging_face_model_brings_its_tokenizer",
     "zero_shards_over_copies_alone",

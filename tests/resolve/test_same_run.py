@@ -40,8 +40,10 @@ CHANGES = {
     "data.seq_len": 64,
     "data.shuffle": False,
     "data.validation_fraction": 0.5,
+    "train.engine": "deepspeed",
     "train.seed": 7,
     "optim.name": "sgd",
+    "precision.weights": "bf16",
 }
 """Of the default run: another value of each fixed key that it has."""
 

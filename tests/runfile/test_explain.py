@@ -47,7 +47,7 @@ def test_examples_that_are_shown_are_taken() -> None:
         ("model.tied", "true or false", "true"),
         ("model.dropout", "a number, at least 0 and less than 1", "0.0"),
         ("model.channels", "a list of a whole number, at least 1", "[16, 32]"),
-        ("optim.name", '"adamw", "sgd"', '"adamw"'),
+        ("optim.name", '"adamw", "sgd", "adafactor", "adamw8bit", "muon"', '"adamw"'),
         ("optim.clip", 'a number, more than 0 or "off"', "1.0"),
         ("train.seed", f"a whole number, at least 0 and at most {2**63 - 1}", "0"),
         ("data.include", "a text", '"*.py"'),
@@ -74,8 +74,9 @@ def test_an_unknown_key_is_answered_with_the_nearest() -> None:
     with pytest.raises(UserError) as told:
         explain_key("checkpoint.evry")
     assert str(told.value) == (
-        "there is no key checkpoint.evry; allowed: a section (model, data, train, optim, parallel, precision, "
-        "checkpoint, run, site) or section.key.\n  Did you mean checkpoint.every or checkpoint.keep or checkpoint?"
+        "there is no key checkpoint.evry; allowed: a section (model, data, train, optim, parallel, deepspeed, "
+        "precision, recompute, checkpoint, run, site) or section.key.\n"
+        "  Did you mean checkpoint.every or checkpoint.keep or checkpoint?"
     )
 
 
@@ -83,8 +84,8 @@ def test_a_name_that_is_like_no_other() -> None:
     with pytest.raises(UserError) as told:
         explain_key("zzz")
     assert str(told.value) == (
-        "there is no key zzz; allowed: a section (model, data, train, optim, parallel, precision, checkpoint, run, "
-        "site) or section.key."
+        "there is no key zzz; allowed: a section (model, data, train, optim, parallel, deepspeed, precision, "
+        "recompute, checkpoint, run, site) or section.key."
     )
 
 

@@ -11,11 +11,11 @@ from shardway.runfile.load import load_run
 from shardway.runfile.schema import sections
 
 OPTIM = (
-    "name, lr, betas, eps, momentum, nesterov, weight_decay, clip, schedule, warmup, decay, final_lr, lr_scaling, "
-    "base_batch"
+    "name, kernel, state_dtype, lr, betas, eps, muon_lr_factor, muon_adjust, muon_momentum, muon_iterations, momentum, "
+    "nesterov, weight_decay, clip, schedule, warmup, decay, final_lr, lr_scaling, base_batch"
 )
 CHECKPOINT = "every, keep"
-TOP = "model, data, train, optim, parallel, precision, checkpoint, run, site, format"
+TOP = "model, data, train, optim, parallel, deepspeed, precision, recompute, checkpoint, run, site, format"
 
 
 def problem(*overrides: str) -> str:
@@ -132,7 +132,7 @@ def test_an_array_of_sections(tmp_path: Path) -> None:
         ("optim.lr=nan", "nan is not a finite number", "a finite number"),
         ("optim.momentum=1.5", "1.5 is too large", "at most 1"),
         ("model.dropout=1.0", "1.0 is too large", "less than 1"),
-        ("optim.name=adam", '"adam" is not one of the choices', '"adamw" or "sgd"'),
+        ("optim.name=adam", '"adam" is not one of the choices', '"adamw", "sgd", "adafactor", "adamw8bit" or "muon"'),
         ("model.vocab=auot", '"auot" is not a whole number', 'a whole number or "auto"'),
         ("model.vocab=0", "0 is too small", 'at least 1 or "auto"'),
         ("optim.clip=none", '"none" is not a number', 'a number or "off"'),

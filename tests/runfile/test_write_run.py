@@ -72,6 +72,12 @@ def test_a_rendered_run_shows_each_origin() -> None:
         "seed = 7".ljust(40) + " # command line",
         'root = "runs"'.ljust(40) + " # default",
     ]
+    assert [line for line in lines if line.startswith("[")] == ["[train]", "[run]"]
+
+
+def test_a_rendered_run_names_every_section_that_has_a_key_to_show() -> None:
+    loaded = load_run(None)
+    lines = render_run(loaded.values, loaded.origins, lambda dotted: True).splitlines()
     assert [line for line in lines if line.startswith("[")] == [f"[{name}]" for name in sections()]
 
 

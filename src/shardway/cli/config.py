@@ -1,7 +1,8 @@
 """`shardway config show | explain | schema`: every value with its origin, the doc of a key, the JSON Schema.
 
-Invariant: what `show` prints is a run file that runs as it stands, or with --mesh a picture of the ranks that it would
-run on. This module must not resolve: it asks `shardway.resolve`.
+Invariant: what `show` prints is a run file that runs as it stands, with --mesh a picture of the ranks that it would run
+on, with --deepspeed the ds_config.json that DeepSpeed would be started with. This module must not resolve: it asks
+`shardway.resolve`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ NodesOption = Annotated[
     typer.Option(min=1, help="Nodes of the job that is shown, of --nproc ranks each (default: the site's devices)."),
 ]
 MeshOption = Annotated[bool, typer.Option("--mesh", help="Draw which ranks are on which node, and who talks to whom.")]
+DeepspeedOption = Annotated[
+    bool, typer.Option("--deepspeed", help="Print the ds_config.json that DeepSpeed would be started with.")
+]
 
 
 @app.command("show")
@@ -34,16 +38,21 @@ def show(
     nproc: NprocOption = None,
     nodes: NodesOption = None,
     mesh: MeshOption = False,
+    deepspeed: DeepspeedOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the resolved run, each value with where it came from; with --mesh its ranks on their nodes."""
+    """Print the resolved run, each value with where it came from; or its ranks on nodes; or its ds_config.json."""
     from shardway.resolve.request import resolve_request
 
     request = read_request(words, directory)
     per_node = nproc or (1 if nodes is None else _ranks_of_a_node(request))
     resolution = resolve_request(request, (nodes or 1) * per_node, per_node)
+    if mesh and deepspeed:
+        raise UserError("--mesh and --deepspeed show different things; allowed: one of them.")
     if mesh:
         _show_mesh(resolution, as_json)
+    elif deepspeed:
+        _show_deepspeed(resolution)
     elif as_json:
         typer.echo(json.dumps(resolution_facts(resolution), indent=1))
     else:
@@ -75,6 +84,17 @@ def _show_mesh(resolution: Resolution, as_json: bool) -> None:
         typer.echo(json.dumps(placement.facts(), indent=1))
     else:
         typer.echo(render_placement(placement), nl=False)
+
+
+def _show_deepspeed(resolution: Resolution) -> None:
+    from shardway.resolve.deepspeed import render_ds_config
+
+    if resolution.resolved.values.train.engine != "deepspeed":
+        raise UserError(
+            '--deepspeed: train.engine is "torch", so nothing is handed to DeepSpeed.\n'
+            "  To do: set train.engine=deepspeed."
+        )
+    typer.echo(render_ds_config(resolution.resolved), nl=False)
 
 
 @app.command("explain")

@@ -127,6 +127,8 @@ def applies(dotted: str, values: RunFile) -> bool:
     """Whether a key has an effect in this run."""
     if values.model.hf and dotted in (f"model.{name}" for name in SHAPE_KEYS):
         return False
+    if dotted == "model.hf_weights" and not values.model.hf:
+        return False
     return all(choice_of(selector, values) in owners[dotted] for selector, owners in OWNERS.items() if dotted in owners)
 
 

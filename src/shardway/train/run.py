@@ -87,8 +87,6 @@ class Run:
         """Called at the end of `start`: a loop that the script left early is saved and said to be stopped."""
         if self._loop is not None:
             self._loop.leave()
-        if self._engine is not None:
-            self._engine.close()
 
     def shard(self, model: nn.Module) -> nn.Module:
         """Make a model parallel as the run file says and move it to this rank's device; returns what to call.
@@ -202,6 +200,7 @@ class Run:
             ranks=session.ranks,
             resolved=self.resolved,
             directory=session.directory,
+            at_end=session.at_end,
         )
         return ENGINES[train.engine].make(parts)
 

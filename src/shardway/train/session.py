@@ -43,7 +43,7 @@ class Session:
     """One rank's view of a run.
 
     `resolution` is completed when the data is open; `own_model` tells a script that brings its own model and data
-    from a run that its run file describes whole.
+    from a run that its run file describes whole. `at_end` is unwound when the session ends, well or badly.
     """
 
     resolution: Resolution
@@ -55,6 +55,7 @@ class Session:
     own_model: bool = False
     settled: bool = False
     changes: dict[str, list[Any]] = field(default_factory=dict)
+    at_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
     def resolved(self) -> Resolved:
@@ -117,7 +118,8 @@ def hold_session(resolution: Resolution, ranks: Ranks) -> Iterator[Session]:
         seed_all(values.train.seed, ranks.rank)
         signals = stack.enter_context(SignalWatch())
         with _faults_recorded(recorder):
-            yield Session(resolution, ranks, mesh, precision, recorder, signals, resolution.request.own_model)
+            own_model = resolution.request.own_model
+            yield Session(resolution, ranks, mesh, precision, recorder, signals, own_model, at_end=stack)
 
 
 def _take_directory(resolution: Resolution, stack: contextlib.ExitStack) -> None:

@@ -40,6 +40,7 @@ from shardway.resolve.rules.huggingface import (
     a_hugging_face_model_brings_its_own_shape,
     a_hugging_face_model_brings_its_tokenizer,
     a_sample_fits_the_positions_of_a_hugging_face_model,
+    only_a_hugging_face_model_has_weights_to_start_from,
 )
 from shardway.resolve.rules.layout import (
     a_micro_batch_is_a_part_of_a_rank_share,
@@ -93,6 +94,7 @@ RULES: tuple[Rule, ...] = (
     timeouts_are_nested,
     a_key_of_another_kind_is_not_ignored,
     a_hugging_face_model_brings_its_own_shape,
+    only_a_hugging_face_model_has_weights_to_start_from,
     a_sample_fits_the_positions_of_a_hugging_face_model,
     a_hugging_face_model_brings_its_tokenizer,
     a_model_reads_the_data_it_is_made_for,

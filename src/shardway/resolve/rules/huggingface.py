@@ -34,6 +34,11 @@ def _said(facts: ModelFacts) -> dict[str, int | bool]:
     return {**{name: getattr(facts, name) for name in dense}, **(mixture if facts.experts else {})}
 
 
+def only_a_hugging_face_model_has_weights_to_start_from(draft: Draft) -> None:
+    if draft.is_set("model.hf_weights") and not draft.get("model.hf"):
+        draft.refuse("model.hf_weights", "has no effect without model.hf", "only with model.hf", "remove the key")
+
+
 def a_sample_fits_the_positions_of_a_hugging_face_model(draft: Draft) -> None:
     facts, seq_len = draft.circumstances.hf, draft.get("data.seq_len")
     if draft.get("model.hf") and facts is not None and seq_len > facts.max_positions:

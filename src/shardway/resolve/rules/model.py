@@ -6,11 +6,9 @@ read files or look at the machine.
 
 from __future__ import annotations
 
-import math
-
 from shardway.resolve.applies import IMAGE_DATA, OWNERS, TOKEN_DATA, TOKEN_MODELS, name_choice
 from shardway.resolve.draft import Draft
-from shardway.resolve.rules.numbers import nearest_divisor
+from shardway.resolve.rules.numbers import ceil_div, nearest_divisor
 from shardway.runfile.write import render_value
 
 
@@ -77,7 +75,7 @@ def latent_attention_has_widths_of_its_own(draft: Draft) -> None:
     if not draft.get("model.kv_rank") or head == "auto":
         return
     if draft.get("model.rope_head_dim") == "auto":
-        draft.derive("model.rope_head_dim", math.ceil(head / 4) * 2, "half of head_dim, rounded up to even")
+        draft.derive("model.rope_head_dim", ceil_div(head, 4) * 2, "half of head_dim, rounded up to even")
     if draft.get("model.value_head_dim") == "auto":
         draft.derive("model.value_head_dim", head, "as wide as head_dim")
     rotary, values = draft.get("model.rope_head_dim"), draft.get("model.value_head_dim")
@@ -105,7 +103,7 @@ def the_feed_forward_width_follows_the_activation(draft: Draft) -> None:
         return
     dim, gated = draft.get("model.dim"), draft.get("model.activation") == "swiglu"
     if gated and draft.get("model.kind") != "encoder_decoder":
-        draft.derive("model.ffn_dim", math.ceil(8 * dim / 3 / 32) * 32, "8/3 dim, rounded up to a multiple of 32")
+        draft.derive("model.ffn_dim", ceil_div(8 * dim, 3 * 32) * 32, "8/3 dim, rounded up to a multiple of 32")
     else:
         draft.derive("model.ffn_dim", 4 * dim, "4 dim")
 
@@ -121,7 +119,7 @@ def a_mixture_has_enough_experts_and_layers(draft: Draft) -> None:
         what = f"{dense} leaves none of model.layers = {layers} for experts"
         draft.refuse("model.dense_layers", what, f"0 to {layers - 1}")
     if draft.get("model.expert_dim") == "auto":
-        width = math.ceil(draft.get("model.ffn_dim") / k / 16) * 16
+        width = ceil_div(draft.get("model.ffn_dim"), k * 16) * 16
         draft.derive("model.expert_dim", width, f"ffn_dim / {k} experts a token, rounded up to a multiple of 16")
 
 

@@ -186,8 +186,7 @@ def _refuse_number(draft: Draft, number: int, wanted: int) -> None:
     draft.refuse(
         "parallel.pp_micro_batches",
         f"{wanted} does not divide the {parts} of a step" if number % wanted else f"{wanted} to a pass, and {misfit}",
-        f"a divisor of {number}, such as {near}" if fits(near) else f"none with {parts} a step",
-        "" if fits(near) else 'remove the key, and set parallel.pp_schedule = "gpipe" or a smaller train.micro_batch',
+        f"a divisor of {number}, such as {near}" if fits(near) else '"auto"',
     )
 
 

@@ -6,6 +6,7 @@ schedule and decisions are the same whatever engine trains. This module must not
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,7 +25,11 @@ from shardway.train.step import Moment, StepResult
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What an engine is made of; `clip` is what the norm of gradients is limited to (None: not at all)."""
+    """What an engine is made of.
+
+    `clip` is what the norm of gradients is limited to (None: not at all); `at_end` undoes what the engine changes
+    outside the model, however the run ends.
+    """
 
     parallel: ParallelModel
     optimizer: torch.optim.Optimizer
@@ -34,6 +39,7 @@ class EngineParts:
     ranks: Ranks
     resolved: Resolved
     directory: RunDir
+    at_end: contextlib.ExitStack
 
 
 class Engine(Protocol):
@@ -60,8 +66,4 @@ class Engine(Protocol):
 
     def step(self, model: nn.Module, batch: Any, loss_fn: Loss, moment: Moment) -> StepResult:
         """One optimizer step on this rank's share of a global batch; see `train.step`."""
-        ...
-
-    def close(self) -> None:
-        """Let go of what the engine holds beside the model, on the clean path."""
         ...

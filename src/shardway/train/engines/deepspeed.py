@@ -25,7 +25,7 @@ from shardway.parallel.balance import balance
 from shardway.ranks.agreement import read_decision
 from shardway.resolve.deepspeed import Settings, render_settings, resolve_ds_config
 from shardway.train.engines.base import EngineParts
-from shardway.train.engines.zero import start_zero
+from shardway.train.engines.zero import started_zero
 from shardway.train.passes import Loss, Passes
 from shardway.train.step import Moment, StepResult
 
@@ -60,8 +60,8 @@ class DeepSpeedEngine:
         settings = _settings(parts)
         text = render_settings(settings)
         self._ranks.together(lambda: parts.directory.write_ds_config(text) if self._ranks.is_first else None)
-        self._zero = start_zero(parts.parallel.module, parts.optimizer, settings, parts.ranks)
-        self._engine = self._zero.engine
+        module, optimizer, ranks = parts.parallel.module, parts.optimizer, parts.ranks
+        self._engine = parts.at_end.enter_context(started_zero(module, optimizer, settings, ranks))
         parallel = replace(parts.parallel, call=self._engine)
         # Its weights have the format of products already.
         precision = replace(parts.precision, autocast_dtype=None)
@@ -99,10 +99,6 @@ class DeepSpeedEngine:
             skipped=overflow and scale is not None,
             loss_scale=scale.after(overflow) if scale is not None else None,
         )
-
-    def close(self) -> None:
-        """End DeepSpeed's part of the process."""
-        self._zero.end()
 
 
 def _settings(parts: EngineParts) -> Settings:

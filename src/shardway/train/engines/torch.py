@@ -38,6 +38,3 @@ class TorchEngine:
     def step(self, model: nn.Module, batch: Any, loss_fn: Loss, moment: Moment) -> StepResult:
         """One step, as `take_step`."""
         return take_step(self._step, model, batch, loss_fn, moment)
-
-    def close(self) -> None:
-        """Nothing is held."""

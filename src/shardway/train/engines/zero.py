@@ -64,32 +64,23 @@ class _Units:
         return 1
 
 
-@dataclass(frozen=True)
-class Zero:
-    """DeepSpeed in this process: the engine that trains, and what is put back at the end."""
-
-    engine: Any
-    library: Any
-    put_back: contextlib.ExitStack
-
-    def end(self) -> None:
-        """Let go of the engine, of what DeepSpeed keeps of its process group, and of the variables that it reads."""
-        with quiet():
-            self.engine.destroy()
-        _forget_group(self.library)
-        self.put_back.close()
-
-
-def start_zero(model: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any], ranks: Ranks) -> Zero:
-    """ZeRO over these ranks. Raises UserError where DeepSpeed does not take the settings."""
-    with contextlib.ExitStack() as stack:
-        # ZeRO 3 reads them while it trains, too.
-        stack.enter_context(variables_for_libraries(ranks.placement, _variables(ranks)))
+@contextlib.contextmanager
+def started_zero(
+    model: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any], ranks: Ranks
+) -> Iterator[Any]:
+    """A `deepspeed.DeepSpeedEngine` over these ranks. Raises UserError where DeepSpeed does not take the settings."""
+    with variables_for_libraries(ranks.placement, _variables(ranks)):  # ZeRO 3 reads them while it trains, too
         with quiet(), ranks.contact("while DeepSpeed started"):
             deepspeed = _import()
             _join(deepspeed, ranks)
             engine = _initialize(deepspeed, model, optimizer, settings, ranks)
-        return Zero(engine, deepspeed, stack.pop_all())
+        try:
+            yield engine
+        finally:
+            # An error that ends the run must not be hidden by one of tidying up after it.
+            with contextlib.suppress(Exception), quiet():
+                engine.destroy()
+            _forget_group(deepspeed)
 
 
 def _variables(ranks: Ranks) -> dict[str, str]:

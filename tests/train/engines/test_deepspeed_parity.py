@@ -1,0 +1,43 @@
+"""ZeRO on two ranks trains what PyTorch trains: the same losses, norms, rates and samples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from zero_runs import UNEVEN, needs_deepspeed, stage
+
+from pool import ranks
+from runs import pool_ranks, read_column, read_named, read_steps, train_tiny, worst_difference
+
+pytestmark = [needs_deepspeed, pytest.mark.slow]
+
+
+def train_both(folder: Path, *overrides: str, zero: tuple[str, ...]) -> tuple[Path, Path]:
+    """The same run under each engine."""
+    folders = folder / "torch", folder / "zero"
+    train_tiny(folders[0], pool_ranks(), *overrides, base=UNEVEN)
+    train_tiny(folders[1], pool_ranks(), *overrides, *zero, base=UNEVEN)
+    return folders
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@ranks(2, timeout_s=180.0)
+def test_the_curve_is_that_of_torch(rank: int, tmp_path: Path, number: int) -> None:
+    watched = ("train.validate_every=4", "data.record_ids=true")
+    ours, theirs = train_both(tmp_path, *watched, zero=stage(number))
+    if rank:
+        return
+    for name in ("loss", "grad_norm"):
+        assert worst_difference(read_column(theirs, name), read_column(ours, name)) < 1e-5
+    for name in ("lr", "step"):
+        assert read_column(theirs, name) == read_column(ours, name)
+    for each in (0, 1):
+        assert [s["ids"] for s in read_steps(theirs, each)] == [s["ids"] for s in read_steps(ours, each)]
+    found, expected = ([e["loss"] for e in read_named(each, "validation")] for each in (theirs, ours))
+    assert worst_difference(found, expected) < 1e-5
+    assert read_named(theirs, "started")[0]["parameters"] == read_named(ours, "started")[0]["parameters"]
+    written = json.loads((theirs / "ds_config.json").read_text())
+    assert written["zero_optimization"]["stage"] == number
+    assert written["gradient_accumulation_steps"] == 2

@@ -1,0 +1,126 @@
+"""A run under ZeRO that died goes on with the same bits; its checkpoint is of Shardway outside, of DeepSpeed inside."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from zero_runs import UNEVEN, needs_deepspeed, stage
+
+from pool import RankPool, ranks
+from runs import Died, die_at, pool_ranks, read_column, read_named, train_tiny
+from shardway.checkpoint.load import verify_checkpoint
+from shardway.errors import JobError, UserError
+from shardway.rundir.directory import RunDir
+
+pytestmark = [needs_deepspeed, pytest.mark.slow]
+
+RUN = ("checkpoint.every=3 steps", "model.dropout=0.2")
+
+
+def train(directory: Path, *words: str, last: int | None = None) -> None:
+    """To the end, or until all ranks die after step `last`."""
+    with contextlib.suppress(Died):
+        train_tiny(directory, pool_ranks(), *RUN, *words, base=UNEVEN, before_step=die_at(last) if last else None)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@ranks(2, timeout_s=180.0)
+def test_a_run_that_died_goes_on_with_the_same_bits(rank: int, tmp_path: Path, number: int) -> None:
+    train(tmp_path / "through", *stage(number))
+    train(tmp_path / "died", *stage(number), last=5)
+    train(tmp_path / "died", *stage(number), "optim.weight_decay=0.1")
+    if rank == 0:
+        assert [event["step"] for event in read_named(tmp_path / "died", "started")] == [0, 3]
+        for column in ("step", "loss", "grad_norm", "lr"):
+            assert read_column(tmp_path / "died", column) == read_column(tmp_path / "through", column), column
+
+
+@pytest.mark.parametrize("number", [2, 3])
+@ranks(2, timeout_s=180.0)
+def test_settings_of_the_optimizer_are_those_of_today(rank: int, tmp_path: Path, number: int) -> None:
+    train(tmp_path, *stage(number), last=5)
+    train(tmp_path, *stage(number), "optim.weight_decay=0.5", "optim.lr=1e-9", last=4)
+    train(tmp_path / "as before", *stage(number), last=5)
+    if rank == 0:
+        assert read_column(tmp_path, "lr")[3] == pytest.approx(
+            read_column(tmp_path / "as before", "lr")[3] * 1e-9 / 3e-3
+        )
+
+
+def write_fp32(checkpoint: Path, out: Path) -> dict[str, torch.Tensor]:
+    """What DeepSpeed's own tool makes of a checkpoint."""
+    command = [sys.executable, str(checkpoint / "zero_to_fp32.py"), str(checkpoint), str(out)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    found: dict[str, torch.Tensor] = torch.load(out / "pytorch_model.bin", weights_only=True)
+    return found
+
+
+def train_and_look(rank: int, directory: Path, number: int) -> None:
+    """A run, and what its weights are at the end, whole."""
+    train(directory, *stage(number))
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_the_tool_of_deepspeed_reads_a_checkpoint(rank_pool: RankPool, tmp_path: Path, number: int) -> None:
+    rank_pool.run(train_and_look, 2, {"directory": tmp_path / "zero", "number": number}, 180.0)
+    rank_pool.run(train_torch, 2, {"directory": tmp_path / "torch"}, 180.0)
+    directory = RunDir(tmp_path / "zero")
+    assert directory.checkpoint_steps() == [3, 6, 8]
+    assert directory.partial_checkpoints() == []
+    checkpoint = directory.checkpoint_path(8)
+    manifest = verify_checkpoint(checkpoint)
+    assert {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()} == {
+        *manifest.files,
+        "manifest.json",
+    }
+    found, expected = write_fp32(checkpoint, tmp_path / "out"), torch.load(tmp_path / "torch" / "weights.pt")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def train_torch(rank: int, directory: Path) -> None:
+    """The same run under PyTorch, and its weights in a file."""
+    seen: list[Any] = []
+    train_tiny(directory, pool_ranks(), *RUN, base=UNEVEN, before_step=lambda run, step: seen.append(run))
+    if rank == 0:
+        torch.save(seen[0]._parallel.module.state_dict(), directory / "weights.pt")
+
+
+@ranks(2, timeout_s=180.0)
+def test_a_damaged_file_of_deepspeed_is_told(rank: int, tmp_path: Path) -> None:
+    train(tmp_path, *stage(2))
+    [file] = (RunDir(tmp_path).checkpoint_path(8) / "zero").glob("*rank_1*optim*")
+    torch.distributed.barrier()
+    if rank == 0:
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    torch.distributed.barrier()
+    with pytest.raises(JobError, match=f"the content of zero/{file.name} has changed"):
+        train(tmp_path, *stage(2), "train.steps=9")
+
+
+def test_another_number_of_ranks_is_refused(rank_pool: RankPool, tmp_path: Path) -> None:
+    rank_pool.run(train_and_look, 2, {"directory": tmp_path, "number": 2}, 180.0)
+    rank_pool.run(refuse_to_go_on, 1, {"directory": tmp_path}, 180.0)
+
+
+def refuse_to_go_on(rank: int, directory: Path) -> None:
+    """On one rank what two have saved."""
+    with pytest.raises(JobError, match="saved by 2 ranks, and ZeRO's parts of it fit 2 ranks alone; there are 1"):
+        train(directory, *stage(2), "train.steps=9")
+
+
+@pytest.mark.parametrize("words", [("train.engine=torch",), stage(3)])
+@ranks(2, timeout_s=180.0)
+def test_another_engine_or_stage_is_refused(rank: int, tmp_path: Path, words: tuple[str, ...]) -> None:
+    train(tmp_path, *stage(2), last=5)
+    with pytest.raises(UserError, match="was started with"):
+        train(tmp_path, *words)
