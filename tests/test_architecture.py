@@ -120,6 +120,8 @@ def test_only_ranks_reads_what_launchers_say() -> None:
         (r"(.*\.)?destroy_process_group", "ranks/start.py"),
         (r"torch\.save|(dcp|checkpoint)\.(async_)?save|save_file|save_model|save_pretrained", "checkpoint/"),
         (r"(.*\.)?FileSystemWriter", "checkpoint/"),
+        (r".*engine\.(save|load)_checkpoint", "checkpoint/"),
+        (r"(.*\.)?deepspeed\.initialize", "train/engines/zero.py"),
         (r"(.*\.)?(EventWriter|WriterLock)", "rundir/"),
         (r"fcntl\.\w+", "rundir/"),
         (r"print|(typer|click)\.(echo|secho)|sys\.std(out|err)\.write", "cli/"),

@@ -116,3 +116,18 @@ def test_a_token_file_has_the_vocabulary_of_the_config() -> None:
 
 def test_without_facts_nothing_is_derived() -> None:
     assert value_of(resolve_words(*HF), "model.dim") == 128
+
+
+def test_what_splits_it_is_told_without_keys_that_its_config_decides() -> None:
+    assert refusal_of(*HF, "parallel.pp=2", "data.seq_len=128", hf=DENSE, ranks=2) == (
+        "1 problem in the run\n"
+        "  parallel.pp (command line): 2: the output layer of org/name is its embedding, which would be in two stages\n"
+        "      allowed: 1\n"
+        "      to do: split over parallel.dp_shard or parallel.tp"
+    )
+    odd = replace(DENSE, vocab=151935, tied=False)
+    assert refusal_of(*HF, "parallel.tp=2", "data.seq_len=128", hf=odd, ranks=2) == (
+        "1 problem in the run\n"
+        "  parallel.tp (command line): 2 does not divide model.vocab = 151935\n"
+        "      allowed: a divisor of it, such as 1"
+    )

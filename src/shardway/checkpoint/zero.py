@@ -4,7 +4,9 @@ Invariant: DeepSpeed writes into a folder that is no checkpoint yet, and reads o
 settings of the optimizer stay those of the run file of today. This module must not import deepspeed: it is handed an
 engine.
 
-The folder is what DeepSpeed's tools expect: `python zero_to_fp32.py . OUTPUT` in it makes fp32 weights.
+The folder is what DeepSpeed's tools expect: `python zero_to_fp32.py . OUTPUT` in it makes fp32 weights, but not where
+optimizer states are on disk (nvme), for which those tools do not look. Nor does DeepSpeed 0.19.8 itself read these back
+right: a new process goes on without their moments, and does not say so. They are written and read here, group by group.
 """
 
 from __future__ import annotations
@@ -56,6 +58,8 @@ class ZeroState:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 self.engine.save_checkpoint(str(folder), tag=TAG)
+            if self.engine.zero_nvme_offload_optimizer():
+                self._write_groups(folder / TAG)
         except RuntimeError as error:  # how torch's zip writer says that the disk is full
             if is_lost_contact(error):
                 raise
@@ -75,8 +79,10 @@ class ZeroState:
         with self.ranks.contact("while loading"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             path = self._load(folder)
-        if path is None:
-            raise JobError(f"the checkpoint {folder} holds nothing that DeepSpeed has saved.")
+            if path is None:
+                raise JobError(f"the checkpoint {folder} holds nothing that DeepSpeed has saved.")
+            if self.engine.zero_nvme_offload_optimizer():
+                self._read_groups(folder / TAG)
         for group, setting in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(setting)
 
@@ -91,6 +97,42 @@ class ZeroState:
                 "  To do: use the run file that it was saved with, or start over with --fresh."
             ) from error
         return path
+
+    def _write_groups(self, folder: Path) -> None:
+        """The fp32 weights and optimizer states of this rank, read from disk group by group."""
+        zero = self.engine.optimizer
+        for number, weights in enumerate(zero.fp32_partitioned_groups_flat):
+            swapped = zero._swappable_optimizer_subgroup(number)
+            if swapped:
+                zero._optimizer_states_and_gradient_swap_in(number)
+            state = {name: _copied(value) for name, value in self.optimizer.state[weights].items()}
+            torch.save({"weights": _copied(weights.data), "state": state}, self._group_path(folder, number))
+            if swapped:
+                zero._release_swap_buffers(number)
+
+    def _read_groups(self, folder: Path) -> None:
+        """Put back what `_write_groups` has written, and the weights that are trained with it."""
+        zero = self.engine.optimizer
+        zero.checkpoint_event_prologue()
+        for number, weights in enumerate(zero.fp32_partitioned_groups_flat):
+            swapped = zero._swappable_optimizer_subgroup(number)
+            if swapped:
+                zero._optimizer_states_and_gradient_swap_in(number)
+            saved = torch.load(self._group_path(folder, number), map_location=weights.device, weights_only=True)
+            weights.data.copy_(saved["weights"])
+            self.optimizer.state[weights].update(saved["state"])
+            zero._reassign_or_swap_out_partitioned_parameters(number)
+            if swapped:
+                zero._optimizer_states_and_gradient_swap_out(number)
+        zero.checkpoint_event_epilogue()
+
+    def _group_path(self, folder: Path, number: int) -> Path:
+        return folder / f"rank_{self.ranks.rank}_group_{number}.pt"
+
+
+def _copied(value: Any) -> Any:
+    """A copy with memory of its own: a view would be saved with all that it is a view of."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:

@@ -6,20 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from zero_runs import UNEVEN, needs_deepspeed, stage
+from zero_runs import needs_deepspeed, stage, train_both
 
 from pool import ranks
-from runs import pool_ranks, read_column, read_named, read_steps, train_tiny, worst_difference
+from runs import read_column, read_named, read_steps, worst_difference
 
 pytestmark = [needs_deepspeed, pytest.mark.slow]
-
-
-def train_both(folder: Path, *overrides: str, zero: tuple[str, ...]) -> tuple[Path, Path]:
-    """The same run under each engine."""
-    folders = folder / "torch", folder / "zero"
-    train_tiny(folders[0], pool_ranks(), *overrides, base=UNEVEN)
-    train_tiny(folders[1], pool_ranks(), *overrides, *zero, base=UNEVEN)
-    return folders
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
