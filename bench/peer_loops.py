@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from plain_loops import Case, open_case
 from turns import Task
@@ -44,6 +45,8 @@ def _accelerate(case: Case, plugin: Any) -> Iterator[float]:
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     model = case.build_model()
     model, optimizer = accelerator.prepare(model, case.build_optimizer(model))
+    if plugin is not None and not isinstance(next(model.parameters()), DTensor):
+        raise NotImplementedError("its weights are whole on every rank: on CPU ranks it replicates instead")
     for inputs, targets in case.batches(case.task.ranks):
         loss = loss_of(model(inputs), targets)
         accelerator.backward(loss)

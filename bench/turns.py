@@ -23,6 +23,7 @@ import statistics
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -192,6 +193,7 @@ def _receive(wire: Connection) -> Any:
 
 def _run_rank(place: str, task: Task, port: int, wire: Connection) -> None:
     """What every rank does: make its loop, then a step for each message."""
+    os.dup2(2, 1)  # stdout is for the table; some libraries print what they do
     os.environ |= {
         "RANK": str(task.rank),
         "LOCAL_RANK": str(task.rank),
@@ -209,6 +211,7 @@ def _run_rank(place: str, task: Task, port: int, wire: Connection) -> None:
         import torch.distributed as dist
 
         torch.set_num_threads(1)
+        warnings.simplefilter("ignore", FutureWarning)  # of torch's own calls, at every step
         module, _, function = place.partition(":")
         steps = getattr(importlib.import_module(module), function)(task)
         wire.send("ready")

@@ -96,10 +96,29 @@ RUN_FILE = [
 RULES = [
     Case("impossible-degree-product", ("train", "--nproc", "4", "parallel.dp_shard=3", "parallel.dp_replicate=2")),
     Case("degree-that-does-not-divide", ("train", "--nproc", "4", "parallel.dp_shard=3")),
-    Case("later-axes", ("train", "parallel.tp=2", "parallel.pp=2", "parallel.cp=2", "parallel.ep=2")),
-    Case("fp16", ("train", "precision.compute=fp16")),
+    Case("degree-above-the-ranks", ("train", "--nproc", "2", "parallel.tp=4")),
+    Case("many-axes", ("train", "--nproc", "8", "parallel.tp=8", "parallel.pp=2", "parallel.cp=3", "parallel.ep=2")),
+    Case("axis-of-another-kind", ("config", "show", "--nproc", "2", "model.kind=encoder_decoder", "parallel.tp=2")),
+    Case("sequence-and-context", ("config", "show", "--nproc", "2", "parallel.cp=2", "data.seq_len=130")),
+    Case("tied-across-stages", ("train", "--nproc", "2", "parallel.pp=2")),
+    Case("heads-and-tensor", ("train", "--nproc", "4", "parallel.tp=4", "model.heads=6", "model.dim=96")),
+    Case(
+        "pipeline",
+        (
+            *("config", "show", "--nproc", "8", "parallel.pp=4", "model.tied=false", "model.layers=6"),
+            *("parallel.pp_schedule=zero_bubble", "parallel.dp_shard=auto", "parallel.reshard_after_forward=true"),
+            *("train.compile=blocks", "train.micro_batch=3", "parallel.pp_split=[2, 2, 2]"),
+        ),
+    ),
+    Case(
+        "experts-and-ragged-batch",
+        (
+            *("train", "--nproc", "2", "parallel.pp=2", "model.tied=false", "model.experts=4"),
+            *("train.global_batch=14", "train.micro_batch=4"),
+        ),
+    ),
     Case("float8", ("train", "precision.compute=float8")),
-    Case("hugging-face", ("train", "model.hf=gpt2")),
+    Case("hugging-face", ("train", "model.hf=models/mine"), folder("models/mine")),
     Case("no-accelerator", ("train", "run.device=cuda")),
     Case("unknown-site", ("train", "site.name=leonrado")),
     Case("key-without-effect", ("train", "optim.momentum=0.9", "data.shape=[1, 2]")),

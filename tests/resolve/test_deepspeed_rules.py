@@ -39,6 +39,7 @@ NVME = ("deepspeed.stage=3", "deepspeed.nvme_path=/local")
             ("precision.compute=bf16", "deepspeed.stage=1", "train.micro_batch=2"),
             "1 would add the bf16 gradients of 4 micro-batches up in bf16",
         ),
+        (("deepspeed.stage=3", "train.compile=model"), '"model": ZeRO 3 gathers weights between modules'),
         (("deepspeed.offload_params=cpu",), '"cpu": ZeRO 2 does not shard weights'),
         (("deepspeed.offload_optimizer=nvme", "deepspeed.nvme_path=/x"), '"nvme": ZeRO 2 keeps optimizer states'),
         (("deepspeed.stage=3", "deepspeed.offload_optimizer=nvme"), "deepspeed.nvme_path (default): is not set"),
@@ -73,6 +74,8 @@ def test_settings_that_shardway_decides_are_refused(name: str) -> None:
         ("precision.compute=bf16", "deepspeed.stage=1"),
         ("deepspeed.settings={zero_optimization={stage=2, overlap_comm=true}}",),
         ("optim.name=sgd",),
+        ("deepspeed.stage=3", "train.compile=blocks"),
+        ("train.compile=model",),
         ("model.kind=convnet", "data.kind=synthetic"),
     ],
 )

@@ -51,6 +51,7 @@ ELSEWHERE = {
     "zero_updates_parts_without_shape",
     "zero_has_formats_of_its_own",
     "zero_1_does_not_accumulate_in_bf16",
+    "zero_3_compiles_blocks",
     "zero_offloads_what_it_shards",
     "settings_of_deepspeed_do_not_contradict_the_run_file",
 }

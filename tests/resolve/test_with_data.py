@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from resolving import refusal_of, resolve_words, value_of
 
@@ -45,6 +47,19 @@ def test_a_vocabulary_that_is_too_small() -> None:
         "1 problem in the run file\n"
         "  model.vocab (command line): 100 is smaller than the vocabulary of the data, 256\n"
         "      allowed: at least 256"
+    )
+
+
+def test_an_open_vocabulary_has_to_split_over_the_tensor_axis() -> None:
+    resolved = resolve_words("data.tokenizer=words.json", "parallel.tp=2", ranks=2)
+    assert value_of(resolve_with_data(resolved, WORDS), "model.vocab") == 32000
+    with pytest.raises(UserError) as told:
+        resolve_with_data(resolved, replace(WORDS, vocab=50257))
+    assert str(told.value) == (
+        "1 problem in the run file\n"
+        "  model.vocab (derived: vocabulary of the data): 50257 entries do not split into parallel.tp = 2 equal parts\n"
+        "      allowed: a multiple of 2, such as 50258\n"
+        "      to do: set model.vocab = 50258: it may be larger than that of the data"
     )
 
 

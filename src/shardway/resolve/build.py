@@ -15,6 +15,7 @@ from shardway.resolve.applies import TOKEN_MODELS
 from shardway.resolve.draft import Draft
 from shardway.resolve.resolved import Circumstances, DataFacts, Derived, Resolved
 from shardway.resolve.rules import OF_WHAT_IS_DESCRIBED, RULES
+from shardway.resolve.rules.numbers import ceil_div
 from shardway.resolve.rules.run import a_run_without_a_name_is_called_after_its_file
 from shardway.resolve.rules.shares import accumulation_of, replicas_of
 from shardway.runfile.load import DEFAULT, Loaded
@@ -63,6 +64,7 @@ def resolve_with_data(resolved: Resolved, facts: DataFacts) -> Resolved:
             model = values.model.model_copy(update={"vocab": facts.vocab})
             values = values.model_copy(update={"model": model})
             origins["model.vocab"] = "derived: vocabulary of the data"
+            problems += _list_vocabulary_problems(facts.vocab, values.parallel.tp)
         elif int(values.model.vocab) < facts.vocab:
             what = f"{values.model.vocab} is smaller than the vocabulary of the data, {facts.vocab}"
             problems.append(Problem("model.vocab", what, origins["model.vocab"], f"at least {facts.vocab}"))
@@ -70,6 +72,22 @@ def resolve_with_data(resolved: Resolved, facts: DataFacts) -> Resolved:
     spans = _Spans(resolved, scale_of(resolved, facts))
     check_no_problems("the run file", [*problems, *spans.find_problems()])
     return spans.settle()
+
+
+def _list_vocabulary_problems(vocab: int, tp: int) -> list[Problem]:
+    """A vocabulary that only the data could say is checked here; one that the run file says, by a rule."""
+    if vocab % tp == 0:
+        return []
+    what, padded = f"{vocab} entries do not split into parallel.tp = {tp} equal parts", ceil_div(vocab, tp) * tp
+    return [
+        Problem(
+            "model.vocab",
+            what,
+            "derived: vocabulary of the data",
+            f"a multiple of {tp}, such as {padded}",
+            f"set model.vocab = {padded}: it may be larger than that of the data",
+        )
+    ]
 
 
 class _Spans:

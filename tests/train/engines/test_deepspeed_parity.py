@@ -33,3 +33,21 @@ def test_the_curve_is_that_of_torch(rank: int, tmp_path: Path, number: int) -> N
     written = json.loads((theirs / "ds_config.json").read_text())
     assert written["zero_optimization"]["stage"] == number
     assert written["gradient_accumulation_steps"] == 2
+
+
+MODELS = {
+    "dropout": ("model.dropout=0.2",),
+    "experts": ("model.experts=4", "model.shared_experts=1"),
+    "untied": ("model.tied=false", "model.positions=learned", "optim.name=sgd", "optim.lr=0.1"),
+    "recomputed": ("recompute.mode=full", "model.dropout=0.1"),
+}
+
+
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("kind", MODELS)
+@ranks(2, timeout_s=180.0)
+def test_other_models(rank: int, tmp_path: Path, kind: str, number: int) -> None:
+    ours, theirs = train_both(tmp_path, *MODELS[kind], zero=stage(number))
+    if rank == 0:
+        for name in ("loss", "grad_norm"):
+            assert worst_difference(read_column(theirs, name), read_column(ours, name)) < 1e-5

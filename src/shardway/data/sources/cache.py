@@ -21,6 +21,7 @@ import numpy.typing as npt
 from shardway.data.sources.base import Place, data_error
 from shardway.data.sources.tokens import TokenFile, read_npy
 from shardway.errors import Bug, JobError, UserError
+from shardway.hardware.folders import find_cache_folder
 
 STALE_S = 86400.0
 """A temporary file older than this was left by a kill and is removed."""
@@ -31,18 +32,14 @@ _PREFIX = ".preparing-"
 
 
 def cache_folder(configured: str) -> Path:
-    """data.cache, where "auto" is shardway in $XDG_CACHE_HOME or ~/.cache (XDG Base Directory Specification)."""
+    """data.cache, where "auto" is shardway in the user's cache folder. Raises UserError where there is none."""
     if configured != "auto":
         return Path(configured).expanduser()
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if base.is_absolute():  # the specification says to ignore a relative one
-        return base / "shardway"
-    try:
-        return Path.home() / ".cache" / "shardway"
-    except RuntimeError:
-        raise data_error(
-            "data.cache", '"auto" needs a home folder, and this account has none', remedy="set data.cache to a folder"
-        ) from None
+    base = find_cache_folder()
+    if base is None:
+        what = '"auto" needs a home folder, and this account has none'
+        raise data_error("data.cache", what, remedy="set data.cache to a folder")
+    return base / "shardway"
 
 
 def prepare_tokens(folder: Path, name: str, dtype: np.dtype[Any], tokens: Callable[[], Iterator[Tokens]]) -> TokenFile:

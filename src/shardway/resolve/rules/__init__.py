@@ -25,6 +25,7 @@ from shardway.resolve.rules.compiler import (
 from shardway.resolve.rules.deepspeed import (
     settings_of_deepspeed_do_not_contradict_the_run_file,
     zero_1_does_not_accumulate_in_bf16,
+    zero_3_compiles_blocks,
     zero_has_formats_of_its_own,
     zero_offloads_what_it_shards,
     zero_shards_over_copies_alone,
@@ -147,6 +148,7 @@ RULES: tuple[Rule, ...] = (
     zero_updates_parts_without_shape,
     zero_has_formats_of_its_own,
     zero_1_does_not_accumulate_in_bf16,
+    zero_3_compiles_blocks,
     zero_offloads_what_it_shards,
     settings_of_deepspeed_do_not_contradict_the_run_file,
 )

@@ -86,6 +86,12 @@ def zero_1_does_not_accumulate_in_bf16(draft: Draft) -> None:
         )
 
 
+def zero_3_compiles_blocks(draft: Draft) -> None:
+    """It gathers weights in hooks on modules, which one graph of the whole model cannot hold."""
+    if _is_engine(draft) and draft.get("deepspeed.stage") == 3 and draft.get("train.compile") == "model":
+        draft.refuse("train.compile", '"model": ZeRO 3 gathers weights between modules', '"blocks" or "off"')
+
+
 def zero_offloads_what_it_shards(draft: Draft) -> None:
     if not _is_engine(draft):
         return
