@@ -27,7 +27,7 @@ def _shell(tmp_path: Path) -> dict[str, object]:
 @pytest.mark.slow
 def test_every_shell_block_runs(shell: dict[str, object]) -> None:
     script = "\n".join(blocks("sh"))
-    assert script.count("shardway train") == 3
+    assert script.count("shardway train") == 4
     done = subprocess.run(["sh", "-euc", script], timeout=300, **shell)  # type: ignore[call-overload]
     assert done.returncode == 0, done.stderr
     assert "finished" in done.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from runs import place
@@ -31,9 +32,10 @@ def test_what_else_changes_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_process_alone_gets_a_group_where_it_is_asked_for() -> None:
-    assert not start_ranks(place(0, 1, "none"), StartOptions()).grouped
+    threads = torch.get_num_threads()
+    assert not start_ranks(place(0, 1, "none"), StartOptions(threads=threads)).grouped
     assert not dist.is_initialized()
-    ranks = start_ranks(place(0, 1, "none"), StartOptions(group_alone=True))
+    ranks = start_ranks(place(0, 1, "none"), StartOptions(threads=threads, group_alone=True))
     assert ranks.grouped
     assert ranks.gather("alone") == ["alone"]
     ranks.end()

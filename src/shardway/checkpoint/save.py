@@ -116,22 +116,26 @@ def _write_shards(ranks: Ranks, tensors: dict[str, Any], folder: Path) -> None:
 
 def _write_files(ranks: Ranks, state: State, folder: Path) -> None:
     def write() -> None:
-        with ranks.contact("during a save"), _told():
+        with ranks.contact("during a save"), _told(ranks.rank):
             state.write_files(folder)
 
     ranks.together(write)
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def _told(rank: int = 0) -> Iterator[None]:
     """What a file system refuses, or torch's writer for it, as a JobError.
 
-    torch's CheckpointException is a BaseException: it would escape `except Exception`.
+    torch's CheckpointException is a BaseException: it would escape `except Exception`. Every rank gets those of all.
     """
     try:
         yield
     except CheckpointException as error:
-        raise JobError(_say(next(iter(error.failures.values()))[0])) from None
+        own = error.failures.get(rank)
+        cause = (own or next(iter(error.failures.values())))[0]
+        if own is None and is_out_of_memory(cause):
+            raise LostContact("another rank ran out of memory during a save") from None
+        raise JobError(_say(cause)) from (cause if own else None)
     except OSError as error:
         raise JobError(_say(error)) from error
 

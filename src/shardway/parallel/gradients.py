@@ -22,10 +22,10 @@ def own_squares(parameters: Sequence[nn.Parameter], mesh: Mesh, device: torch.de
     Summed over all ranks it is the square of the global norm.
     """
     grads = [held_by_rank(p.grad) for p in parameters if p.grad is not None and mesh.answers_for(p)]
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for norm in torch._foreach_norm(grads) if grads else ():
-        total += norm.double().square().to(device)
-    return total
+    if not grads:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = [norm.to(device) for norm in torch._foreach_norm(grads)]
+    return torch.stack(norms).double().square().sum()
 
 
 @torch.no_grad()

@@ -60,9 +60,16 @@ class Mesh:
 
         True on exactly one of the ranks that hold a part alike; each pipeline stage has parameters of its own.
         """
+        if not self._behind:
+            return True
         split = _dims_that_split(tensor)
         dims = EXPERT_DIMS if isinstance(tensor, DTensor) and "ep" in _names(tensor.device_mesh) else DIMS
-        return all(dim in split or dim == "pp" or self.coordinate(dim) == 0 for dim in dims)
+        return all(dim in split for dim in dims if dim in self._behind)
+
+    @cached_property
+    def _behind(self) -> frozenset[str]:
+        """The dims on which this rank is not the first, but for stages of a pipeline (asked for at every step)."""
+        return frozenset(dim for dim in (*DIMS, *EXPERT_DIMS) if dim != "pp" and self.coordinate(dim) > 0)
 
     def part(self, *dims: str) -> DeviceMesh:
         """The sub-grid of these dims that this rank is in, of the grid of weights."""

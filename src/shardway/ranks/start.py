@@ -183,6 +183,16 @@ def is_lost_contact(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
 
 
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or one that it came from, is that of an allocator with no memory left to give."""
+    if error is None:
+        return False
+    allocator = isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(sign in str(error) for sign in ("DefaultCPUAllocator", "out of memory"))
+    )
+    return allocator or is_out_of_memory(error.__cause__)
+
+
 def _attempt(work: Callable[[], T]) -> tuple[T | None, ShardwayError | None]:
     try:
         return work(), None
@@ -195,6 +205,9 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, ShardwayError | None]:
 
 
 def _note(failure: ShardwayError | None) -> tuple[str, str] | None:
+    """What the other ranks are told: memory that is gone is the business of the rank that has none left."""
+    if is_out_of_memory(failure):
+        return LostContact.__name__, "another rank ran out of memory"
     return None if failure is None else (type(failure).__name__, str(failure))
 
 

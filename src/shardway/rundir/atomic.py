@@ -1,7 +1,7 @@
 """Files that appear whole or not at all.
 
-Invariant: after `write_whole` returns, the file has the new content even across a power cut; if it raises, the file
-has the old content. This module must not know what it writes.
+Invariant: after `write_whole` returns, the file has the new content even across a power cut (unless it need not be
+durable); if it raises, the file has the old content. This module must not know what it writes.
 """
 
 from __future__ import annotations
@@ -16,25 +16,31 @@ from pathlib import Path
 from typing import Any
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write `text` to a temporary neighbour, fsync it, rename it over `path` and fsync the folder."""
+def write_whole(path: Path, text: str, *, durable: bool = True) -> None:
+    """Write `text` to a temporary neighbour, fsync it, rename it over `path` and fsync the folder.
+
+    Not `durable`, it is not fsynced, which takes a disk milliseconds: readers find the old or the new content, and
+    after a power cut perhaps none.
+    """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with open(temporary, "x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
-    fsync_folder(path.parent)
+    if durable:
+        fsync_folder(path.parent)
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Any], *, durable: bool = True) -> None:
     """`content` as strict JSON, written whole."""
-    write_whole(path, render_json(content, indent=1) + "\n")
+    write_whole(path, render_json(content, indent=1) + "\n", durable=durable)
 
 
 def render_json(content: Any, **form: Any) -> str:

@@ -142,9 +142,9 @@ class RunDir:
 
     # --- status
 
-    def write_status(self, **facts: Any) -> None:
+    def write_status(self, *, durable: bool = True, **facts: Any) -> None:
         """Replace status.json."""
-        write_json(self._status_path, {"format": FORMAT, **facts})
+        write_json(self._status_path, {"format": FORMAT, **facts}, durable=durable)
 
     def read_status(self) -> dict[str, Any]:
         """status.json, or an empty dict where there is none or it is damaged: it only repeats what the events say."""

@@ -65,13 +65,13 @@ class Recorder:
         self._write("fault", {"rank": self._ranks.rank, **facts})
 
     def status(self, *, now: bool = False, **facts: Any) -> None:
-        """Update status.json on rank 0; at most once a second unless `now`."""
+        """Update status.json on rank 0; at most once a second unless `now`, and then durably."""
         self._status.update(facts)
         if not self._ranks.is_first or (not now and time.monotonic() - self._status_at < STATUS_EVERY_S):
             return
         self._status_at = time.monotonic()
         with _refusals(self._directory):
-            self._directory.write_status(**self._status, time=time.time())
+            self._directory.write_status(durable=now, **self._status, time=time.time())
 
     def failed(self, reason: str) -> None:
         """State "failed", unless this attempt never began and an earlier one has left its own state."""

@@ -38,6 +38,7 @@ from shardway.train.feed import Loader, training_batches, validation_data
 from shardway.train.loop import Loop, LoopParts, LoopPlan
 from shardway.train.loss import LossSum
 from shardway.train.loss_scale import LossScale
+from shardway.train.memory import Holder, memory_told
 from shardway.train.passes import Portions
 from shardway.train.schedule import Course
 from shardway.train.session import Session, open_session
@@ -53,6 +54,7 @@ class Run:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._model: nn.Module | None = None
         self._parallel: ParallelModel | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._loop: Loop | None = None
@@ -88,6 +90,11 @@ class Run:
         if self._loop is not None:
             self._loop.leave()
 
+    def find_holder(self) -> Holder:
+        """What this rank holds."""
+        steps = self._loop.counters.step if self._loop is not None else 0
+        return Holder(self._session.ranks, self.resolved.values, self._model, self._optimizer, steps)
+
     def shard(self, model: nn.Module) -> nn.Module:
         """Make a model parallel as the run file says and move it to this rank's device; returns what to call.
 
@@ -104,6 +111,7 @@ class Run:
             seed=values.train.seed,
             wrap_copies=ENGINES[values.train.engine].wraps_copies,
         )
+        self._model = model
         self._parallel = apply_parallelism(model, self._session.mesh, self.device, options)
         return self._parallel.call
 
@@ -246,8 +254,9 @@ def open_run(request: Request) -> Iterator[Run]:
     """The run of a request, open on this rank."""
     with open_session(request, os.environ) as session:
         run = Run(session)
-        yield run
-        run.close()
+        with memory_told(run.find_holder):
+            yield run
+            run.close()
 
 
 def _loss_scale_of(section: PrecisionSection) -> LossScale:

@@ -56,7 +56,7 @@ def test_settings_that_deepspeed_does_not_take(rank: int, tmp_path: Path) -> Non
 @pytest.mark.slow
 @ranks(2, timeout_s=180.0)
 def test_settings_reach_deepspeed(rank: int, tmp_path: Path) -> None:
-    words = ("train.steps=1", "deepspeed.settings={zero_optimization={sub_group_size=4321}}")
+    words = ("train.steps=4", "deepspeed.settings={zero_optimization={sub_group_size=4321}}")
     train_tiny(tmp_path, pool_ranks(), *stage(3), *words, base=UNEVEN)
     written = json.loads((tmp_path / "ds_config.json").read_text())
     assert written["zero_optimization"]["sub_group_size"] == 4321
@@ -65,10 +65,10 @@ def test_settings_reach_deepspeed(rank: int, tmp_path: Path) -> None:
 @needs_deepspeed
 @pytest.mark.slow
 def test_a_process_alone_trains_quietly(tmp_path: Path) -> None:
-    words = (*UNEVEN, *stage(1), "train.steps=3")
+    words = (*UNEVEN, *stage(1), "train.steps=4")
     command = [sys.executable, "-m", "shardway", "train", "--dir", str(tmp_path / "run"), *words]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=170)
     assert ended.returncode == 0, ended.stderr
-    assert len(read_column(tmp_path / "run")) == 3
+    assert len(read_column(tmp_path / "run")) == 4
     assert "DeepSpeed" not in ended.stdout + ended.stderr
     assert "Warning" not in ended.stderr

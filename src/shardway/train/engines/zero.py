@@ -20,6 +20,7 @@ from torch import nn
 
 from shardway.compat import library_collectives
 from shardway.errors import UserError
+from shardway.models.contract import Balancing
 from shardway.ranks.environment import variables_for_libraries
 from shardway.ranks.start import Ranks, is_lost_contact
 
@@ -73,6 +74,7 @@ def started_zero(
         with quiet(), ranks.contact("while DeepSpeed started"):
             deepspeed = _import()
             _join(deepspeed, ranks)
+            _keep_experts_together(deepspeed, model)
             engine = _initialize(deepspeed, model, optimizer, settings, ranks)
         try:
             yield engine
@@ -133,6 +135,14 @@ def _join(deepspeed: Any, ranks: Ranks) -> None:
     deepspeed.comm.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     for name, function in library_collectives().items():
         setattr(deepspeed.comm.comm.cdb, name, function)
+
+
+def _keep_experts_together(deepspeed: Any, model: nn.Module) -> None:
+    """ZeRO 3 gathers a mixture of experts as one: an expert that no token of a rank is sent to must be gathered there
+    as well, and its hooks do not see what a router returns."""
+    for module in model.modules():
+        if any(isinstance(child, Balancing) for child in module.children()):
+            deepspeed.utils.set_z3_leaf_module(module, True)
 
 
 def _forget_group(deepspeed: Any) -> None:
