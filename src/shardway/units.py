@@ -51,14 +51,6 @@ def render_bytes(count: int) -> str:
     return "0B"
 
 
-def render_size(count: float) -> str:
-    """Three figures and a binary unit, for reading: 1503238553 -> "1.40GiB", 999 -> "999B"."""
-    for unit, size in reversed(_BINARY.items()):
-        if size > 1 and count >= 0.9995 * size:
-            return f"{count / size:#.3g}{unit}" if count < 999.5 * size else f"{count / size:.0f}{unit}"
-    return f"{count:.0f}B"
-
-
 def parse_seconds(text: str) -> float:
     """Seconds from "90s", "1h30m", "2d", "500ms"."""
     rest, total, matched = text.strip(), 0.0, False

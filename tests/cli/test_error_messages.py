@@ -213,7 +213,7 @@ CASES = [*RUN_FILE, *RULES, *DATA, *RUN_DIRECTORIES]
 def tell(words: tuple[str, ...], err: str, code: int) -> str:
     """The content of a golden file; what differs from run to run is named instead."""
     err = re.sub(r"process \d+ on host \S+ since [\d-]+ [\d:]+", "process PID on host HOST since TIME", err)
-    err = re.sub(r"about [\d.]+kB", "about SIZE", err)
+    err = re.sub(r"about [\d.]+ KiB", "about SIZE", err)
     command = " ".join(words).replace(" ".join(TINY), "TINY")
     return f"$ shardway {command}\n{err}exit code {code}\n"
 

@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from shardway.checkpoint.manifest import NAME, Manifest, Seal, list_files, seal_file, write_manifest
 from shardway.checkpoint.state import State, count_bytes, random_state
 from shardway.errors import Bug, JobError, LostContact, ShardwayError
-from shardway.ranks.start import Ranks
+from shardway.ranks.start import Ranks, is_out_of_memory
 from shardway.rundir.atomic import fsync_folder
 from shardway.rundir.directory import RunDir
-from shardway.units import render_count
+from shardway.watch.words import render_size
 
 HEADROOM = 1.05
 """A checkpoint needs a little more than its tensors: metadata and file system blocks."""
@@ -92,7 +92,7 @@ def _check_space(directory: RunDir, ranks: Ranks, whole_bytes: int) -> None:
         with _told():
             free = shutil.disk_usage(directory.checkpoints).free
         if free < needed:
-            raise JobError(f"it needs about {render_count(needed)}B and {render_count(free)}B are free")
+            raise JobError(f"it needs about {render_size(needed)} and {render_size(free)} are free")
 
     ranks.together(lambda: check() if ranks.is_first else None)
 

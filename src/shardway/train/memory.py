@@ -21,7 +21,7 @@ from shardway.errors import JobError
 from shardway.models.contract import held_by_rank
 from shardway.ranks.start import Ranks, is_out_of_memory
 from shardway.runfile.schema import RunFile
-from shardway.units import render_size
+from shardway.watch.words import render_size
 
 REST = "activations and all else"
 
@@ -98,7 +98,7 @@ def _asked(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None:
         if found := re.search(r"[Tt]ried to allocate ([\d.]+ [KMGT]iB)", str(cause)):
-            return f", when it asked for {found[1].replace(' ', '')} more"
+            return f", when it asked for {found[1]} more"
         if found := re.search(r"tried to allocate (\d+) bytes", str(cause)):
             return f", when it asked for {render_size(int(found[1]))} more"
         cause = cause.__cause__

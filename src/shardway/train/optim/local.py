@@ -65,29 +65,36 @@ class LocalOptimizer(torch.optim.Optimizer):
 
     def advance(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> None:
         """Update parameters of a group that have gradients."""
-        parts = [self.next_part(group, parameter) for parameter in parameters]
-        self.run(lambda some: self.update(group, some), parts)
+        self.run(lambda some: self.update(group, some), self.next_parts(group, parameters))
 
     def run(self, kernel: Kernel, parts: Sequence[Part]) -> None:
         """Apply a kernel that takes each element by itself; what is kept in bf16 reaches it in fp32."""
-        wide, narrow = [p for p in parts if not is_narrow(p)], [p for p in parts if is_narrow(p)]
+        wide: list[Part] = []
+        narrow: list[Part] = []
+        for part in parts:
+            (narrow if is_narrow(part) else wide).append(part)
         if wide:
             kernel(wide)
         if narrow:
             update_widened(narrow, kernel)
 
-    def next_part(self, group: dict[str, Any], parameter: torch.Tensor) -> Part:
-        """What this rank holds of a parameter, its step counted up."""
-        state = self.state_of(group, parameter)
-        state["step"] += 1
-        return Part(
-            parameter=held_by_rank(parameter),
-            gradient=local_gradient(parameter),
-            states=tuple(held_by_rank(state[name]) for name in self.state_names(group)),
-            step=int(state["step"]),
-            shape=tuple(parameter.shape),
-            offset=self._offset(parameter),
-        )
+    def next_parts(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> list[Part]:
+        """What this rank holds of parameters, their steps counted up: all at once, or a small model waits for it."""
+        states, names = [self.state_of(group, parameter) for parameter in parameters], self.state_names(group)
+        counts = [state["step"] for state in states]
+        torch._foreach_add_(counts, 1)
+        steps = torch.stack(counts).tolist()
+        return [
+            Part(
+                parameter=held_by_rank(parameter),
+                gradient=local_gradient(parameter),
+                states=tuple([held_by_rank(state[name]) for name in names]),
+                step=int(step),
+                shape=parameter.shape,
+                offset=self._offset(parameter),
+            )
+            for parameter, state, step in zip(parameters, states, steps, strict=True)
+        ]
 
     def state_of(self, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
         """The state of a parameter, made at its first update."""

@@ -42,7 +42,7 @@ class Muon(AdamW):
             super().advance(group, parameters)
             return
         for batch in _batches(parameters):
-            parts = [self.next_part(group, parameter) for parameter in batch]
+            parts = self.next_parts(group, batch)
             updates = orthogonalise_whole(self._directions(group, parts), batch[0], group["iterations"])
             moves = [
                 replace(part, gradient=update.to(part.parameter), states=())

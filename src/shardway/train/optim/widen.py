@@ -39,7 +39,7 @@ class _Column:
 
 def is_narrow(part: Part) -> bool:
     """Whether some tensor of the part is kept in bf16."""
-    return any(tensor.dtype is torch.bfloat16 for tensor in part.tensors)
+    return torch.bfloat16 in [tensor.dtype for tensor in part.tensors]
 
 
 def update_widened(parts: Sequence[Part], kernel: Kernel, working: int | None = None) -> None:
