@@ -106,7 +106,7 @@ def _clear_and_make(partial: Path) -> None:
 def _write_shards(ranks: Ranks, tensors: dict[str, Any], folder: Path) -> None:
     def write() -> None:
         writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
-        with ranks.contact("during a save"), _told(), warnings.catch_warnings():
+        with ranks.contact("during a save"), _told(ranks.rank), warnings.catch_warnings():
             # That a process without a group saves alone is meant.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
             dcp.save(tensors, storage_writer=writer, no_dist=not ranks.grouped)

@@ -13,17 +13,24 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from shardway.parallel.replicate import check_all_used
+
 
 @contextlib.contextmanager
 def accumulating(model: nn.Module, *, last: bool) -> Iterator[None]:
     """Around one micro-batch: hold back what need not travel before the last one.
 
-    Replicas average once, at the end. Shards scatter after every micro-batch, so that a rank never holds the whole
-    gradient, and only the averaging over hybrid replicas waits for the end.
+    Replicas average once, at the end; with a static graph after every micro-batch, since DDP fails where it may not
+    average in the one that shows it the graph, and averages of averages are the same. Shards scatter after every
+    micro-batch, so that a rank never holds the whole gradient, and only the averaging over hybrid replicas waits for
+    the end. Raises UserError where a replica has a parameter without gradient.
     """
-    if isinstance(model, DistributedDataParallel) and not last:
-        with model.no_sync():
+    if isinstance(model, DistributedDataParallel):
+        waits = not last and not model.static_graph
+        with model.no_sync() if waits else contextlib.nullcontext():
             yield
+        if last:
+            check_all_used(model)
         return
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(last)

@@ -17,9 +17,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from shardway.compat import without_buffer_sync
+from shardway.errors import UserError
 from shardway.layout import SHARD
 from shardway.parallel.mesh import Mesh
 from shardway.runfile.schema import ParallelSection
+
+SHOWN = 6
+"""How many names a message lists."""
 
 
 def replicate(model: nn.Module, mesh: Mesh, parallel: ParallelSection) -> nn.Module:
@@ -48,6 +52,25 @@ def replicate(model: nn.Module, mesh: Mesh, parallel: ParallelSection) -> nn.Mod
 
 
 _CASTS = MappingProxyType({"fp16": fp16_compress_hook, "bf16": bf16_compress_hook})
+
+
+def check_all_used(copies: DistributedDataParallel) -> None:
+    """Raise UserError for parameters that a backward pass gave no gradient.
+
+    DDP waits for the whole bucket that such a parameter is in: its neighbours have not been averaged, and the next
+    forward pass would fail.
+    """
+    idle = [name for name, p in copies.module.named_parameters() if p.requires_grad and p.grad is None]
+    if copies.static_graph or not idle:
+        return
+    shown = ", ".join(idle[:SHOWN]) + (f" and {len(idle) - SHOWN} more" if len(idle) > SHOWN else "")
+    raise UserError(
+        f"parameters of {type(copies.module).__name__} took no part in the loss: {shown}. Replicas "
+        "(parallel.dp_replicate) wait for the gradients of all.\n"
+        "  To do: leave them out of the model, or call requires_grad_(False) on them before run.shard(model); where "
+        "every step leaves out the same ones, set parallel.static_graph = true, or parallel.dp_shard = "
+        f"{copies.process_group.size()} instead of parallel.dp_replicate."
+    )
 
 
 def broadcast_from_first(model: nn.Module, mesh: Mesh) -> None:

@@ -199,9 +199,10 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, ShardwayError | None]:
     except ShardwayError as error:
         return None, error
     except Exception as error:  # the other ranks wait for word from this one, whatever went wrong
-        bug = Bug(f"{type(error).__name__}: {error}")
-        bug.__cause__ = error
-        return None, bug
+        kind = JobError if is_out_of_memory(error) else Bug
+        failure = kind(f"{type(error).__name__}: {error}")
+        failure.__cause__ = error
+        return None, failure
 
 
 def _note(failure: ShardwayError | None) -> tuple[str, str] | None:
