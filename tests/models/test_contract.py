@@ -51,17 +51,43 @@ def test_the_modules_themselves_are_given():
 
 def test_every_pattern_that_matches_nothing_is_named_with_the_nearest_names():
     with pytest.raises(UserError) as caught:
-        match_modules(Planned(), ["layer.*", "head", "haed"])
-    text = str(caught.value)
-    assert text.startswith("2 problems in the plan of Planned\n")
-    assert "  layer.*: no module has such a name" in text
-    assert "layers" in text.split("layer.*")[1].split("haed")[0]
-    assert "such as head" in text.split("haed")[1]
+        find_plan(Planned("layer.*", "head", "haed"))
+    assert str(caught.value) == (
+        "2 problems in the plan of Planned\n"
+        "  layer.*: no module has such a name\n"
+        "      allowed: the name of a module, * for any one part; such as layers.1, layers.0, layers\n"
+        "      to do: correct the pattern\n"
+        "  haed: no module has such a name\n"
+        "      allowed: the name of a module, * for any one part; such as head\n"
+        "      to do: correct the pattern"
+    )
+
+
+def test_every_field_of_a_plan_is_looked_at():
+    fields = {
+        "tensor": {"wq": "column"},
+        "regions": ("attention",),
+        "attention": ("core",),
+        "experts": ("experts",),
+        "first": ("embedding",),
+        "last": ("norm",),
+        "shared": (("embedding", "head"),),
+        "held": {"experts.gate": 1},
+    }
+    for field, value in fields.items():
+        model = Planned()
+        model.plan = lambda value=value, field=field: ModelPlan(**{field: value})
+        with pytest.raises(UserError, match="no (module|parameter) has such a name"):
+            find_plan(model)
 
 
 def test_a_model_without_submodules_says_so():
+    class Bare(nn.Module):
+        def plan(self) -> ModelPlan:
+            return ModelPlan(blocks=("blocks.*",))
+
     with pytest.raises(UserError, match="it has no submodules"):
-        match_modules(nn.Identity(), ["blocks.*"])
+        find_plan(Bare())
 
 
 def test_a_wrapper_of_recompute_changes_neither_names_nor_matches():

@@ -58,16 +58,24 @@ def plan_cut(model: nn.Module, plan: ModelPlan, stages: int, split: Sequence[int
     parts = [names[start:end] for start, end in pairwise(edges)]
     parts[0] = [*plan.first, *parts[0]]
     parts[-1] = [*parts[-1], *plan.last]
-    return Cut(tuple(map(tuple, parts)))
+    cut = Cut(tuple(map(tuple, parts)))
+    _check_no_weight_is_in_two_stages(model, cut)
+    return cut
 
 
 def keep_stages(model: nn.Module, cut: Cut, indices: Sequence[int]) -> list[Stage]:
     """Remove from `model` what belongs to other stages, and return a view of each of these stages.
 
-    A view shares parameters with the model; it differs in which children it shows.
+    A view shares parameters with the model; it differs in which children it shows. Raises UserError where these
+    stages have no weight at all.
     """
     named = {name for part in cut.stages for name in part}
     _remove(model, "", named - {name for index in indices for name in cut.stages[index]})
+    if next(model.parameters(), None) is None:
+        raise UserError(
+            f"a rank of the pipeline would hold no weight of {type(model).__name__} (its stages, of {len(cut)}: "
+            f"{', '.join(map(str, indices))}).\n  To do: give it a block in parallel.pp_split, or lower parallel.pp."
+        )
     return [Stage(index, _view(model, "", named - set(cut.stages[index]))) for index in indices]
 
 
@@ -126,6 +134,20 @@ def _check_can_be_cut(model: nn.Module, plan: ModelPlan) -> None:
             f"the parameters {', '.join(strays)} of {kind} are in none of the modules that its plan names as `first`, "
             "`blocks` or `last`, so a pipeline has no stage for them.\n  To do: name their modules in the plan."
         )
+
+
+def _check_no_weight_is_in_two_stages(model: nn.Module, cut: Cut) -> None:
+    """Also one that a plan does not declare as `shared`: each stage would go on with a weight of its own."""
+    stage_of = {name: index for index, part in enumerate(cut.stages) for name in part}
+    seen: dict[int, tuple[str, int]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        stage = next(index for part, index in stage_of.items() if canonical_name(name).startswith(f"{part}."))
+        first, first_stage = seen.setdefault(id(parameter), (name, stage))
+        if stage != first_stage:
+            raise UserError(
+                f"{first} and {name} of {type(model).__name__} are one weight, and would be in stages {first_stage} "
+                f"and {stage} of a pipeline.\n  To do: give each a weight of its own, or set parallel.pp = 1."
+            )
 
 
 def _cost(module: nn.Module, plan: ModelPlan) -> float:
