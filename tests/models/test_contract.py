@@ -58,27 +58,38 @@ def test_every_pattern_that_matches_nothing_is_named_with_the_nearest_names():
         "      allowed: the name of a module, * for any one part; such as layers.1, layers.0, layers\n"
         "      to do: correct the pattern\n"
         "  haed: no module has such a name\n"
-        "      allowed: the name of a module, * for any one part; such as head\n"
+        "      allowed: the name of a module, * for any one part; such as head, layers\n"
         "      to do: correct the pattern"
     )
 
 
-def test_every_field_of_a_plan_is_looked_at():
-    fields = {
-        "tensor": {"wq": "column"},
-        "regions": ("attention",),
-        "attention": ("core",),
-        "experts": ("experts",),
-        "first": ("embedding",),
-        "last": ("norm",),
-        "shared": (("embedding", "head"),),
-        "held": {"experts.gate": 1},
-    }
-    for field, value in fields.items():
-        model = Planned()
-        model.plan = lambda value=value, field=field: ModelPlan(**{field: value})
-        with pytest.raises(UserError, match="no (module|parameter) has such a name"):
-            find_plan(model)
+class Carrying(Planned):
+    """Hands over the plan that it was given."""
+
+    def __init__(self, plan: ModelPlan) -> None:
+        super().__init__()
+        self.carried = plan
+
+    def plan(self) -> ModelPlan:
+        return self.carried
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ModelPlan(tensor={"wq": "column"}),
+        ModelPlan(regions=("attention",)),
+        ModelPlan(attention=("core",)),
+        ModelPlan(experts=("experts",)),
+        ModelPlan(first=("embedding",)),
+        ModelPlan(last=("norm",)),
+        ModelPlan(shared=(("embedding", "head"),)),
+        ModelPlan(held={"experts.gate": 1}),
+    ],
+)
+def test_every_field_of_a_plan_is_looked_at(plan):
+    with pytest.raises(UserError, match=r"no (module|parameter) has such a name"):
+        find_plan(Carrying(plan))
 
 
 def test_a_model_without_submodules_says_so():
