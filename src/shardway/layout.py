@@ -2,7 +2,8 @@
 
 Invariant: a rank's coordinates follow from its number and the degrees alone, row-major over `AXES`: who talks most is
 nearest. So tp varies fastest and stays inside a node, then cp, then the shards; pipeline stages send only activations
-and may cross nodes, and copies of the model, which talk once a step, are farthest apart. This module must not make process groups (that is `parallel.mesh`).
+and may cross nodes, and copies of the model, which talk once a step, are farthest apart. This module must not make
+process groups (that is `parallel.mesh`).
 """
 
 from __future__ import annotations

@@ -269,7 +269,9 @@ class DeepspeedSection(Section):
         2, "What ZeRO shards over the ranks: 1 optimizer states, 2 gradients as well, 3 weights as well."
     )
     offload_optimizer: Literal["none", "cpu", "nvme"] = key(
-        "none", "Where optimizer states (and fp32 weights) are kept and updated: nvme needs stage 3."
+        "none",
+        "Where optimizer states (and fp32 weights) are kept; nvme needs stage 3, libaio and a C++ compiler, which is "
+        "busy for minutes at the first start on a machine.",
     )
     offload_params: Literal["none", "cpu", "nvme"] = key("none", "Where sharded weights wait for their use (stage 3).")
     nvme_path: str = key("", "Folder on a local disk for what is offloaded to nvme; each rank of a node uses it.")
