@@ -47,7 +47,12 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("mode", "model_is", "blocks_are"), [("off", False, False), ("blocks", False, True), ("model", True, False)]
+    ("mode", "model_is", "blocks_are"),
+    [
+        ("off", False, False),
+        pytest.param("blocks", False, True, marks=pytest.mark.slow),
+        pytest.param("model", True, False, marks=pytest.mark.slow),
+    ],
 )
 def test_a_mode_says_what_is_compiled(mode: str, model_is: bool, blocks_are: bool) -> None:
     model = build_stack()

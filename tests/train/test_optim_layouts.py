@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from pool import ranks
 from shardway.runfile.schema import OptimSection
 from shardway.train.optim import build_optimizer
+from speed import mostly_slow
 
 
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -28,7 +29,7 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("layout", ["shard", "mixed"])
-@pytest.mark.parametrize("name", SECTIONS)
+@pytest.mark.parametrize("name", mostly_slow(SECTIONS, "adamw", "muon"))
 @ranks(2)
 def test_two_ranks_step_as_one_does(rank: int, layout: str, name: str) -> None:
     section = SECTIONS[name]
@@ -43,7 +44,7 @@ def test_four_ranks_step_as_one_does(rank: int, layout: str, name: str) -> None:
     assert_close(everything(*train_laid_out(layout, section)), everything(*train_laid_out("plain", section)))
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("name", mostly_slow(["adamw", "sgd", "muon"], "muon"))
 @ranks(2)
 def test_bf16_weights_are_rounded_alike(rank: int, name: str) -> None:
     """Not to the nearest, yet the same everywhere: replicas that rounded for themselves would come apart."""
@@ -78,7 +79,7 @@ def save_and_load(folder: Path, section: OptimSection, before: str, after: str) 
 
 
 @pytest.mark.parametrize(("before", "after"), [("shard", "plain"), ("mixed", "shard")])
-@pytest.mark.parametrize("name", SECTIONS)
+@pytest.mark.parametrize("name", mostly_slow(SECTIONS, "adamw", "muon"))
 @ranks(2)
 def test_a_checkpoint_fits_another_layout(rank: int, tmp_path: Path, name: str, before: str, after: str) -> None:
     save_and_load(tmp_path, SECTIONS[name], before, after)

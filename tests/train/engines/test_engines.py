@@ -30,6 +30,7 @@ def test_a_package_that_is_missing_is_named() -> None:
         replace(ENGINES["deepspeed"], package="no_such_engine").check_installed()
 
 
+@pytest.mark.slow
 def test_the_table_loads_no_engine() -> None:
     code = "import sys, shardway.train.engines; print('deepspeed' in sys.modules)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
