@@ -23,7 +23,7 @@ test: $(READY)
 check: $(READY)
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && echo "format, lint: ok"
 	@$(BIN)/mypy & types=$$!; \
-	$(BIN)/python -m pytest -m "not slow" && wait $$types
+	$(BIN)/python -m pytest -m "not slow" --hypothesis-profile brief && wait $$types
 
 gpu:
 	@if $(PYTHON) -c "import torch, pytest" 2>/dev/null; then PYTHONPATH=src $(PYTHON) -m pytest tests/gpu -rs; \

@@ -15,6 +15,7 @@ __all__ = ["golden"]  # a fixture of every folder below
 
 # A machine that is busy with other ranks makes an example slow, not wrong.
 settings.register_profile("busy", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("brief", settings.get_profile("busy"), max_examples=20)
 settings.load_profile("busy")
 
 

@@ -19,6 +19,8 @@ import pytest
 from leaks import list_leaks, restore, take_footprint
 from pool import RankPool, ranks
 
+pytestmark = pytest.mark.slow
+
 
 @ranks(2)
 def test_ranks_share_a_group(rank: int) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardway.rundir.directory import RunDir
+from speed import mostly_slow
 
 BLOCK = """
 import sys
@@ -71,7 +72,7 @@ def run_without_torch(folder: Path, *words: str) -> tuple[subprocess.CompletedPr
     return done, used_s
 
 
-@pytest.mark.parametrize("name", ANSWERS)
+@pytest.mark.parametrize("name", mostly_slow(ANSWERS, *TIMED))
 def test_a_verb_answers_without_torch(name: str, folder: Path) -> None:
     done, used_s = run_without_torch(folder, *ANSWERS[name])
     assert (done.returncode, done.stderr) == (0, "")
@@ -92,6 +93,7 @@ def is_slow() -> bool:
     return time.process_time() - start > LOOP_S
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("word", "told"), [("train.step=5", "did you mean train.steps?"), ("data.path=gone", '"gone" does not exist')]
 )

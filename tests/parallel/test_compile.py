@@ -63,6 +63,7 @@ def test_a_mode_says_what_is_compiled(mode: str, model_is: bool, blocks_are: boo
     assert list(model.state_dict()) == names
 
 
+@pytest.mark.slow
 def test_a_model_without_blocks_is_one_block() -> None:
     model = nn.Linear(2, 2)
     apply_compile(model, [], CompileOptions("blocks"))

@@ -11,7 +11,7 @@ import pytest
 from cases_axes import REFUSALS as AXES_REFUSALS
 from cases_layout import REFUSALS as LAYOUT_REFUSALS
 from cases_pipeline import REFUSALS as PIPELINE_REFUSALS
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rule_cases import Refuses
 
@@ -77,7 +77,6 @@ def load(run: Run) -> Loaded:
 
 
 @given(RUNS, RANKS)
-@settings(max_examples=100)
 @example(
     {"parallel.pp": 2, "parallel.pp_schedule": "zbv", "parallel.pp_stages_per_rank": 1, "parallel.pp_split": [4]}, 2
 )
@@ -147,6 +146,5 @@ def test_what_a_message_proposes_is_taken(case: Refuses) -> None:
 
 
 @given(RUNS, RANKS)
-@settings(max_examples=100)
 def test_whatever_is_proposed_is_taken(values: dict[str, Any], ranks: int) -> None:
     check_proposals(text_of(values), ranks)

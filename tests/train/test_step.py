@@ -135,7 +135,7 @@ def test_one_rank_takes_the_true_gradient(accumulation: int) -> None:
     check_against_float64(Way(lone_rank(), accumulation=accumulation), 5)
 
 
-@pytest.mark.parametrize("rows", [8, 5])
+@pytest.mark.parametrize("rows", [pytest.param(8, marks=pytest.mark.slow), 5])
 @ranks(2)
 def test_two_ranks_take_the_true_gradient(rank: int, rows: int) -> None:
     for shape in LAYOUTS[2]:
@@ -200,7 +200,7 @@ def numbers(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(rows, 3, generator=generator), torch.randn(rows, 2, generator=generator)
 
 
-@pytest.mark.parametrize("rows", [8, 7])
+@pytest.mark.parametrize("rows", [pytest.param(8, marks=pytest.mark.slow), 7])
 @ranks(2)
 def test_a_mean_and_its_sum_give_one_step(rank: int, rows: int) -> None:
     exact = Line().double()
