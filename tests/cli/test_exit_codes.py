@@ -137,6 +137,7 @@ def test_the_process_ends_with_the_code() -> None:
     assert done.stderr.startswith("shardway: there is no key train.step;")
 
 
+@pytest.mark.slow
 def test_a_reader_that_went_away_is_no_error() -> None:
     """`shardway config schema | head -1`"""
     reading, writing = os.pipe()

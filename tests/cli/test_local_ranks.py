@@ -199,6 +199,7 @@ def test_a_second_signal_leaves_no_request_for_the_next_start(run: RunDir, monke
     }
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_says_how_to_go_on(shardway: Shardway, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(run: RunDir, on_stop: Callable[[], None]) -> None:
         run.write_status(state="stopped", reason="SIGINT", step=3)

@@ -147,6 +147,7 @@ def test_a_file_that_the_system_refuses_is_one_problem(tokens: Path, monkeypatch
     )
 
 
+@pytest.mark.slow
 def test_data_is_opened_without_torch_and_without_tokenizers(tokens: Path) -> None:
     script = (
         "import sys; sys.modules.update(dict.fromkeys(['torch', 'tokenizers', 'sentencepiece']))\n"

@@ -40,7 +40,7 @@ def compare_with_one_rank(rank: int, method: str, kv_heads: int, dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", mostly_slow(["float64", "float32", "bfloat16"], "float64"))
-@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("kv_heads", [pytest.param(4, marks=pytest.mark.slow), 1])
 @pytest.mark.parametrize("method", ["ring", "gather"])
 @ranks(2)
 def test_two_ranks_attend_as_one(rank: int, method: str, kv_heads: int, dtype: str) -> None:

@@ -74,6 +74,7 @@ def test_tied_weights_are_held_once() -> None:
     assert count_held(model, None, "cpu")["parameters"] == 4 * 64
 
 
+@pytest.mark.slow
 def test_eight_bit_states_are_counted_as_they_are_stored() -> None:
     states = pytest.importorskip("torchao.optim.subclass_8bit")
     model, elements = nn.Linear(256, 256, bias=False), 256 * 256

@@ -149,6 +149,7 @@ def test_hybrid_ranks_take_the_true_gradient(rank: int) -> None:
         check_against_float64(Way(pool_ranks(), (2, 2), accumulation), rows)
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_a_clipped_step_is_that_of_clip_grad_norm(rank: int) -> None:
     model, batch = filled(), padded_batch(8)
