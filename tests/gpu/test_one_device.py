@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from runs import TINY, worst_difference
 from shardway.errors import SiteError
 from shardway.models.initialise import normal_
+from shardway.parallel.axes.shard import shard
+from shardway.parallel.formats.precision import Precision
 from shardway.parallel.mesh import Mesh, build_mesh
-from shardway.parallel.precision import Precision
-from shardway.parallel.shard import shard
 from shardway.parallel.units import find_units
 from shardway.ranks.launcher import find_placement
 from shardway.ranks.start import Ranks, StartOptions, start_ranks

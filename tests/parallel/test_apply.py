@@ -17,8 +17,8 @@ from shardway.models.contract import ModelPlan, find_plan
 from shardway.models.initialise import normal_
 from shardway.parallel.accumulate import accumulating
 from shardway.parallel.apply import ApplyOptions, apply_parallelism
+from shardway.parallel.axes.replicate import average_buffers
 from shardway.parallel.mesh import build_mesh
-from shardway.parallel.replicate import average_buffers
 from shardway.parallel.units import find_units
 from shardway.ranks.start import Ranks
 from shardway.runfile.schema import ParallelSection

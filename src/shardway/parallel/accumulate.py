@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from shardway.parallel.replicate import check_all_used
+from shardway.parallel.axes.replicate import check_all_used
 
 
 @contextlib.contextmanager

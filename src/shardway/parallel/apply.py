@@ -18,21 +18,21 @@ from torch import nn
 from shardway.errors import UserError
 from shardway.layout import needs_sharding, stages_of_rank
 from shardway.models.contract import ModelPlan, find_init_weights, find_plan, match_modules
-from shardway.parallel.balance import connect_routers
+from shardway.parallel.axes.balance import connect_routers
+from shardway.parallel.axes.context import Chunks, apply_context
+from shardway.parallel.axes.cut import Stage, keep_stages, plan_cut
+from shardway.parallel.axes.expert import apply_experts
+from shardway.parallel.axes.pipeline import Pipeline, check_schedule, hide_forward, send_contiguous
+from shardway.parallel.axes.replicate import broadcast_from_first, replicate
+from shardway.parallel.axes.shard import Shards, shard
+from shardway.parallel.axes.tensor import TensorOptions, apply_tensor
 from shardway.parallel.compile import CompileOptions, apply_compile
-from shardway.parallel.context import Chunks, apply_context
-from shardway.parallel.cut import Stage, keep_stages, plan_cut
 from shardway.parallel.dropout import DropoutSeeds, seed_dropout
-from shardway.parallel.expert import apply_experts
-from shardway.parallel.float8 import Blocks, apply_float8
-from shardway.parallel.formats import apply_formats
+from shardway.parallel.formats.float8 import Blocks, apply_float8
+from shardway.parallel.formats.parameters import apply_formats
+from shardway.parallel.formats.precision import Precision, formats_of
 from shardway.parallel.mesh import Mesh
-from shardway.parallel.pipeline import Pipeline, check_schedule, hide_forward, send_contiguous
-from shardway.parallel.precision import Precision, formats_of
 from shardway.parallel.recompute import apply_recompute
-from shardway.parallel.replicate import broadcast_from_first, replicate
-from shardway.parallel.shard import Shards, shard
-from shardway.parallel.tensor import TensorOptions, apply_tensor
 from shardway.parallel.units import find_units
 from shardway.runfile.schema import ParallelSection, RecomputeSection
 

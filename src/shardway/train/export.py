@@ -22,8 +22,8 @@ from shardway.models.build import build_model
 from shardway.models.huggingface.build import build_huggingface
 from shardway.models.huggingface.form import form_of
 from shardway.parallel.apply import ApplyOptions, apply_parallelism
+from shardway.parallel.formats.precision import read_precision
 from shardway.parallel.mesh import build_mesh
-from shardway.parallel.precision import read_precision
 from shardway.ranks.launcher import find_placement
 from shardway.ranks.start import Ranks, StartOptions, start_ranks
 from shardway.resolve.request import Request, Resolution, resolve_request

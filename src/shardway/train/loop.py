@@ -18,7 +18,7 @@ from shardway.checkpoint.load import load_latest
 from shardway.checkpoint.save import prune_checkpoints, save_checkpoint
 from shardway.data.loader import Batch
 from shardway.errors import Bug, JobError, UserError
-from shardway.parallel.replicate import average_buffers
+from shardway.parallel.axes.replicate import average_buffers
 from shardway.ranks.agreement import Decision, Wishes
 from shardway.train.counters import Counters, read_counters
 from shardway.train.engines.base import Engine

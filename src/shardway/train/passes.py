@@ -28,9 +28,9 @@ from shardway.errors import UserError
 from shardway.models.contract import Balancing
 from shardway.parallel.accumulate import accumulating
 from shardway.parallel.apply import ParallelModel
-from shardway.parallel.balance import find_routers, set_gradient_scale
-from shardway.parallel.pipeline import LossOf, Pipeline
-from shardway.parallel.precision import Precision
+from shardway.parallel.axes.balance import find_routers, set_gradient_scale
+from shardway.parallel.axes.pipeline import LossOf, Pipeline
+from shardway.parallel.formats.precision import Precision
 from shardway.train.loss import LossSum, as_sum
 
 Loss = Callable[..., LossSum | torch.Tensor]

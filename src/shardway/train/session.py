@@ -24,8 +24,8 @@ from shardway.checkpoint.state import seed_all
 from shardway.errors import JobError, ShardwayError, render_reason
 from shardway.hardware.facts import render_machine
 from shardway.hardware.probe import probe_machine
+from shardway.parallel.formats.precision import Precision, read_precision
 from shardway.parallel.mesh import Mesh, build_mesh
-from shardway.parallel.precision import Precision, read_precision
 from shardway.parallel.switches import apply_backend_switches
 from shardway.ranks.launcher import find_placement
 from shardway.ranks.signals import SignalWatch

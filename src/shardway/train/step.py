@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardway.parallel.balance import balance
-from shardway.parallel.float8 import compute_scales
+from shardway.parallel.axes.balance import balance
+from shardway.parallel.axes.tensor import sum_partial_gradients
+from shardway.parallel.formats.float8 import compute_scales
 from shardway.parallel.gradients import own_squares, scale_gradients
-from shardway.parallel.tensor import sum_partial_gradients
 from shardway.ranks.agreement import Decision, Wishes, read_decision
 from shardway.ranks.start import Ranks
 from shardway.train.loss_scale import LossScale

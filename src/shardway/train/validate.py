@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardway.parallel.replicate import average_buffers
+from shardway.parallel.axes.replicate import average_buffers
 from shardway.ranks.start import Ranks
 from shardway.train.loss import LossSum
 from shardway.train.passes import SUMS, Passes

@@ -14,8 +14,8 @@ from shardway.checkpoint.export import save_weights
 from shardway.models.huggingface.build import build_huggingface
 from shardway.models.huggingface.form import form_of
 from shardway.parallel.apply import ApplyOptions, ParallelModel, apply_parallelism
+from shardway.parallel.axes.tensor import sum_partial_gradients
 from shardway.parallel.mesh import build_mesh
-from shardway.parallel.tensor import sum_partial_gradients
 from shardway.runfile.schema import ParallelSection
 from shardway.train.loss import token_cross_entropy
 from shardway.train.passes import Passes, Portions

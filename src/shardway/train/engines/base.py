@@ -15,7 +15,7 @@ from torch import nn
 
 from shardway.checkpoint.state import State
 from shardway.parallel.apply import ParallelModel
-from shardway.parallel.precision import Precision
+from shardway.parallel.formats.precision import Precision
 from shardway.ranks.start import Ranks
 from shardway.resolve import Resolved
 from shardway.rundir.directory import RunDir

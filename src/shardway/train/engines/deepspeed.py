@@ -21,7 +21,7 @@ from torch import nn
 
 from shardway.checkpoint.state import State
 from shardway.checkpoint.zero import ZeroState
-from shardway.parallel.balance import balance
+from shardway.parallel.axes.balance import balance
 from shardway.ranks.agreement import read_decision
 from shardway.resolve.deepspeed import Settings, render_settings, resolve_ds_config
 from shardway.train.engines.base import EngineParts

@@ -20,8 +20,8 @@ from torch.distributed.tensor import Shard
 from shardway.errors import UserError
 from shardway.layout import EXPERT_SHARD, SHARD
 from shardway.models.contract import held_by_rank
+from shardway.parallel.formats.precision import Precision
 from shardway.parallel.mesh import Mesh
-from shardway.parallel.precision import Precision
 from shardway.runfile.schema import ParallelSection
 
 

@@ -1,7 +1,7 @@
 """Number formats of a step.
 
 Invariant: one `Precision` says all of it, and where weights are kept in fp32 the optimizer works on fp32. This module
-must not decide which format a device can do: that is a rule of `resolve`, and for float8 of `parallel.float8`.
+must not decide which format a device can do: that is a rule of `resolve`, and for float8 of `parallel.formats.float8`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from shardway.parallel.float8 import Float8Options
-from shardway.parallel.formats import Formats
+from shardway.parallel.formats.float8 import Float8Options
+from shardway.parallel.formats.parameters import Formats
 from shardway.runfile.schema import PrecisionSection
 
 _COMPUTE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "float8": torch.bfloat16}

@@ -14,7 +14,7 @@ from torch import nn
 
 from shardway.layout import SHARD
 from shardway.models.contract import Balancing
-from shardway.parallel.collectives import summed
+from shardway.parallel.axes.collectives import summed
 from shardway.parallel.mesh import Mesh
 
 

@@ -171,8 +171,8 @@ class _Engine:
 
 
 _ENGINES = {
-    "torchao": _Engine("shardway.parallel.float8_torchao", "'shardway[float8]'"),
-    "transformer_engine": _Engine("shardway.parallel.float8_te", "'transformer_engine[pytorch]'"),
+    "torchao": _Engine("shardway.parallel.formats.float8_torchao", "'shardway[float8]'"),
+    "transformer_engine": _Engine("shardway.parallel.formats.float8_te", "'transformer_engine[pytorch]'"),
 }
 
 

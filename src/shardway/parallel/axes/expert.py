@@ -18,8 +18,8 @@ from torch import nn
 
 from shardway.errors import UserError
 from shardway.models.contract import ModelPlan, match_modules, match_parameters
+from shardway.parallel.axes.split import split_parameter
 from shardway.parallel.mesh import Mesh
-from shardway.parallel.split import split_parameter
 
 
 def apply_experts(model: nn.Module, plan: ModelPlan, mesh: Mesh) -> None:

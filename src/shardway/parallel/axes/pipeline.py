@@ -26,7 +26,7 @@ from torch.distributed.pipelining import (
 
 from shardway.compat import runs_v_schedules
 from shardway.errors import Bug, UserError
-from shardway.parallel.cut import Stage
+from shardway.parallel.axes.cut import Stage
 
 LossOf = Callable[[torch.Tensor, int], torch.Tensor]
 """(output of the model for a micro-batch, its number) -> what is to be differentiated, 0-dim."""

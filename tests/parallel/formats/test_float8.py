@@ -14,8 +14,8 @@ from small_stack import PlannedStack, Stack, build_stack, gradients, stack_loss,
 from torch import nn
 
 from shardway.errors import UserError
-from shardway.parallel.float8 import Blocks, Float8Options, apply_float8, check_float8
-from shardway.parallel.linear import linear_with
+from shardway.parallel.formats.float8 import Blocks, Float8Options, apply_float8, check_float8
+from shardway.parallel.formats.linear import linear_with
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.slow  # importing torchao takes seconds
@@ -207,7 +207,7 @@ def test_what_an_accelerator_can_do_follows_from_its_capability(
 )
 def test_a_library_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, engine: str, package: str) -> None:
     _pretend_gpu(monkeypatch)
-    for name in ("shardway.parallel.float8_torchao", "shardway.parallel.float8_te"):
+    for name in ("shardway.parallel.formats.float8_torchao", "shardway.parallel.formats.float8_te"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
@@ -261,7 +261,7 @@ def test_transformer_engine_takes_the_place_of_layers_and_keeps_their_parameters
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _pretend_gpu(monkeypatch)
-    monkeypatch.delitem(sys.modules, "shardway.parallel.float8_te", raising=False)
+    monkeypatch.delitem(sys.modules, "shardway.parallel.formats.float8_te", raising=False)
     pytorch, common = types.ModuleType("transformer_engine.pytorch"), types.ModuleType("transformer_engine.common")
     pytorch.Linear, pytorch.fp8_autocast = _TeLinear, _Autocast  # type: ignore[attr-defined]
     common.recipe = types.SimpleNamespace(Float8CurrentScaling=type("Float8CurrentScaling", (), {}))  # type: ignore[attr-defined]
@@ -282,4 +282,4 @@ def test_transformer_engine_takes_the_place_of_layers_and_keeps_their_parameters
         apply_float8(
             blocks_of(build_stack(1)), Float8Options("mxfp8", engine="transformer_engine"), torch.device("cuda")
         )
-    monkeypatch.delitem(sys.modules, "shardway.parallel.float8_te")
+    monkeypatch.delitem(sys.modules, "shardway.parallel.formats.float8_te")

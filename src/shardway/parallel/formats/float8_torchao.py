@@ -1,7 +1,7 @@
 """Linear layers that multiply in eight bits, by torchao.
 
 Invariant: a layer is converted in place and keeps its name, and a state dict shows its weight as an ordinary tensor.
-This module imports torchao, so `parallel.float8` imports it only when it is asked for.
+This module imports torchao, so `parallel.formats.float8` imports it only when it is asked for.
 
 Formats: one scale per tensor or per row (Micikevicius et al., arXiv:2209.05433); one for 32 values (OCP Microscaling
 Formats MX specification 1.0, section 5); one for 128 values of an activation and 128 x 128 of a weight (DeepSeek-V3,
@@ -24,7 +24,7 @@ from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from shardway.models.contract import held_by_rank
-from shardway.parallel.linear import FormattedLinear
+from shardway.parallel.formats.linear import FormattedLinear
 
 
 class ScaledLinear(FormattedLinear, Float8Linear):

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from pool import ranks
 from shardway.models.transformer import Transformer, TransformerShape
-from shardway.parallel.float8 import Blocks, Float8Options, apply_float8, compute_scales
+from shardway.parallel.axes.tensor import TensorOptions, apply_tensor
+from shardway.parallel.formats.float8 import Blocks, Float8Options, apply_float8, compute_scales
 from shardway.parallel.recompute import apply_recompute
-from shardway.parallel.tensor import TensorOptions, apply_tensor
 from shardway.runfile.schema import RecomputeSection
 
 CPU = torch.device("cpu")

@@ -28,9 +28,16 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from shardway.errors import UserError
 from shardway.models.contract import ModelPlan, Split, held_by_rank, match_modules, match_parameters
-from shardway.parallel.collectives import copy_in, gather_sequence, gather_whole, narrow_to_rank, scatter_sum, sum_out
-from shardway.parallel.linear import linear_with
-from shardway.parallel.split import split_parameter
+from shardway.parallel.axes.collectives import (
+    copy_in,
+    gather_sequence,
+    gather_whole,
+    narrow_to_rank,
+    scatter_sum,
+    sum_out,
+)
+from shardway.parallel.axes.split import split_parameter
+from shardway.parallel.formats.linear import linear_with
 
 
 @dataclass(frozen=True)

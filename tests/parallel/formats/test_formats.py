@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from pool import ranks
-from shardway.parallel.formats import Formats, apply_formats
-from shardway.parallel.split import split_parameter
+from shardway.parallel.axes.split import split_parameter
+from shardway.parallel.formats.parameters import Formats, apply_formats
 
 
 def image_model() -> nn.Sequential:

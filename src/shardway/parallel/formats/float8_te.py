@@ -1,7 +1,7 @@
 """Linear layers that multiply in eight bits, by NVIDIA's Transformer Engine.
 
 Invariant: a layer keeps its name and its parameters; only these layers compute in float8. This module imports
-Transformer Engine, so `parallel.float8` imports it only when it is asked for. It needs a CUDA device.
+Transformer Engine, so `parallel.formats.float8` imports it only when it is asked for. It needs a CUDA device.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_map_only
 
 from shardway.errors import Bug, UserError
 from shardway.models.contract import ModelPlan, match_modules
-from shardway.parallel.collectives import gathered, scattered_sum
-from shardway.parallel.tile import Tile, attend, attend_backward, join
+from shardway.parallel.axes.collectives import gathered, scattered_sum
+from shardway.parallel.axes.tile import Tile, attend, attend_backward, join
 
 
 @dataclass(frozen=True)
