@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from speed import mostly_slow
 
 from shardway.rundir.directory import RunDir
+from speed import mostly_slow
 
 BLOCK = """
 import sys

@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from speed import mostly_slow
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -14,6 +13,7 @@ from shardway.errors import UserError
 from shardway.models.contract import find_plan, match_modules
 from shardway.models.shapes import LatentShape, MixtureShape
 from shardway.models.transformer import Transformer, TransformerShape
+from speed import mostly_slow
 
 SHAPE = TransformerShape(vocab=17, dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=40)
 MIXTURE = MixtureShape(experts=4, per_token=2, expert_dim=24)

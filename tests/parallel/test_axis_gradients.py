@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from speed import mostly_slow
 
 from pool import ranks
 from runs import pool_ranks
@@ -23,6 +22,7 @@ from shardway.runfile.schema import ParallelSection
 from shardway.train.loss import IGNORED, token_cross_entropy
 from shardway.train.passes import Passes, Portions
 from shardway.train.step import Moment, StepParts, StepResult, take_step
+from speed import mostly_slow
 from trained import FP32, plain, whole
 
 DENSE = TransformerShape(vocab=24, dim=16, layers=4, heads=4, kv_heads=2, ffn_dim=32, tied=False)

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from optim_layouts import LR, SECTIONS, as_laid_out, everything, lay_out, train, train_laid_out
-from speed import mostly_slow
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -18,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from pool import ranks
 from shardway.runfile.schema import OptimSection
 from shardway.train.optim import build_optimizer
+from speed import mostly_slow
 
 
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

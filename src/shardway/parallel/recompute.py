@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from shardway.errors import UserError
+from shardway.parallel.selective import keeping
 from shardway.runfile.schema import RecomputeSection
 
 OPERATORS = MappingProxyType(
@@ -59,12 +61,23 @@ def apply_recompute(units: Sequence[nn.Module], section: RecomputeSection) -> No
     """
     if section.mode not in ("selective", "full"):
         return
-    context = partial(create_selective_checkpoint_contexts, find_operators(section.save))
+    operators = find_operators(section.save)
+    contexts = _Contexts(
+        partial(keeping, frozenset(operators)), partial(create_selective_checkpoint_contexts, operators)
+    )
     for unit in units[:: section.every]:
         forward = unit.forward
         unit.forward = (
-            partial(_recompute, forward) if section.mode == "full" else partial(_recompute_part, context, forward)
+            partial(_recompute, forward) if section.mode == "full" else partial(_recompute_part, contexts, forward)
         )
+
+
+@dataclass(frozen=True)
+class _Contexts:
+    """What goes around the passes of a region; the compiler knows torch's own and makes them a part of its graph."""
+
+    eager: Callable[[], Any]
+    compiled: Callable[[], Any]
 
 
 # Functions of this module rather than `partial(checkpoint, ...)`: the compiler passes over torch's own frames, and a
@@ -73,7 +86,8 @@ def _recompute(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-def _recompute_part(context: Callable[[], Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _recompute_part(contexts: _Contexts, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    context = contexts.compiled if torch.compiler.is_compiling() else contexts.eager
     return checkpoint(forward, *args, use_reentrant=False, context_fn=context, **kwargs)
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from speed import mostly_slow
 
 from pool import ranks
 from shardway.errors import UserError
 from shardway.parallel.axes.context import Chunks, ContextAttention
+from speed import mostly_slow
 
 
 def whole_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

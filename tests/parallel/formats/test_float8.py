@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from small_stack import PlannedStack, Stack, build_stack, gradients, stack_loss, token_batch
 from torch import nn
 
 from shardway.errors import UserError
 from shardway.parallel.formats.float8 import Blocks, Float8Options, apply_float8, check_float8
 from shardway.parallel.formats.linear import linear_with
+from small_stack import PlannedStack, Stack, build_stack, gradients, stack_loss, token_batch
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.slow  # importing torchao takes seconds

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from small_stack import PlannedStack, build_stack, gradients, stack_loss, token_batch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,6 +17,7 @@ from shardway.parallel.axes.tensor import TensorOptions, apply_tensor
 from shardway.parallel.formats.float8 import Blocks, Float8Options, apply_float8, compute_scales
 from shardway.parallel.recompute import apply_recompute
 from shardway.runfile.schema import RecomputeSection
+from small_stack import PlannedStack, build_stack, gradients, stack_loss, token_batch
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.slow  # importing torchao on every rank takes seconds

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_stack import build_stack
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from pool import ranks
 from shardway.parallel.axes.split import split_parameter
 from shardway.parallel.formats.parameters import Formats, apply_formats
+from small_stack import build_stack
 
 
 def image_model() -> nn.Sequential:

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from small_stack import build_stack, gradients, stack_loss, token_batch
 
 from shardway.parallel.formats.float8 import Float8Options
 from shardway.parallel.formats.parameters import Formats, apply_formats
 from shardway.parallel.formats.precision import Precision, formats_of, read_precision
 from shardway.runfile.schema import PrecisionSection
+from small_stack import build_stack, gradients, stack_loss, token_batch
 
 CPU = torch.device("cpu")
 
