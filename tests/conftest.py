@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -33,6 +34,12 @@ def leaves_nothing_behind() -> Iterator[None]:
     if leaks:
         restore(before)
         pytest.fail("\n  ".join(["the test leaves behind:", *leaks]), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where runs on one rank are kept that several tests compare with."""
+    return tmp_path_factory.mktemp("references")
 
 
 @pytest.fixture(scope="session")

@@ -73,6 +73,11 @@ class Drawn:
         """The axes that split something."""
         return frozenset(axis for axis in (*AXES, "ep") if self.degree(axis) > 1)
 
+    @property
+    def layers(self) -> int:
+        """Blocks of the model: as few as show what there is to show, since each has its collectives."""
+        return 4 if self.degree("pp") > 1 else 2
+
     def degree(self, axis: str) -> int:
         """The degree of an axis."""
         word = next((w for w in self.parallel if w.startswith(f"parallel.{axis}=")), "=1")
@@ -120,8 +125,11 @@ def _draws(dice: random.Random, worlds: Sequence[int]) -> Iterator[Drawn]:
 
 def _features(dice: random.Random, degrees: dict[str, int], model: str) -> dict[str, Any]:
     """What else a run may set; only what matters in these degrees, so that two draws differ in what they do."""
+    micro_batch = dice.choice([2, 4, "auto"])
+    if micro_batch == 2 and degrees["tp"] * degrees["cp"] > 1 and degrees["dp_replicate"] * degrees["dp_shard"] == 1:
+        micro_batch = 4  # their collectives go with every micro-batch: two of these show what four would
     words: dict[str, Any] = {
-        "train.micro_batch": dice.choice([2, 4, "auto"]),
+        "train.micro_batch": micro_batch,
         "recompute.mode": dice.choice(["none", "none", "full", "selective"]),
     }
     shard = degrees["dp_shard"] * degrees["cp"]

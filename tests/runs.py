@@ -146,6 +146,13 @@ def train_alone(rank: int, directory: Path, *overrides: str, base: Sequence[str]
     dist.barrier()
 
 
+def train_reference(rank: int, directory: Path, *overrides: str, base: Sequence[str] = TINY) -> None:
+    """`train_alone` where nobody has done so in this directory yet."""
+    if rank == 0 and not directory.exists():
+        train_tiny(directory, lone_rank(), *overrides, base=base)
+    dist.barrier()
+
+
 def read_steps(directory: Path, rank: int = 0) -> list[dict[str, Any]]:
     """The step events of a rank that still hold."""
     return [event for event in RunDir(directory).events(rank) if event["event"] == "step"]

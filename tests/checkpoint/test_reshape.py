@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from drawn_layouts import MODELS, SMALL, Drawn, draw_layouts
 from pool import ranks
-from runs import pool_ranks, read_column, train_alone, train_tiny, worst_difference
+from runs import pool_ranks, read_column, train_reference, train_tiny, worst_difference
 from saved_tensors import read_whole
 from shardway.checkpoint.save import save_checkpoint
 from shardway.checkpoint.state import Trained
@@ -67,9 +67,12 @@ def stop_after_save(run: Run, step: int) -> None:
         run._loop._looked_at = 0.0
 
 
-def check_pair(rank: int, folder: Path, before: Drawn, after: Drawn) -> None:
-    train_alone(rank, folder / "alone", *before.alone, *STEPS, base=SMALL)
-    train_tiny(folder / "run", pool_ranks(), *before.overrides, *STEPS, base=SMALL, before_step=stop_after_save)
+def check_pair(rank: int, folder: Path, references: Path, before: Drawn, after: Drawn) -> None:
+    layers = max(before.layers, after.layers)
+    words = (*STEPS, f"model.layers={layers}")
+    alone = references / f"{before.model}, {layers} layers, {ALL} steps"
+    train_reference(rank, alone, *before.alone, *words, base=SMALL)
+    train_tiny(folder / "run", pool_ranks(), *before.overrides, *words, base=SMALL, before_step=stop_after_save)
     if rank == 0:
         shutil.copytree(only_checkpoint(folder / "run"), folder / "saved")
     dist.barrier()
@@ -77,7 +80,7 @@ def check_pair(rank: int, folder: Path, before: Drawn, after: Drawn) -> None:
         folder / "run",
         pool_ranks(),
         *after.overrides,
-        *STEPS,
+        *words,
         base=SMALL,
         before_step=lambda run, step: save_at_start(folder / "copy", run, step),
     )
@@ -89,25 +92,25 @@ def check_pair(rank: int, folder: Path, before: Drawn, after: Drawn) -> None:
         assert not different
         losses = read_column(folder / "run")
         assert len(losses) == ALL
-        assert worst_difference(losses, read_column(folder / "alone")) < 1e-5
+        assert worst_difference(losses, read_column(alone)) < 1e-5
 
 
 @of_world(2, 8)
 @ranks(2)
-def test_two_ranks(rank: int, tmp_path: Path, before: Drawn, after: Drawn) -> None:
-    check_pair(rank, tmp_path, before, after)
+def test_two_ranks(rank: int, tmp_path: Path, references: Path, before: Drawn, after: Drawn) -> None:
+    check_pair(rank, tmp_path, references, before, after)
 
 
 @of_world(4, 26)
 @ranks(4, timeout_s=120.0)
-def test_four_ranks(rank: int, tmp_path: Path, before: Drawn, after: Drawn) -> None:
-    check_pair(rank, tmp_path, before, after)
+def test_four_ranks(rank: int, tmp_path: Path, references: Path, before: Drawn, after: Drawn) -> None:
+    check_pair(rank, tmp_path, references, before, after)
 
 
 @of_world(8, 6)
 @ranks(8, timeout_s=240.0)
-def test_eight_ranks(rank: int, tmp_path: Path, before: Drawn, after: Drawn) -> None:
-    check_pair(rank, tmp_path, before, after)
+def test_eight_ranks(rank: int, tmp_path: Path, references: Path, before: Drawn, after: Drawn) -> None:
+    check_pair(rank, tmp_path, references, before, after)
 
 
 def test_forty_pairs_are_drawn() -> None:

@@ -309,7 +309,7 @@ def check_full_disk(text: str, directory: RunDir, blind: bool) -> None:
             "the file system took only a part of what was written (no space, or a quota)",
         ]
         if blind
-        else ["it needs about 3.1"]
+        else ["it needs about 3.0"]
     )
     head = f"the checkpoint of step 3 could not be saved in {directory.checkpoints}: "
     assert any(text.startswith(head + reason) for reason in reasons), text

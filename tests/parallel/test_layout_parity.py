@@ -9,7 +9,7 @@ import pytest
 from drawn_layouts import AXES, SMALL, Drawn, draw_layouts, pairs_of
 from page_tables import check_table
 from pool import ranks
-from runs import pool_ranks, read_column, train_alone, train_tiny, worst_difference
+from runs import pool_ranks, read_column, train_reference, train_tiny, worst_difference
 
 pytestmark = pytest.mark.slow
 
@@ -23,40 +23,42 @@ def of_world(world: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("drawn", drawn, ids=map(str, drawn))
 
 
-def check_parity(rank: int, folder: Path, drawn: Drawn) -> None:
-    train_alone(rank, folder / "alone", *drawn.alone, base=SMALL)
-    train_tiny(folder / "together", pool_ranks(), *drawn.overrides, base=SMALL)
+def check_parity(rank: int, folder: Path, references: Path, drawn: Drawn) -> None:
+    size = f"model.layers={drawn.layers}"
+    alone = references / f"{drawn.model}, {drawn.layers} layers"
+    train_reference(rank, alone, *drawn.alone, size, base=SMALL)
+    train_tiny(folder, pool_ranks(), *drawn.overrides, size, base=SMALL)
     if rank == 0:
-        losses, expected = read_column(folder / "together"), read_column(folder / "alone")
+        losses, expected = read_column(folder), read_column(alone)
         assert len(losses) == 20
         assert worst_difference(losses, expected) < LOSS_TOLERANCE
-        norms, expected_norms = (read_column(folder / name, "grad_norm") for name in ("together", "alone"))
+        norms, expected_norms = (read_column(directory, "grad_norm") for directory in (folder, alone))
         assert worst_difference(norms, expected_norms) < NORM_TOLERANCE
         assert expected[-1] < expected[0], "the run learns nothing, so that equal curves would say little"
 
 
 @of_world(2)
 @ranks(2)
-def test_two_ranks(rank: int, tmp_path: Path, drawn: Drawn) -> None:
-    check_parity(rank, tmp_path, drawn)
+def test_two_ranks(rank: int, tmp_path: Path, references: Path, drawn: Drawn) -> None:
+    check_parity(rank, tmp_path, references, drawn)
 
 
 @of_world(4)
 @ranks(4, timeout_s=240.0)
-def test_four_ranks(rank: int, tmp_path: Path, drawn: Drawn) -> None:
-    check_parity(rank, tmp_path, drawn)
+def test_four_ranks(rank: int, tmp_path: Path, references: Path, drawn: Drawn) -> None:
+    check_parity(rank, tmp_path, references, drawn)
 
 
 @of_world(6)
 @ranks(6, timeout_s=240.0)
-def test_six_ranks(rank: int, tmp_path: Path, drawn: Drawn) -> None:
-    check_parity(rank, tmp_path, drawn)
+def test_six_ranks(rank: int, tmp_path: Path, references: Path, drawn: Drawn) -> None:
+    check_parity(rank, tmp_path, references, drawn)
 
 
 @of_world(8)
 @ranks(8, timeout_s=300.0)
-def test_eight_ranks(rank: int, tmp_path: Path, drawn: Drawn) -> None:
-    check_parity(rank, tmp_path, drawn)
+def test_eight_ranks(rank: int, tmp_path: Path, references: Path, drawn: Drawn) -> None:
+    check_parity(rank, tmp_path, references, drawn)
 
 
 FIVE_AXES = Drawn(
@@ -71,8 +73,8 @@ FIVE_AXES = Drawn(
 
 
 @ranks(16, timeout_s=300.0)
-def test_five_axes_on_sixteen_ranks(rank: int, tmp_path: Path) -> None:
-    check_parity(rank, tmp_path, FIVE_AXES)
+def test_five_axes_on_sixteen_ranks(rank: int, tmp_path: Path, references: Path) -> None:
+    check_parity(rank, tmp_path, references, FIVE_AXES)
 
 
 def test_the_page_lists_what_runs(request: pytest.FixtureRequest) -> None:

@@ -97,7 +97,9 @@ def _read(tensors: dict[str, Any], folder: Path, ranks: Ranks) -> None:
             # That a process without a group loads alone is meant.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
             reader = dcp.FileSystemReader(folder)
-            _leave_out_unsaved_state(tensors, sorted(reader.read_metadata().state_dict_metadata))
+            saved = sorted(reader.read_metadata().state_dict_metadata)
+            _check_nothing_is_lost(tensors, saved)
+            _leave_out_unsaved_state(tensors, saved)
             dcp.load(tensors, storage_reader=reader, no_dist=not ranks.grouped)
     except CheckpointException as error:
         raise JobError(_misfit(folder, next(iter(error.failures.values()))[0])) from None
@@ -112,10 +114,24 @@ def _leave_out_unsaved_state(tensors: dict[str, Any], saved: Sequence[str]) -> N
     """
     states = tensors.get("optimizer", {}).get("state", {})
     for name in list(states):
-        prefix = f"optimizer.state.{name}."
-        place = bisect_left(saved, prefix)
-        if place == len(saved) or not saved[place].startswith(prefix):
+        if not _saved_state(name, saved):
             del states[name]
+
+
+def _check_nothing_is_lost(tensors: dict[str, Any], saved: Sequence[str]) -> None:
+    """Raise ValueError where the optimizer of today keeps less of a parameter than the sorted names `saved` hold."""
+    if "optimizer" not in tensors:
+        return
+    for name in tensors["model"]:
+        if lost := _saved_state(name, saved) - set(tensors["optimizer"]["state"].get(name, ())):
+            raise ValueError(f"it has {', '.join(sorted(lost))} of {name}, which this optimizer does not keep.")
+
+
+def _saved_state(name: str, saved: Sequence[str]) -> set[str]:
+    """What the sorted names `saved` hold of a parameter besides its values, such as "exp_avg"."""
+    prefix = f"optimizer.state.{name}."
+    of_it = saved[bisect_left(saved, prefix) : bisect_left(saved, f"{prefix}\U0010ffff")]
+    return {each.removeprefix(prefix).partition(".")[0] for each in of_it}
 
 
 def _misfit(folder: Path, error: BaseException) -> str:
