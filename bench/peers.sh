@@ -7,7 +7,8 @@ folder=$1
 below=${2:-.venv/bin/python}
 
 "$below" -m venv "$folder"
-"$below" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+# `addsitedir` follows the links in that folder as well, and Shardway is one of them.
+"$below" -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
     > "$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
 "$folder/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt accelerate lightning-fabric
 # DeepSpeed comes as source and looks for torch while it is built; its kernels are compiled when they are first used.
