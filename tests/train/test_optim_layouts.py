@@ -37,7 +37,7 @@ def test_two_ranks_step_as_one_does(rank: int, layout: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["shard", "hybrid", "shard x tensor", "mixed"])
-@pytest.mark.parametrize("name", SECTIONS)
+@pytest.mark.parametrize("name", ["adamw bf16", "adafactor", "muon"])
 @ranks(4)
 def test_four_ranks_step_as_one_does(rank: int, layout: str, name: str) -> None:
     section = SECTIONS[name]
@@ -90,7 +90,7 @@ def test_a_checkpoint_fits_another_layout(rank: int, tmp_path: Path, name: str, 
     ("before", "after"),
     [("hybrid", "plain"), ("hybrid", "shard"), ("shard x tensor", "shard"), ("mixed", "shard x tensor")],
 )
-@pytest.mark.parametrize("name", SECTIONS)
+@pytest.mark.parametrize("name", ["adamw bf16", "adafactor", "muon"])
 @ranks(4)
 def test_a_checkpoint_of_two_shards_fits_one_and_four(
     rank: int, tmp_path: Path, name: str, before: str, after: str
