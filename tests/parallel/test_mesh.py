@@ -82,7 +82,7 @@ def test_the_grid_of_torch_has_the_same_coordinates(rank: int, degrees: dict[str
     [
         pytest.param({"dp_replicate": 2}, ("dp_replicate",), marks=pytest.mark.slow),
         pytest.param({"dp_shard": 2}, (SHARD,), marks=pytest.mark.slow),
-        ({"cp": 2}, (SHARD,)),
+        pytest.param({"cp": 2}, (SHARD,), marks=pytest.mark.slow),
         pytest.param({"tp": 2}, ("tp",), marks=pytest.mark.slow),
         ({"pp": 2}, ("pp",)),
     ],

@@ -29,7 +29,7 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("layout", mostly_slow(["shard", "mixed"], "mixed"))
-@pytest.mark.parametrize("name", mostly_slow(SECTIONS, "adamw", "muon"))
+@pytest.mark.parametrize("name", mostly_slow(SECTIONS, "muon"))
 @ranks(2)
 def test_two_ranks_step_as_one_does(rank: int, layout: str, name: str) -> None:
     section = SECTIONS[name]
@@ -79,7 +79,9 @@ def save_and_load(folder: Path, section: OptimSection, before: str, after: str) 
     assert_close(everything(other, resumed), everything(model, optimizer))
 
 
-@pytest.mark.parametrize(("before", "after"), [("shard", "plain"), ("mixed", "shard")])
+@pytest.mark.parametrize(
+    ("before", "after"), [pytest.param("shard", "plain", marks=pytest.mark.slow), ("mixed", "shard")]
+)
 @pytest.mark.parametrize("name", mostly_slow(SECTIONS, "muon"))
 @ranks(2)
 def test_a_checkpoint_fits_another_layout(rank: int, tmp_path: Path, name: str, before: str, after: str) -> None:

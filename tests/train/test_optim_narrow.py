@@ -17,6 +17,7 @@ from shardway.runfile.schema import OptimSection
 from shardway.train.optim import build_optimizer
 from shardway.train.optim.parts import Part, split_rows
 from shardway.train.optim.widen import noise_of, round_stochastically, update_widened
+from speed import mostly_slow
 
 
 def part_of(shape: tuple[int, ...], step: int = 1, states: int = 1) -> Part:
@@ -130,7 +131,7 @@ def test_pieces_are_no_larger_than_asked() -> None:
 # --- in an optimizer
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("name", mostly_slow(["adamw", "sgd", "muon"], "adamw"))
 def test_narrow_states_follow_those_in_fp32(name: Any) -> None:
     ends = []
     for dtype in ("fp32", "bf16"):
@@ -147,7 +148,7 @@ def test_narrow_states_follow_those_in_fp32(name: Any) -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("name", mostly_slow(["adamw", "sgd", "muon"], "adamw"))
 def test_small_updates_of_bf16_weights_are_not_lost(name: Any) -> None:
     """Steps of about 1/2000 of a weight: to the nearest each would vanish, and none would ever arrive."""
     linear = nn.Linear(64, 64, bias=False)

@@ -162,6 +162,7 @@ def test_a_clipped_step_is_that_of_clip_grad_norm(rank: int) -> None:
             assert_close(stepped.gradient, [g * factor for g in gradient])
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_a_batch_without_a_target_leaves_the_weights(rank: int) -> None:
     model, (inputs, targets) = filled(), padded_batch(4)
@@ -246,6 +247,7 @@ def dict_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     return (batch["weight"] * ((model(batch["parts"][0]) - batch["parts"][1]) ** 2).mean(-1)).mean()
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_a_batch_may_be_any_tree_of_tensors(rank: int) -> None:
     x, y = numbers(8)
