@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_stack import Stack, build_stack, gradients, token_batch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,6 +18,7 @@ from pool import ranks
 from shardway.errors import UserError
 from shardway.hardware.folders import find_cache_folder
 from shardway.parallel.compile import CompileOptions, apply_compile, set_compile_cache
+from small_stack import Stack, build_stack, gradients, token_batch
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 pytestmark = [

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from small_stack import VOCAB, build_stack, gradients, stack_loss, token_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardway.errors import UserError
 from shardway.parallel.recompute import OPERATORS, apply_recompute, find_operators
 from shardway.runfile.schema import RecomputeSection
+from small_stack import VOCAB, build_stack, gradients, stack_loss, token_batch
 
 LAYERS = 3
 MATMULS = ("aten.mm.default", "aten.addmm.default")

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch._functorch.config
-from small_stack import build_stack, gradients, stack_loss, token_batch
 
 from shardway.parallel.switches import apply_backend_switches
 from shardway.runfile.schema import PrecisionSection, RecomputeSection, RunFile, TrainSection
+from small_stack import build_stack, gradients, stack_loss, token_batch
 
 CPU = torch.device("cpu")
 
