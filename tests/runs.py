@@ -139,16 +139,10 @@ def signal_at(last: int, rank: int = 0) -> Callable[[Run, int], None]:
     return look
 
 
-def train_alone(rank: int, directory: Path, *overrides: str, base: Sequence[str] = TINY) -> None:
-    """The same run without other ranks, on rank 0 of the pool while the others wait."""
-    if rank == 0:
-        train_tiny(directory, lone_rank(), *overrides, base=base)
-    dist.barrier()
-
-
-def train_reference(rank: int, directory: Path, *overrides: str, base: Sequence[str] = TINY) -> None:
-    """`train_alone` where nobody has done so in this directory yet."""
-    if rank == 0 and not directory.exists():
+def train_alone(rank: int, directory: Path, *overrides: str, base: Sequence[str] = TINY, once: bool = False) -> None:
+    """The same run without other ranks, on rank 0 of the pool while the others wait; `once`: where the directory is
+    not there yet."""
+    if rank == 0 and not (once and directory.exists()):
         train_tiny(directory, lone_rank(), *overrides, base=base)
     dist.barrier()
 

@@ -97,3 +97,8 @@ def render_reason(message: str) -> str:
     lines = [line.strip() for line in message.splitlines() if line.strip()] or ["no reason was given"]
     counted = len(lines) > 1 and re.match(r"\d+ problems? in ", lines[0])
     return f"{lines[0]}: {lines[1]}" if counted else lines[0]
+
+
+def list_some(names: Sequence[str], most: int) -> str:
+    """The first names, at most so many, and how many more there are: "a, b and 3 more"."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from drawn_layouts import MODELS, SMALL, Drawn, draw_layouts
 from pool import ranks
-from runs import pool_ranks, read_column, train_reference, train_tiny, worst_difference
+from runs import pool_ranks, read_column, train_alone, train_tiny, worst_difference
 from saved_tensors import read_whole
 from shardway.checkpoint.save import save_checkpoint
 from shardway.checkpoint.state import Trained
@@ -71,7 +71,7 @@ def check_pair(rank: int, folder: Path, references: Path, before: Drawn, after: 
     layers = max(before.layers, after.layers)
     words = (*STEPS, f"model.layers={layers}")
     alone = references / f"{before.model}, {layers} layers, {ALL} steps"
-    train_reference(rank, alone, *before.alone, *words, base=SMALL)
+    train_alone(rank, alone, *before.alone, *words, base=SMALL, once=True)
     train_tiny(folder / "run", pool_ranks(), *before.overrides, *words, base=SMALL, before_step=stop_after_save)
     if rank == 0:
         shutil.copytree(only_checkpoint(folder / "run"), folder / "saved")

@@ -9,7 +9,7 @@ import pytest
 from drawn_layouts import AXES, SMALL, Drawn, draw_layouts, pairs_of
 from page_tables import check_table
 from pool import ranks
-from runs import pool_ranks, read_column, train_reference, train_tiny, worst_difference
+from runs import pool_ranks, read_column, train_alone, train_tiny, worst_difference
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,7 @@ def of_world(world: int) -> pytest.MarkDecorator:
 def check_parity(rank: int, folder: Path, references: Path, drawn: Drawn) -> None:
     size = f"model.layers={drawn.layers}"
     alone = references / f"{drawn.model}, {drawn.layers} layers"
-    train_reference(rank, alone, *drawn.alone, size, base=SMALL)
+    train_alone(rank, alone, *drawn.alone, size, base=SMALL, once=True)
     train_tiny(folder, pool_ranks(), *drawn.overrides, size, base=SMALL)
     if rank == 0:
         losses, expected = read_column(folder), read_column(alone)

@@ -6,8 +6,10 @@ sharding can read them. This module must not touch the disk.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -99,15 +101,20 @@ def install_tensors(trained: Trained, tensors: Tensors) -> None:
     set_model_state_dict(trained.model, tensors["model"])
     if trained.optimizer is None:
         return
-    settings = [
-        {name: value for name, value in group.items() if name != "params"} for group in trained.optimizer.param_groups
-    ]
     # Not strict: a parameter that no batch has used yet has no state.
     options = StateDictOptions(strict=False)
     today = get_optimizer_state_dict(trained.model, trained.optimizer)
     loaded = {"state": tensors["optimizer"]["state"], "param_groups": today["param_groups"]}
-    set_optimizer_state_dict(trained.model, trained.optimizer, loaded, options=options)
-    for group, setting in zip(trained.optimizer.param_groups, settings, strict=True):
+    with settings_kept(trained.optimizer):
+        set_optimizer_state_dict(trained.model, trained.optimizer, loaded, options=options)
+
+
+@contextlib.contextmanager
+def settings_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Whatever is loaded meanwhile, the settings of parameter groups are afterwards what they were before."""
+    settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    yield
+    for group, setting in zip(optimizer.param_groups, settings, strict=True):
         group.update(setting)
 
 

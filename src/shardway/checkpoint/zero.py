@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from shardway.checkpoint.manifest import list_files
-from shardway.checkpoint.state import Tensors
+from shardway.checkpoint.state import Tensors, settings_kept
 from shardway.errors import JobError
 from shardway.ranks.start import Ranks, is_lost_contact
 
@@ -75,16 +75,13 @@ class ZeroState:
                 f"there are {self.ranks.world}.\n  Nothing was changed. To do: start {world} ranks; or take the "
                 f"weights out with `python zero_to_fp32.py . OUTPUT` in that folder."
             )
-        settings = [_without_parameters(group) for group in self.optimizer.param_groups]
-        with self.ranks.contact("while loading"), warnings.catch_warnings():
+        with self.ranks.contact("while loading"), warnings.catch_warnings(), settings_kept(self.optimizer):
             warnings.simplefilter("ignore")
             path = self._load(folder)
             if path is None:
                 raise JobError(f"the checkpoint {folder} holds nothing that DeepSpeed has saved.")
             if self.engine.zero_nvme_offload_optimizer():
                 self._read_groups(folder / TAG)
-        for group, setting in zip(self.optimizer.param_groups, settings, strict=True):
-            group.update(setting)
 
     def _load(self, folder: Path) -> Any:
         try:
@@ -133,10 +130,6 @@ class ZeroState:
 def _copied(value: Any) -> Any:
     """A copy with memory of its own: a view would be saved with all that it is a view of."""
     return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _sync(path: Path) -> None:

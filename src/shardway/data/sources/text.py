@@ -22,7 +22,7 @@ from shardway.data.sources.base import Asked, Place, SourceFacts, data_error, fi
 from shardway.data.sources.cache import Tokens, cache_folder, prepare_tokens
 from shardway.data.sources.tokenizer import Tokenizer, identify_tokenizer, open_tokenizer, split_pieces
 from shardway.data.sources.tokens import TokenFile, TokenWindows, make_windows
-from shardway.errors import JobError
+from shardway.errors import JobError, list_some
 
 PREPARE_VERSION = 1
 STDLIB = "python:stdlib"
@@ -101,8 +101,9 @@ def _check_text(place: Place, text: Text, include: str) -> None:
         raise place.error(f'has no file that matches "{include}"', remedy="set data.include to a glob on file names")
     denied = [file.name for file in text.files if not os.access(text.root / file.name, os.R_OK)]
     if denied:
-        shown = ", ".join(denied[:5]) + (f" and {len(denied) - 5} more" if len(denied) > 5 else "")
-        raise place.error(f"has files that may not be read: {shown}", remedy="ask their owner for read permission")
+        raise place.error(
+            f"has files that may not be read: {list_some(denied, 5)}", remedy="ask their owner for read permission"
+        )
     if text.size == 0:
         raise place.error("is empty" if len(text.files) == 1 else f"has {len(text.files)} files, all of them empty")
 

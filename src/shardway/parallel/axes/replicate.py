@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from shardway.compat import without_buffer_sync
-from shardway.errors import UserError
+from shardway.errors import UserError, list_some
 from shardway.layout import SHARD
 from shardway.parallel.mesh import Mesh
 from shardway.runfile.schema import ParallelSection
@@ -60,12 +60,13 @@ def check_all_used(copies: DistributedDataParallel) -> None:
     DDP waits for the whole bucket that such a parameter is in: its neighbours have not been averaged, and the next
     forward pass would fail.
     """
-    idle = [name for name, p in copies.module.named_parameters() if p.requires_grad and p.grad is None]
-    if copies.static_graph or not idle:
+    if copies.static_graph:
         return
-    shown = ", ".join(idle[:SHOWN]) + (f" and {len(idle) - SHOWN} more" if len(idle) > SHOWN else "")
+    idle = [name for name, p in copies.module.named_parameters() if p.requires_grad and p.grad is None]
+    if not idle:
+        return
     raise UserError(
-        f"parameters of {type(copies.module).__name__} took no part in the loss: {shown}. Replicas "
+        f"parameters of {type(copies.module).__name__} took no part in the loss: {list_some(idle, SHOWN)}. Replicas "
         "(parallel.dp_replicate) wait for the gradients of all.\n"
         "  To do: leave them out of the model, or call requires_grad_(False) on them before run.shard(model); where "
         "every step leaves out the same ones, set parallel.static_graph = true, or parallel.dp_shard = "

@@ -12,7 +12,7 @@ import math
 
 from shardway.resolve.applies import AXES_OF_KIND, BLOCK_MODELS
 from shardway.resolve.draft import Draft
-from shardway.resolve.rules.numbers import join_words, nearest_divisor, nearest_multiple, nearest_where
+from shardway.resolve.rules.numbers import ceil_div, join_words, nearest_divisor, nearest_multiple, nearest_where
 
 
 def a_model_splits_along_the_axes_it_is_made_for(draft: Draft) -> None:
@@ -36,7 +36,7 @@ def the_tensor_axis_splits_evenly(draft: Draft) -> None:
     if not uneven:
         return
     sizes = join_words([f"{dotted} = {size}" for dotted, size in uneven.items()])
-    padded = -(-draft.get("model.vocab") // degree) * degree if uneven.keys() == {"model.vocab"} else 0
+    padded = ceil_div(draft.get("model.vocab"), degree) * degree if uneven.keys() == {"model.vocab"} else 0
     draft.refuse(
         "parallel.tp",
         f"{degree} does not divide {sizes}",
