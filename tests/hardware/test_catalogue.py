@@ -35,12 +35,44 @@ DENSE_PEAKS: list[tuple[str, Dtype, float]] = [
     ("a100-pcie-40gb", "fp32", 19.5e12),
     ("h100-sxm5-80gb", "bf16", 989e12),
     ("h100-sxm5-80gb", "fp8", 1979e12),
+    ("h100-sxm5-96gb", "bf16", 989e12),
+    ("h100-sxm5-64gb", "bf16", 989e12),
+    ("h800-sxm5-80gb", "bf16", 989e12),
     ("h200-sxm-141gb", "bf16", 989e12),
     ("gh200-96gb", "bf16", 989e12),
     ("b200-sxm-180gb", "bf16", 2250e12),
+    ("b200-sxm-180gb", "fp4", 9000e12),
+    ("b300-sxm-288gb", "bf16", 2250e12),
+    ("gb200", "bf16", 2500e12),
+    ("gb300", "fp4", 15000e12),
     ("mi250x-gcd", "bf16", 383e12 / 2),
     ("mi300x", "bf16", 1307e12),
     ("l40s", "bf16", 362e12),
+]
+
+# Parts of the systems whose training throughput is published.
+PLANNED_PARTS = [
+    "v100-sxm2-16gb",
+    "v100-sxm2-32gb",
+    "a100-sxm4-40gb",
+    "a100-sxm4-80gb",
+    "a100-sxm-64gb",
+    "l40s",
+    "h100-sxm5-80gb",
+    "h100-sxm5-64gb",
+    "h100-sxm5-96gb",
+    "h800-sxm5-80gb",
+    "h200-sxm-141gb",
+    "gh200-96gb",
+    "gh200-141gb",
+    "b200-sxm-180gb",
+    "b300-sxm-288gb",
+    "gb200",
+    "gb300",
+    "mi250x-gcd",
+    "mi300x",
+    "mi325x",
+    "mi355x",
 ]
 
 # Names that torch.cuda.get_device_name or nvidia-smi give.
@@ -58,6 +90,7 @@ DEVICE_NAMES = [
     ("NVIDIA H100 80GB HBM3", "h100-sxm5-80gb"),
     ("NVIDIA H100 PCIe", "h100-pcie-80gb"),
     ("NVIDIA H100 NVL", "h100-nvl-94gb"),
+    ("NVIDIA H800", "h800-sxm5-80gb"),
     ("NVIDIA H200", "h200-sxm-141gb"),
     ("NVIDIA GH200 120GB", "gh200-96gb"),
     ("NVIDIA GH200 480GB", "gh200-96gb"),
@@ -84,6 +117,7 @@ UNKNOWN_NAMES = [
     "NVIDIA GH200 480GB MIG 1g.12gb",
     "GRID A100X-40C",
     "NVIDIA H20",
+    "NVIDIA H800 PCIe",
     "NVIDIA H200 NVL",
     "NVIDIA A400",
     "NVIDIA L40",
@@ -97,6 +131,35 @@ UNKNOWN_NAMES = [
 @pytest.mark.parametrize(("key", "dtype", "flops"), DENSE_PEAKS)
 def test_peaks_are_the_dense_ones_of_the_datasheets(key: str, dtype: Dtype, flops: float) -> None:
     assert load_accelerators()[key].peak(dtype) == flops
+
+
+@pytest.mark.parametrize("key", PLANNED_PARTS)
+def test_a_part_of_the_published_systems_has_what_a_plan_needs(key: str) -> None:
+    part = load_accelerators()[key]
+    assert part.peak("bf16") or part.peak("fp16")
+    assert None not in (part.memory_bytes, part.memory_bandwidth_bytes_per_s, part.link)
+
+
+# What nvidia-smi prints for these, in MiB.
+DRIVER_MEMORY = [
+    ("h100-sxm5-80gb", 81559),
+    ("h100-sxm5-64gb", 65247),
+    ("h200-sxm-141gb", 143771),
+    ("gh200-96gb", 97280),
+    ("b200-sxm-180gb", 183359),
+]
+
+
+@pytest.mark.parametrize(("key", "mebibytes"), DRIVER_MEMORY)
+def test_memory_is_what_the_driver_reports_where_a_source_says_so(key: str, mebibytes: int) -> None:
+    assert load_accelerators()[key].memory_bytes == mebibytes * 2**20
+
+
+def test_a_custom_part_is_the_sheet_scaled_by_what_its_owner_states() -> None:
+    # CINECA: 15 % over the A100, 22.4 against 19.5 TFLOP/s of fp32, whole TFLOP/s kept.
+    ours, sheet = load_accelerators()["a100-sxm-64gb"], load_accelerators()["a100-sxm4-40gb"]
+    for dtype in ("tf32", "fp16", "bf16"):
+        assert (ours.peak(dtype) or 0.0) / (sheet.peak(dtype) or 1.0) == pytest.approx(22.4 / 19.5, rel=2e-3)
 
 
 @pytest.mark.parametrize("accelerator", ACCELERATORS, ids=lambda accelerator: accelerator.key)
@@ -145,11 +208,11 @@ def test_a_peer_gets_no_more_than_the_whole_link() -> None:
 
 
 def test_what_no_source_states_is_none() -> None:
-    # Volta has no bf16; the 96 GB H100's peaks and link are stated nowhere; the dies of MI250X share a link.
+    # Volta has no bf16; no source states the dense peaks of the RTX 5090; GH200's power is that of the superchip; the
+    # dies of MI250X share a link.
     assert load_accelerators()["v100-sxm2-32gb"].peak("bf16") is None
-    unstated = load_accelerators()["h100-sxm5-96gb"]
+    unstated = load_accelerators()["rtx-5090"]
     assert [unstated.peak(dtype) for dtype in DTYPES] == [None] * len(DTYPES)
-    assert unstated.link is None
     assert load_accelerators()["gh200-96gb"].power_w is None
     assert load_links()["xgmi-mi250x"].bandwidth_bytes_per_s is None
 

@@ -24,9 +24,9 @@ from shardway.models.build import build_model
 from shardway.models.contract import held_by_rank
 from shardway.parallel.apply import ApplyOptions, apply_parallelism
 from shardway.parallel.mesh import build_mesh
+from shardway.plan.exact.states import estimate_states
+from shardway.plan.exact.weights import held_elements, transformer_weights, weights_of_rank
 from shardway.plan.placement import place_mesh
-from shardway.plan.states import estimate_states
-from shardway.plan.weights import held_elements, transformer_weights, weights_of_rank
 from shardway.ranks.start import Ranks
 from shardway.runfile.schema import ModelSection, ParallelSection
 from trained import FP32

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from shardway.errors import UserError
-from shardway.hardware.catalogue import load_accelerators
+from shardway.hardware.catalogue import load_accelerators, load_links
 from shardway.hardware.probe import Device, Machine
+from shardway.sites.evidence import GENERIC_SITES
 from shardway.sites.load import list_sites, load_site
 from shardway.sites.problems import list_problems
 from shardway.sites.schema import SiteProfile
@@ -24,6 +25,9 @@ MACHINE = Machine("here", "CPU 1", 8, 6, 30 * GIB, (), "3.12.0", "Linux 6.1 x86_
 H100 = Device("NVIDIA H100 80GB HBM3", 80 * GIB)
 A40 = Device("NVIDIA A40", 45 * GIB)
 STRANGER = Device("NVIDIA Graphics Device", 16 * GIB)
+
+SITES = ", ".join(list_sites())
+REAL_SITES = sorted(set(list_sites()) - set(GENERIC_SITES))
 
 MINIMAL = 'format = 1\nname = "mine"\ntitle = "My machine"\nscheduler = "slurm"\n'
 FULL = """
@@ -91,13 +95,71 @@ def message_of(path: str) -> str:
 # ------------------------------------------------------------------------------------------ what is shipped
 
 
-def test_three_profiles_are_shipped() -> None:
-    assert list_sites() == ("generic-pbs", "generic-slurm", "laptop")
+def test_the_profiles_that_are_shipped() -> None:
+    assert list_sites() == (
+        "aspire2a-plus",
+        "dgx-slurm",
+        "generic-pbs",
+        "generic-slurm",
+        "jupiter",
+        "jureca-dc",
+        "juwels-booster",
+        "laptop",
+        "leonardo-booster",
+        "lumi-g",
+        "marenostrum5-acc",
+        "param-rudra",
+        "perlmutter",
+    )
 
 
 @pytest.mark.parametrize("name", list_sites())
 def test_a_shipped_profile_loads_and_bears_its_own_name(name: str) -> None:
     assert load_site(name, lambda: MACHINE).name == name
+
+
+@pytest.mark.parametrize("name", [*REAL_SITES, "dgx-slurm"])
+def test_a_described_machine_states_what_a_plan_is_made_from(name: str) -> None:
+    profile = load_site(name, never_probe)
+    assert None not in (profile.starter, profile.node.cores, profile.node.memory)
+    assert profile.node.accelerators_per_node is not None
+    assert profile.node.accelerators_per_node > 1
+    part = load_accelerators()[profile.node.accelerator or ""]
+    assert part.peak("bf16") or part.peak("fp16")
+    assert part.memory_bytes
+    assert part.memory_bandwidth_bytes_per_s
+    inside = load_links()[profile.node.link or part.link or ""]
+    assert inside.bandwidth_bytes_per_s or inside.peer_bandwidth_bytes_per_s
+    assert load_links()[profile.network.link or ""].bandwidth_bytes_per_s
+    assert profile.network.adapters_per_node
+
+
+@pytest.mark.parametrize("name", REAL_SITES)
+def test_a_real_site_states_its_scheduler_its_first_queue_and_its_storage(name: str) -> None:
+    profile = load_site(name, never_probe)
+    assert profile.scheduler in {"slurm", "pbs"}
+    assert profile.queues[0].max_walltime is not None
+    assert profile.storage.home is not None
+    assert profile.storage.scratch is not None
+
+
+# Typed by hand from what the sites publish: bytes/s that a node has towards the network.
+NETWORK_OF_A_NODE = [
+    ("aspire2a-plus", 400e9),  # eight NDR400
+    ("jupiter", 100e9),  # four NDR200
+    ("juwels-booster", 100e9),  # four HDR200
+    ("leonardo-booster", 50e9),  # two dual-port HDR100
+    ("lumi-g", 100e9),  # four Slingshot 11
+    ("marenostrum5-acc", 100e9),  # four NDR200
+    ("perlmutter", 100e9),  # four Slingshot 11
+]
+
+
+@pytest.mark.parametrize(("name", "bytes_per_s"), NETWORK_OF_A_NODE)
+def test_the_adapters_of_a_node_add_up_to_what_its_site_publishes(name: str, bytes_per_s: float) -> None:
+    network = load_site(name, never_probe).network
+    bandwidth = load_links()[network.link or ""].bandwidth_bytes_per_s
+    assert (bandwidth or 0.0) * (network.adapters_per_node or 0) == bytes_per_s
 
 
 @pytest.mark.parametrize(("name", "scheduler"), [("generic-slurm", "slurm"), ("generic-pbs", "pbs")])
@@ -204,7 +266,7 @@ def test_home_is_expanded_in_the_path_of_a_profile(
 def test_an_unknown_name() -> None:
     assert message_of("laptpo") == (
         'there is no site "laptpo"\n'
-        "  allowed: generic-pbs, generic-slurm, laptop, or the path of a profile (with a / or ending in .toml)\n"
+        f"  allowed: {SITES}, or the path of a profile (with a / or ending in .toml)\n"
         '  to do: write "laptop", or write a profile for your site'
     )
 
@@ -212,7 +274,7 @@ def test_an_unknown_name() -> None:
 def test_an_unknown_name_that_is_like_no_other() -> None:
     assert message_of("zzz") == (
         'there is no site "zzz"\n'
-        "  allowed: generic-pbs, generic-slurm, laptop, or the path of a profile (with a / or ending in .toml)\n"
+        f"  allowed: {SITES}, or the path of a profile (with a / or ending in .toml)\n"
         "  to do: choose one of these, or write a profile for your site"
     )
 
@@ -221,7 +283,7 @@ def test_a_missing_file(write: Callable[[str], str]) -> None:
     write(MINIMAL)
     assert message_of("sites/mine.toml") == (
         "cannot read the site profile sites/mine.toml: No such file or directory\n"
-        "  allowed: a readable TOML file, or one of generic-pbs, generic-slurm, laptop\n"
+        f"  allowed: a readable TOML file, or one of {SITES}\n"
         "  to do: correct the path"
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardway.sites.schema import SiteProfile
 
-GENERIC_SITES = ("generic-pbs", "generic-slurm", "laptop")
+GENERIC_SITES = ("dgx-slurm", "generic-pbs", "generic-slurm", "laptop")
 """Shipped profiles that describe no particular machine, so that their facts need no source."""
 
 _NOT_FACTS = {"format", "name", "title", "sources"}

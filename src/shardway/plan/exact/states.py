@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from shardway.layout import layout_of
-from shardway.plan.weights import Weight, allotted_elements, held_elements, weights_of_rank
+from shardway.plan.exact.weights import Weight, allotted_elements, held_elements, weights_of_rank
 from shardway.runfile.schema import ParallelSection
 
 OPTIMIZER_STATES: Mapping[str, int] = MappingProxyType({"adamw": 2, "sgd": 1})

@@ -11,7 +11,7 @@ from typing import Any
 
 from runs import COMMON, open_tiny, pool_ranks
 from shardway.layout import layout_of
-from shardway.plan.traffic import WORLD, Message, Work, estimate_traffic
+from shardway.plan.exact.traffic import WORLD, Message, Work, estimate_traffic
 from shardway.resolve import Resolved
 from shardway.train.recipe import train_run
 from traffic_tracer import CollectiveTracer, Sent

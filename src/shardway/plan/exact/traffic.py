@@ -26,7 +26,7 @@ from typing import Literal
 
 from shardway.errors import Bug
 from shardway.layout import EXPERT_SHARD, SHARD, Layout, layout_of, needs_sharding
-from shardway.plan.weights import Weight, held_elements, rank_stages, transformer_weights, weights_of_rank
+from shardway.plan.exact.weights import Weight, held_elements, rank_stages, transformer_weights, weights_of_rank
 from shardway.runfile.schema import ModelSection, ParallelSection
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "receive"]

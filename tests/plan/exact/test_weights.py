@@ -8,7 +8,7 @@ import torch
 from shardway.errors import Bug
 from shardway.layout import AXES, Layout
 from shardway.models.build import build_model
-from shardway.plan.weights import Weight, held_elements, transformer_weights, weights_of_rank
+from shardway.plan.exact.weights import Weight, held_elements, transformer_weights, weights_of_rank
 from shardway.runfile.schema import ModelSection, ParallelSection
 
 SIZES = {"dim": 16, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 4, "ffn_dim": 32, "vocab": 40}

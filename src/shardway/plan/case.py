@@ -1,0 +1,248 @@
+"""The one question that memory and time answer: this model, this batch, this layout, in these formats, by this engine.
+
+Invariant: a `Case` is complete and consistent: every degree divides what it must, and nothing is left to a default that
+memory and time could read differently. This module must not compute bytes or seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Literal, get_args
+
+from shardway.errors import Problem, check_no_problems
+from shardway.plan.engines import Engine, find_engine
+from shardway.plan.shapes.architecture import Architecture, Side
+
+Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "fp4"]
+"""Format of matrix products; what is kept follows from it and the engine."""
+
+Recompute = Literal["none", "selective", "products", "operators", "full"]
+"""What the backward pass computes again: nothing; attention's scores (Korthikanti et al., arXiv:2205.05198, section
+5); all but results of products and attention; all but every second of these (Liang et al., arXiv:2410.06511, section
+2.2.1); all of a layer but its input."""
+
+AttentionKernel = Literal["plain", "flash1", "flash2", "flash3"]
+"""Scores in memory; fused as by FlashAttention (arXiv:2205.14135), its second version (arXiv:2307.08691), or by kernels
+made for Hopper and later (arXiv:2407.08608, cuDNN)."""
+
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
+Optimizer = Literal["adamw", "adamw8bit", "adafactor", "sgd", "muon"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Degrees:
+    """How many ranks each axis splits over. Experts split over the ranks of `dp_shard * cp * tp / etp`."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+    """Ranks that the tensor axis splits one expert over."""
+
+    @property
+    def world(self) -> int:
+        """Ranks in all."""
+        return self.dp_replicate * self.dp_shard * self.cp * self.tp * self.pp
+
+    @property
+    def data(self) -> int:
+        """Shares that a global batch is cut into."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share states: those of dp_shard and of cp (they hold the same weights)."""
+        return self.dp_shard * self.cp
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks that share the states of the experts of one rank."""
+        return max(1, self.shards * self.tp // (self.ep * self.etp))
+
+    def render(self) -> str:
+        """The degrees above 1: "dp_shard 16 x tp 8"; "one rank" where there is none."""
+        above = [f"{field.name} {getattr(self, field.name)}" for field in fields(self) if field.name != "etp"]
+        return " x ".join(part for part in above if not part.endswith(" 1")) or "one rank"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A step of training to be priced. Raises UserError that names everything that does not divide.
+
+    `global_batch` and `micro_batch` count sequences (images), over all ranks and in one pass of one data rank.
+    """
+
+    model: Architecture
+    seq_len: int
+    global_batch: int
+    micro_batch: int = 1
+    degrees: Degrees = Degrees()
+    precision: Precision = "bf16"
+    optimizer: Optimizer = "adamw"
+    engine: Engine = field(default_factory=lambda: find_engine("shardway"))
+    zero: int = 0
+    """What `dp_shard * cp` ranks share: 0 nothing, 1 optimizer, 2 gradients too, 3 weights too."""
+    reshard: bool = True
+    """Weights are freed after the forward pass (zero 3)."""
+    sequence: bool = True
+    """The tensor axis splits norms and the residual stream by sequence as well."""
+    recompute: Recompute = "none"
+    attention: AttentionKernel = "flash2"
+    dropout: bool = False
+    compiled: bool = False
+    schedule: Schedule = "1f1b"
+    stages_per_rank: int = 1
+    offload: bool = False
+    """Optimizer states lie in CPU memory."""
+    fused_loss: bool = False
+    """The loss is computed without a full copy of the logits in fp32."""
+    async_tensor: bool = False
+    """Collectives of the tensor axis run beside its products."""
+
+    def __post_init__(self) -> None:
+        check_no_problems(f"the plan of {self.model.name}", list(_find_problems(self)))
+
+    @cached_property
+    def micro_batches(self) -> int:
+        """Passes of one data rank in a step."""
+        return self.global_batch // (self.degrees.data * self.micro_batch)
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of one micro-batch on one rank: what a context rank keeps of the sequences."""
+        return self.micro_batch * self.seq_len // self.degrees.cp
+
+    def side_tokens(self, side: Side) -> int:
+        """The same of an encoder's or a decoder's sequence."""
+        return self.micro_batch * self.model.side_seq(side, self.seq_len) // self.degrees.cp
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of all ranks."""
+        return self.global_batch * self.seq_len
+
+    @property
+    def stages(self) -> int:
+        """Parts that the pipeline cuts the layers into."""
+        return self.degrees.pp * self.stages_per_rank
+
+    @property
+    def stream_split(self) -> int:
+        """Ranks over which norms and residual stream are split."""
+        return self.degrees.tp if self.sequence else 1
+
+    @property
+    def flash(self) -> bool:
+        """Whether scores are never written to memory."""
+        return self.attention != "plain"
+
+    @property
+    def low_bits(self) -> bool:
+        """Whether matrix products are in eight bits or less."""
+        return self.precision in ("fp8", "mxfp8", "fp4")
+
+    @property
+    def splits_copy(self) -> bool:
+        """Whether products read a copy in 16 bits of the weights that the optimizer updates."""
+        return self.value_bytes == 2 and self.engine.master_bytes > 0
+
+    @property
+    def kept_weight_bytes(self) -> int:
+        """Of a weight as the optimizer updates it."""
+        return self.engine.master_bytes or self.engine.weight_bytes if self.value_bytes == 2 else 4
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of a summed gradient."""
+        return self.engine.gradient_bytes if self.value_bytes == 2 else 4
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of an activation, a gathered weight, a message."""
+        return 4 if self.precision in ("fp32", "tf32") else 2
+
+
+def _find_problems(case: Case) -> Iterator[Problem]:
+    yield from _find_size_problems(case)
+    if (
+        all(getattr(case.degrees, each.name) >= 1 for each in fields(case.degrees))
+        and min(case.seq_len, case.global_batch, case.micro_batch) >= 1
+    ):
+        yield from _find_division_problems(case)
+
+
+def _find_size_problems(case: Case) -> Iterator[Problem]:
+    sizes = {f"parallel.{each.name}": getattr(case.degrees, each.name) for each in fields(case.degrees)}
+    sizes |= {
+        "data.seq_len": case.seq_len,
+        "train.global_batch": case.global_batch,
+        "train.micro_batch": case.micro_batch,
+        "parallel.pp_stages_per_rank": case.stages_per_rank,
+    }
+    for where, size in sizes.items():
+        if size < 1:
+            yield Problem(where, f"{size} is no size", allowed="1 or more")
+    if case.zero not in (0, 1, 2, 3):
+        yield Problem("zero", f"{case.zero} is no stage of ZeRO", allowed="0, 1, 2, 3")
+    for where, value, allowed in (
+        ("precision.compute", case.precision, get_args(Precision)),
+        ("optim.name", case.optimizer, get_args(Optimizer)),
+        ("recompute.mode", case.recompute, get_args(Recompute)),
+        ("parallel.pp_schedule", case.schedule, get_args(Schedule)),
+    ):
+        if value not in allowed:
+            yield Problem(where, f'"{value}" is not known', allowed=", ".join(allowed))
+
+
+def _find_division_problems(case: Case) -> Iterator[Problem]:
+    degrees, model = case.degrees, case.model
+    if case.global_batch % (degrees.data * case.micro_batch):
+        yield Problem(
+            "train.global_batch",
+            f"{case.global_batch} does not split over {degrees.data} data ranks in micro-batches of {case.micro_batch}",
+            allowed=f"a multiple of {degrees.data * case.micro_batch}",
+            remedy="change the global batch, the micro-batch, or dp_replicate x dp_shard",
+        )
+    if case.seq_len % degrees.cp:
+        what = f"{degrees.cp} does not divide the sequence of {case.seq_len}"
+        yield Problem("parallel.cp", what, allowed="a divisor of data.seq_len")
+    for heads in sorted({run.layer.attention.heads for run in model.runs}):
+        if heads % degrees.tp:
+            what = f"{degrees.tp} does not divide {heads} attention heads"
+            yield Problem("parallel.tp", what, allowed=_render_divisors(heads))
+    if case.stages > model.depth:
+        what = f"{case.stages} pipeline stages are more than there are layers, {model.depth}"
+        yield Problem("parallel.pp", what, allowed=f"at most {model.depth} stages")
+    yield from _find_expert_problems(case)
+
+
+def _find_expert_problems(case: Case) -> Iterator[Problem]:
+    degrees = case.degrees
+    counts = sorted({run.layer.experts.count for run in case.model.runs if run.layer.experts})
+    for count in counts:
+        if count % degrees.ep:
+            what = f"{degrees.ep} does not divide {count} experts"
+            yield Problem("parallel.ep", what, allowed=_render_divisors(count))
+    if not counts and degrees.ep > 1:
+        yield Problem("parallel.ep", f"{degrees.ep}, and {case.model.name} has no experts", allowed="1")
+    if (degrees.shards * degrees.tp) % (degrees.ep * degrees.etp):
+        what = f"{degrees.ep} does not divide the {degrees.shards * degrees.tp} ranks of dp_shard x cp x tp"
+        yield Problem("parallel.ep", what, allowed=_render_divisors(degrees.shards * degrees.tp))
+
+
+def _render_divisors(number: int) -> str:
+    return ", ".join(str(each) for each in divisors(number)[:16])
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors in order; of a number below 1 none."""
+    if number < 1:
+        return []
+    low = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return low + [number // each for each in reversed(low) if each * each != number]

@@ -1,0 +1,33 @@
+"""The libraries that a plan can be handed to, by name.
+
+Invariant: one entry a library, and nothing else in Shardway lists them. This module must not know what they write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from shardway.errors import Problem, UserError, render_problems
+from shardway.plan.case import Case
+from shardway.plan.emit import accelerate, deepspeed, megatron, nemo, torchtitan
+from shardway.plan.emit.emitted import Emitted, Emitter
+
+EMITTERS: Mapping[str, Emitter] = MappingProxyType(
+    {
+        "torchtitan": torchtitan.emit,
+        "megatron": megatron.emit,
+        "deepspeed": deepspeed.emit,
+        "accelerate": accelerate.emit,
+        "nemo": nemo.emit,
+    }
+)
+"""What writes for a library, by its name."""
+
+
+def emit(library: str, case: Case, prediction_lines: Sequence[str]) -> Emitted:
+    """A case as that library's configuration. Raises UserError with the libraries that there are."""
+    if library not in EMITTERS:
+        problem = Problem("--emit", f'"{library}" is not known', allowed=", ".join(EMITTERS))
+        raise UserError(render_problems("the plan", [problem]))
+    return EMITTERS[library](case, prediction_lines)

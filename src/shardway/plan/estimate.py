@@ -1,0 +1,88 @@
+"""What a case costs on a machine: memory by stage, time by item, throughput, utilisation.
+
+Invariant: every figure follows from the case and the machine alone, and says by which convention it counts. This module
+must not choose between cases.
+
+Sources: model and hardware FLOPs utilisation: Chowdhery et al., arXiv:2204.02311, appendix B, and Korthikanti et al.,
+arXiv:2205.05198, section 6.3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardway.plan.case import Case
+from shardway.plan.machine import Machine
+from shardway.plan.memory.breakdown import StageMemory, estimate_memory, peak_stage
+from shardway.plan.memory.overheads import Overheads, load_overheads
+from shardway.plan.time.ceilings import Ceilings, load_ceilings
+from shardway.plan.time.step import StepTime, estimate_step
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A case on a machine; `memory` has one entry a pipeline rank."""
+
+    case: Case
+    machine: Machine
+    memory: tuple[StageMemory, ...]
+    time: StepTime
+
+    @cached_property
+    def peak(self) -> StageMemory:
+        """The rank that needs most."""
+        return peak_stage(self.memory)
+
+    @property
+    def usable_bytes(self) -> float:
+        """What a plan may use of a device."""
+        return self.machine.memory_bytes * self.peak.overheads.usable
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank's device holds what it needs."""
+        return self.peak.device <= self.usable_bytes
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks."""
+        return self.case.tokens_per_step / self.time.seconds
+
+    def flops_per_second(self, *, causal: bool) -> float:
+        """Model FLOP/s of one accelerator; `causal` counts the half of the scores that the mask leaves."""
+        per_token = self.case.model.flops_per_token(self.case.seq_len, causal=causal)
+        return per_token * self.tokens_per_second / self.case.degrees.world
+
+    @property
+    def peak_flops(self) -> float:
+        """The rate on paper that utilisation is measured by: that of the products' own format."""
+        return self.machine.peak(self.case.precision)
+
+    def mfu(self, *, causal: bool) -> float:
+        """Model FLOPs utilisation, 0 to 1."""
+        return self.flops_per_second(causal=causal) / self.peak_flops
+
+    def hfu(self, *, causal: bool) -> float:
+        """Hardware FLOPs utilisation: what is computed again counts as well."""
+        return self.mfu(causal=causal) * (1 + self._computed_again(causal))
+
+    def _computed_again(self, causal: bool) -> float:
+        """FLOPs that recompute adds, as a part of the model's."""
+        case = self.case
+        forward = case.model.forward_flops_per_token(case.seq_len, causal=causal)
+        head = case.model.head.flops_per_token
+        core = sum(
+            run.count * run.layer.core_flops_per_token(case.model.side_seq(run.side, case.seq_len), causal)
+            for run in case.model.runs
+        )
+        again = {"full": forward - head, "selective": 0.0 if case.flash else core}.get(case.recompute, 0.0)
+        return again / (3 * forward)
+
+
+def estimate(
+    case: Case, machine: Machine, ceilings: Ceilings | None = None, overheads: Overheads | None = None
+) -> Estimate:
+    """Price a case. Without `ceilings` and `overheads` the shipped ones are used. Raises UserError."""
+    memory = estimate_memory(case, overheads or load_overheads())
+    return Estimate(case, machine, memory, estimate_step(case, machine, ceilings or load_ceilings(machine.accelerator)))

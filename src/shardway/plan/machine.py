@@ -1,0 +1,64 @@
+"""The machine that a plan is for, in the numbers that time and memory need.
+
+Invariant: every rate is one direction and per accelerator. This module must not hold efficiency factors (that is
+`plan.time.ceilings`), nor read a profile (that is `plan.site`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardway.errors import Problem, UserError, render_problems
+from shardway.hardware.catalogue import Accelerator, Dtype
+
+SHEET_WATTS = {"h100-sxm5-96gb": 700.0}
+"""Power limit of the part whose peaks stand in for those of another one with less power."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Nodes of `per_node` accelerators; `domain` of them are joined by the fast link (a node, or a rack of nodes).
+
+    `link` and `network` are bytes per second and accelerator, one direction; `peer` is what two neighbours share.
+    """
+
+    name: str
+    accelerator: Accelerator
+    per_node: int
+    link: float
+    peer: float
+    network: float
+    domain: int
+    memory_bytes: int
+    assumed: tuple[str, ...] = ()
+    """What no source said, in sentences."""
+
+    def spans_nodes(self, ranks: int, stride: int = 1) -> bool:
+        """Whether a group of ranks, each `stride` from the next, leaves the fast link's domain."""
+        return ranks * stride > self.domain
+
+    def peak(self, precision: str) -> float:
+        """FLOP/s on paper in a format; a part without it is told by name, but for fp16 and bf16, which run as fp32.
+
+        Raises UserError where the part has no such products.
+        """
+        names: dict[str, tuple[Dtype, ...]] = {
+            "fp32": ("fp32",),
+            "tf32": ("tf32", "fp32"),
+            "fp16": ("fp16", "bf16", "fp32"),
+            "bf16": ("bf16", "fp32"),
+            "fp4": ("fp4", "fp8"),
+        }
+        wanted = names.get(precision, ("fp8",))
+        found = next((peak for name in wanted if (peak := self.accelerator.peak(name))), None)
+        if found is None:
+            known = ", ".join(self.accelerator.peak_flops) or "none is known"
+            what = f'"{precision}" has no rate on {self.accelerator.name}'
+            raise UserError(render_problems("the plan", [Problem("precision.compute", what, allowed=known)]))
+        return found
+
+    @property
+    def power_share(self) -> float:
+        """The part's power limit over that of the part whose peaks it is given; 1 for its own peaks."""
+        sheet, own = SHEET_WATTS.get(self.accelerator.key), self.accelerator.power_w
+        return own / sheet if sheet and own else 1.0

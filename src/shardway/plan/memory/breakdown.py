@@ -1,0 +1,219 @@
+"""The memory of one rank of each pipeline stage, item by item.
+
+Invariant: items add up to `allocated`, which is what `torch.cuda.max_memory_allocated` reports; `reserved` adds what
+the caching allocator holds beyond that, `device` what nvidia-smi shows on top. This module must not know what fits.
+
+Sources: states: Rajbhandari et al., arXiv:1910.02054, section 5; activations: Korthikanti et al., arXiv:2205.05198,
+section 4; what FSDP gathers: Zhao et al., arXiv:2304.11277, section 3.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+
+from shardway.plan.case import Case
+from shardway.plan.memory.overheads import Overheads
+from shardway.plan.memory.parameters import LocalParameters, count_local
+from shardway.plan.memory.saved import kept_bytes, whole_bytes
+from shardway.plan.shapes.architecture import LayerRun
+from shardway.plan.shapes.layer import LayerShape
+from shardway.plan.stages import StageLayers, kept_micro_batches, list_stages
+
+OPTIMIZER_BYTES: Mapping[str, float] = MappingProxyType(
+    {"adamw": 8.0, "adamw8bit": 2.0, "adafactor": 0.02, "sgd": 4.0, "muon": 4.0}
+)
+"""Bytes of optimizer state per parameter: two moments in fp32 or eight bits (Dettmers et al., arXiv:2110.02861), row
+and column sums (Shazeer and Stern, arXiv:1804.04235), one momentum (Jordan et al., 2024)."""
+
+SUMMED_BYTES = 4
+"""Of a gradient of gathered weights while it is summed up."""
+
+ITEMS: Mapping[str, str] = MappingProxyType(
+    {
+        "weights": "what products read, or this rank's share of it",
+        "gradients": "summed over the micro-batches",
+        "optimizer": "moments, and the copy of the weights that they update",
+        "activations": "kept for the backward pass by the micro-batches in flight",
+        "working": "used at the moment of the peak: the loss, or one layer's way back",
+        "gathered": "whole weights and gradients of layers whose states are shared",
+        "messages": "buffers between pipeline stages",
+    }
+)
+"""What a breakdown consists of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """Bytes of one rank of a pipeline stage at the peak of a step; `ITEMS` says what each is."""
+
+    rank: int
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    working: float
+    gathered: float
+    messages: float
+    in_flight: float
+    """Micro-batches whose activations are kept at once, in units of all layers of the rank."""
+    overheads: Overheads
+
+    @cached_property
+    def items(self) -> Mapping[str, float]:
+        """Every item by its name."""
+        return MappingProxyType({name: getattr(self, name) for name in ITEMS})
+
+    @property
+    def states(self) -> float:
+        """What stays from step to step."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def allocated(self) -> float:
+        """All items."""
+        return self.states + self.passing + self.messages
+
+    @property
+    def passing(self) -> float:
+        """What comes and goes within a step."""
+        return self.activations + self.working + self.gathered
+
+    @property
+    def reserved(self) -> float:
+        """What the allocator takes for that: pieces that come and go leave gaps."""
+        return self.allocated + self.overheads.fragment_share * self.passing
+
+    @property
+    def device(self) -> float:
+        """What nvidia-smi shows: the driver's context, libraries and communicators too."""
+        return self.reserved + self.overheads.context_bytes
+
+
+def estimate_memory(case: Case, overheads: Overheads) -> tuple[StageMemory, ...]:
+    """One entry a pipeline rank."""
+    return tuple(_estimate_stage(case, stage, overheads) for stage in list_stages(case))
+
+
+def estimate_peak(case: Case, overheads: Overheads) -> StageMemory:
+    """The rank that needs most, found without pricing ranks that are like an earlier one and keep no more than it."""
+    kinds: dict[tuple[tuple[LayerRun, ...], bool, bool], StageLayers] = {}
+    for stage in list_stages(case):
+        kinds.setdefault((stage.layers, stage.first, stage.last), stage)
+    return peak_stage(tuple(_estimate_stage(case, stage, overheads) for stage in kinds.values()))
+
+
+def peak_stage(stages: tuple[StageMemory, ...]) -> StageMemory:
+    """The one that needs most."""
+    return max(stages, key=lambda stage: stage.device)
+
+
+def _estimate_stage(case: Case, stage: StageLayers, overheads: Overheads) -> StageMemory:
+    local = count_local(case, stage)
+    kept = kept_micro_batches(case, stage.rank)
+    return StageMemory(
+        rank=stage.rank,
+        weights=_weights(case, local),
+        gradients=_gradients(case, local),
+        optimizer=_optimizer(case, local),
+        activations=kept * _activations_of_pass(case, stage),
+        working=_working(case, stage),
+        gathered=_gathered(case, local),
+        messages=_messages(case),
+        in_flight=kept,
+        overheads=overheads,
+    )
+
+
+def _share(case: Case, local: LocalParameters, from_stage: int) -> float:
+    """Elements that a rank keeps: its share from a stage of ZeRO on, all of them before."""
+    if case.zero < from_stage:
+        return local.total
+    degrees = case.degrees
+    return (local.dense + local.ends) / degrees.shards + local.experts / degrees.expert_shards
+
+
+def _weights(case: Case, local: LocalParameters) -> float:
+    """What products read. Shared weights (zero 3) are the copy that the optimizer updates."""
+    if case.zero == 3:
+        return 0.0 if case.offload else _share(case, local, 3) * case.kept_weight_bytes
+    return local.total * (case.value_bytes if case.splits_copy else case.kept_weight_bytes)
+
+
+def _gradients(case: Case, local: LocalParameters) -> float:
+    size = case.gradient_bytes + (case.engine.spare_gradient_bytes if case.value_bytes == 2 else 0)
+    return 0.0 if case.offload and case.zero == 3 else _share(case, local, 2) * size
+
+
+def _optimizer(case: Case, local: LocalParameters) -> float:
+    """Its states, and the copy that it updates where that is not the weights themselves."""
+    if case.offload:
+        return 0.0
+    copy = case.kept_weight_bytes if case.splits_copy and case.zero < 3 else 0
+    return _share(case, local, 1) * (OPTIMIZER_BYTES[case.optimizer] + copy)
+
+
+def _activations_of_pass(case: Case, stage: StageLayers) -> float:
+    """What one micro-batch leaves behind in all layers of a stage and at its ends."""
+    layers = sum(case.side_tokens(run.side) * kept_bytes(run.layer, case) * run.count for run in stage.layers)
+    mask = case.model.hidden if stage.first and case.dropout else 0
+    norm = 2 * case.model.hidden * case.value_bytes if stage.last else 0
+    return layers + case.tokens * (mask + norm) / case.stream_split
+
+
+def _working(case: Case, stage: StageLayers) -> float:
+    """The loss, or the way back through one layer, whichever is more: the loss is over when the way back begins."""
+    back = max((_way_back(case, run) for run in stage.layers), default=0.0)
+    return max(back, loss_bytes(case) if stage.last else 0.0)
+
+
+def _way_back(case: Case, run: LayerRun) -> float:
+    """What is computed again for a layer, gradients of its widest tensors, and its gathered stream."""
+    layer = run.layer
+    again = whole_bytes(layer, case) - (0.0 if case.recompute == "full" else kept_bytes(layer, case))
+    wide = _widest(layer) / case.degrees.tp + 2 * layer.hidden / case.stream_split
+    gathered = 2 * layer.hidden if case.stream_split > 1 else 0
+    return case.side_tokens(run.side) * (max(again, 0.0) + case.value_bytes * (wide + gathered))
+
+
+def _widest(layer: LayerShape) -> float:
+    """Features of the gradients that are alive at once in the feed-forward layer."""
+    if layer.experts is not None:
+        return layer.experts.per_token * (2 * layer.hidden + 3 * layer.experts.dim)
+    return layer.ffn * (3 if layer.gated else 2)
+
+
+def loss_bytes(case: Case) -> float:
+    """Logits at the peak of the loss, and the stream that the head reads."""
+    engine, split = case.engine, case.degrees.tp > 1
+    per_logit = 2 * case.value_bytes if case.fused_loss else engine.logit_bytes
+    if split and engine.splits_loss and not case.fused_loss:
+        per_logit += engine.split_logit_bytes
+    positions = case.micro_batch if case.model.patch_features else case.tokens
+    logits = positions * case.model.vocab * per_logit / (case.degrees.tp if engine.splits_loss else 1)
+    return logits + (2 * positions * case.model.hidden * case.value_bytes if case.stream_split > 1 else 0)
+
+
+def _gathered(case: Case, local: LocalParameters) -> float:
+    """Weights of the layer in use and of the next, and one layer's gradient; the ends are gathered by themselves.
+
+    Without resharding all weights stay gathered, and in a pipeline all gradients until its last micro-batch.
+    """
+    if case.zero < 3 or case.degrees.shards == 1:
+        return 0.0
+    size = case.value_bytes
+    layer = local.largest_dense + (local.largest_experts if case.degrees.expert_shards > 1 else 0.0)
+    if case.reshard:
+        return layer * (3 * size + SUMMED_BYTES) + local.ends * size
+    summed = local.total * SUMMED_BYTES if case.degrees.pp > 1 else layer * (size + SUMMED_BYTES)
+    return local.total * size + summed
+
+
+def _messages(case: Case) -> float:
+    """Buffers of stages: two of the stream each way, or one each way for each micro-batch."""
+    if case.degrees.pp == 1:
+        return 0.0
+    buffers = 2 * case.micro_batches * case.stages_per_rank if case.engine.buffers_each_pass else 4
+    return buffers * case.tokens * case.model.hidden * case.value_bytes / case.stream_split

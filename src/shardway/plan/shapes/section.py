@@ -1,0 +1,192 @@
+"""The shape of the model that the [model] section of a resolved run file describes.
+
+Invariant: parameters are those of what `shardway.models` builds from the same section, which a test compares. This
+module must not resolve "auto" (that is `shardway.resolve`) nor read data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from shardway.errors import Bug, Problem, UserError, render_problems
+from shardway.plan.shapes.architecture import Architecture, LayerRun
+from shardway.plan.shapes.hf import read_shape
+from shardway.plan.shapes.hf_layers import gather_runs
+from shardway.plan.shapes.layer import Attention, Experts, Latent, LayerShape
+from shardway.plan.shapes.measured import Measured, Shape
+from shardway.plan.shapes.networks import convnet, perceptron, render_image
+from shardway.runfile.schema import ModelSection
+
+
+def shape_of_section(model: ModelSection, sample: tuple[int, ...]) -> Shape:
+    """The shape of a resolved [model]; `sample` is (data.seq_len,) or the image's (channels, height, width).
+
+    Raises UserError where the vocabulary is not known, or an image does not fit the model.
+    """
+    if model.hf:
+        return read_shape(model.hf)
+    return _SHAPES[model.kind](model, sample)
+
+
+def _transformer(model: ModelSection, sample: tuple[int, ...]) -> Architecture:
+    dense, norm = _block(model), _norm_parameters(model)
+    blocks = [dense] * model.layers
+    if model.experts:
+        mixed = replace(dense, experts=_experts(model))
+        blocks = [dense if number < model.dense_layers else mixed for number in range(model.layers)]
+    return Architecture(
+        name="transformer",
+        hidden=model.dim,
+        runs=gather_runs(blocks),
+        vocab=_vocab(model),
+        tied=model.tied,
+        positions=_resolved(model, "max_positions") if model.positions == "learned" else 0,
+        final_norm_parameters=norm,
+    )
+
+
+def _vit(model: ModelSection, sample: tuple[int, ...]) -> Architecture:
+    channels, height, width = _image(model, sample)
+    if height % model.patch or width % model.patch:
+        what = f"patches of {model.patch} x {model.patch} do not tile images of {height} x {width}"
+        raise _refusal("model.patch", what, "a common divisor of height and width")
+    block, classified = _block(model), int(model.pooling == "class")
+    return Architecture(
+        name="vit",
+        hidden=model.dim,
+        runs=(LayerRun(replace(block, attention=replace(block.attention, causal=False)), model.layers),),
+        vocab=model.classes,
+        tied=False,
+        positions=(height // model.patch) * (width // model.patch) + classified,
+        patch_features=channels * model.patch**2,
+        head_bias=True,
+        final_norm_parameters=_norm_parameters(model),
+        extra_parameters=classified * model.dim,
+    )
+
+
+def _encoder_decoder(model: ModelSection, sample: tuple[int, ...]) -> Architecture:
+    """Layers of `torch.nn.Transformer`: biases everywhere; no position sees later ones, in the source neither."""
+    if model.dim % model.heads:
+        what = f"{model.heads} heads do not split model.dim = {model.dim} into heads of equal width"
+        raise _refusal("model.heads", what, "a divisor of model.dim")
+    width = model.dim // model.heads
+    own = Attention(heads=model.heads, kv_heads=model.heads, head_dim=width, bias=True, output_bias=True)
+    encoder = LayerShape(
+        hidden=model.dim,
+        attention=own,
+        ffn=_resolved(model, "ffn_dim"),
+        gated=False,
+        ffn_bias=True,
+        norm_bias=True,
+    )
+    decoder = replace(encoder, cross=replace(own, cross=True), norms=3)
+    return Architecture(
+        name="encoder_decoder",
+        hidden=model.dim,
+        runs=(LayerRun(encoder, model.layers, "encoder"), LayerRun(decoder, model.layers)),
+        vocab=_vocab(model),
+        tied=False,
+        head_bias=True,
+        final_norm_parameters=4 * model.dim,
+    )
+
+
+def _convnet(model: ModelSection, sample: tuple[int, ...]) -> Measured:
+    image = _image(model, sample)
+    least = 2 ** len(model.channels)
+    if min(image[1:]) < least:
+        what = f"its {len(model.channels)} blocks halve images of {render_image(image)} to nothing"
+        raise _refusal("model.channels", what, f"images of at least {least} x {least}")
+    return convnet(image, model.channels, model.classes)
+
+
+def _mlp(model: ModelSection, sample: tuple[int, ...]) -> Measured:
+    return perceptron(math.prod(sample), model.hidden, model.classes, dropout=model.dropout > 0)
+
+
+_SHAPES: Mapping[str, Callable[[ModelSection, tuple[int, ...]], Shape]] = {
+    "transformer": _transformer,
+    "encoder_decoder": _encoder_decoder,
+    "vit": _vit,
+    "convnet": _convnet,
+    "mlp": _mlp,
+}
+
+
+def _block(model: ModelSection) -> LayerShape:
+    """A block of attention and a dense feed-forward layer."""
+    return LayerShape(
+        hidden=model.dim,
+        attention=_latent_attention(model) if model.kv_rank else _attention(model),
+        ffn=_resolved(model, "ffn_dim"),
+        gated=model.activation == "swiglu",
+        ffn_bias=model.bias,
+        norm_bias=model.bias and model.norm == "layernorm",
+    )
+
+
+def _attention(model: ModelSection) -> Attention:
+    return Attention(
+        heads=model.heads,
+        kv_heads=_resolved(model, "kv_heads"),
+        head_dim=_resolved(model, "head_dim"),
+        bias=model.bias or model.qkv_bias,
+        output_bias=model.bias,
+        qk_norm=model.qk_norm,
+    )
+
+
+def _latent_attention(model: ModelSection) -> Attention:
+    """It has no biases."""
+    latent = Latent(
+        kv_rank=model.kv_rank,
+        q_rank=model.q_rank,
+        rope_dim=_resolved(model, "rope_head_dim"),
+        value_dim=_resolved(model, "value_head_dim"),
+    )
+    width = _resolved(model, "head_dim")
+    return Attention(heads=model.heads, kv_heads=model.heads, head_dim=width, latent=latent)
+
+
+def _experts(model: ModelSection) -> Experts:
+    width = _resolved(model, "expert_dim")
+    return Experts(
+        count=model.experts,
+        per_token=model.experts_per_token,
+        dim=width,
+        shared_dim=model.shared_experts * width,
+    )
+
+
+def _norm_parameters(model: ModelSection) -> int:
+    return model.dim * (2 if model.bias and model.norm == "layernorm" else 1)
+
+
+def _vocab(model: ModelSection) -> int:
+    if model.vocab == "auto":
+        what = '"auto" follows the data, which a plan does not open'
+        remedy = "set model.vocab, such as 50257 for GPT-2's tokenizer"
+        raise _refusal("model.vocab", what, "the number of entries of the vocabulary", remedy)
+    return model.vocab
+
+
+def _image(model: ModelSection, sample: tuple[int, ...]) -> tuple[int, int, int]:
+    if len(sample) != 3:
+        what = f'a "{model.kind}" learns from images, and a sample has {len(sample)} dims'
+        raise _refusal("model.kind", what, "data whose samples are channels x height x width")
+    channels, height, width = sample
+    return channels, height, width
+
+
+def _resolved(model: ModelSection, key: str) -> int:
+    value = getattr(model, key)
+    if not isinstance(value, int):
+        raise Bug(f"model.{key} = {value!r} reached the plan unresolved")
+    return value
+
+
+def _refusal(where: str, what: str, allowed: str, remedy: str = "") -> UserError:
+    return UserError(render_problems("the model", [Problem(where, what, allowed=allowed, remedy=remedy)]))

@@ -1,0 +1,102 @@
+"""Every family, small, has the parameters of what the library builds: from the few keys that it needs, and from all
+that the library writes down."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from library_counts import build_on_meta, count, make_config
+
+from shardway.plan.shapes.hf import FAMILIES, shape_of_config
+
+pytestmark = pytest.mark.slow  # transformers takes seconds to import
+
+V: dict[str, Any] = {"vocab_size": 100}
+S = {**V, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4}
+GROUPED = {**S, "num_key_value_heads": 2}
+GPT = {**V, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 50}
+OPT = {**V, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+OPT |= {"max_position_embeddings": 50, "word_embed_proj_dim": 64}
+FALCON = {**V, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+MOE = {**GROUPED, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+QWEN2_MOE = {**MOE, "shared_expert_intermediate_size": 40}
+DEEPSEEK = {**S, "moe_intermediate_size": 24, "n_routed_experts": 4, "num_experts_per_tok": 2, "kv_lora_rank": 16}
+DEEPSEEK |= {"q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+DEEPSEEK |= {"first_k_dense_replace": 1, "n_shared_experts": 2}
+T5 = {**V, "d_model": 64, "d_kv": 8, "d_ff": 96, "num_layers": 3, "num_heads": 4}
+VIT = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96}
+VIT |= {"image_size": 32, "patch_size": 8, "num_labels": 7}
+RESNET = {"embedding_size": 16, "hidden_sizes": [32, 64], "depths": [2, 3], "num_labels": 7}
+
+CASES: dict[str, list[dict[str, Any]]] = {
+    "bert": [{**S, "max_position_embeddings": 50}],
+    "bloom": [{**V, "hidden_size": 64, "n_layer": 3, "n_head": 4}],
+    "deepseek_v2": [DEEPSEEK, {**DEEPSEEK, "q_lora_rank": None}],
+    "deepseek_v3": [DEEPSEEK, {**DEEPSEEK, "q_lora_rank": None, "n_shared_experts": 1}],
+    "falcon": [
+        FALCON,
+        {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
+        {**FALCON, "parallel_attn": False, "multi_query": False, "bias": True, "alibi": True},
+    ],
+    "gemma": [{**GROUPED, "head_dim": 32}],
+    "gemma2": [{**GROUPED, "head_dim": 32, "sliding_window": 8}],
+    "gemma3_text": [{**GROUPED, "head_dim": 32}],
+    "gpt2": [GPT, {**GPT, "n_inner": 100}],
+    "gpt_neox": [S, {**S, "attention_bias": False, "tie_word_embeddings": True}],
+    "gpt_oss": [{**GROUPED, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}],
+    "gptj": [{**GPT, "rotary_dim": 8}],
+    "llama": [
+        GROUPED,
+        {**GROUPED, "attention_bias": True, "mlp_bias": True, "head_dim": 32, "tie_word_embeddings": True},
+    ],
+    "mistral": [{**GROUPED, "head_dim": 32, "sliding_window": 16}],
+    "mixtral": [{**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}],
+    "mpt": [{**V, "d_model": 64, "n_layers": 3, "n_heads": 4}],
+    "olmo": [GROUPED],
+    "olmo2": [GROUPED],
+    "olmo3": [GROUPED],
+    "opt": [
+        OPT,
+        {**OPT, "enable_bias": False, "layer_norm_elementwise_affine": False},
+        {**OPT, "do_layer_norm_before": False},
+    ],
+    "phi": [GROUPED],
+    "phi3": [GROUPED],
+    "qwen2": [GROUPED, {**GROUPED, "tie_word_embeddings": True}],
+    "qwen2_moe": [{**QWEN2_MOE, "decoder_sparse_step": 2}, {**QWEN2_MOE, "qkv_bias": False, "mlp_only_layers": [0]}],
+    "qwen3": [{**GROUPED, "head_dim": 32}],
+    "qwen3_moe": [{**MOE, "mlp_only_layers": [0], "head_dim": 32}],
+    "resnet": [
+        RESNET,
+        {**RESNET, "hidden_sizes": [16, 64], "layer_type": "basic", "downsample_in_first_stage": True},
+    ],
+    "roberta": [{**S, "max_position_embeddings": 50, "type_vocab_size": 1}],
+    "smollm3": [GROUPED],
+    "starcoder2": [GROUPED, {**GROUPED, "use_bias": False}],
+    "t5": [T5, {**T5, "num_decoder_layers": 2, "feed_forward_proj": "gated-gelu"}],
+    "vit": [VIT, {**VIT, "qkv_bias": False}],
+}
+
+
+def test_every_family_has_a_case() -> None:
+    # The language model of gemma3 is gemma3_text.
+    assert set(CASES) == set(FAMILIES) - {"gemma3"}
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_parameters_are_those_of_the_library(family: str) -> None:
+    for keys in CASES[family]:
+        config = make_config({"model_type": family, **keys})
+        expected = count(build_on_meta(config))
+        written = json.loads(json.dumps(config.to_dict()))
+        assert shape_of_config({"model_type": family, **keys}, family).parameters == expected
+        assert shape_of_config(written, family).parameters == expected
+
+
+def test_a_t5_with_a_head_of_its_own() -> None:
+    """T5 1.1 shares no weight between embedding and head (its README), which transformers 5 no longer says."""
+    keys = {"model_type": "t5", **T5}
+    tied, untied = (shape_of_config({**keys, "tie_word_embeddings": tied}, "t5") for tied in (True, False))
+    assert untied.parameters - tied.parameters == 100 * 64
