@@ -6,8 +6,9 @@ Libraries that are not installed are named and left out; those that are, are not
 
 torchtitan 0.2 reads the TOML, 0.3 the file of Python; Megatron-LM is the `megatron.training` of megatron-core 0.19 and
 later. On a machine without a GPU, questions for the device's generation are answered with that of a GPU that has the
-format (`--capability`). A refusal counts as told where a sentence beside the file says that the library refuses this;
-any other one fails the run. Refusals are printed with the library's reason.
+format (`--capability`), and empty classes stand in for Transformer Engine where it is not installed. A refusal counts
+as told where a sentence beside the file says that the library refuses this; any other one fails the run. Refusals are
+printed with the library's reason.
 
 Invariant: what a library makes of a file is compared with the case, not with the file.
 """
@@ -17,6 +18,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import importlib.abc
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import io
@@ -27,9 +30,10 @@ import re
 import subprocess
 import sys
 import tempfile
+import types
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -125,7 +129,8 @@ def check_titan_config(config: object, case: Case) -> None:
 
 def titan_stages(split: object, case: Case) -> list[int]:
     pipeline = importlib.import_module("torchtitan.distributed.pipeline_parallel")
-    parts = split.module_fqns_per_model_part or pipeline.generate_llm_fqn_per_model_part(
+    generate = "generate_llm_fqn_per_model_part"
+    parts = split.module_fqns_per_model_part or getattr(pipeline, generate, getattr(pipeline, f"_{generate}", None))(
         case.stages,
         len(case.model.layers),
         split.pipeline_parallel_first_stage_less_layers,
@@ -339,6 +344,36 @@ def has_version(package: str) -> bool:
     return False
 
 
+class _AnyClass(type):
+    def __getattr__(cls, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        setattr(cls, name, _AnyClass(name, (), {}))
+        return getattr(cls, name)
+
+
+class _StandIn(types.ModuleType):
+    __path__: Sequence[str] = ()
+    __version__ = "2.9.0"
+
+    def __getattr__(self, name: str) -> type:
+        return _AnyClass.__getattr__(self, name)
+
+
+class _TransformerEngine(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Modules of empty classes: enough for the configs of Megatron, which ask for its version."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> object:
+        ours = name.split(".")[0] in ("transformer_engine", "transformer_engine_torch")
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if ours else None
+
+    def create_module(self, spec: object) -> types.ModuleType:
+        return _StandIn(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """There is nothing to run."""
+
+
 @contextlib.contextmanager
 def device(capability: tuple[int, int]) -> Iterator[None]:
     """Stands in for a GPU, where there is none, in questions for its generation."""
@@ -364,6 +399,9 @@ def main() -> int:
     parser.add_argument("--only", help="one library, by its name on PyPI")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
+    if has("megatron") and not has("transformer_engine"):
+        sys.meta_path.append(_TransformerEngine())
+        print("empty classes stand in for Transformer Engine, which is not installed")
     logging.disable(logging.CRITICAL)
     readers = [reader for reader in find_readers() if options.only in (None, reader.package)]
     missing = set(EMITTERS) - {reader.emitter for reader in readers}

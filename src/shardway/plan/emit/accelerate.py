@@ -95,8 +95,8 @@ def _tell_axes(case: Case) -> Iterator[str]:
     degrees = case.degrees
     if degrees.pp > 1:
         yield (
-            f"pp {degrees.pp} is not in the file: Accelerate trains without a pipeline, so the schedule {case.schedule} "
-            f"with {case.stages_per_rank} stages a rank has no place, and it refuses to start as many ranks."
+            f"pp {degrees.pp} is not in the file: Accelerate trains without a pipeline, so {case.schedule} with "
+            f"{case.stages_per_rank} stages a rank has no place, and it refuses to start as many ranks."
         )
     if degrees.ep > 1:
         yield f"ep {degrees.ep} is not in the file: Accelerate has no axis for experts, every rank holds them all."

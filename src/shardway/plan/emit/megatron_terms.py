@@ -87,6 +87,8 @@ def _tell_sharing(case: Case) -> Iterator[str]:
             "Megatron places pipeline ranks furthest apart and copies within; the plan has copies outermost, so other "
             "messages leave the node."
         )
+    if uses_fsdp(case) and case.optimizer == "muon":
+        yield "Megatron-FSDP refuses Muon: share the optimizer states alone, as ZeRO-1 does."
     if case.zero == 3 and not case.reshard:
         yield "Megatron-FSDP frees weights after the forward pass always: less memory and more traffic than predicted."
     if uses_fsdp(case) and degrees.tp * degrees.cp > 1:

@@ -75,16 +75,22 @@ def _compile(case: Case) -> Mapping[str, bool]:
     return {"enable": case.compiled, "enable_async_tensor_parallel": case.async_tensor and case.compiled}
 
 
+def _products(case: Case) -> Settings:
+    """By what their names have in them; fp4 has no kernel for the odd widths of latent attention."""
+    if case.precision == "fp8":
+        return {"filter_fqns": ["lm_head", "router.gate"]}
+    latent = any(layer.attention.latent for layer in case.model.layers)
+    attention = [] if latent and case.precision == "fp4" else ["attention"]
+    return {"fqns": [*attention, "feed_forward", "shared_experts"]}
+
+
 def _converters(case: Case) -> Mapping[str, Settings]:
     """By name: of products, but for those of the head and of the router, and of experts."""
     compiled = {"model_compile_enabled": case.compiled}
     linear, grouped = _LINEAR.get(case.precision), _GROUPED.get(case.precision)
     if linear is None:
         return {}
-    products: Settings = {"fqns": ["attention", "feed_forward", "shared_experts"]}
-    if case.precision == "fp8":
-        products = {"filter_fqns": ["lm_head", "router.gate"]}
-    found: dict[str, Settings] = {linear: {**products, **compiled}}
+    found: dict[str, Settings] = {linear: {**_products(case), **compiled}}
     if grouped and any(layer.experts for layer in case.model.layers):
         found[grouped] = compiled
     return found

@@ -103,7 +103,7 @@ def _tell_formats(case: Case) -> Iterator[str]:
     if case.precision == "fp4":
         yield "torchtitan.toml says bf16 where the plan says fp4: torchtitan 0.2 has none."
     if case.precision == "fp4" and any(layer.experts for layer in case.model.layers):
-        yield "torchtitan has fp4 for linear layers alone: experts are computed in bf16."
+        yield "torchtitan has fp4 for linear layers alone: experts and latent attention are computed in bf16."
     if case.low_bits and not case.compiled:
         yield f"torchtitan wants the model compiled for {case.precision} to be fast, and the plan does not compile."
     yield from tell_optimizer(case, _LIBRARY, ("adamw",))
