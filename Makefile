@@ -3,6 +3,7 @@
 # make check   what a change must pass: format, lint, types, fast tests (import order is one), under a minute
 # make gpu     tests on a CUDA device: with python3 where that has torch (no install, PYTHONPATH=src), else .venv
 # make bench   measure the loop against a hand-written one
+# make bench-planner [ROWS=file]   predict published runs and print how far off the planner was
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -12,7 +13,9 @@ READY := $(VENV)/.ready
 # Tests that are kept compiled are collected in half the time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test check gpu bench clean
+.PHONY: run test check gpu bench bench-planner clean
+
+ROWS ?= tests/data/planner/rows.csv
 
 run: $(READY)
 	$(BIN)/shardway train examples/default.toml
@@ -31,6 +34,11 @@ gpu:
 
 bench: $(READY)
 	$(BIN)/python bench/loop_overhead.py
+
+bench-planner: $(READY)
+	@found=$$(mktemp) && trap 'rm -f "$$found"' EXIT && \
+	$(BIN)/python bench/planner/predict.py "$(ROWS)" "$$found" && \
+	$(BIN)/python bench/planner/score.py "$(ROWS)" "$$found"
 
 $(READY): pyproject.toml constraints.txt tools/make_venv.sh
 	tools/make_venv.sh $(PYTHON) $(VENV)

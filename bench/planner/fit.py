@@ -1,8 +1,9 @@
 """Fit the planner's efficiency factors to published rows: python bench/planner/fit.py ROWS.csv [--hold SOURCE ...]
 
-Writes src/shardway/plan/time/ceilings.toml (with --hold: prints the score of the sources that were left out, and writes
-nothing). Every factor moves between bounds that its meaning sets, belongs to a kind of part, and is fitted only where
-ten rows or more depend on it. Needs scipy.
+Writes src/shardway/plan/time/ceilings.toml. With --hold it writes nothing and prints the score of the sources that were
+left out; with --hold-each it does so for every source in its turn, and prints the table of score.py for rows of which
+each was predicted by factors that never saw its source. Every factor moves between bounds that its meaning sets,
+belongs to a kind of part, and is fitted only where ten rows or more depend on it. Needs numpy and scipy.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ import collections
 import csv
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import answers
 import measured
+import numpy as np
+import predict
 import rows
 import score
 from scipy.optimize import least_squares
@@ -32,6 +37,10 @@ SPARSE = {"vtrain": 8, "megatron-bridge": 2}
 """Of long sweeps every so-manieth row that is not among those that are scored."""
 WEIGHT = 0.4
 """Rows of a source count by this power of their number less."""
+BEYOND = 0.055
+"""Part of the rows fitted to that an interval leaves out at each end: of others it leaves out more."""
+DIFFERENCE = 1e-3
+"""By which a factor is moved to see what depends on it, in units of its bounds."""
 PULL = 0.04
 """How strongly a factor is held at its start, in units of its bounds."""
 
@@ -49,11 +58,13 @@ class Factor:
 BY_GENERATION = {
     "ampere": (
         Factor("matmul", 0.78, 0.4, 0.9),
-        Factor("flash1", 0.35, 0.15, 0.7),
+        Factor("link", 0.7, 0.6, 0.85),
+        Factor("flash1", 0.35, 0.3, 0.5),  # Dao, arXiv:2307.08691: 25 to 40 % both ways
         Factor("flash2", 0.5, 0.2, 0.75),
     ),
     "hopper": (
         Factor("matmul", 0.72, 0.4, 0.85),
+        Factor("link", 0.75, 0.6, 0.88),
         Factor("matmul_low", 0.65, 0.3, 0.8),
         Factor("flash1", 0.25, 0.1, 0.6),
         Factor("flash2", 0.35, 0.2, 0.6),
@@ -61,34 +72,36 @@ BY_GENERATION = {
     ),
     "blackwell": (
         Factor("matmul", 0.6, 0.35, 0.8),
+        Factor("link", 0.65, 0.5, 0.85),
         Factor("matmul_low", 0.6, 0.3, 0.8),
         Factor("matmul_fp4", 0.4, 0.15, 0.7),
         Factor("flash3", 0.5, 0.25, 0.75),
     ),
 }
 GENERAL = (
-    Factor("matmul_ramp", 150, 100, 300),
-    Factor("narrow_ramp", 60, 20, 200),
-    Factor("misaligned", 0.3, 0, 1),
+    Factor("matmul_ramp", 80, 0, 250),
+    Factor("narrow_ramp", 20, 0, 150),
+    Factor("misaligned", 1, 0, 4),
+    Factor("misaligned_batched", 3, 0, 8),
     Factor("batched", 0.4, 0.2, 0.8),
     Factor("scores_passes", 5, 3, 12),
-    Factor("flash_ramp", 500, 100, 1500),
+    Factor("flash_ramp", 400, 100, 700),
     Factor("flash_backward", 0.8, 0.5, 1.0),
     Factor("memory", 0.82, 0.75, 0.92),
     Factor("stream", 1.3, 0.8, 2.5),
     Factor("gates", 1.3, 0.8, 2.5),
     Factor("plain_norm", 10, 4, 20),
+    Factor("sums", 2, 1, 5),
     Factor("kernel_s", 15e-6, 6e-6, 25e-6),
     Factor("power", 0.7, 0.3, 1.2),
-    Factor("link", 0.78, 0.65, 0.9),
-    Factor("link_latency_s", 20e-6, 8e-6, 45e-6),
+    Factor("link_latency_s", 25e-6, 8e-6, 60e-6),
     Factor("network", 0.85, 0.7, 0.92),
     Factor("network_latency_s", 30e-6, 10e-6, 100e-6),
     Factor("hop_s", 5e-6, 1e-6, 15e-6),
     Factor("half_bytes", 1e6, 2e5, 4e6),
-    Factor("overlap", 0.8, 0.6, 0.95),
+    Factor("overlap", 0.6, 0.0, 0.95),
     Factor("optimizer_passes", 1.2, 0.9, 3),
-    Factor("step_s", 0.005, 0.001, 0.015),
+    Factor("step_s", 0.004, 0.001, 0.015),
 )
 STARTS = Ceilings(
     matmul=0.65,
@@ -98,6 +111,7 @@ STARTS = Ceilings(
     flash2=0.45,
     flash3=0.45,
     async_tensor=0.6,
+    link=0.7,
     low=0.85,
     high=1.15,
     **{factor.name: factor.start for factor in GENERAL},
@@ -111,11 +125,20 @@ Values = Mapping[Key, float]
 
 @dataclass(frozen=True)
 class Sample:
-    """A row with the case that stands for it and its measured step."""
+    """A row with the case that stands for it and what it measured."""
 
     row: rows.Row
     question: rows.Question
-    seconds: float
+    measured: measured.Measured
+
+    @property
+    def seconds(self) -> float:
+        """Of the measured step."""
+        return self.measured.step_s or math.nan
+
+
+Fixed = tuple[Sample, Case]
+"""A row with the one case that it is fitted by."""
 
 
 def main() -> None:
@@ -123,19 +146,55 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rows")
     parser.add_argument("--hold", nargs="*", default=[])
+    parser.add_argument("--hold-each", action="store_true")
     parser.add_argument("--rounds", type=int, default=2)
     arguments = parser.parse_args()
     samples = read_samples(arguments.rows)
-    used = [sample for sample in samples if sample.row["source_id"] not in arguments.hold and is_used(sample)]
-    values = fit(used, arguments.rounds)
-    errors = {sample.row["id"]: error for sample, error in zip(samples, errors_of(samples, values), strict=True)}
-    held = [sample for sample in samples if sample.row["source_id"] in arguments.hold and score.is_core(sample.row)]
-    if arguments.hold:
-        print(f"held out: {score.describe_errors([errors[sample.row['id']] for sample in held])}")
-        return
-    core = [errors[sample.row["id"]] for sample in samples if score.is_core(sample.row)]
-    print(f"core rows: {score.describe_errors(core)}")
-    write(values, used, interval_of(core))
+    if arguments.hold_each:
+        print("\n".join(hold_each(arguments.rows, samples, arguments.rounds)))
+    elif arguments.hold:
+        print("\n".join(score.render(hold(samples, arguments.rounds, arguments.hold))))
+    else:
+        used = [sample for sample in samples if is_used(sample)]
+        values = fit(used, arguments.rounds)
+        errors = errors_of([sample for sample in samples if score.is_core(sample.row)], values)
+        print(f"core rows: {score.describe_errors(errors)}")
+        write(values, used, interval_of(errors))
+
+
+def hold_each(path: str, samples: Sequence[Sample], rounds: int) -> Iterator[str]:
+    """The tables of rows that were each predicted without their own source."""
+    families = sorted({family_of(sample.row["source_id"]) for sample in samples if score.is_core(sample.row)})
+    with ProcessPoolExecutor() as pool:
+        found = pool.map(partial(_hold_family, path, rounds), families)
+        yield from score.render([scored for held in found for scored in held])
+
+
+def family_of(source: str) -> str:
+    """What is held out at once: sources whose names begin alike tell of the same runs."""
+    return source.split("-")[0]
+
+
+def _hold_family(path: str, rounds: int, family: str) -> list[score.Scored]:
+    samples = read_samples(path)
+    sources = {sample.row["source_id"] for sample in samples if family_of(sample.row["source_id"]) == family}
+    return hold(samples, rounds, sorted(sources))
+
+
+def hold(samples: Sequence[Sample], rounds: int, sources: Sequence[str]) -> list[score.Scored]:
+    """Rows of sources, predicted by factors (and an interval) that were fitted to all others."""
+    used = [sample for sample in samples if is_used(sample) and sample.row["source_id"] not in sources]
+    values = fit(used, rounds)
+    seen = [sample for sample in used if score.is_core(sample.row)]
+    low, high = interval_of(errors_of(seen, values))
+    return [_score(sample, values, low, high) for sample in samples if sample.row["source_id"] in sources]
+
+
+def _score(sample: Sample, values: Values, low: float, high: float) -> score.Scored:
+    fitted = Fitted(values)
+    found = answers.answer(sample.question, lambda machine: replace(fitted(machine), low=low, high=high))
+    said = predict.render(sample.question, found, measured.memory_kind(sample.row))
+    return score.Scored(sample.row, sample.measured, said)
 
 
 def read_samples(path: str) -> list[Sample]:
@@ -147,9 +206,10 @@ def read_samples(path: str) -> list[Sample]:
                 question = rows.read_question(row)
             except rows.Missing:
                 continue
-            seconds = measured.read_measured(row, question.case, question.machine).step_s
-            if seconds and row["quality"] in "ABC" and generation_of(question.machine.accelerator.key) in BY_GENERATION:
-                found.append(Sample({**row, "number": str(number)}, question, seconds))
+            result = measured.read_measured(row, question.case, question.machine)
+            known = generation_of(question.machine.accelerator.key) in BY_GENERATION
+            if result.step_s and row["quality"] in "ABC" and known:
+                found.append(Sample({**row, "number": str(number)}, question, result))
     return found
 
 
@@ -167,28 +227,63 @@ def fit(samples: Sequence[Sample], rounds: int) -> Values:
     factors = factors_for(samples)
     values = {key: factor.start for key, factor in factors.items()}
     for _ in range(rounds):
-        fixed = [(sample, chosen_case(sample, values)) for sample in samples]
+        fitted = Fitted(values)
+        fixed = [(sample, chosen_case(sample, fitted)) for sample in samples]
         values = _fit_fixed(fixed, factors, values)
     return values
 
 
-def _fit_fixed(fixed: Sequence[tuple[Sample, Case]], factors: Mapping[Key, Factor], values: Values) -> Values:
-    counts = collections.Counter(sample.row["source_id"] for sample, _ in fixed)
-    weights = [
-        (1.0 if sample.row["quality"] in "AB" else 0.5) / counts[sample.row["source_id"]] ** WEIGHT
-        for sample, _ in fixed
-    ]
-    start = [_to_unit(factor, factor.start) for factor in factors.values()]
-
-    def residuals(units: Sequence[float]) -> list[float]:
-        at = {key: _from_unit(factor, unit) for (key, factor), unit in zip(factors.items(), units, strict=True)}
-        errors = [_error(sample, case, at) for sample, case in fixed]
-        pulls = [PULL * (unit - first) for unit, first in zip(units, start, strict=True)]
-        return [weight * error for weight, error in zip(weights, errors, strict=True)] + pulls
-
+def _fit_fixed(fixed: Sequence[Fixed], factors: Mapping[Key, Factor], values: Values) -> Values:
+    problem = _Problem(fixed, factors)
     first = [min(0.999, max(0.001, _to_unit(factors[key], value))) for key, value in values.items()]
-    solved = least_squares(residuals, first, bounds=(0, 1), loss="soft_l1", f_scale=0.05, max_nfev=14, diff_step=1e-3)
-    return {key: _from_unit(factor, unit) for (key, factor), unit in zip(factors.items(), solved.x, strict=True)}
+    robust = {"loss": "soft_l1", "f_scale": 0.05}
+    solved = least_squares(problem.residuals, first, jac=problem.slopes, bounds=(0, 1), max_nfev=14, **robust)
+    return problem.values_at(solved.x)
+
+
+class _Problem:
+    """Weighted errors as a function of factors in units of their bounds."""
+
+    def __init__(self, fixed: Sequence[Fixed], factors: Mapping[Key, Factor]) -> None:
+        self.fixed, self.factors = fixed, factors
+        counts = collections.Counter(sample.row["source_id"] for sample, _ in fixed)
+        self.weights = np.array(
+            [
+                (1.0 if sample.row["quality"] in "AB" else 0.5) / counts[sample.row["source_id"]] ** WEIGHT
+                for sample, _ in fixed
+            ]
+        )
+        self.start = np.array([_to_unit(factor, factor.start) for factor in factors.values()])
+        self.dependants: list[Sequence[int]] = []
+
+    def values_at(self, units: Sequence[float]) -> Values:
+        """Factors in their own units."""
+        return {key: _from_unit(factor, unit) for (key, factor), unit in zip(self.factors.items(), units, strict=True)}
+
+    def residuals(self, units: Sequence[float]) -> np.ndarray:
+        """Of all rows, then how far each factor was pulled from its start."""
+        return np.concatenate([self.weights * self._errors(units, range(len(self.fixed))), PULL * (units - self.start)])
+
+    def slopes(self, units: Sequence[float]) -> np.ndarray:
+        """Derivatives of these; rows that a factor did not move at first are left out of it later."""
+        base = self._errors(units, range(len(self.fixed)))
+        slopes = np.zeros((len(base) + len(units), len(units)))
+        known = bool(self.dependants)
+        for place in range(len(units)):
+            rows_moved = self.dependants[place] if known else range(len(base))
+            step = DIFFERENCE if units[place] < 0.5 else -DIFFERENCE
+            moved = np.array(units)
+            moved[place] += step
+            change = (self._errors(moved, rows_moved) - base[rows_moved]) / step
+            slopes[rows_moved, place] = self.weights[rows_moved] * change
+            slopes[len(base) + place, place] = PULL
+            if not known:
+                self.dependants.append(np.flatnonzero(change))
+        return slopes
+
+    def _errors(self, units: Sequence[float], places: Sequence[int]) -> np.ndarray:
+        at = Fitted(self.values_at(units))
+        return np.array([_error(*self.fixed[place], at) for place in places])
 
 
 def _to_unit(factor: Factor, value: float) -> float:
@@ -212,43 +307,56 @@ def count_dependants(samples: Sequence[Sample], factors: Mapping[Key, Factor]) -
     """Rows whose predicted time moves by a thousandth or more when a factor moves by a tenth."""
     values = {key: factor.start for key, factor in factors.items()}
     cases = [(sample, sample.question.case) for sample in samples]
-    base = [_error(sample, case, values) for sample, case in cases]
+    start = Fitted(values)
+    base = [_error(sample, case, start) for sample, case in cases]
     counts = {}
     for key in factors:
-        moved = {**values, key: values[key] * 1.1}
+        moved = Fitted({**values, key: values[key] * 1.1})
         errors = [_error(sample, case, moved) for sample, case in cases]
         counts[key] = sum(abs(one - other) > 1e-3 for one, other in zip(base, errors, strict=True))
     return counts
 
 
-def ceilings_at(values: Values, machine: Machine) -> Ceilings:
-    """The factors of a machine."""
-    generation = generation_of(machine.accelerator.key)
-    told = TOLD.get(generation, {})
-    general = {name: value for (kind, name), value in values.items() if kind == "general"}
-    own = {name: value for (kind, name), value in values.items() if kind == generation}
-    return replace(STARTS, **general, **told, **own)
+class Fitted:
+    """Fitted values as the factors of a machine, made once for each generation."""
+
+    def __init__(self, values: Values) -> None:
+        self.values = values
+        self.known: dict[str, Ceilings] = {}
+
+    def __call__(self, machine: Machine) -> Ceilings:
+        """The factors of a machine."""
+        generation = generation_of(machine.accelerator.key)
+        if generation not in self.known:
+            starts = {factor.name: factor.start for factor in BY_GENERATION.get(generation, ())}
+            own = {name: value for kind in ("general", generation) for name, value in self._of(kind)}
+            self.known[generation] = replace(STARTS, **{**starts, **TOLD.get(generation, {}), **own})
+        return self.known[generation]
+
+    def _of(self, kind: str) -> Iterator[tuple[str, float]]:
+        return ((name, value) for (each, name), value in self.values.items() if each == kind)
 
 
-def _error(sample: Sample, case: Case, values: Values) -> float:
-    time = estimate_step(case, sample.question.machine, ceilings_at(values, sample.question.machine))
-    return math.log(time.seconds / sample.seconds)
+def _error(sample: Sample, case: Case, factors: Fitted) -> float:
+    machine = sample.question.machine
+    return math.log(estimate_step(case, machine, factors(machine)).seconds / sample.seconds)
 
 
-def chosen_case(sample: Sample, values: Values) -> Case:
+def chosen_case(sample: Sample, factors: Fitted) -> Case:
     """The case that stands for a row under these factors."""
-    return answers.answer(sample.question, lambda machine: ceilings_at(values, machine)).case
+    return answers.answer(sample.question, factors).case
 
 
 def errors_of(samples: Sequence[Sample], values: Values) -> list[float]:
     """Predicted over measured, less 1."""
-    return [math.expm1(_error(sample, chosen_case(sample, values), values)) for sample in samples]
+    fitted = Fitted(values)
+    return [math.expm1(_error(sample, chosen_case(sample, fitted), fitted)) for sample in samples]
 
 
 def interval_of(errors: Sequence[float]) -> tuple[float, float]:
-    """Factors of a prediction between which four of five measurements lie."""
+    """Factors of a prediction between which measurements lie, wide enough for four of five of rows not fitted to."""
     ratios = sorted(1 / (1 + error) for error in errors)
-    edge = round(0.09 * len(ratios))
+    edge = round(BEYOND * len(ratios))
     return ratios[edge], ratios[-1 - edge]
 
 

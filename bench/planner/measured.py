@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rows_standins import read_number
+
 from shardway.plan.case import Case
 from shardway.plan.machine import Machine
 
@@ -34,16 +36,21 @@ def read_measured(row: Mapping[str, str], case: Case, machine: Machine) -> Measu
 
 def _seconds(row: Mapping[str, str], case: Case, machine: Machine) -> float | None:
     gpus = case.degrees.world
-    if row.get("step_time_s"):
-        return float(row["step_time_s"])
-    if row.get("tok_s_gpu"):
-        return case.tokens_per_step / float(row["tok_s_gpu"]) / gpus
-    if row.get("tflops_per_gpu"):
-        return _flops(case, row.get("tflops_kind", "")) / (float(row["tflops_per_gpu"]) * 1e12) / gpus
-    if row.get("mfu_pct"):
+    if seconds := _told(row, "step_time_s"):
+        return seconds
+    if tokens := _told(row, "tok_s_gpu"):
+        return case.tokens_per_step / tokens / gpus
+    if tera := _told(row, "tflops_per_gpu"):
+        return _flops(case, row.get("tflops_kind") or "") / (tera * 1e12) / gpus
+    if percent := _told(row, "mfu_pct"):
         peak = machine.accelerator.peak_flops.get("bf16") or machine.accelerator.peak_flops["fp16"]
-        return _flops(case, "model") / (float(row["mfu_pct"]) / 100 * peak) / gpus
+        return _flops(case, "model") / (percent / 100 * peak) / gpus
     return None
+
+
+def _told(row: Mapping[str, str], column: str) -> float:
+    """A measurement; 0 where there is none."""
+    return max(0.0, read_number(row.get(column) or "") or 0.0)
 
 
 def _flops(case: Case, kind: str) -> float:
@@ -58,16 +65,16 @@ def _flops(case: Case, kind: str) -> float:
 
 
 def _memory(row: Mapping[str, str]) -> tuple[float | None, str]:
-    if not row.get("peak_mem"):
+    told = _told(row, "peak_mem")
+    if not told:
         return None, ""
-    kind = memory_kind(row)
-    unit = row.get("peak_mem_unit", "GiB").split()[0]
-    return float(row["peak_mem"]) * UNITS.get(unit, 2**30), kind
+    unit = [*(row.get("peak_mem_unit") or "").split(), "GiB"][0]
+    return told * UNITS.get(unit, 2**30), memory_kind(row)
 
 
 def memory_kind(row: Mapping[str, str]) -> str:
     """Which memory a row means: what tensors take, what the allocator holds, or what nvidia-smi shows."""
-    text = row.get("peak_mem_kind", "")
+    text = row.get("peak_mem_kind") or ""
     if "allocated" in text:
         return "allocated"
-    return "device" if "node" in text or "nvidia-smi" in row.get("peak_mem_unit", "") else "reserved"
+    return "device" if "node" in text or "nvidia-smi" in (row.get("peak_mem_unit") or "") else "reserved"

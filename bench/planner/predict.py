@@ -41,20 +41,25 @@ def main() -> None:
     """Read rows, write predictions."""
     if len(sys.argv) != 3:
         raise SystemExit(__doc__)
-    with open(sys.argv[1], newline="", encoding="utf-8") as source, open(sys.argv[2], "w", newline="") as target:
+    predict_file(sys.argv[1], sys.argv[2])
+
+
+def predict_file(rows_path: str, predictions_path: str) -> None:
+    """A line in the second file for each row of the first."""
+    with open(rows_path, newline="", encoding="utf-8") as source, open(predictions_path, "w", newline="") as target:
         writer = csv.DictWriter(target, COLUMNS, restval="")
         writer.writeheader()
         for row in csv.DictReader(source):
-            writer.writerow({"id": row["id"], **predict(row)})
+            writer.writerow({"id": row.get("id") or "", **predict(row)})
 
 
 def predict(row: Mapping[str, str]) -> dict[str, str]:
     """The columns of one row."""
     try:
         question = rows.read_question(row)
-    except (rows.Missing, ShardwayError) as error:
+        return render(question, answers.answer(question), measured.memory_kind(row))
+    except (rows.Missing, ShardwayError, ArithmeticError) as error:
         return {"why_not": " ".join(str(error).split())}
-    return render(question, answers.answer(question), measured.memory_kind(row))
 
 
 def render(question: rows.Question, found: answers.Answer, kind: str) -> dict[str, str]:

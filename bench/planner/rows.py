@@ -10,6 +10,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from rows_standins import find_accelerator, guess_engine, guess_sizes, read_number
+
+from shardway.errors import UserError
 from shardway.hardware.catalogue import load_accelerators
 from shardway.plan.case import AttentionKernel, Case, Degrees, Precision, Recompute
 from shardway.plan.engines import Engine, find_engine
@@ -42,13 +45,20 @@ GPUS = {
     "MI250X(GCD)": "mi250x-gcd",
     "MI300X": "mi300x",
     "MI325X": "mi325x",
-    "MI350X": "mi350x",
     "MI355X": "mi355x",
 }
 """Names in the rows -> keys of the catalogue."""
 
+BALANCED = 2024
+"""Since when DeepSpeed's pipelines no longer fill up all stages but the last (its pull request 4312)."""
+
 NETWORK = {"v100": 12.5e9, "a100": 25e9, "h": 50e9, "gh200": 25e9, "b": 50e9, "gb": 100e9, "mi": 50e9}
 """Bytes per second and accelerator of the vendor's own node of that generation, where a row does not say."""
+
+
+COUNTS = ("layers", "dense_layers", "tp", "pp", "vpp", "cp", "ep", "etp", "n_experts")
+FEW, MANY = 10**4, 10**8
+"""More than any row can mean: of these columns, and of others."""
 
 
 class Missing(Exception):
@@ -68,35 +78,50 @@ class Question:
 def read_question(row: Row) -> Question:
     """Raises Missing where a row cannot be priced."""
     reader = _Reader(row)
-    return Question(reader.case(), reader.machine(), tuple(reader.open), tuple(reader.assumed))
+    machine = reader.machine()
+    case = reader.fit(machine)
+    return Question(case, machine, tuple(reader.open), tuple(reader.assumed))
 
 
 class _Reader:
     def __init__(self, row: Row) -> None:
-        self.row = row
+        self.row = {key: value for key, value in row.items() if isinstance(key, str) and isinstance(value, str)}
         self.open: list[str] = []
         self.assumed: list[str] = []
-        self.extra = json.loads(row.get("extra") or "{}")
+        self.extra = _read_extra(self.row.get("extra", ""))
+        told = all(1 <= (read_number(self.row.get(name, "")) or 0) <= MANY for name in ("hidden", "layers"))
+        if not told and (sizes := guess_sizes(self.row)):
+            self.row |= sizes
+            self.assumed.append(f"a model of the usual proportions: {render_sizes(sizes)}")
 
-    def number(self, column: str, default: int | None = None) -> int:
-        text = (self.row.get(column) or "").strip()
-        if text:
-            return int(float(text))
+    def number(self, column: str, default: int | None = None, least: int = 1) -> int:
+        """A column's number where it is one that can be meant, else the default."""
+        number = read_number(self.row.get(column, ""))
+        if number is not None and least <= number <= (FEW if column in COUNTS else MANY):
+            return int(number)
         if default is None:
             raise Missing(f"the row has no {column}")
         return default
 
+    def head_dim(self, usual: int) -> int:
+        """Of a row whose sizes do not divide, the nearest width that kernels are made for."""
+        width = read_number(self.row.get("head_dim", "")) or 0.0
+        width = width if 1 <= width <= FEW else float(usual)
+        return int(width) if width.is_integer() else max(8, 8 * round(width / 8))
+
     def flag(self, column: str) -> bool:
-        return self.row.get(column, "") == "1"
+        return self.row.get(column, "").strip().lower() in ("1", "1.0", "true", "yes")
 
     def model(self) -> Architecture:
-        hidden, layers, heads = self.number("hidden"), self.number("layers"), self.number("heads")
+        hidden, layers = self.number("hidden"), self.number("layers")
+        heads = self.number("heads", max(1, hidden // 128))
+        kv_heads = self.number("kv_heads", heads)
         arch = self.row.get("arch", "")
         gated = self.flag("glu")
         attention = Attention(
             heads=heads,
-            kv_heads=self.number("kv_heads", heads),
-            head_dim=self.number("head_dim", hidden // heads),
+            kv_heads=heads if heads % kv_heads else kv_heads,
+            head_dim=self.head_dim(hidden // heads),
             latent=_latent(hidden) if arch == "moe-mla" else None,
             bias=arch in ("gpt", "neox"),
             output_bias=arch in ("gpt", "neox"),
@@ -110,13 +135,13 @@ class _Reader:
             norm_bias=arch in ("gpt", "neox"),
         )
         runs = [LayerRun(plain, layers)]
-        if self.row.get("n_experts"):
-            dense = min(self.number("dense_layers", 0), layers - 1)
+        if self.number("n_experts", 0):
+            dense = min(self.number("dense_layers", 0, least=0), layers - 1)
             experts = Experts(
                 count=self.number("n_experts"),
-                per_token=self.number("topk", 2),
+                per_token=min(self.number("topk", 2), self.number("n_experts")),
                 dim=self.number("moe_ffn", plain.ffn),
-                shared_dim=self.number("shared_ffn", 0),
+                shared_dim=self.number("shared_ffn", 0, least=0),
             )
             mixed = replace(plain, experts=experts)
             runs = [LayerRun(plain, dense)] * bool(dense) + [LayerRun(mixed, layers - dense)]
@@ -124,15 +149,15 @@ class _Reader:
             name=self.row.get("model") or "model",
             hidden=hidden,
             runs=tuple(runs),
-            vocab=self.number("vocab", 50304),
+            vocab=self.number("vocab", 50304, least=8),
             tied=self.row.get("tied", "") != "0",
-            positions=self.number("seq") if arch == "gpt" else 0,
+            positions=self.seq() if arch == "gpt" else 0,
             final_norm_parameters=hidden * (2 if arch in ("gpt", "neox") else 1),
         )
 
     def degrees(self) -> Degrees:
-        gpus = self.number("n_gpus")
         tp, pp, cp = self.number("tp", 1), self.number("pp", 1), self.number("cp", 1)
+        gpus = self.number("n_gpus", self.number("dp", 1) * tp * pp * cp)
         data = self.number("dp", max(1, gpus // (tp * pp * cp)))
         zero = self.zero()
         shards = self.number("dp_shard", data if zero else 1) if zero else 1
@@ -153,10 +178,10 @@ class _Reader:
         )
 
     def expert_split(self, tp: int) -> int:
-        return self.number("etp", 1) if self.row.get("n_experts") else 1
+        return self.number("etp", 1) if self.number("n_experts", 0) else 1
 
     def zero(self) -> int:
-        return self.number("zero_stage", 0)
+        return min(3, self.number("zero_stage", 0, least=0))
 
     def engine(self) -> Engine:
         framework, year = self.row.get("framework", "").lower(), self.number("year", 2024)
@@ -164,8 +189,11 @@ class _Reader:
             return find_engine("deepspeed")
         if "scaling" in framework:
             return self._kernels(find_engine("scaling"))
+        if framework.startswith("deepspeed") and self.zero() == 3:
+            return find_engine("deepspeed")
         if "deepspeed" in framework or "neox" in framework:
-            return self._kernels(find_engine("megatron-deepspeed"))
+            engine = self._kernels(find_engine("megatron-deepspeed"))
+            return replace(engine, cut="filled") if year < BALANCED else engine
         if "fsdp1" in framework:
             return find_engine("fsdp1")
         if "torchtitan" in framework:
@@ -176,11 +204,11 @@ class _Reader:
             return find_engine("nanotron")
         if "nemo" in framework or "mlperf" in framework or "bridge" in framework:
             return find_engine("nemo")
-        return find_engine("megatron-2021" if year < 2023 and "megatron" in framework else "megatron")
+        return guess_engine(framework, year, self.zero())
 
     def _kernels(self, engine: Engine) -> Engine:
         """Gated models came with unfused norms and activations, unless the row says that they had kernels."""
-        kernel = self.extra.get("kernel", "") + self.row.get("notes", "")
+        kernel = str(self.extra.get("kernel", "")) + self.row.get("notes", "")
         gated = self.flag("glu")
         return replace(
             engine,
@@ -222,20 +250,52 @@ class _Reader:
         told = self.row.get("flash_attn", "")
         if told == "0" or (not told and year < 2023):
             return "plain"
-        kernel, engine = self.extra.get("kernel", ""), self.engine()
+        kernel, engine = str(self.extra.get("kernel", "")), self.engine()
         if "attentionv1" in kernel or (engine.name == "fsdp1" and year <= 2023) or year <= 2022:
             return "flash1"
         return "flash3" if engine.name in ("megatron", "nemo") and year >= 2023 else "flash2"
 
+    def seq(self) -> int:
+        """Tokens of a sequence."""
+        return self.number("seq", 2048)
+
+    def fit(self, machine: Machine) -> Case:
+        """The case of the row; in 16 bits where a machine has no narrower, over data ranks where nothing else goes."""
+        try:
+            case = self.case()
+        except UserError:
+            self.row |= dict.fromkeys(("dp", "tp", "pp", "cp", "ep", "etp", "dp_shard", "vpp"), "")
+            self.open, self.assumed = [], [*self.assumed, "data ranks alone: the row's layout does not divide"]
+            try:
+                case = self.case()
+            except UserError as error:
+                raise Missing(" ".join(str(error).split())) from error
+        if case.precision in machine.accelerator.peak_flops or not case.low_bits:
+            return case
+        try:
+            machine.peak(case.precision)
+        except UserError:
+            self.assumed.append("products in bf16")
+            return replace(case, precision="bf16")
+        return case
+
+    def batch(self, degrees: Degrees) -> int:
+        """Sequences of a step."""
+        told = self.number("gbs", 0)
+        if told:
+            return told
+        sums = self.number("grad_accum", 4 * degrees.pp if degrees.pp > 1 else 1)
+        batch = degrees.data * self.number("mbs", 1) * sums
+        self.assumed.append(f"a global batch of {batch}")
+        return batch
+
     def case(self) -> Case:
         degrees = self.degrees()
-        batch = self.number("gbs", 0)
-        if not batch:
-            raise Missing("the row has no gbs")
+        batch = self.batch(degrees)
         if not self.row.get("mbs"):
             self.open.append("micro_batch")
         micro = self.number("mbs", 1)
-        schedule = self.extra.get("schedule", "").lower()
+        schedule = str(self.extra.get("schedule", "")).lower()
         if degrees.pp > 1 and not self.row.get("vpp") and not schedule and not self.row.get("mbs"):
             self.open.append("stages_per_rank")
         stages = self.number("vpp", 2 if "interleaved" in schedule else 1) if degrees.pp > 1 else 1
@@ -255,7 +315,7 @@ class _Reader:
         sequence = self.row.get("sp", "") == "1"
         return Case(
             model=model,
-            seq_len=self.number("seq"),
+            seq_len=self.seq(),
             global_batch=batch,
             micro_batch=micro,
             degrees=degrees,
@@ -277,14 +337,14 @@ class _Reader:
     def machine(self) -> Machine:
         gpu = self.row.get("gpu", "")
         key = GPUS.get(gpu)
-        accelerators = load_accelerators()
-        if key is None or key not in accelerators:
-            raise Missing(f'the accelerator "{gpu}" is not known')
-        accelerator = accelerators[key]
+        if key is None:
+            key = find_accelerator(gpu)
+            self.assumed.append(f'{key} for "{gpu}"')
+        accelerator = load_accelerators()[key]
         per_node = self.number("gpus_per_node", 8)
-        gbps = self.row.get("internode_gbps_per_gpu", "")
-        network = float(gbps) / 8 * 1e9 if gbps else _usual_network(key)
-        if not gbps:
+        gbps = read_number(self.row.get("internode_gbps_per_gpu", "")) or 0.0
+        network = gbps / 8 * 1e9 if gbps > 0 else _usual_network(key)
+        if gbps <= 0:
             self.assumed.append(f"{network * 8 / 1e9:g} Gb/s per accelerator between nodes")
         link, peer = _links(accelerator.link)
         return Machine(
@@ -310,9 +370,22 @@ def _links(key: str | None) -> tuple[float, float]:
 
 
 def _usual_network(key: str) -> float:
-    return next(
-        rate for prefix, rate in sorted(NETWORK.items(), key=lambda item: -len(item[0])) if key.startswith(prefix)
-    )
+    known = sorted(NETWORK.items(), key=lambda item: -len(item[0]))
+    return next((rate for prefix, rate in known if key.startswith(prefix)), NETWORK["a100"])
+
+
+def _read_extra(text: str) -> Mapping[str, str]:
+    """What the row says beside its columns; nothing where that is no JSON object."""
+    try:
+        found = json.loads(text or "{}")
+    except json.JSONDecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def render_sizes(sizes: Mapping[str, str]) -> str:
+    """Sizes in a line: "layers 32, hidden 4096"."""
+    return ", ".join(f"{name} {size}" for name, size in sizes.items())
 
 
 def _latent(hidden: int) -> Latent:

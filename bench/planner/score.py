@@ -47,20 +47,41 @@ class Scored:
 
 
 def is_core(row: Row) -> bool:
-    """Rows that count: the balanced subset, complete or nearly so."""
-    return row["core"] == "1" and row["quality"] in "AB"
+    """Rows that count: the balanced subset, complete or nearly so; all rows of a file that does not tell them apart."""
+    return row.get("core", "1") == "1" and (row.get("quality") or "A") in "AB"
+
+
+def source_of(row: Row) -> str:
+    """Where a row is from."""
+    return row.get("source_id") or "unnamed"
+
+
+@dataclass(frozen=True)
+class Level:
+    """Sizes of errors: median, ninth decile, mean, and the part of them that is more than a tenth too low."""
+
+    median: float
+    decile: float
+    mean: float
+    low: float
+
+
+def level_of(errors: Sequence[float]) -> Level:
+    """What is reached; of one error or more."""
+    sizes = sorted(map(abs, errors))
+    decile = sizes[math.ceil(0.9 * len(sizes)) - 1]
+    low = sum(error < -0.1 for error in errors) / len(errors)
+    return Level(statistics.median(sizes), decile, statistics.mean(sizes), low)
 
 
 def describe_errors(errors: Sequence[float]) -> str:
-    """Median, ninth decile, mean, and how many are more than a tenth too low."""
+    """The level in a line."""
     if not errors:
         return "no rows"
-    sizes = sorted(map(abs, errors))
-    decile = sizes[min(len(sizes) - 1, math.ceil(0.9 * len(sizes)) - 1)]
-    low = sum(error < -0.1 for error in errors) / len(errors)
+    level = level_of(errors)
     return (
-        f"{len(sizes):4d} rows  median {statistics.median(sizes):6.1%}  p90 {decile:6.1%}  "
-        f"mean {statistics.mean(sizes):6.1%}  too low by a tenth {low:5.1%}"
+        f"{len(errors):4d} rows  median {level.median:6.1%}  p90 {level.decile:6.1%}  "
+        f"mean {level.mean:6.1%}  too low by a tenth {level.low:5.1%}"
     )
 
 
@@ -86,7 +107,8 @@ def read_scored(rows_path: str, predictions_path: str) -> list[Scored]:
             except rows.Missing:
                 continue
             result = measured.read_measured(row, question.case, question.machine)
-            found.append(Scored(row, result, said[row["id"]]))
+            if prediction := said.get(row.get("id") or ""):
+                found.append(Scored(row, result, prediction))
     return found
 
 
@@ -104,12 +126,18 @@ def render(scored: Sequence[Scored]) -> Iterator[str]:
     yield _render_interval("interval of memory", core, "mem_low", "mem_high", lambda each: each.measured.memory_bytes)
 
 
-def _render_errors(title: str, core: Sequence[Scored], attribute: str) -> Iterator[str]:
-    by_source = collections.defaultdict(list)
-    for each in core:
+def errors_by_source(scored: Sequence[Scored], attribute: str) -> dict[str, list[float]]:
+    """ "time_error" or "memory_error" of the rows that have it."""
+    found = collections.defaultdict(list)
+    for each in scored:
         error = getattr(each, attribute)
         if error is not None:
-            by_source[each.row["source_id"]].append(error)
+            found[source_of(each.row)].append(error)
+    return dict(found)
+
+
+def _render_errors(title: str, core: Sequence[Scored], attribute: str) -> Iterator[str]:
+    by_source = errors_by_source(core, attribute)
     yield f"{title}: predicted over measured, less 1"
     for source, errors in sorted(by_source.items()):
         yield f"  {source:22s}{describe_errors(errors)}"
@@ -123,8 +151,8 @@ def _render_errors(title: str, core: Sequence[Scored], attribute: str) -> Iterat
 
 def _render_fits(title: str, scored: Sequence[Scored]) -> str:
     """Rows of the sources that tell of running out of memory often enough."""
-    counts = collections.Counter(each.row["source_id"] for each in scored if each.measured.out_of_memory)
-    told = [each for each in scored if counts[each.row["source_id"]] >= 20]
+    counts = collections.Counter(source_of(each.row) for each in scored if each.measured.out_of_memory)
+    told = [each for each in scored if counts[source_of(each.row)] >= 20]
     missed = [each for each in told if each.measured.out_of_memory and each.said["fits"] == "1"]
     false = [each for each in told if not each.measured.out_of_memory and each.said["fits"] == "0"]
     real = sum(each.measured.out_of_memory for each in told)
@@ -134,18 +162,33 @@ def _render_fits(title: str, scored: Sequence[Scored]) -> str:
     return f"{title}: {right:.1%} of {len(told)} right; missed {len(missed)} of {real}; false alarms {len(false)}"
 
 
-def _render_sweeps(scored: Sequence[Scored]) -> str:
+@dataclass(frozen=True)
+class Order:
+    """How layouts of one model are told apart, sweep by sweep: rank correlations, and what a wrong choice costs."""
+
+    correlations: Sequence[float]
+    regrets: Sequence[float]
+
+
+def order_of(scored: Sequence[Scored]) -> Order:
+    """Of all sweeps of five layouts or more; a correlation is left out where all measurements are alike."""
     sweeps = collections.defaultdict(list)
     for each in scored:
-        if each.time_error is not None and each.row["quality"] in "AB":
+        if each.time_error is not None and (each.row.get("quality") or "A") in "AB":
             key = ("source_id", "group", "model", "gpu", "n_gpus", "seq", "gbs")
-            sweeps[tuple(each.row[name] for name in key)].append(each)
+            sweeps[tuple(each.row.get(name) or "" for name in key)].append(each)
     long = [sweep for sweep in sweeps.values() if len(sweep) >= LEAST_SWEEP]
     orders = [spearman([float(e.said["step_time_s"]) for e in s], [e.measured.step_s or 0.0 for e in s]) for s in long]
-    regrets = [_regret(sweep) for sweep in long]
-    known = [order for order in orders if not math.isnan(order)]
+    return Order([order for order in orders if not math.isnan(order)], [_regret(sweep) for sweep in long])
+
+
+def _render_sweeps(scored: Sequence[Scored]) -> str:
+    order = order_of(scored)
+    if not order.correlations:
+        return f"order: no sweep of {LEAST_SWEEP} or more layouts that differ"
+    known, regrets = order.correlations, order.regrets
     return (
-        f"order in {len(long)} sweeps of {LEAST_SWEEP} or more: Spearman {statistics.mean(known):.3f} "
+        f"order in {len(regrets)} sweeps of {LEAST_SWEEP} or more: Spearman {statistics.mean(known):.3f} "
         f"(lowest {min(known):.2f}), regret {statistics.mean(regrets):.1%} (largest {max(regrets):.1%})"
     )
 
@@ -169,17 +212,18 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return [(ordered.index(value) + len(ordered) - 1 - ordered[::-1].index(value)) / 2 for value in values]
 
 
+def held_by(scored: Sequence[Scored], low: str, high: str, value: Callable[[Scored], float | None]) -> list[bool]:
+    """Whether each measurement lies in the interval that was told."""
+    scale = GIB if low.startswith("mem") else 1
+    known = [(each, truth) for each in scored if (truth := value(each)) and each.said.get(low)]
+    return [float(each.said[low]) * scale <= truth <= float(each.said[high]) * scale for each, truth in known]
+
+
 def _render_interval(
     title: str, core: Sequence[Scored], low: str, high: str, value: Callable[[Scored], float | None]
 ) -> str:
-    held = total = 0
-    for each in core:
-        truth = value(each)
-        if truth and each.said.get(low):
-            scale = GIB if low.startswith("mem") else 1
-            total += 1
-            held += float(each.said[low]) * scale <= truth <= float(each.said[high]) * scale
-    return f"{title}: holds {held / max(total, 1):.1%} of {total}"
+    held = held_by(core, low, high, value)
+    return f"{title}: holds {sum(held) / max(len(held), 1):.1%} of {len(held)}"
 
 
 if __name__ == "__main__":

@@ -101,6 +101,16 @@ def needs_sharding(layout: Layout) -> bool:
     return layout.degree(SHARD) > 1 or (copied and (layout.degree("tp") > 1 or layout.degree("pp") > 1))
 
 
+IN_ROUNDS = ("interleaved", "zero_bubble")
+"""Schedules that take micro-batches in rounds of equal size, of as many as there are ranks or a few more."""
+
+
+def count_rounds(passes: int, ranks: int) -> int:
+    """Rounds of an interleaved schedule as PyTorch makes them: each of as many micro-batches as there are ranks, or a
+    few more; one where there are fewer."""
+    return max(1, passes // ranks)
+
+
 def stages_of_rank(place: int, ranks: int, per_rank: int, schedule: str) -> tuple[int, ...]:
     """Which stages a rank holds: every `ranks`-th, or for zbv there and back like a V."""
     if schedule == "zbv":

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardway.errors import UserError
-from shardway.hardware.probe import probe_machine
+from shardway.hardware import probe
+from shardway.plan.shapes.architecture import Architecture
+from shardway.resolve import Circumstances
 from shardway.resolve.request import Request, resolve_request
 
 
 def test_the_machine_is_this_one() -> None:
-    machine = probe_machine()
+    machine = probe.probe_machine()
     circumstances = resolve_request(Request(), ranks=4, ranks_per_node=2).resolved.circumstances
     assert (circumstances.ranks, circumstances.ranks_per_node, circumstances.site) == (4, 2, "laptop")
     assert circumstances.usable_cores == machine.usable_cores
@@ -59,6 +64,73 @@ def test_a_value_in_place_of_a_default_is_resolved_anew() -> None:
     assert changed.resolved.values.train.micro_batch == 5
     assert changed.resolved.origins["train.global_batch"] == "the script"
     assert resolution.resolved.values.train.micro_batch == 8
+
+
+# --- the accelerators that a run is planned for
+
+
+def circumstances_of(*words: str, found: tuple[str, ...] = ()) -> Circumstances:
+    """Those of a request on a machine that shows devices of these names."""
+    here = probe.probe_machine()
+    shown = replace(here, accelerators=tuple(probe.Device(name, 80 * 2**30) for name in found))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probe, "probe_machine", lambda: shown)
+        return resolve_request(Request(overrides=words)).resolved.circumstances
+
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def test_those_of_the_site() -> None:
+    machine = circumstances_of("site.name=leonardo-booster", found=(H100,) * 2).machine
+    assert machine is not None
+    assert (machine.name, machine.accelerator.key, machine.per_node) == ("leonardo-booster", "a100-sxm-64gb", 4)
+
+
+@pytest.mark.parametrize("site", ["laptop", "generic-slurm"])
+def test_those_of_this_machine_where_the_site_names_none(site: str) -> None:
+    machine = circumstances_of(f"site.name={site}", found=(H100,) * 4).machine
+    assert machine is not None
+    assert (machine.name, machine.accelerator.key, machine.per_node) == (site, "h100-sxm5-80gb", 4)
+
+
+def write_config(folder: Path, **keys: Any) -> Path:
+    """A folder with the config.json of a small Llama."""
+    sizes = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    others = {"model_type": "llama", "intermediate_size": 128, "max_position_embeddings": 256}
+    folder.joinpath("config.json").write_text(json.dumps({**sizes, **others, **keys}), encoding="utf-8")
+    return folder
+
+
+def test_the_layers_of_a_hugging_face_model_are_read_where_something_is_planned(tmp_path: Path) -> None:
+    words = (f"model.hf={write_config(tmp_path)}", "data.kind=synthetic")
+    shape = circumstances_of(*words, "parallel.layout=auto").shape
+    assert isinstance(shape, Architecture)
+    assert (shape.depth, shape.vocab) == (2, 512)
+    assert circumstances_of(*words, found=(H100,)).shape == shape
+    assert circumstances_of(*words).shape is None
+
+
+def test_layers_that_the_planner_does_not_know_are_told_where_a_layout_is_open(tmp_path: Path) -> None:
+    words = (f"model.hf={write_config(tmp_path, model_type='unheard-of')}", "data.kind=synthetic")
+    assert circumstances_of(*words, found=(H100,)).shape is None
+    with pytest.raises(UserError, match="has no layers that the planner knows how to split"):
+        circumstances_of(*words, "parallel.layout=auto")
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ((), ()),
+        (("site.name=generic-slurm",), ()),
+        (("run.device=cpu",), (H100,)),
+        (("run.device=cpu", "site.name=dgx-slurm"), ()),
+        ((), ("a device that nobody knows",)),
+        ((), (H100, "NVIDIA A100-SXM4-80GB")),
+    ],
+)
+def test_none_where_none_is_wanted_or_known(words: tuple[str, ...], found: tuple[str, ...]) -> None:
+    assert circumstances_of(*words, found=found).machine is None
 
 
 def test_an_unknown_site_is_refused() -> None:

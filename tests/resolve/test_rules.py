@@ -43,6 +43,7 @@ DERIVE_TOO = {
 }
 
 ELSEWHERE = {
+    "an_open_layout_is_the_fastest_that_fits",
     "a_hugging_face_model_brings_its_own_shape",
     "only_a_hugging_face_model_has_weights_to_start_from",
     "a_sample_fits_the_positions_of_a_hugging_face_model",
@@ -55,7 +56,7 @@ ELSEWHERE = {
     "zero_offloads_what_it_shards",
     "settings_of_deepspeed_do_not_contradict_the_run_file",
 }
-"""Rules of `test_huggingface_rules.py` and of DeepSpeed."""
+"""Rules of `test_open_layout.py`, of `test_huggingface_rules.py` and of DeepSpeed."""
 
 
 def test_every_rule_is_tested_below() -> None:

@@ -54,6 +54,7 @@ FREE = (
     "optim.lr=0.5",
     "optim.schedule=constant",
     "optim.clip=off",
+    "parallel.layout=auto",
     "parallel.dp_shard=2",
     "precision.compute=bf16",
     "checkpoint.every=off",
@@ -162,7 +163,14 @@ def test_what_changed_is_found_with_both_values() -> None:
 
 
 def test_where_a_run_goes_on_is_no_change_of_it() -> None:
-    words = ("parallel.dp_shard=2", "run.threads=3", "run.name=other", "data.workers=2", "train.micro_batch=2")
+    words = (
+        "parallel.layout=auto",
+        "parallel.dp_shard=2",
+        "run.threads=3",
+        "run.name=other",
+        "data.workers=2",
+        "train.micro_batch=2",
+    )
     assert find_changes(saved_of(), resolve_words(*words, ranks=2)) == {}
     assert find_changes({}, resolve_words("optim.lr=0.5")) == {}
     assert set(FREE_AT_RESUME) <= {*all_keys(), *sections()}

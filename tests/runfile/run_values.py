@@ -86,6 +86,7 @@ _BY_KEY: dict[str, st.SearchStrategy[Any]] = {
     "optim.warmup": spans(),
     "optim.decay": spans(),
     "optim.lr_scaling": st.sampled_from(["none", "linear"]),
+    "parallel.layout": st.sampled_from(["given", "auto"]),
     "parallel.dp_replicate": AUTO_OR_SMALL,
     "parallel.dp_shard": AUTO_OR_SMALL,
     "parallel.bucket": sizes(),

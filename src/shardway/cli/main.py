@@ -15,7 +15,7 @@ from typing import Any
 import typer
 
 from shardway import __version__
-from shardway.cli import checkpoint, config, init, logs, report, status, train
+from shardway.cli import checkpoint, config, init, logs, plan, report, status, train
 from shardway.errors import Bug, ShardwayError
 
 EXIT_KILLED = 130
@@ -33,6 +33,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("plan")(plan.plan)
 app.command("train")(train.train)
 app.command("init")(init.init)
 app.add_typer(config.app, name="config")

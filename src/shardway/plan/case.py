@@ -158,6 +158,24 @@ class Case:
         return self.engine.master_bytes or self.engine.weight_bytes if self.value_bytes == 2 else 4
 
     @property
+    def casts_each(self) -> bool:
+        """Whether every product makes copies in 16 bits of what it reads: none where weights are kept so."""
+        return self.engine.casts_each and self.value_bytes == 2 and self.kept_weight_bytes == 4
+
+    @property
+    def casts_weights(self) -> bool:
+        """Whether weights are among these: those that are gathered come in 16 bits, and so do copies of a model that is
+        split otherwise as well (`layout.needs_sharding`)."""
+        degrees = self.degrees
+        gathered = self.zero == 3 and degrees.shards > 1
+        return self.casts_each and not gathered and (degrees.data == 1 or degrees.tp * degrees.pp == 1)
+
+    @property
+    def stream_bytes(self) -> int:
+        """Of a number of the residual stream, which has the format of the embedding."""
+        return 4 if self.casts_weights else self.value_bytes
+
+    @property
     def gradient_bytes(self) -> int:
         """Of a summed gradient."""
         return self.engine.gradient_bytes if self.value_bytes == 2 else 4

@@ -42,10 +42,14 @@ class Engine:
     """A norm is one kernel and keeps its input alone; otherwise it goes through copies in fp32."""
     fused_activations: bool = True
     """A gated activation is one kernel."""
-    copies_heads: bool = False
-    """Queries, keys and values are kept twice: as they were made, and as the attention kernel wants them."""
     fused_scores: bool = True
     """Scale, mask and softmax of scores are one kernel, where scores are kept at all."""
+    casts_each: bool = False
+    """Formats follow each operator (`torch.autocast`): norms read fp32, the residual stream is left as it comes, and
+    every product makes copies in 16 bits of what it reads, and of its weight where that was not gathered so."""
+    whole_regions: bool = False
+    """The tensor axis keeps whole what enters a region, where others gather it again on the way back; where results of
+    products are kept, each rank's summands beside their sum; and keys and values that their heads do not split."""
     by_parameter: bool = False
     """Shards are gathered and gradients scattered parameter by parameter, not in buckets or layers."""
     overlaps_gradients: bool = True
@@ -56,12 +60,21 @@ class Engine:
     """What it recomputes between nothing and everything."""
     keeps_low_bits: bool = False
     """Inputs of products in eight bits are kept in eight bits."""
+    short_pipelines: bool = True
+    """1F1B also runs fewer micro-batches than there are ranks; PyTorch's own schedule refuses that."""
     buffers_each_pass: bool = False
     """Each micro-batch of a pass through the pipeline has buffers of its own to arrive in."""
     passes_per_stage: int = 0
     """Micro-batches of a pass for each stage, where it is left to the engine; 0 = it has no such rule."""
     shards_weights: bool = False
     """Shards weights themselves (ZeRO 3) where it shards at all; others share optimizer states (ZeRO 1)."""
+    sums_apart: bool = False
+    """With shared optimizer states, gradients of a pass are added to earlier ones after its products, not by them."""
+    pads_vocab: bool = False
+    """Where the tensor axis splits them, embedding and head have rows of no token, so that their sizes suit kernels."""
+    cut: Literal["even", "filled", "weighed"] = "even"
+    """Layers of pipeline stages: alike, ends last to get one more; as many as the largest stage has until none is left;
+    or by FLOPs, the head's among them."""
     rails: bool = True
     """A group's messages between nodes use the adapters of all its ranks, not each rank's own alone."""
     eager: bool = True
@@ -80,13 +93,17 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
                 logit_bytes=12,
                 fused_activations=False,
                 buffers_each_pass=True,
+                short_pipelines=False,
                 shards_weights=True,
+                casts_each=True,
+                whole_regions=True,
             ),
             Engine(
                 name="fsdp2",
                 between="products",
                 shards_weights=True,
                 buffers_each_pass=True,
+                short_pipelines=False,
                 fused_activations=False,
                 logit_bytes=12,
                 split_logit_bytes=4,
@@ -95,6 +112,7 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
                 name="torchtitan",
                 between="operators",
                 buffers_each_pass=True,
+                short_pipelines=False,
                 fused_norms=False,
                 fused_activations=False,
                 logit_bytes=12,
@@ -102,16 +120,34 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
                 passes_per_stage=1,
             ),
             Engine(name="fsdp1", shards_weights=True, fused_activations=False, logit_bytes=10),
-            Engine(name="megatron", between="products", eager=False, logit_bytes=8, keeps_low_bits=True),
-            Engine(name="nemo", between="products", eager=False, logit_bytes=8, keeps_low_bits=True, gradient_bytes=2),
-            Engine(name="megatron-2021", overlaps_gradients=False, overlaps_parameters=False),
+            Engine(
+                name="megatron",
+                between="products",
+                eager=False,
+                logit_bytes=8,
+                keeps_low_bits=True,
+                pads_vocab=True,
+            ),
+            Engine(
+                name="nemo",
+                between="products",
+                eager=False,
+                logit_bytes=8,
+                keeps_low_bits=True,
+                gradient_bytes=2,
+                pads_vocab=True,
+            ),
+            Engine(name="megatron-2021", overlaps_gradients=False, overlaps_parameters=False, pads_vocab=True),
             Engine(
                 name="megatron-deepspeed",
+                sums_apart=True,
+                pads_vocab=True,
                 overlaps_gradients=False,
                 overlaps_parameters=False,
             ),
             Engine(
                 name="scaling",
+                pads_vocab=True,
                 gradient_bytes=2,
                 logit_bytes=20,
                 splits_loss=False,
@@ -121,11 +157,11 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
             Engine(name="deepspeed", shards_weights=True, gradient_bytes=2, rails=False),
             Engine(
                 name="nanotron",
-                copies_heads=True,
                 spare_gradient_bytes=2,
                 fused_activations=False,
                 overlaps_parameters=False,
                 by_parameter=True,
+                cut="weighed",
             ),
         )
     }

@@ -16,7 +16,7 @@ from shardway.plan.case import Case
 from shardway.plan.machine import Machine
 from shardway.plan.memory.breakdown import StageMemory, estimate_memory, peak_stage
 from shardway.plan.memory.overheads import Overheads, load_overheads
-from shardway.plan.time.ceilings import Ceilings, load_ceilings
+from shardway.plan.time.ceilings import Ceilings, ceilings_of
 from shardway.plan.time.step import StepTime, estimate_step
 
 
@@ -40,9 +40,19 @@ class Estimate:
         return self.machine.memory_bytes * self.peak.overheads.usable
 
     @property
+    def memory_low(self) -> float:
+        """Lower end of the interval that holds four of five measured peaks, as nvidia-smi shows them."""
+        return self.peak.device * self.peak.overheads.low
+
+    @property
+    def memory_high(self) -> float:
+        """Its upper end."""
+        return self.peak.device * self.peak.overheads.high
+
+    @property
     def fits(self) -> bool:
-        """Whether every rank's device holds what it needs."""
-        return self.peak.device <= self.usable_bytes
+        """Whether every rank's device, and every node's host, holds what it needs."""
+        return holds(self.machine, self.peak)
 
     @property
     def tokens_per_second(self) -> float:
@@ -80,9 +90,16 @@ class Estimate:
         return again / (3 * forward)
 
 
+def holds(machine: Machine, peak: StageMemory) -> bool:
+    """Whether a machine has the memory that the fullest rank needs; a host that nobody knows is taken to have it."""
+    host_bytes = peak.host * machine.per_node
+    on_host = machine.host_bytes is None or host_bytes <= machine.host_bytes * peak.overheads.usable
+    return on_host and peak.device <= machine.memory_bytes * peak.overheads.usable
+
+
 def estimate(
     case: Case, machine: Machine, ceilings: Ceilings | None = None, overheads: Overheads | None = None
 ) -> Estimate:
     """Price a case. Without `ceilings` and `overheads` the shipped ones are used. Raises UserError."""
     memory = estimate_memory(case, overheads or load_overheads())
-    return Estimate(case, machine, memory, estimate_step(case, machine, ceilings or load_ceilings(machine.accelerator)))
+    return Estimate(case, machine, memory, estimate_step(case, machine, ceilings or ceilings_of(machine)))

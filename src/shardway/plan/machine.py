@@ -6,7 +6,8 @@ Invariant: every rate is one direction and per accelerator. This module must not
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from shardway.errors import Problem, UserError, render_problems
 from shardway.hardware.catalogue import Accelerator, Dtype
@@ -30,8 +31,12 @@ class Machine:
     network: float
     domain: int
     memory_bytes: int
+    host_bytes: int | None = None
+    """Memory of a node's host that a job may use; None: not known."""
     assumed: tuple[str, ...] = ()
     """What no source said, in sentences."""
+    measured: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Factors that were measured on this machine, by name; they stand before the shipped ones."""
 
     def spans_nodes(self, ranks: int, stride: int = 1) -> bool:
         """Whether a group of ranks, each `stride` from the next, leaves the fast link's domain."""

@@ -7,11 +7,14 @@ This module must not guess a part.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from types import MappingProxyType
 
 from shardway.errors import Problem, UserError, check_no_problems, render_problems
 from shardway.hardware.catalogue import Accelerator, Link, load_accelerators, load_links
 from shardway.plan.machine import Machine
+from shardway.plan.time.ceilings import Ceilings
 from shardway.sites.schema import CPU, SiteProfile
 
 RACK_DOMAINS = {"gb200": 72, "gb300": 72}
@@ -19,6 +22,9 @@ RACK_DOMAINS = {"gb200": 72, "gb300": 72}
 
 USUAL_NODE = 8
 """Accelerators of a node where only the part is named."""
+
+USUAL_HOST_BYTES = 2 * 10**12
+"""Memory of a node's host where only the part is named."""
 
 USUAL_NETWORK = 25e9
 """Bytes per second of an accelerator between nodes where nobody says: one adapter of 200 Gb/s each."""
@@ -36,7 +42,19 @@ def machine_of_site(site: SiteProfile) -> Machine:
     accelerator = load_accelerators()[str(node.accelerator)]
     per_node = int(node.accelerators_per_node or 1)
     network, assumed = _network_of(site, per_node)
-    return _machine(site.name, accelerator, per_node, node.link or accelerator.link, network, assumed)
+    machine = _machine(site.name, accelerator, per_node, node.link or accelerator.link, network, assumed)
+    return replace(machine, host_bytes=node.memory, measured=_check_measured(site))
+
+
+def _check_measured(site: SiteProfile) -> Mapping[str, float]:
+    """What was measured on the site. Raises UserError with every name that is no ceiling."""
+    names = [each.name for each in fields(Ceilings)]
+    unknown = [name for name in site.measured if name not in names]
+    check_no_problems(
+        f"the site {site.name}",
+        [Problem(f"measured.{name}", "is no ceiling of the planner", allowed=", ".join(names)) for name in unknown],
+    )
+    return MappingProxyType(dict(site.measured))
 
 
 def _lacks(site: SiteProfile, where: str, what: str) -> Problem:
@@ -48,14 +66,17 @@ def machine_of_part(key: str) -> Machine:
     """Nodes of eight of an accelerator, with the network that such nodes usually have. Raises UserError."""
     parts = load_accelerators()
     if key not in parts:
-        near = difflib.get_close_matches(key, parts, n=3, cutoff=0.3)
+        near = [each for each in parts if key and each.startswith(key)]
+        near = near or difflib.get_close_matches(key, parts, n=3, cutoff=0.3)
         what = f'"{key}" is not in the catalogue of accelerators'
         allowed = ", ".join(parts)
         remedy = f"did you mean {' or '.join(near)}?" if near else ""
         raise UserError(render_problems("the plan", [Problem("--gpu", what, allowed=allowed, remedy=remedy)]))
     part = parts[key]
-    told = f"nodes of {USUAL_NODE} with {USUAL_NETWORK * 8 / 1e9:g} Gb/s for each accelerator"
-    return _machine(key, part, USUAL_NODE, part.link, USUAL_NETWORK, (told,))
+    network = f"{USUAL_NETWORK * 8 / 1e9:g} Gb/s for each accelerator"
+    told = f"nodes of {USUAL_NODE} with {network} and {USUAL_HOST_BYTES / 1e12:g} TB of memory"
+    machine = _machine(key, part, USUAL_NODE, part.link, USUAL_NETWORK, (told,))
+    return replace(machine, host_bytes=USUAL_HOST_BYTES)
 
 
 def _machine(

@@ -1,9 +1,10 @@
 """Which layers each pipeline rank has, and how many micro-batches it keeps at once.
 
-Invariant: stages follow one another, each has a layer at least, and sizes differ by one at most: the ends, which carry
-the embedding and the head, are never the larger ones. This module must not price a layer.
+Invariant: stages follow one another and each has a layer at least. Unless an engine cuts otherwise, sizes differ by one
+at most: the ends, which carry the embedding and the head, are never the larger ones. This module must price no layer.
 
-Sources: Narayanan et al., arXiv:2104.04473, section 2.2 (GPipe, 1F1B, interleaved); Korthikanti et al.,
+Sources: cuts: `partition_balanced` of DeepSpeed before its pull request 4312 (2023), `build_model` of nanotron 0.5;
+schedules: Narayanan et al., arXiv:2104.04473, section 2.2 (GPipe, 1F1B, interleaved); Korthikanti et al.,
 arXiv:2205.05198, section 4.2.3 (what interleaving keeps); Qi et al., arXiv:2401.10241, sections 2 and 6 (zero bubble,
 V).
 """
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import accumulate
 
-from shardway.layout import stages_of_rank
+from shardway.layout import IN_ROUNDS, count_rounds, stages_of_rank
 from shardway.plan.case import Case
 from shardway.plan.shapes.architecture import LayerRun, Side
 from shardway.plan.shapes.layer import LayerShape
@@ -40,12 +41,22 @@ class StageLayers:
 
 def list_stages(case: Case) -> tuple[StageLayers, ...]:
     """One entry a pipeline rank."""
-    return _cut(case.model.runs, case.degrees.pp, case.stages_per_rank, case.schedule)
+    return _cut(case.model.runs, case.degrees.pp, case.stages_per_rank, case.schedule, layers_of_stages(case))
+
+
+def layers_of_stages(case: Case) -> tuple[int, ...]:
+    """How many layers each stage has, in the order of the layers."""
+    layers = case.model.depth
+    if case.engine.cut == "filled":
+        return fill_up(layers, case.stages)
+    if case.engine.cut == "weighed" and case.stages > 1:
+        head = case.model.head.flops_per_token
+        return split_by_weight([layer.matmul_flops_per_token for layer in case.model.layers], head, case.stages)
+    return split_evenly(layers, case.stages)
 
 
 @lru_cache(maxsize=4096)
-def _cut(runs: Runs, ranks: int, per_rank: int, schedule: str) -> tuple[StageLayers, ...]:
-    sizes = split_evenly(sum(run.count for run in runs), ranks * per_rank)
+def _cut(runs: Runs, ranks: int, per_rank: int, schedule: str, sizes: tuple[int, ...]) -> tuple[StageLayers, ...]:
     edges = list(accumulate(sizes, initial=0))
     stages = []
     for rank in range(ranks):
@@ -81,17 +92,52 @@ def split_evenly(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(base + (start <= stage < start + more) for stage in range(stages))
 
 
-def kept_micro_batches(case: Case, rank: int) -> float:
-    """Micro-batches whose activations a pipeline rank holds at its peak, in units of all of its layers."""
+def fill_up(layers: int, stages: int) -> tuple[int, ...]:
+    """As many layers as the largest stage must have, until too few are left to go on so."""
+    most = -(-layers // stages)
+    sizes: list[int] = []
+    for after in reversed(range(stages)):
+        sizes.append(min(most, layers - sum(sizes) - after))
+    return tuple(sizes)
+
+
+def split_by_weight(weights: Sequence[float], last: float, stages: int) -> tuple[int, ...]:
+    """Layers of each stage where a stage ends with the layer that takes it beyond its share; `last`: of the head."""
+    total, done, sizes = sum(weights) + last, 0.0, [0]
+    for place, weight in enumerate(weights):
+        left = len(weights) - place
+        if sizes[-1] and (done > total * len(sizes) / stages or left == stages - len(sizes)) and len(sizes) < stages:
+            sizes.append(0)
+        sizes[-1] += 1
+        done += weight
+    return tuple(sizes)
+
+
+def fills_schedule(case: Case) -> bool:
+    """Whether a pipeline takes so many micro-batches: rounds of equal size where a rank has several stages, and for
+    1F1B as many as there are ranks, unless the engine fills up what is missing."""
     ranks, passes = case.degrees.pp, case.micro_batches
+    if ranks == 1:
+        return True
+    if case.schedule in IN_ROUNDS and passes % count_rounds(passes, ranks):
+        return False
+    return case.schedule != "1f1b" or passes >= ranks or case.engine.short_pipelines
+
+
+def kept_micro_batches(case: Case, rank: int) -> float:
+    """Micro-batches whose activations a pipeline rank holds at its peak, in units of all of its layers.
+
+    A rank leads by some forward passes before it alternates; where gradients of weights wait, what they need does too.
+    """
+    ranks, passes, per_rank = case.degrees.pp, case.micro_batches, case.stages_per_rank
     if ranks == 1:
         return 1.0
     if case.schedule == "gpipe":
         return float(passes)
     if case.schedule == "zbv":
         return float(min(passes, ranks))
-    waiting = ranks - rank
-    if case.stages_per_rank == 1:
-        return float(min(passes, waiting))
-    chunks = 2 * (waiting - 1) + (case.stages_per_rank - 1) * ranks + 1
-    return min(float(passes), chunks / case.stages_per_rank)
+    waits = case.schedule == "zero_bubble"
+    lead = ranks - 1 - rank
+    if per_rank > 1:
+        lead = (per_rank - 1) * -(-passes // count_rounds(passes, ranks)) + (1 if waits else 2) * lead
+    return min(float(passes), (lead + 1 + (rank if waits else 0)) / per_rank)

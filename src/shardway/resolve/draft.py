@@ -37,7 +37,15 @@ class Draft:
 
     def is_set(self, dotted: str) -> bool:
         """Whether the user (or a rule) set the key."""
-        return self._origins[dotted] != DEFAULT
+        return self.origin(dotted) != DEFAULT
+
+    def is_open(self, dotted: str) -> bool:
+        """Whether nobody has settled the key: it is not set, or it is "auto"."""
+        return not self.is_set(dotted) or bool(self.get(dotted) == "auto")
+
+    def origin(self, dotted: str) -> str:
+        """Where the value of a key comes from."""
+        return self._origins[dotted]
 
     def derive(self, dotted: str, value: Any, reason: str) -> None:
         """Settle a key that was left open."""
@@ -48,7 +56,7 @@ class Draft:
 
     def refuse(self, dotted: str, what: str, allowed: str = "", remedy: str = "") -> None:
         """Record that a value cannot be."""
-        self.problems.append(Problem(dotted, what, self._origins[dotted], allowed, remedy))
+        self.problems.append(Problem(dotted, what, self.origin(dotted), allowed, remedy))
 
     def finish(self, derived: Derived) -> Resolved:
         """The outcome, once no rule has anything left to say."""

@@ -11,16 +11,25 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardway.errors import UserError
-from shardway.hardware.probe import probe_machine
+from shardway.hardware import probe
+from shardway.hardware.catalogue import load_accelerators
 from shardway.hfconfig import ModelFacts, locate_model, read_facts
 from shardway.resolve.build import resolve
 from shardway.resolve.resolved import Circumstances, Resolved
 from shardway.rundir.directory import RunDir
 from shardway.runfile.load import Loaded, load_run
 from shardway.sites.load import load_site
+from shardway.sites.schema import CPU, SiteProfile
+
+if TYPE_CHECKING:  # the planner is loaded where something is planned
+    from shardway.plan.machine import Machine
+    from shardway.plan.shapes.measured import Shape
+
+LAPTOP = "laptop"
+"""The profile of which every fact of a node is detected."""
 
 _OVERRIDE = re.compile(r"[A-Za-z_]+\.[A-Za-z0-9_.]+\s*=")
 
@@ -81,15 +90,18 @@ def resolve_request(request: Request, ranks: int = 1, ranks_per_node: int = 1) -
     loaded = load_run(request.run_file, request.overrides)
     if request.directory is not None:
         loaded = _place(loaded, request.directory, by_default=request.own_model)
-    machine = probe_machine()
-    site = load_site(loaded.values.site.name, lambda: machine)
+    values, machine = loaded.values, probe.probe_machine()
+    site = load_site(values.site.name, lambda: machine)
+    planned = _planned_machine(site, machine) if values.run.device != "cpu" else None
     circumstances = Circumstances(
         ranks=ranks,
         ranks_per_node=ranks_per_node,
         usable_cores=machine.usable_cores,
         accelerators=len(machine.accelerators),
         site=site.name,
-        hf=_facts_of(loaded.values.model.hf),
+        hf=_facts_of(values.model.hf),
+        machine=planned,
+        shape=_shape_of(values.model.hf) if planned or values.parallel.layout == "auto" else None,
         own_model=request.own_model,
     )
     return Resolution(request, loaded, resolve(loaded, circumstances))
@@ -98,6 +110,33 @@ def resolve_request(request: Request, ranks: int = 1, ranks_per_node: int = 1) -
 def _facts_of(hf: str) -> ModelFacts | None:
     """What the config of `model.hf` says, where that is set."""
     return read_facts(locate_model(hf, weights=False)) if hf else None
+
+
+def _shape_of(hf: str) -> Shape | None:
+    """The layers of `model.hf`; None where it is not set, or is of a family that the planner does not know."""
+    if not hf:
+        return None
+    from shardway.plan.shapes.hf import read_shape
+
+    try:
+        return read_shape(hf)
+    except UserError:
+        return None
+
+
+def _planned_machine(site: SiteProfile, found: probe.Machine) -> Machine | None:
+    """The machine of the site, or, where its profile names no accelerator, nodes like this one. None for nodes without
+    accelerators, and for those whose memory and rates the catalogue does not know."""
+    if site.node.accelerator is None:
+        own = load_site(LAPTOP, lambda: found).node
+        facts = {"accelerator": own.accelerator, "accelerators_per_node": own.accelerators_per_node}
+        site = site.model_copy(update={"node": site.node.model_copy(update=facts)})
+    part = load_accelerators().get(site.node.accelerator or CPU)
+    if part is None or not (part.memory_bytes and part.peak_flops and site.node.accelerators_per_node):
+        return None
+    from shardway.plan.site import machine_of_site
+
+    return machine_of_site(site)
 
 
 def _place(loaded: Loaded, directory: Path, *, by_default: bool) -> Loaded:

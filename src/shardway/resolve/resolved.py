@@ -7,11 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from shardway.hfconfig import ModelFacts
 from shardway.resolve.applies import applies
 from shardway.runfile.schema import RunFile
 from shardway.runfile.write import render_run
+
+if TYPE_CHECKING:  # what is planned loads the planner itself
+    from shardway.plan.machine import Machine
+    from shardway.plan.shapes.measured import Shape
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,10 @@ class Circumstances:
     site: str = "laptop"
     hf: ModelFacts | None = None
     """What the config of model.hf says, where there is one."""
+    machine: Machine | None = None
+    """The accelerators that the run is for, as the planner sees them; None where none is known or none is wanted."""
+    shape: Shape | None = None
+    """The layers of model.hf, where the planner knows its family."""
     own_model: bool = False
     """Whether a script brings its own model and data, so that [model] and [data] describe nothing."""
 

@@ -55,9 +55,7 @@ class ModelSection(Section):
     heads: PositiveInt = key(4, "Attention heads; must divide dim unless head_dim is set.")
     head_dim: PositiveInt | Auto = key("auto", "Width of a head; auto = dim / heads (transformer, vit).")
     kv_heads: PositiveInt | Auto = key("auto", "Key/value heads; must divide heads; auto = heads (transformer).")
-    ffn_dim: PositiveInt | Auto = key(
-        "auto", "Width of the feed-forward layer; auto = 8/3 dim for swiglu, 4 dim for others."
-    )
+    ffn_dim: PositiveInt | Auto = key("auto", "Width of the feed-forward layer; auto = 8/3 dim (swiglu) or 4 dim.")
     vocab: PositiveInt | Auto = key(
         "auto", "Vocabulary; auto = that of the data's tokenizer (transformer, encoder_decoder)."
     )
@@ -74,9 +72,7 @@ class ModelSection(Section):
     rope_theta: PositiveFloat = key(10000.0, "Base of the rotary position frequencies (transformer).")
     max_positions: PositiveInt | Auto = key("auto", "Rows of the table of learned positions; auto = data.seq_len.")
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = key(0.0, "Dropout probability (all but convnet).")
-    experts: NonNegativeInt = key(
-        0, "Experts of a mixture in place of the feed-forward layer; 0 = dense (transformer)."
-    )
+    experts: NonNegativeInt = key(0, "Experts in place of the feed-forward layer; 0 = dense (transformer).")
     experts_per_token: PositiveInt = key(2, "Experts that a token is sent to.")
     expert_dim: PositiveInt | Auto = key("auto", "Width of an expert; auto = ffn_dim / experts_per_token.")
     shared_experts: NonNegativeInt = key(0, "Experts that every token passes through besides.")
@@ -149,7 +145,7 @@ class TrainSection(Section):
     seed: NonNegativeInt = key(0, "Seed of initial weights, data order and dropout.", le=2**63 - 1)
     global_batch: PositiveInt = key(16, "Samples that one optimizer step sees, over all ranks.")
     micro_batch: PositiveInt | Auto = key(
-        "auto", "Samples that one rank passes through the model at once; auto = its whole share."
+        "auto", "Samples of one pass of a rank; auto = the fastest that fit by the plan, or else its whole share."
     )
     validate_every: SpanOrOff = key(Span(100, "steps"), "How often to validate; also at the end.")
     validation_samples: PositiveInt = key(512, "At most so many samples are validated on.")
@@ -224,6 +220,11 @@ class OptimSection(Section):
 class ParallelSection(Section):
     """The degree of each axis; their product is the number of ranks."""
 
+    layout: Literal["given", "auto"] = key(
+        "given",
+        "given = the degrees below; auto = those that nothing sets, with micro_batch, recompute.mode, pp_schedule and "
+        "reshard_after_forward, are the fastest that fit by the plan; without accelerators copies alone.",
+    )
     dp_replicate: PositiveInt | Auto = key("auto", "Copies of the model; auto = what the other axes leave.")
     dp_shard: PositiveInt | Auto = key(1, "Ranks that share one copy of the states (FSDP2).")
     cp: PositiveInt = key(1, "Context parallel degree (splits the sequence); the states are shared over it as well.")

@@ -105,6 +105,9 @@ class Queue(_Table):
     max_nodes: Count | None = Field(None, description="most nodes of a job")
 
 
+Rate = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+
+
 class Storage(_Table):
     """Folders on file systems that all nodes share."""
 
@@ -134,6 +137,9 @@ class SiteProfile(_Table):
     queues: tuple[Queue, ...] = Field((), description="queues or partitions; the first is the default")
     environment: Mapping[str, str] = Field({}, description="environment variables of every job")
     storage: Storage = Field(Storage(), description="shared file systems")
+    measured: Mapping[str, Rate] = Field(
+        {}, description="what benchmarks and finished runs reached here, by the names of the planner's ceilings"
+    )
     sources: Mapping[str, Source] = Field({}, description="key path -> where the fact comes from")
 
     @model_validator(mode="after")

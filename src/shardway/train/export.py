@@ -34,6 +34,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Name of a number format of weights -> torch's."""
 
 _SHARED_EVENLY = (
+    "parallel.layout=given",
     *(f"parallel.{axis}=1" for axis in ("dp_replicate", "cp", "tp", "pp", "ep")),
     "parallel.dp_shard=auto",
     "parallel.reshard_after_forward=auto",

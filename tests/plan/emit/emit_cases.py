@@ -71,6 +71,8 @@ GOLDEN_CASES = {
     ),
 }
 
+ENGINES = ("shardway", "fsdp2", "torchtitan", "megatron", "nemo", "deepspeed", "nanotron")
+
 PREDICTION = (
     "Planned by Shardway: 1.23 s a step (predicted, not measured), 45.6 GiB on the fullest rank.",
     "One rank computes 40 % of its peak.",
@@ -86,10 +88,10 @@ def cases(draw: st.DrawFn) -> Case:
     choices: dict[str, Any] = {
         "zero": draw(st.sampled_from([0, 1, 2, 3])),
         "precision": draw(st.sampled_from(["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "fp4"])),
-        "recompute": draw(st.sampled_from(["none", "selective", "operators", "full"])),
+        "recompute": draw(st.sampled_from(["none", "selective", "products", "operators", "full"])),
         "optimizer": draw(st.sampled_from(["adamw", "adamw8bit", "adafactor", "sgd", "muon"])),
         "attention": draw(st.sampled_from(["plain", "flash1", "flash2", "flash3"])),
-        "engine": find_engine(draw(st.sampled_from(["shardway", "fsdp2", "megatron", "deepspeed"]))),
+        "engine": find_engine(draw(st.sampled_from(ENGINES))),
         **{name: draw(st.booleans()) for name in ("reshard", "sequence", "compiled", "offload", "fused_loss")},
         **{name: draw(st.booleans()) for name in ("dropout", "async_tensor")},
         **draw(_schedules(degrees)),

@@ -153,3 +153,9 @@ def test_what_is_not_resolved_is_a_bug() -> None:
 def test_perceptrons_and_convolutions_are_measured() -> None:
     for changes in (IMAGES["convnet"], IMAGES["mlp"]):
         assert isinstance(shape_of_section(section(**changes), IMAGE), Measured)
+
+
+def test_an_absurd_number_of_layers_is_told_at_once() -> None:
+    section = ModelSection(layers=10**15, vocab=256, ffn_dim=256, kv_heads=4, head_dim=32)
+    with pytest.raises(UserError, match="1,000,000,000,000,000 is no size"):
+        shape_of_section(section, (128,))

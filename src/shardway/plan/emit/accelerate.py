@@ -1,7 +1,8 @@
 """Hugging Face Accelerate: the file that `accelerate launch --config_file` reads.
 
-Invariant: the number of processes is that of the plan, so that Accelerate refuses to start where the degrees of the
-file do not make as many. This module must not import accelerate.
+Invariant: where Accelerate compares degrees with the number of processes, that is the plan's number of ranks, so that
+it refuses to start if the file lacks one; plain copies, of which it compares nothing, are started on the data ranks
+alone. This module must not import accelerate.
 
 Source: Accelerate 1.15.0 (commands/launch.py, parallelism_config.py, utils/dataclasses.py).
 """
@@ -12,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from shardway.plan.case import Case
 from shardway.plan.emit.emitted import Emitted, Head, gather, write
-from shardway.plan.emit.tellings import tell_engine, tell_kernel, tell_script, tell_zero
+from shardway.plan.emit.pipeline import name_schedule
+from shardway.plan.emit.tellings import tell_engine, tell_offload, tell_own_model, tell_script, tell_tf32, tell_zero
 from shardway.plan.emit.texts import Settings, Value, write_yaml
 
 FILE = "accelerate.yaml"
@@ -51,7 +53,7 @@ def _settings(case: Case) -> Mapping[str, Value]:
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP" if _shards(case) else "MULTI_GPU",
         "mixed_precision": precision,
-        "num_processes": case.degrees.world,
+        "num_processes": case.degrees.world if _shards(case) else case.degrees.data,
         "num_machines": 1,
         "use_cpu": False,
         **({"fp8_config": {"backend": "AO"}} if precision == "fp8" else {}),
@@ -93,10 +95,11 @@ def _tell(case: Case) -> Iterator[str]:
 
 def _tell_axes(case: Case) -> Iterator[str]:
     degrees = case.degrees
+    left = "it refuses to start as many ranks" if _shards(case) else "the file starts the data ranks alone"
     if degrees.pp > 1:
         yield (
-            f"pp {degrees.pp} is not in the file: Accelerate trains without a pipeline, so {case.schedule} with "
-            f"{case.stages_per_rank} stages a rank has no place, and it refuses to start as many ranks."
+            f"pp {degrees.pp} is not in the file: Accelerate trains without a pipeline, so {name_schedule(case)} has "
+            f"no place, and {left}."
         )
     if degrees.ep > 1:
         yield f"ep {degrees.ep} is not in the file: Accelerate has no axis for experts, every rank holds them all."
@@ -121,28 +124,23 @@ def _tell_sharing(case: Case) -> Iterator[str]:
     if case.zero == 0 and _shards(case):
         yield "The plan shares no states; with tp or cp Accelerate shards weights too: less memory than predicted."
     yield from tell_zero(case, "Accelerate")
-    if case.offload:
-        yield "Accelerate keeps weights and gradients in CPU memory too, the plan optimizer states alone: slower steps."
-    if case.offload and not _shards(case):
-        yield "Without sharding nothing is offloaded."
+    if _shards(case):
+        yield from tell_offload(case, "Accelerate")
+    elif case.offload:
+        yield "Without sharding Accelerate offloads nothing: more memory than predicted."
 
 
 def _tell_formats(case: Case) -> Iterator[str]:
-    if case.precision == "tf32":
-        yield 'The file says "no" mixed precision: set torch.set_float32_matmul_precision("high") for tf32.'
+    yield from tell_tf32(case, 'The file says "no" mixed precision')
     if case.precision in ("mxfp8", "fp4"):
         yield f"Accelerate has no {case.precision} here: the file says bf16."
     if case.precision == "fp8":
-        yield "fp8 is that of torchao; Transformer Engine is the other backend."
+        yield "fp8 is that of torchao, without which Accelerate refuses to start; Transformer Engine does it too."
 
 
 def _tell_model(case: Case) -> Iterator[str]:
-    if case.recompute in ("selective", "operators"):
+    if case.recompute not in ("none", "full"):
         yield f"Accelerate recomputes whole layers or nothing: nothing here, where the plan says {case.recompute}."
     if case.recompute == "full" and not _shards(case):
         yield "Recompute is the model's without FSDP: call gradient_checkpointing_enable()."
-    yield from tell_kernel(case, "Your model")
-    if case.dropout:
-        yield "Dropout is the model's; the plan has it."
-    if case.fused_loss:
-        yield "The loss of the plan is computed without a full copy of the logits: your script has to do the same."
+    yield from tell_own_model(case)

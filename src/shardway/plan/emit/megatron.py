@@ -1,8 +1,8 @@
 """Megatron-LM: a file of shell that holds its flags in an array, and the environment that they want.
 
-Invariant: sourced, the file starts nothing and changes nothing but MEGATRON_ARGS and one variable of CUDA's. Megatron
-derives the data degree from the world, so a comment and a variable say what that has to be. This module must not import
-megatron.
+Invariant: sourced, the file starts nothing and changes nothing but MEGATRON_ARGS, EXPECTED_RANKS and one variable of
+CUDA's. Megatron derives the data degree from the world, so a comment and EXPECTED_RANKS say what that has to be. This
+module must not import megatron.
 
 Source: megatron/training/arguments.py of Megatron Core 0.19.2.
 """
@@ -12,14 +12,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from shardway.plan.case import Case
+from shardway.plan.emit import megatron_settings as shared
 from shardway.plan.emit import megatron_terms as terms
 from shardway.plan.emit.emitted import Emitted, Head, gather, write
 from shardway.plan.emit.megatron_model import model_flags, tell_model
-from shardway.plan.emit.pipeline import layers_of_stages, render_layout
+from shardway.plan.emit.pipeline import render_layout
 from shardway.plan.emit.tellings import tell_script
 from shardway.plan.emit.texts import Settings, write_flags
+from shardway.plan.stages import layers_of_stages
 
 FILE = "megatron.sh"
+
+_PRICED_AS = ("megatron", "megatron-2021")
 
 _PRECISION: Mapping[str, Settings] = {
     "fp16": {"fp16": True},
@@ -33,24 +37,19 @@ _PRECISION: Mapping[str, Settings] = {
 def emit(case: Case, prediction_lines: Sequence[str]) -> Emitted:
     """megatron.sh."""
     left = "the data, the tokenizer, the number of iterations, the learning rate, the folders of checkpoints"
-    told = gather([*tell_model(case), *terms.tell_megatron(case, "Megatron-LM"), *tell_script(case, left)])
-    head = Head(case, prediction_lines, degrees_of(case), told)
+    told = gather([*tell_model(case), *terms.tell_megatron(case, "Megatron-LM", _PRICED_AS), *tell_script(case, left)])
+    head = Head(case, prediction_lines, terms.degrees_of(case), told)
     return Emitted((write(FILE, head, _body(case)),), told)
-
-
-def degrees_of(case: Case) -> Mapping[str, int]:
-    """As Megatron has them; dp is what is left of the ranks."""
-    degrees = case.degrees
-    return {"dp": degrees.data, "cp": degrees.cp, "tp": degrees.tp, "pp": degrees.pp}
 
 
 def _body(case: Case) -> str:
     groups = {
         "model": model_flags(case),
-        "layout": _layout(case),
+        "layout": {**shared.dashed(shared.degree_settings(case)), **_pipeline(case)},
         "batch": {"micro-batch-size": case.micro_batch, "global-batch-size": case.global_batch},
         "states": _states(case),
-        "formats and kernels": {**_PRECISION.get(case.precision, {}), **_kernels(case)},
+        "formats": {**_PRECISION.get(case.precision, {}), **_gradients(case)},
+        "kernels": shared.dashed(shared.kernel_settings(case)),
     }
     arrays = "".join(f"  # {name}\n{write_flags(flags)}" for name, flags in groups.items())
     return (
@@ -66,55 +65,26 @@ def _connections(case: Case) -> str:
     return "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" if case.degrees.tp * case.degrees.cp > 1 else ""
 
 
-def _layout(case: Case) -> Settings:
-    degrees = case.degrees
-    moe = any(layer.experts for layer in case.model.layers)
-    return {
-        "tensor-model-parallel-size": degrees.tp,
-        "pipeline-model-parallel-size": degrees.pp,
-        "context-parallel-size": degrees.cp,
-        "expert-model-parallel-size": degrees.ep if moe else None,
-        "expert-tensor-parallel-size": degrees.etp if moe else None,
-        "sequence-parallel": case.sequence and degrees.tp > 1,
-        **_stages(case),
-        "use-tp-pp-dp-mapping": terms.keeps_mapping(case),
-    }
-
-
-def _stages(case: Case) -> Settings:
+def _pipeline(case: Case) -> Settings:
+    mapping: Settings = {"use-tp-pp-dp-mapping": terms.keeps_mapping(case)}
     if terms.needs_layout(case):
-        return {"pipeline-model-parallel-layout": render_layout(case)}
+        return {"pipeline-model-parallel-layout": render_layout(case), **mapping}
     if terms.virtual_stages(case):
-        return {"num-layers-per-virtual-pipeline-stage": layers_of_stages(case)[0]}
-    return {}
+        return {"num-layers-per-virtual-pipeline-stage": layers_of_stages(case)[0], **mapping}
+    return mapping
+
+
+def _gradients(case: Case) -> Settings:
+    """Megatron sums in fp32 beside bf16 and in fp16 beside fp16, unless it is told."""
+    if case.value_bytes == 4:
+        return {}
+    wide = case.gradient_bytes == 4
+    return {
+        "accumulate-allreduce-grads-in-fp32": wide,
+        "grad-reduce-in-bf16": not wide and case.precision != "fp16",
+    }
 
 
 def _states(case: Case) -> Settings:
-    fsdp, shared = terms.uses_fsdp(case), terms.uses_distributed_optimizer(case)
-    instances = terms.instances(case)
-    return {
-        "optimizer": terms.OPTIMIZERS.get(case.optimizer, "adam"),
-        "use-distributed-optimizer": shared,
-        "num-distributed-optimizer-instances": instances if instances > 1 else None,
-        "use-megatron-fsdp": fsdp,
-        "data-parallel-sharding-strategy": terms.strategy(case) if fsdp else None,
-        "ckpt-format": "fsdp_dtensor" if fsdp else None,
-        "overlap-grad-reduce": case.engine.overlaps_gradients,
-        "overlap-param-gather": case.engine.overlaps_gradients and case.engine.overlaps_parameters and shared,
-        "optimizer-cpu-offload": case.offload,
-        "use-precision-aware-optimizer": case.offload,
-    }
-
-
-def _kernels(case: Case) -> Settings:
-    overlapped = case.async_tensor and case.sequence and case.degrees.tp > 1
-    recompute = {name.replace("_", "-"): value for name, value in terms.recompute(case).items()}
-    rate = 0.1 if case.dropout else 0.0
-    return {
-        "attention-backend": terms.attention_backend(case),
-        **recompute,
-        "tp-comm-overlap": overlapped,
-        "cross-entropy-loss-fusion": case.fused_loss,
-        "attention-dropout": rate,
-        "hidden-dropout": rate,
-    }
+    checkpoints: Settings = {"ckpt_format": "fsdp_dtensor"} if terms.uses_fsdp(case) else {}
+    return shared.dashed({**shared.optimizer_settings(case), **shared.state_settings(case), **checkpoints})

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardway.plan.case import Case
+from shardway.plan.emit.megatron_settings import dashed, expert_settings, latent_settings
 from shardway.plan.emit.sizes import Sizes, read_sizes, render_pattern, tell_irregular
 from shardway.plan.emit.texts import Settings
 from shardway.plan.shapes.layer import Attention
@@ -46,21 +47,7 @@ def _attention(attention: Attention) -> Settings:
         "num-query-groups": attention.kv_heads if grouped else None,
         "kv-channels": attention.head_dim,
         "qk-layernorm": attention.qk_norm or attention.latent is not None,
-        **_latent(attention),
-    }
-
-
-def _latent(attention: Attention) -> Settings:
-    latent = attention.latent
-    if latent is None:
-        return {}
-    return {
-        "multi-latent-attention": True,
-        "q-lora-rank": latent.q_rank or None,
-        "kv-lora-rank": latent.kv_rank,
-        "qk-head-dim": attention.head_dim,
-        "qk-pos-emb-head-dim": latent.rope_dim,
-        "v-head-dim": latent.value_dim,
+        **dashed(latent_settings(attention)),
     }
 
 
@@ -78,12 +65,8 @@ def _experts(sizes: Sizes) -> Settings:
         return {}
     return {
         "num-experts": experts.count,
-        "moe-router-topk": experts.per_token,
-        "moe-ffn-hidden-size": experts.dim,
-        "moe-shared-expert-intermediate-size": experts.shared_dim or None,
         "moe-layer-freq": None if all(sizes.mixed) else render_pattern(sizes.mixed),
-        "moe-grouped-gemm": True,
-        "moe-token-dispatcher-type": "alltoall",
+        **dashed(expert_settings(sizes)),
     }
 
 

@@ -8,14 +8,12 @@ Source: Megatron Core 0.16 to 0.19 (megatron/training/arguments.py, core/transfo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from shardway.plan.case import Case
 from shardway.plan.emit.pipeline import is_even, schedule_of
-from shardway.plan.emit.tellings import tell_engine, tell_optimizer
-from shardway.plan.emit.texts import Settings
+from shardway.plan.emit.tellings import tell_engine, tell_optimizer, tell_order
 
-PRICED_AS = ("megatron", "megatron-2021")
 OPTIMIZERS = {"adamw": "adam", "sgd": "sgd", "muon": "muon"}
 
 
@@ -24,19 +22,15 @@ def uses_fsdp(case: Case) -> bool:
     return case.zero >= 2 and case.degrees.shards > 1
 
 
-def uses_distributed_optimizer(case: Case) -> bool:
-    """Whether optimizer states are shared."""
-    return case.zero >= 1
-
-
 def strategy(case: Case) -> str:
     """What Megatron-FSDP shares."""
     return "optim_grads_params" if case.zero == 3 else "optim_grads"
 
 
-def instances(case: Case) -> int:
-    """Groups of data ranks that hold the states once each."""
-    return case.degrees.dp_replicate if uses_distributed_optimizer(case) else 1
+def degrees_of(case: Case) -> Mapping[str, int]:
+    """As Megatron has them; dp is what is left of the ranks."""
+    degrees = case.degrees
+    return {"dp": degrees.data, "cp": degrees.cp, "tp": degrees.tp, "pp": degrees.pp}
 
 
 def keeps_mapping(case: Case) -> bool:
@@ -55,23 +49,9 @@ def needs_layout(case: Case) -> bool:
     return case.degrees.pp > 1 and not is_even(case)
 
 
-def attention_backend(case: Case) -> str:
-    """The kernel: FlashAttention's, or cuDNN's for those made for Hopper."""
-    return {"plain": "unfused", "flash3": "fused"}.get(case.attention, "flash")
-
-
-def recompute(case: Case) -> Settings:
-    """Granularity and what belongs to it, by the names of TransformerConfig."""
-    kinds: Mapping[str, Settings] = {
-        "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    }
-    return kinds.get(case.recompute, {})
-
-
-def tell_megatron(case: Case, library: str) -> Iterator[str]:
-    """What either library lacks."""
-    yield from tell_engine(case, library, PRICED_AS)
+def tell_megatron(case: Case, library: str, priced_as: Collection[str]) -> Iterator[str]:
+    """What either library lacks; `priced_as` are the engines whose prediction is that of the library."""
+    yield from tell_engine(case, library, priced_as)
     yield from _tell_sharing(case)
     yield from _tell_pipeline(case)
     yield from _tell_products(case)
@@ -81,17 +61,13 @@ def tell_megatron(case: Case, library: str) -> Iterator[str]:
 
 
 def _tell_sharing(case: Case) -> Iterator[str]:
-    degrees = case.degrees
-    if degrees.pp > 1 and degrees.dp_replicate > 1 and not keeps_mapping(case):
-        yield (
-            "Megatron places pipeline ranks furthest apart and copies within; the plan has copies outermost, so other "
-            "messages leave the node."
-        )
+    if not keeps_mapping(case):
+        yield from tell_order(case, "Megatron")
     if uses_fsdp(case) and case.optimizer == "muon":
         yield "Megatron-FSDP refuses Muon: share the optimizer states alone, as ZeRO-1 does."
     if case.zero == 3 and not case.reshard:
         yield "Megatron-FSDP frees weights after the forward pass always: less memory and more traffic than predicted."
-    if uses_fsdp(case) and degrees.tp * degrees.cp > 1:
+    if uses_fsdp(case) and case.degrees.tp * case.degrees.cp > 1:
         yield (
             "Megatron-FSDP wants CUDA_DEVICE_MAX_CONNECTIONS above 1, and tp or cp want it at 1 before Blackwell: "
             "expect less overlap than predicted."
@@ -122,8 +98,11 @@ def _tell_products(case: Case) -> Iterator[str]:
 
 
 def _tell_rest(case: Case) -> Iterator[str]:
-    if case.recompute == "operators":
-        yield "Megatron cannot recompute every second product: nothing is recomputed, which takes more memory."
+    if case.recompute in ("products", "operators"):
+        yield (
+            f'Megatron recomputes named modules, the plan "{case.recompute}": nothing is recomputed, which takes more '
+            "memory than predicted."
+        )
     if case.attention == "flash1":
         yield "Transformer Engine has no first FlashAttention; a later one is faster than predicted."
     if case.compiled:
@@ -132,6 +111,8 @@ def _tell_rest(case: Case) -> Iterator[str]:
         yield "Megatron overlaps the collectives of tp only with sequence parallelism: it is off."
     if case.offload:
         yield "CPU offload uses the precision-aware optimizer of Transformer Engine."
+    if case.offload and case.zero == 3:
+        yield "Megatron offloads optimizer states alone, the plan weights and gradients as well: more memory."
     whole = 2 * case.degrees.cp if case.degrees.cp > 1 else 1
     if case.seq_len % whole:
         yield f"Megatron refuses sequences that are no multiple of 2 x cp = {whole}, and the plan has {case.seq_len}."

@@ -3,7 +3,7 @@
 Invariant: every setting that the plan decides is written, also where a recipe has the same, so that the recipe is free
 to be any of the model's family. This module must not import megatron.
 
-Source: Megatron-Bridge 0.3.1 (training/config.py, training/mixed_precision.py, models/gpt_provider.py).
+Source: Megatron-Bridge 0.3.1 and 0.6.2 (training/config.py, training/mixed_precision.py, models/gpt_provider.py).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from shardway.plan.case import Case
+from shardway.plan.emit import megatron_settings as shared
 from shardway.plan.emit import megatron_terms as terms
 from shardway.plan.emit.emitted import Emitted, Head, gather, write
 from shardway.plan.emit.pipeline import render_layout
@@ -21,6 +22,8 @@ from shardway.plan.shapes.layer import Attention
 
 FILE = "megatron_bridge.yaml"
 
+_PRICED_AS = ("nemo", "megatron")
+
 _PRECISION = {
     "bf16": "bf16_mixed",
     "fp16": "fp16_mixed",
@@ -28,14 +31,20 @@ _PRECISION = {
     "mxfp8": "bf16_with_mxfp8_mixed",
     "fp4": "bf16_with_nvfp4_mixed",
 }
+_RECOMPUTES_NOTHING: Settings = {
+    "recompute_granularity": None,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+}
 
 
 def emit(case: Case, prediction_lines: Sequence[str]) -> Emitted:
     """megatron_bridge.yaml."""
-    told = gather([*tell_irregular(case.model), *_tell(case), *terms.tell_megatron(case, "Megatron-Bridge")])
-    degrees = case.degrees
-    made = {"dp": degrees.data, "cp": degrees.cp, "tp": degrees.tp, "pp": degrees.pp}
-    return Emitted((write(FILE, Head(case, prediction_lines, made, told), write_yaml(_settings(case))),), told)
+    told = gather(
+        [*tell_irregular(case.model), *_tell(case), *terms.tell_megatron(case, "Megatron-Bridge", _PRICED_AS)]
+    )
+    head = Head(case, prediction_lines, terms.degrees_of(case), told)
+    return Emitted((write(FILE, head, write_yaml(_settings(case))),), told)
 
 
 def _tell(case: Case) -> Iterator[str]:
@@ -46,16 +55,28 @@ def _tell(case: Case) -> Iterator[str]:
     yield from tell_script(case, "the recipe, the data, the tokenizer, the number of iterations, the learning rate")
     if case.precision in ("fp32", "tf32"):
         yield "Megatron-Bridge has no recipe of mixed precision for fp32: set mixed_precision to null in Python."
+    yield from _tell_gradients(case)
+
+
+def _tell_gradients(case: Case) -> Iterator[str]:
+    """Of the recipe of mixed precision, which no other setting of a file overrules."""
+    if case.value_bytes == 2 and case.precision == "fp16" and case.gradient_bytes == 4:
+        yield "Megatron-Bridge sums gradients in fp16 beside fp16; the plan sums them in fp32."
+    if case.value_bytes == 2 and case.precision != "fp16" and case.gradient_bytes == 2:
+        yield "Megatron-Bridge sums gradients in fp32 beside bf16, the plan in 16 bits: more memory than predicted."
 
 
 def _settings(case: Case) -> Settings:
-    precision = _PRECISION.get(case.precision)
+    precision, states = _PRECISION.get(case.precision), shared.state_settings(case)
+    layout = {**shared.degree_settings(case), **_pipeline(case)}
+    kernels = {**_RECOMPUTES_NOTHING, **shared.kernel_settings(case)}
+    sharing = {"use_distributed_optimizer": states["use_distributed_optimizer"]}
     return {
-        "model": {**_sizes(case), **_layout(case), **_kernels(case)},
+        "model": {**_sizes(case), **layout, **kernels},
         "train": {"micro_batch_size": case.micro_batch, "global_batch_size": case.global_batch},
         "dataset": {"seq_length": case.seq_len},
-        "ddp": _data_parallel(case),
-        "optimizer": _optimizer(case),
+        "ddp": states,
+        "optimizer": {**shared.optimizer_settings(case), **sharing},
         "dist": {"use_megatron_fsdp": terms.uses_fsdp(case), "use_tp_pp_dp_mapping": terms.keeps_mapping(case)},
         **({"checkpoint": {"ckpt_format": "fsdp_dtensor"}} if terms.uses_fsdp(case) else {}),
         **({"mixed_precision": precision} if precision else {}),
@@ -77,18 +98,12 @@ def _sizes(case: Case) -> Settings:
 
 
 def _attention(attention: Attention) -> Settings:
-    latent = attention.latent
-    common: Settings = {"num_attention_heads": attention.heads, "num_query_groups": attention.kv_heads}
-    if latent is None:
-        return {**common, "kv_channels": attention.head_dim}
+    width: Settings = {} if attention.latent else {"kv_channels": attention.head_dim}
     return {
-        **common,
-        "multi_latent_attention": True,
-        "q_lora_rank": latent.q_rank or None,
-        "kv_lora_rank": latent.kv_rank,
-        "qk_head_dim": attention.head_dim,
-        "qk_pos_emb_head_dim": latent.rope_dim,
-        "v_head_dim": latent.value_dim,
+        "num_attention_heads": attention.heads,
+        "num_query_groups": attention.kv_heads,
+        **width,
+        **shared.latent_settings(attention),
     }
 
 
@@ -96,63 +111,14 @@ def _experts(sizes: Sizes) -> Settings:
     experts = sizes.experts
     if experts is None:
         return {}
+    which = [int(mixed) for mixed in sizes.mixed]
+    return {"num_moe_experts": experts.count, "moe_layer_freq": which, **shared.expert_settings(sizes)}
+
+
+def _pipeline(case: Case) -> Settings:
+    """Both ways to cut are written, since a recipe may have the other one."""
+    uneven = terms.needs_layout(case)
     return {
-        "num_moe_experts": experts.count,
-        "moe_router_topk": experts.per_token,
-        "moe_ffn_hidden_size": experts.dim,
-        "moe_shared_expert_intermediate_size": experts.shared_dim or None,
-        "moe_layer_freq": [int(flag) for flag in sizes.mixed],
-        "moe_grouped_gemm": True,
-        "moe_token_dispatcher_type": "alltoall",
-    }
-
-
-def _layout(case: Case) -> Settings:
-    degrees = case.degrees
-    virtual = None if terms.needs_layout(case) else terms.virtual_stages(case)
-    return {
-        "tensor_model_parallel_size": degrees.tp,
-        "pipeline_model_parallel_size": degrees.pp,
-        "virtual_pipeline_model_parallel_size": virtual,
-        "pipeline_model_parallel_layout": render_layout(case) if terms.needs_layout(case) else None,
-        "context_parallel_size": degrees.cp,
-        "expert_model_parallel_size": degrees.ep,
-        "expert_tensor_parallel_size": degrees.etp,
-        "sequence_parallel": case.sequence and degrees.tp > 1,
-    }
-
-
-def _kernels(case: Case) -> Settings:
-    off: Settings = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
-    rate = 0.1 if case.dropout else 0.0
-    return {
-        "attention_backend": terms.attention_backend(case),
-        **off,
-        **terms.recompute(case),
-        "tp_comm_overlap": case.async_tensor and case.sequence and case.degrees.tp > 1,
-        "cross_entropy_loss_fusion": case.fused_loss,
-        "attention_dropout": rate,
-        "hidden_dropout": rate,
-    }
-
-
-def _data_parallel(case: Case) -> Settings:
-    fsdp, shared = terms.uses_fsdp(case), terms.uses_distributed_optimizer(case)
-    gathers = case.engine.overlaps_gradients and case.engine.overlaps_parameters and shared
-    return {
-        "use_distributed_optimizer": shared,
-        "num_distributed_optimizer_instances": terms.instances(case),
-        "use_megatron_fsdp": fsdp,
-        "data_parallel_sharding_strategy": terms.strategy(case) if fsdp else "no_shard",
-        "overlap_grad_reduce": case.engine.overlaps_gradients,
-        "overlap_param_gather": gathers,
-    }
-
-
-def _optimizer(case: Case) -> Settings:
-    return {
-        "optimizer": terms.OPTIMIZERS.get(case.optimizer, "adam"),
-        "use_distributed_optimizer": terms.uses_distributed_optimizer(case),
-        "optimizer_cpu_offload": case.offload,
-        "use_precision_aware_optimizer": case.offload,
+        "virtual_pipeline_model_parallel_size": None if uneven else terms.virtual_stages(case),
+        "pipeline_model_parallel_layout": render_layout(case) if uneven else None,
     }

@@ -7,7 +7,7 @@ library.
 from __future__ import annotations
 
 from shardway.plan.case import Case, Schedule
-from shardway.plan.stages import split_evenly
+from shardway.plan.stages import layers_of_stages
 
 
 def schedule_of(case: Case) -> Schedule:
@@ -17,14 +17,15 @@ def schedule_of(case: Case) -> Schedule:
     return case.schedule
 
 
-def layers_of_stages(case: Case) -> tuple[int, ...]:
-    """Of every stage, in the order of the layers."""
-    return split_evenly(len(case.model.layers), case.stages)
-
-
 def is_even(case: Case) -> bool:
     """Whether all stages have as many layers."""
     return len(set(layers_of_stages(case))) == 1
+
+
+def name_schedule(case: Case) -> str:
+    """In a sentence: "interleaved with 3 stages a rank"."""
+    stages = "one stage" if case.stages_per_rank == 1 else f"{case.stages_per_rank} stages"
+    return f"{case.schedule} with {stages} a rank"
 
 
 def render_layout(case: Case) -> str:

@@ -56,10 +56,34 @@ def tell_kernel(case: Case, library: str) -> Iterator[str]:
     yield f"{library} chooses the kernel of attention by itself; the prediction is for {case.attention}."
 
 
+def tell_own_model(case: Case) -> Iterator[str]:
+    """Where the model is the script's, and with it the kernel of attention, dropout and the loss."""
+    yield from tell_kernel(case, "Your model")
+    if case.dropout:
+        yield "Dropout is the model's; the plan has it."
+    if case.fused_loss:
+        yield "The loss of the plan is computed without a full copy of the logits: your script has to do the same."
+
+
 def tell_dropout(case: Case, library: str) -> Iterator[str]:
     """Where models of a library have none."""
     if case.dropout:
         yield f"The plan has dropout, and the models of {library} have none."
+
+
+def tell_tf32(case: Case, said: str) -> Iterator[str]:
+    """Where tf32 is a setting of PyTorch alone; `said` is what the files have instead."""
+    if case.precision == "tf32":
+        yield f'{said}: set torch.set_float32_matmul_precision("high") for tf32.'
+
+
+def tell_offload(case: Case, library: str) -> Iterator[str]:
+    """Where offload takes weights and gradients along; a plan does so where it shares them (ZeRO 3)."""
+    if case.offload and case.zero < 3:
+        yield (
+            f"{library} keeps weights and gradients in CPU memory too, the plan optimizer states alone: slower steps, "
+            "and less memory than predicted."
+        )
 
 
 def tell_script(case: Case, what: str) -> Iterator[str]:

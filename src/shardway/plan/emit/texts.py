@@ -16,6 +16,8 @@ Value: TypeAlias = Scalar | Sequence["Value"] | Mapping[str, "Value"] | None
 Settings: TypeAlias = Mapping[str, Value]
 
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
+_UNSAFE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
+"""Characters that JSON leaves as they are, and TOML or YAML refuse or read as the end of a line."""
 _WORDS = {"yes", "no", "on", "off", "true", "false", "null", "y", "n"}
 """That YAML reads as something else than text."""
 
@@ -35,7 +37,12 @@ def _toml(value: Value) -> str:
         inner = [_toml(each) for each in value]
         long = any(isinstance(each, list | tuple) for each in value)
         return "[\n  " + ",\n  ".join(inner) + ",\n]" if long else f"[{', '.join(inner)}]"
-    return json.dumps(value)
+    return quote(value) if isinstance(value, str) else json.dumps(value)
+
+
+def quote(text: str) -> str:
+    """A text in double quotes that TOML, YAML and Python read alike."""
+    return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False))
 
 
 def write_yaml(settings: Settings, indent: str = "") -> str:
@@ -43,15 +50,18 @@ def write_yaml(settings: Settings, indent: str = "") -> str:
     lines = []
     for key, value in settings.items():
         if isinstance(value, Mapping):
-            lines.append(f"{indent}{key}:\n{write_yaml(value, indent + '  ')}")
+            lines.append(f"{indent}{_yaml(key)}:\n{write_yaml(value, indent + '  ')}")
         else:
-            lines.append(f"{indent}{key}: {_yaml(value)}\n")
+            lines.append(f"{indent}{_yaml(key)}: {_yaml(value)}\n")
     return "".join(lines)
 
 
 def _yaml(value: Value) -> str:
-    plain = isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _WORDS
-    return str(value) if plain else json.dumps(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_yaml(each) for each in value)}]"
+    if isinstance(value, str):
+        return value if _PLAIN.fullmatch(value) and value.lower() not in _WORDS else quote(value)
+    return re.sub(r"^(-?\d+)e", r"\1.0e", json.dumps(value))  # YAML 1.1 takes 1e-05 for a text
 
 
 def write_flags(flags: Settings) -> str:
@@ -80,4 +90,4 @@ def literal(value: Value) -> str:
     """A value as Python writes it, texts in double quotes."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(literal(each) for each in value)}]"
-    return json.dumps(value) if isinstance(value, str) else repr(value)
+    return quote(value) if isinstance(value, str) else repr(value)

@@ -14,11 +14,12 @@ from collections.abc import Mapping, Sequence
 from shardway.plan.case import Case, Schedule
 from shardway.plan.emit.emitted import Emitted, Head, gather, write
 from shardway.plan.emit.flavors import find_flavor
-from shardway.plan.emit.pipeline import layers_of_stages, schedule_of
+from shardway.plan.emit.pipeline import schedule_of
 from shardway.plan.emit.sizes import tell_irregular
 from shardway.plan.emit.texts import Settings, write_toml
 from shardway.plan.emit.torchtitan_job import JOB, render_job
 from shardway.plan.emit.torchtitan_told import tell_all
+from shardway.plan.stages import layers_of_stages
 
 TOML = "torchtitan.toml"
 
@@ -29,7 +30,7 @@ _SCHEDULES = {
     "zero_bubble": "InterleavedZeroBubble",
     "zbv": "ZBVZeroBubble",
 }
-_RECOMPUTE = {"none": "none", "selective": "none", "operators": "selective", "full": "full"}
+_RECOMPUTE = {"none": "none", "selective": "none", "products": "selective", "operators": "selective", "full": "full"}
 
 
 def emit(case: Case, prediction_lines: Sequence[str]) -> Emitted:

@@ -15,11 +15,14 @@ from shardway.plan.emit.tellings import (
     tell_dropout,
     tell_engine,
     tell_kernel,
+    tell_offload,
     tell_optimizer,
     tell_order,
     tell_script,
+    tell_tf32,
     tell_zero,
 )
+from shardway.plan.emit.torchtitan_job import fp4_parts
 
 _LIBRARY = "torchtitan"
 _LOSS_BYTES = (
@@ -98,24 +101,31 @@ def _tell_experts(case: Case) -> Iterator[str]:
 def _tell_formats(case: Case) -> Iterator[str]:
     if case.precision == "fp16":
         yield "torchtitan computes in bf16 or fp32; the files say bf16 where the plan says fp16."
-    if case.precision == "tf32":
-        yield 'The files say fp32: set torch.set_float32_matmul_precision("high") for tf32.'
+    yield from tell_tf32(case, "The files say fp32")
     if case.precision == "fp4":
-        yield "torchtitan.toml says bf16 where the plan says fp4: torchtitan 0.2 has none."
-    if case.precision == "fp4" and any(layer.experts for layer in case.model.layers):
-        yield "torchtitan has fp4 for linear layers alone: experts and latent attention are computed in bf16."
+        yield from _tell_fp4(case)
     if case.low_bits and not case.compiled:
         yield f"torchtitan wants the model compiled for {case.precision} to be fast, and the plan does not compile."
     yield from tell_optimizer(case, _LIBRARY, ("adamw",))
 
 
+def _tell_fp4(case: Case) -> Iterator[str]:
+    yield "torchtitan.toml says bf16 where the plan says fp4: torchtitan 0.2 has none."
+    odd = fp4_parts(case)[1]
+    if odd:
+        yield f"torchtitan has fp4 for widths of whole 128s: {' and '.join(odd)} are computed in bf16."
+    if any(run.layer.experts for run in case.model.runs):
+        yield "torchtitan has fp4 for linear layers alone: experts are computed in bf16."
+
+
 def _tell_rest(case: Case) -> Iterator[str]:
     if case.recompute == "selective":
         yield "torchtitan cannot recompute the scores of attention alone; with a fused kernel none are kept anyway."
+    if case.recompute == "products":
+        yield "torchtitan recomputes every second product as well: less memory and slower steps than predicted."
     yield from tell_kernel(case, _LIBRARY)
     yield from tell_dropout(case, _LIBRARY)
-    if case.offload:
-        yield "torchtitan keeps weights and gradients in CPU memory too, the plan optimizer states alone: slower steps."
+    yield from tell_offload(case, _LIBRARY)
     if case.fused_loss:
         yield f"{_LOSS_BYTES}, as the plan says."
     else:

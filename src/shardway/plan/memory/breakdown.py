@@ -10,7 +10,7 @@ section 4; what FSDP gathers: Zhao et al., arXiv:2304.11277, section 3.3.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
@@ -59,12 +59,20 @@ class StageMemory:
     messages: float
     in_flight: float
     """Micro-batches whose activations are kept at once, in units of all layers of the rank."""
+    host: float
+    """Bytes in the host's memory; no item, since no device holds them."""
     overheads: Overheads
 
     @cached_property
     def items(self) -> Mapping[str, float]:
         """Every item by its name."""
         return MappingProxyType({name: getattr(self, name) for name in ITEMS})
+
+    @property
+    def device_items(self) -> Mapping[str, float]:
+        """Items, and what is held beyond them, which add up to `device`."""
+        beyond = {"fragmentation": self.reserved - self.allocated, "context": self.device - self.reserved}
+        return MappingProxyType({**self.items, **beyond})
 
     @property
     def states(self) -> float:
@@ -123,6 +131,7 @@ def _estimate_stage(case: Case, stage: StageLayers, overheads: Overheads) -> Sta
         gathered=_gathered(case, local),
         messages=_messages(case),
         in_flight=kept,
+        host=_on_host(case, local),
         overheads=overheads,
     )
 
@@ -155,18 +164,53 @@ def _optimizer(case: Case, local: LocalParameters) -> float:
     return _share(case, local, 1) * (OPTIMIZER_BYTES[case.optimizer] + copy)
 
 
+def _on_host(case: Case, local: LocalParameters) -> float:
+    """What offload moves there: what `_optimizer` has without it, and of shared weights their gradients too."""
+    if not case.offload:
+        return 0.0
+    here = replace(case, offload=False)
+    states = _optimizer(here, local)
+    return states + _weights(here, local) + _gradients(here, local) if case.zero == 3 else states
+
+
 def _activations_of_pass(case: Case, stage: StageLayers) -> float:
     """What one micro-batch leaves behind in all layers of a stage and at its ends."""
     layers = sum(case.side_tokens(run.side) * kept_bytes(run.layer, case) * run.count for run in stage.layers)
     mask = case.model.hidden if stage.first and case.dropout else 0
-    norm = 2 * case.model.hidden * case.value_bytes if stage.last else 0
-    return layers + case.tokens * (mask + norm) / case.stream_split
+    ends = case.tokens * mask / case.stream_split + (_read_by_head(case) if stage.last else 0.0)
+    return layers + ends + _kept_copies(case, stage)
+
+
+def _read_by_head(case: Case) -> float:
+    """What the last norm reads, and the head."""
+    norm = 4 if case.casts_each else case.value_bytes
+    head_split = 1 if case.engine.whole_regions else case.stream_split
+    return case.tokens * case.model.hidden * (norm / case.stream_split + case.value_bytes / head_split)
+
+
+def _kept_copies(case: Case, stage: StageLayers) -> float:
+    """Copies in 16 bits of weights that one micro-batch keeps: recompute of a layer makes them again."""
+    if not case.casts_weights:
+        return 0.0
+    head = case.model.head.parameters / case.degrees.tp if stage.last else 0.0
+    return case.value_bytes * (head + (_layer_elements(case, stage) if case.recompute == "none" else 0.0))
+
+
+def _layer_elements(case: Case, stage: StageLayers) -> float:
+    local = count_local(case, stage)
+    return local.dense + local.experts
 
 
 def _working(case: Case, stage: StageLayers) -> float:
     """The loss, or the way back through one layer, whichever is more: the loss is over when the way back begins."""
     back = max((_way_back(case, run) for run in stage.layers), default=0.0)
-    return max(back, loss_bytes(case) if stage.last else 0.0)
+    return max(back, loss_bytes(case) + _cached_copies(case, stage) if stage.last else 0.0)
+
+
+def _cached_copies(case: Case, stage: StageLayers) -> float:
+    """Copies of weights that nothing keeps for the way back, and autocast does until the loss is there."""
+    cached = case.casts_weights and case.degrees.pp == 1 and case.recompute != "none"
+    return case.value_bytes * _layer_elements(case, stage) if cached else 0.0
 
 
 def _way_back(case: Case, run: LayerRun) -> float:
@@ -216,4 +260,4 @@ def _messages(case: Case) -> float:
     if case.degrees.pp == 1:
         return 0.0
     buffers = 2 * case.micro_batches * case.stages_per_rank if case.engine.buffers_each_pass else 4
-    return buffers * case.tokens * case.model.hidden * case.value_bytes / case.stream_split
+    return buffers * case.tokens * case.model.hidden * case.stream_bytes / case.stream_split

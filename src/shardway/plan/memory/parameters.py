@@ -54,7 +54,8 @@ def layer_experts(layer: LayerShape, case: Case) -> float:
 
 def local_matrix(matrix: Matrix, case: Case) -> float:
     """A matrix's share of one rank."""
-    return matrix.parameters / matrix_split(matrix, case)
+    whole = case.engine.whole_regions and matrix.kv_heads % case.degrees.tp > 0
+    return matrix.parameters / (1 if whole else matrix_split(matrix, case))
 
 
 def matrix_split(matrix: Matrix, case: Case) -> int:

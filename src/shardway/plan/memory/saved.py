@@ -16,7 +16,12 @@ from shardway.plan.shapes.layer import Attention, LayerShape
 
 MASK_BYTES = 1
 EXPERT_IMBALANCE = 0.5
-ONLY_PRODUCTS = ("result of attention's last product", "result of feed-forward's last product")
+ONLY_PRODUCTS = (
+    "result of attention's last product",
+    "result of feed-forward's last product",
+    "summands of attention's last product",
+    "summands of feed-forward's last product",
+)
 """What the backward pass itself does not need, and recompute of other operators does."""
 
 STATISTIC_BYTES = 4
@@ -39,7 +44,16 @@ class Saving:
     fused_norms: bool
     fused_activations: bool
     fused_scores: bool
-    copies_heads: bool
+    norm_bytes: int
+    """Of what a norm reads."""
+    stream_bytes: int
+    casts_each: bool
+    whole_regions: bool
+
+    @property
+    def region_split(self) -> str:
+        """What splits the input of a region of the tensor axis."""
+        return "none" if self.whole_regions else "stream"
 
 
 def saving_of(case: Case) -> Saving:
@@ -59,7 +73,10 @@ def saving_of(case: Case) -> Saving:
         fused_norms=engine.fused_norms or case.compiled,
         fused_activations=engine.fused_activations or case.compiled,
         fused_scores=engine.fused_scores,
-        copies_heads=engine.copies_heads,
+        norm_bytes=4 if case.casts_each else case.value_bytes,
+        stream_bytes=case.stream_bytes,
+        casts_each=case.casts_each and not case.compiled,
+        whole_regions=engine.whole_regions,
     )
 
 
@@ -110,7 +127,7 @@ def _layer_bytes(layer: LayerShape, how: Saving) -> _LayerBytes:
     saved = [(each, local_bytes(each, how)) for each in list_saved(layer, how)]
     whole = sum(size for each, size in saved if each.name not in ONLY_PRODUCTS)
     if how.recompute == "full":
-        return _LayerBytes(layer.hidden * how.value_bytes / how.stream_split, whole)
+        return _LayerBytes(layer.hidden * how.stream_bytes / how.stream_split, whole)
     return _LayerBytes(sum(size * _kept_part(each, how) for each, size in saved), whole)
 
 
@@ -131,29 +148,36 @@ def _kept_part(saved: Saved, how: Saving) -> float:
 
 def _attention(layer: LayerShape, attention: Attention, how: Saving) -> Iterator[Saved]:
     size, width = how.value_bytes, layer.hidden
-    yield Saved("input of attention's norm", width * size, product=1, second=1)
+    stream = how.stream_bytes / how.norm_bytes
+    yield Saved("input of attention's norm", width * how.norm_bytes, product=stream, second=stream)
     yield from _norm(width, how)
-    yield Saved("input of queries, keys, values", width * how.input_bytes)
+    copies = (2 if attention.latent else 3) if how.casts_each else 1
+    yield Saved("input of queries, keys, values", copies * width * how.input_bytes, how.region_split)
     if attention.latent is not None:
         latent = attention.latent
         yield Saved(
             "latents before and after their norms", 2 * (latent.q_rank + latent.kv_rank) * size, "none", 0.5, 0.5
         )
     yield Saved("queries", attention.qk_width * size, "tensor", product=1, second=1)
-    kv_split = "tensor" if attention.latent or attention.kv_heads % how.tp == 0 else "none"
-    yield Saved("keys and values", attention.kv_width * size, kv_split, product=1, second=0.5)
-    if how.copies_heads:
-        yield Saved(
-            "queries, keys and values in the kernel's order", (attention.qk_width + attention.kv_width) * size, "tensor"
-        )
+    split_heads = attention.latent is not None or attention.kv_heads % how.tp == 0
+    # With fewer heads than ranks each rank has one of them.
+    kv_width = attention.kv_width if split_heads else attention.kv_width // attention.kv_heads
+    yield Saved("keys and values", kv_width * size, "tensor" if split_heads else "none", product=1, second=0.5)
     if not how.flash:
         yield from _scores(attention, how)
     else:
         yield Saved("sums of exponentials", attention.heads * STATISTIC_BYTES, "tensor", product=1, second=1)
     yield Saved("output of attention", attention.value_width * size, "tensor", product=1, second=1)
     yield Saved(ONLY_PRODUCTS[0], width * size, product=1)
+    yield from _summands(ONLY_PRODUCTS[2], width, how)
     if how.dropout:
         yield Saved("mask of dropout after attention", width * MASK_BYTES)
+
+
+def _summands(name: str, width: int, how: Saving) -> Iterator[Saved]:
+    """Of all tokens on each rank of the tensor axis, whatever splits their sum."""
+    if how.whole_regions and how.tp > 1:
+        yield Saved(name, width * how.value_bytes, "none", product=1)
 
 
 def _norm(width: int, how: Saving) -> Iterator[Saved]:
@@ -174,11 +198,13 @@ def _scores(attention: Attention, how: Saving) -> Iterator[Saved]:
 
 def _feed_forward(layer: LayerShape, how: Saving) -> Iterator[Saved]:
     size = how.value_bytes
-    yield Saved("input of feed-forward's norm", layer.hidden * size)
+    yield Saved("input of feed-forward's norm", layer.hidden * how.norm_bytes)
     yield from _norm(layer.hidden, how)
-    yield Saved("input of feed-forward", layer.hidden * how.input_bytes)
+    copies = 2 if how.casts_each and layer.gated else 1
+    yield Saved("input of feed-forward", copies * layer.hidden * how.input_bytes, how.region_split)
     yield from _activation(layer, layer.ffn, 1, how)
     yield Saved(ONLY_PRODUCTS[1], layer.hidden * size, product=1, second=1)
+    yield from _summands(ONLY_PRODUCTS[3], layer.hidden, how)
     if how.dropout:
         yield Saved("mask of dropout after feed-forward", layer.hidden * MASK_BYTES)
 
@@ -197,9 +223,9 @@ def _mixture(layer: LayerShape, how: Saving) -> Iterator[Saved]:
     mixture, size = layer.experts, how.value_bytes
     if mixture is None:
         return
-    yield Saved("input of the router's norm", layer.hidden * size)
+    yield Saved("input of the router's norm", layer.hidden * how.norm_bytes)
     yield from _norm(layer.hidden, how)
-    yield Saved("input of the router", layer.hidden * size)
+    yield Saved("input of the router", layer.hidden * how.norm_bytes)
     yield Saved("scores of the router", mixture.count * STATISTIC_BYTES, "none")
     copies = mixture.per_token * busiest_share(how)
     yield Saved("tokens sent to experts", copies * layer.hidden * how.input_bytes, _token_split(how))

@@ -10,13 +10,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
-from shardway.plan.case import Case, Degrees
-from shardway.plan.estimate import Estimate, estimate
+from shardway.plan.case import Case, Degrees, Recompute
+from shardway.plan.estimate import Estimate, estimate, holds
 from shardway.plan.machine import Machine
 from shardway.plan.memory.breakdown import StageMemory, estimate_peak
 from shardway.plan.memory.overheads import load_overheads
-from shardway.plan.search.space import Question, list_cases, list_degrees
-from shardway.plan.time.ceilings import load_ceilings
+from shardway.plan.search.space import Question, Way, list_degrees, list_ways
+from shardway.plan.time.ceilings import ceilings_of
 from shardway.plan.time.step import estimate_step
 
 NEAR = 0.02
@@ -47,7 +47,16 @@ class Found:
 
 
 def search(question: Question, most: int = 10) -> Found:
-    """Look at every legal layout and return the `most` best."""
+    """Look at every legal layout and return the `most` best; with states on the host where nothing else fits."""
+    found = _search(question, most)
+    if found.candidates or question.case.offload or "offload" in question.fixed:
+        return found
+    offloaded = _search(replace(question, case=replace(question.case, offload=True)), most)
+    looked_at = found.looked_at + offloaded.looked_at
+    return replace(offloaded if offloaded.candidates else found, looked_at=looked_at)
+
+
+def _search(question: Question, most: int) -> Found:
     pricer = _Pricer(question.machine)
     fitting: list[_Priced] = []
     nearest: _Priced | None = None
@@ -77,34 +86,46 @@ class _Pricer:
 
     def __init__(self, machine: Machine) -> None:
         self.machine, self.looked_at = machine, 0
-        self.ceilings, self.overheads = load_ceilings(machine.accelerator), load_overheads()
-        self.usable = machine.memory_bytes * self.overheads.usable
+        self.ceilings, self.overheads = ceilings_of(machine), load_overheads()
+
+    def _fits(self, priced: _Priced) -> bool:
+        return holds(self.machine, priced.peak)
 
     def best_of(self, question: Question, degrees: Degrees) -> tuple[_Priced | None, _Priced | None]:
         """The fastest way to run some degrees that fits, and the one that needs least memory where none does."""
         best: _Priced | None = None
         smallest: _Priced | None = None
-        for case in list_cases(question, degrees):
-            found = self._least_recompute(question, case)
-            if found.peak.device <= self.usable:
-                timed = self._time(found)
-                best = timed if best is None or timed.seconds < best.seconds else best
-            elif smallest is None or found.peak.device < smallest.peak.device:
-                smallest = found
+        for way in list_ways(question, degrees):
+            for found in self._walk(way, question.ladder):
+                if self._fits(found):
+                    timed = self._time(found)
+                    best = timed if best is None or timed.seconds < best.seconds else best
+                elif smallest is None or found.peak.device < smallest.peak.device:
+                    smallest = found
         return best, smallest
 
     def _time(self, found: _Priced) -> _Priced:
         return replace(found, seconds=estimate_step(found.case, self.machine, self.ceilings).seconds)
 
-    def _least_recompute(self, question: Question, case: Case) -> _Priced:
-        """The case with as little recompute as fits; with the most where none does."""
-        for mode in question.ladder:
-            tried = replace(case, recompute=mode) if mode != case.recompute else case
-            found = _Priced(tried, estimate_peak(tried, self.overheads))
-            self.looked_at += 1
-            if found.peak.device <= self.usable:
-                break
-        return found
+    def _walk(self, way: Way, ladder: Sequence[Recompute]) -> Iterator[_Priced]:
+        """Each micro-batch with as little recompute as fits, up to the first that does not fit with the most.
+
+        What was too much for a micro-batch is too much for a larger one.
+        """
+        modes = list(ladder)
+        for case in way.cases:
+            found = self._weigh(case, modes[0])
+            while not self._fits(found) and len(modes) > 1:
+                modes.pop(0)
+                found = self._weigh(case, modes[0])
+            yield found
+            if not self._fits(found):
+                return
+
+    def _weigh(self, case: Case, mode: Recompute) -> _Priced:
+        self.looked_at += 1
+        tried = case if mode == case.recompute else replace(case, recompute=mode)
+        return _Priced(tried, estimate_peak(tried, self.overheads))
 
 
 def _order(priced: Sequence[_Priced]) -> list[_Priced]:
@@ -128,7 +149,8 @@ def explain_loss(best: Estimate, other: Estimate) -> str:
         return ""
     lost = sorted(_differences(best, other), reverse=True)
     told = [f"{name} +{share:.0%}" for share, name in lost[:2] if share >= 0.01]
-    return ", ".join(told) or "as fast, with more axes"
+    more = count_axes(other.case.degrees) > count_axes(best.case.degrees)
+    return ", ".join(told) or ("as fast, with more axes" if more else "as fast")
 
 
 def _differences(best: Estimate, other: Estimate) -> Iterator[tuple[float, str]]:

@@ -9,11 +9,13 @@ Korthikanti et al., arXiv:2205.05198; recompute goes from nothing to everything.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
-from shardway.plan.case import Case, Degrees, Recompute, Schedule, divisors
+from shardway.plan.case import Case, Degrees, Precision, Recompute, Schedule, divisors
 from shardway.plan.machine import Machine
+from shardway.plan.stages import fills_schedule
 
 LONGEST_PART = 4096
 """A sequence is split only where each part still has so many tokens."""
@@ -25,13 +27,27 @@ MOST_STAGES_PER_RANK = 8
 class Question:
     """What is fixed: the case's model, batch, precision, optimizer and engine, the machine, and how many ranks.
 
-    `ladder`: recompute modes from least to most; `fixed` names what the person set and the search must keep.
+    `fixed` names what the person set and the search must keep. Formats that are listed in `precisions` are all tried;
+    without any that of the case is kept. Offload is tried only where it is not fixed and nothing fits without.
     """
 
     case: Case
     machine: Machine
     world: int
     fixed: frozenset[str] = frozenset()
+    precisions: tuple[Precision, ...] = ()
+    as_run: Callable[[Case], Case | None] = lambda case: case
+    """The case as its engine runs it; None for a layout that it refuses."""
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the ranks are on."""
+        return -(-self.world // self.machine.per_node)
+
+    @property
+    def formats(self) -> tuple[Precision, ...]:
+        """Formats of products to try."""
+        return self.precisions or (self.case.precision,)
 
     @property
     def ladder(self) -> tuple[Recompute, ...]:
@@ -84,32 +100,47 @@ def _data_degrees(question: Question, tp: int, pp: int, cp: int) -> Iterator[Deg
 def _shard_degrees(question: Question, data: int, inner: int) -> list[int]:
     """All ranks share, or those of a node (hybrid sharding, arXiv:2304.11277, section 3.2.2), or nobody does."""
     near = max(1, question.machine.domain // inner)
-    sizes = {data, 1, *([near] if data % near == 0 else [])}
-    return _choices(question, "dp_shard", sorted(sizes, reverse=True))
+    copies = question.case.degrees.dp_replicate if "dp_replicate" in question.fixed else 0
+    sizes = {max(1, data // copies)} if copies else {data, 1, near}
+    chosen = _choices(question, "dp_shard", sorted(sizes, reverse=True))
+    return [size for size in chosen if data % size == 0 and copies in (0, data // size)]
 
 
 def _expert_degrees(question: Question, ranks: int) -> list[int]:
     counts = {run.layer.experts.count for run in question.case.model.runs if run.layer.experts}
     sizes = [size for size in divisors(min(counts)) if ranks % size == 0] if counts else [1]
-    return _choices(question, "ep", sizes)
+    return [size for size in _choices(question, "ep", sizes) if ranks % size == 0]
 
 
-def list_cases(question: Question, degrees: Degrees) -> Iterator[Case]:
-    """Every way to run these degrees, recompute from least to most for each."""
-    for schedule in list_schedules(question, degrees):
-        for size in list_micro_batches(question, degrees):
+@dataclass(frozen=True)
+class Way:
+    """A way to run some degrees: cases with ever larger micro-batches, which need ever more memory."""
+
+    cases: tuple[Case, ...]
+
+
+def list_ways(question: Question, degrees: Degrees) -> Iterator[Way]:
+    """Every format, schedule and sharding, without recompute; offload as in the question."""
+    sizes = list_micro_batches(question, degrees)
+    sequence = question.case.sequence if "sequence" in question.fixed else degrees.tp > 1
+    for precision in question.formats if sizes else ():
+        base = replace(
+            question.case,
+            degrees=degrees,
+            micro_batch=sizes[0],
+            precision=precision,
+            sequence=sequence,
+            stages_per_rank=1,
+            recompute=question.ladder[0],
+        )
+        for schedule, stages_per_rank in list_schedules(question, degrees):
             for zero, reshard in list_sharding(question, degrees):
-                yield replace(
-                    question.case,
-                    degrees=degrees,
-                    micro_batch=size,
-                    zero=zero,
-                    reshard=reshard,
-                    sequence=degrees.tp > 1,
-                    schedule=schedule[0],
-                    stages_per_rank=schedule[1],
-                    recompute=question.ladder[0],
-                )
+                way = replace(base, schedule=schedule, stages_per_rank=stages_per_rank, zero=zero, reshard=reshard)
+                cases = (way, *(replace(way, micro_batch=size) for size in sizes[1:]))
+                run = map(question.as_run, filter(fills_schedule, cases))
+                taken = tuple(each for each in run if each is not None)
+                if taken:
+                    yield Way(taken)
 
 
 def list_micro_batches(question: Question, degrees: Degrees) -> list[int]:
@@ -122,18 +153,30 @@ def list_micro_batches(question: Question, degrees: Degrees) -> list[int]:
 
 
 def list_schedules(question: Question, degrees: Degrees) -> list[tuple[Schedule, int]]:
-    """Plain and interleaved pipelines; others only where the person asks for them."""
+    """Plain and interleaved pipelines; others only where the person asks for them, with any number of stages that the
+    schedule takes unless that is set too."""
     case = question.case
     if degrees.pp == 1:
         return [("1f1b", 1)]
-    if "schedule" in question.fixed:
-        return [(case.schedule, case.stages_per_rank)]
-    interleave: Schedule = "interleaved"
     held = case.model.depth // degrees.pp
-    interleaved = [size for size in divisors(max(1, held)) if 1 < size <= MOST_STAGES_PER_RANK]
-    if held > 1 and not interleaved:
-        interleaved = [min(held, MOST_STAGES_PER_RANK)]
-    return [("1f1b", 1), *((interleave, size) for size in interleaved)]
+    if "schedule" not in question.fixed:
+        return [("1f1b", 1), *(("interleaved", size) for size in _stages_per_rank(held))]
+    if case.schedule not in STAGES or case.stages_per_rank > 1:
+        return [(case.schedule, case.stages_per_rank)] if case.stages_per_rank <= held else []
+    least, most = STAGES[case.schedule]
+    return [(case.schedule, size) for size in _stages_per_rank(held) if least <= size <= most]
+
+
+STAGES: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {"interleaved": (2, MOST_STAGES_PER_RANK), "zero_bubble": (2, MOST_STAGES_PER_RANK), "zbv": (2, 2)}
+)
+"""Schedules that want several stages on each rank, and how many they take."""
+
+
+def _stages_per_rank(held: int) -> list[int]:
+    """Numbers of stages above 1 that so many layers of a rank split into evenly, or one where none does."""
+    sizes = [size for size in divisors(max(1, held)) if 1 < size <= MOST_STAGES_PER_RANK]
+    return sizes or ([min(held, MOST_STAGES_PER_RANK)] if held > 1 else [])
 
 
 def list_sharding(question: Question, degrees: Degrees) -> list[tuple[int, bool]]:

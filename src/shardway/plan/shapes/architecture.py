@@ -19,6 +19,8 @@ from shardway.plan.shapes.layer import LayerShape, Matrix
 LARGEST = 2**31
 """No size of a layer is larger; a number above it is a slip of the pen."""
 
+MOST_LAYERS = 100_000
+"""Layers of one sort, for the same reason."""
 
 Side = Literal["decoder", "encoder"]
 
@@ -129,8 +131,9 @@ def _find_problems(model: Architecture) -> list[Problem]:
     for number, run in enumerate(model.runs):
         sizes |= {f"{name} of layer {number}" if number else name: size for name, size in _sizes(run).items()}
     for name, size in sizes.items():
-        if not 1 <= size <= LARGEST:
-            problems.append(Problem(name, f"{size:,} is no size", allowed=f"1 to {LARGEST:,}"))
+        most = MOST_LAYERS if name.startswith("model.layers") else LARGEST
+        if not 1 <= size <= most:
+            problems.append(Problem(name, f"{size:,} is no size", allowed=f"1 to {most:,}"))
     return problems + _find_head_problems([run.layer for run in model.runs])
 
 

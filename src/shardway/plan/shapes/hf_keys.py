@@ -28,15 +28,15 @@ class Keys:
         """Remember a problem of a key."""
         self.problems.append(Problem(key, what, allowed=allowed, remedy=remedy))
 
-    def size(self, *names: str, default: int | None = None, least: int = 1) -> int:
+    def size(self, *names: str, default: int | None = None, least: int = 1, most: int = LARGEST) -> int:
         """A whole number; null is as good as missing. Without a default it must be there."""
         key, value = self._find(names)
         if value is None and default is not None:
             return default
-        if type(value) is int and least <= value <= LARGEST:
+        if type(value) is int and least <= value <= most:
             return value
         what = "is missing" if value is None else f"{value!r} is no size"
-        self.refuse(key, what, f"a whole number, {least} to {LARGEST:,}", "correct the config.json")
+        self.refuse(key, what, f"a whole number, {least} to {most:,}", "correct the config.json")
         return 1
 
     def count(self, *names: str, default: int = 0) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from shardway.plan.shapes.architecture import Architecture, LayerRun
+from shardway.plan.shapes.architecture import MOST_LAYERS, Architecture, LayerRun
 from shardway.plan.shapes.hf_keys import Keys
 from shardway.plan.shapes.layer import Attention, Experts, Latent, LayerShape
 
@@ -61,7 +61,7 @@ def read_sizes(keys: Keys, *, ffn_factor: int = 0) -> Sizes:
     kv_heads = keys.size("num_key_value_heads", default=heads)
     sizes = Sizes(
         hidden=hidden,
-        layers=keys.size(*_LAYERS),
+        layers=keys.size(*_LAYERS, most=MOST_LAYERS),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=keys.size("head_dim", default=max(1, hidden // heads)),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from shardway.plan.shapes.architecture import Architecture, LayerRun
+from shardway.plan.shapes.architecture import MOST_LAYERS, Architecture, LayerRun
 from shardway.plan.shapes.hf_keys import Keys
 from shardway.plan.shapes.hf_layers import read_sizes
 from shardway.plan.shapes.layer import Attention, LayerShape, Matrix
@@ -54,7 +54,7 @@ def _bert(keys: Keys) -> Architecture:
 
 def _t5(keys: Keys) -> Architecture:
     """An encoder and a decoder with attention to it; the first layer of each has a table of relative positions."""
-    hidden, heads, layers = keys.size("d_model"), keys.size("num_heads"), keys.size("num_layers")
+    hidden, heads, layers = keys.size("d_model"), keys.size("num_heads"), keys.size("num_layers", most=MOST_LAYERS)
     width, ffn, vocab = keys.size("d_kv"), keys.size("d_ff"), keys.size("vocab_size")
     decoders = keys.size("num_decoder_layers", default=layers)
     buckets = keys.size("relative_attention_num_buckets", default=_T5_BUCKETS)
@@ -81,7 +81,7 @@ def _vit(keys: Keys) -> Architecture:
     """As a classifier by the class token."""
     image, patch, channels = _read_patches(keys)
     hidden, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
-    ffn, layers = keys.size("intermediate_size"), keys.size("num_hidden_layers")
+    ffn, layers = keys.size("intermediate_size"), keys.size("num_hidden_layers", most=MOST_LAYERS)
     biased, classes = keys.flag("qkv_bias", True), _count_classes(keys)
     if hidden % heads:
         keys.refuse("num_attention_heads", f"{heads} does not divide {hidden}", "a divisor of hidden_size")

@@ -13,7 +13,6 @@ from dataclasses import replace
 from shardway.errors import Bug, Problem, UserError, render_problems
 from shardway.plan.shapes.architecture import Architecture, LayerRun
 from shardway.plan.shapes.hf import read_shape
-from shardway.plan.shapes.hf_layers import gather_runs
 from shardway.plan.shapes.layer import Attention, Experts, Latent, LayerShape
 from shardway.plan.shapes.measured import Measured, Shape
 from shardway.plan.shapes.networks import convnet, perceptron, render_image
@@ -32,14 +31,14 @@ def shape_of_section(model: ModelSection, sample: tuple[int, ...]) -> Shape:
 
 def _transformer(model: ModelSection, sample: tuple[int, ...]) -> Architecture:
     dense, norm = _block(model), _norm_parameters(model)
-    blocks = [dense] * model.layers
-    if model.experts:
-        mixed = replace(dense, experts=_experts(model))
-        blocks = [dense if number < model.dense_layers else mixed for number in range(model.layers)]
+    plain = min(model.dense_layers, model.layers) if model.experts else model.layers
+    runs = [LayerRun(dense, plain)] if plain else []
+    if model.experts and plain < model.layers:
+        runs.append(LayerRun(replace(dense, experts=_experts(model)), model.layers - plain))
     return Architecture(
         name="transformer",
         hidden=model.dim,
-        runs=gather_runs(blocks),
+        runs=tuple(runs),
         vocab=_vocab(model),
         tied=model.tied,
         positions=_resolved(model, "max_positions") if model.positions == "learned" else 0,

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 from shardway.hardware.catalogue import Accelerator
+from shardway.plan.machine import Machine
 
 GENERATIONS = {
     "volta": ("v100*",),
@@ -43,7 +44,9 @@ class Ceilings:
     narrow_ramp: float
     """The same for its narrower side."""
     misaligned: float
-    """What a product loses whose sizes are odd; none for multiples of 64."""
+    """What a product takes more where rows of its matrices are no multiples of 16 bytes."""
+    misaligned_batched: float
+    """The same for the products of unfused attention, whose heads have such a width."""
     batched: float
     """Of the 16-bit peak, for the many small products of unfused attention."""
     scores_passes: float
@@ -64,6 +67,8 @@ class Ceilings:
     """The same for activations, rotations and casts."""
     plain_norm: float
     """Moves of a norm that goes through copies; one that does not has 2."""
+    sums: float
+    """How often an engine that adds gradients to their sum apart from products moves what it has to at least once."""
     kernel_s: float
     """What the host needs to start one operator."""
     power: float
@@ -95,6 +100,11 @@ def load_ceilings(accelerator: Accelerator) -> Ceilings:
     """The shipped factors for an accelerator, general ones where its generation has none."""
     table = _read_table()
     return Ceilings(**{**table["general"], **table.get(generation_of(accelerator.key), {})})
+
+
+def ceilings_of(machine: Machine) -> Ceilings:
+    """The shipped factors for a machine's accelerator, behind those that were measured on it."""
+    return replace(load_ceilings(machine.accelerator), **machine.measured)
 
 
 def generation_of(key: str) -> str:

@@ -4,8 +4,8 @@ Invariant: an operator takes the longer of its arithmetic and its memory traffic
 (2009), doi:10.1145/1498765.1498785). This module must not know of messages or pipelines.
 
 Sources: fused attention: Dao, arXiv:2307.08691, sections 3.1 and 4 (its backward pass has 2.5 times the forward FLOPs,
-since scores are computed again); products lose where a side is no multiple of 64: NVIDIA, Matrix Multiplication
-Background User's Guide, section 3.1; the moves of norms and activations are counted from their definitions.
+since scores are computed again); products lose where rows are no multiples of 16 bytes: NVIDIA, Matrix
+Multiplication Background User's Guide, section 3.1; moves of norms and activations are counted from what they are.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ FLASH_BACKWARD_FLOPS = 2.5
 HEAD_WIDTH = 128
 """Width of a head for which fused kernels are made; narrower ones use their tiles less."""
 HEAD_LOSS = 0.3
+PADDED_TO = 128
+"""Of which a vocabulary that is padded is a multiple."""
+ALIGNED_BYTES = 16
+"""What tensor cores read at once: rows of matrices that are no multiples of it take slower kernels."""
 
 EAGER_KERNELS, FUSED_KERNELS, COMPILED_KERNELS = 45, 28, 24
 """Operators of a layer's forward pass, counted in eager GPT blocks, in blocks of fused modules, and compiled."""
@@ -101,9 +105,13 @@ class Operators:
             split = self.case.degrees.etp
         elif matrix.split == "none":
             rows = max(1, tokens // self.case.stream_split)
-        outputs = matrix.outputs // split if matrix.split == "outputs" else matrix.outputs
-        inputs = matrix.inputs // split if matrix.split == "inputs" else matrix.inputs
+        outputs = max(1, matrix.outputs // split) if matrix.split == "outputs" else matrix.outputs
+        inputs = max(1, matrix.inputs // split) if matrix.split == "inputs" else matrix.inputs
+        if matrix.part == "head" and split > 1 and self.case.engine.pads_vocab:
+            outputs = -(-outputs // PADDED_TO) * PADDED_TO
         low = self.case.low_bits and matrix.part not in ("router", "head")
+        if not self._aligned(inputs, outputs):
+            copies *= 1 + self.ceilings.misaligned
         back = self._gemm(rows, inputs, outputs, low) + self._gemm(inputs, outputs, rows, low)
         return Passes(copies * self._gemm(rows, outputs, inputs, low), copies * back)
 
@@ -116,13 +124,14 @@ class Operators:
     def _gemm(self, m: int, n: int, k: int, low: bool) -> float:
         """A product of m x k with k x n."""
         c, wide = self.ceilings, self.case.value_bytes
-        ramp = (1 + c.matmul_ramp / k) * (1 + c.narrow_ramp / min(m, n)) * self._alignment(n, k)
+        ramp = (1 + c.matmul_ramp / k) * (1 + c.narrow_ramp / min(m, n))
         arithmetic = 2.0 * m * n * k / (self.low_rate if low else self.rate) * ramp
         traffic = (1 if low else wide) * (m * k + k * n) + wide * m * n
         return max(arithmetic, traffic / self.bandwidth)
 
-    def _alignment(self, *sizes: int) -> float:
-        return 1 + self.ceilings.misaligned * max(map(misalignment, sizes))
+    def _aligned(self, *sizes: int) -> bool:
+        """Whether rows of these sizes fill whole units of what tensor cores read."""
+        return all(size * self.case.value_bytes % ALIGNED_BYTES == 0 for size in sizes)
 
     def _attention(self, attention: Attention, tokens: int, seq: int) -> Passes:
         """Scores and sums of values."""
@@ -146,7 +155,8 @@ class Operators:
         case, c = self.case, self.ceilings
         flops = tokens * attention.core_flops_per_token(seq, causal=False) / case.degrees.tp
         width = attention.qk_width // attention.heads
-        products = flops / (self._wide_peak * c.batched) * (2 / 3 + 2 / 3 * 64 / width) * self._alignment(width)
+        products = flops / (self._wide_peak * c.batched) * (2 / 3 + 2 / 3 * 64 / width)
+        products *= 1.0 if self._aligned(width) else 1 + c.misaligned_batched
         scores = tokens * attention.heads * seq / case.degrees.tp * case.value_bytes
         passes = c.scores_passes * (1 if case.engine.fused_scores else 2)
         forward = products + scores * passes / self.bandwidth
@@ -206,9 +216,3 @@ def case_fuses_norms(case: Case) -> bool:
 def machine_bandwidth(machine: Machine) -> float:
     """Bytes per second of an accelerator's memory on paper."""
     return machine.accelerator.memory_bandwidth_bytes_per_s or 1e12
-
-
-def misalignment(size: int) -> float:
-    """0 for multiples of 64, 1 for odd numbers."""
-    powers = next((power for power in range(6) if size >> power & 1), 6)
-    return (6 - powers) / 6

@@ -35,8 +35,9 @@ HIDDEN_RING = 0.8
 """Part of attention behind which a ring's messages hide."""
 CONTENTION = 0.1
 """What computation loses while messages run beside it, as a part of their time."""
-LOSS_MOVES = 8
-"""Passes over fp32 logits in a loss of several operators, half as many in a fused one."""
+LOSS_BYTES, FUSED_LOSS_BYTES = 40, 10
+"""Moved per logit: a cast to fp32 (2 + 4), a softmax in fp32 (8 + 4), its gradient (4 + 8 + 4) and a cast back (4 + 2);
+where all is one operator, logits in 16 bits are read twice and their gradient is written and read once, with sums."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +121,17 @@ class Passer:
         return {
             PRODUCTS: (1 + again.products) * priced.products.forward + priced.products.backward,
             ATTENTION: (1 + again.attention) * priced.attention.forward + priced.attention.backward,
-            MOVES: (1 + again.moves) * priced.moves.forward + priced.moves.backward,
+            MOVES: (1 + again.moves) * priced.moves.forward + priced.moves.backward + self._summed(layer),
         }
+
+    def _summed(self, layer: LayerShape) -> float:
+        """A pass' gradients of all weights that a rank has are read, and added to sums in memory."""
+        case = self.case
+        if case.zero not in (1, 2) or not case.engine.sums_apart:
+            return 0.0
+        elements = layer_dense(layer, case) + layer_experts(layer, case)
+        moved = elements * (case.value_bytes + 2 * case.gradient_bytes)
+        return self.ceilings.sums * moved / self.operators.bandwidth
 
     def _host(self, priced: LayerSeconds) -> float:
         """What starting every operator takes, which the device waits for where it is faster."""
@@ -143,12 +153,14 @@ class Passer:
         return items
 
     def _tensor(self, stream: float, again: int) -> float:
-        """Two crossings forward and two backward; split by sequence, the way back gathers its inputs once more."""
+        """Two crossings forward and two backward; split by sequence, the way back gathers its inputs once more, unless
+        they were kept whole."""
         tp = self.groups.tp
         if not self.case.sequence:
             return self.wires.seconds("all_reduce", stream, tp) * (4 + 2 * again)
         gather = self.wires.seconds("all_gather", stream, tp)
-        return gather * (6 + 2 * again) + self.wires.seconds("reduce_scatter", stream, tp) * (4 + 2 * again)
+        gathers = 4 if self.case.engine.whole_regions else 6
+        return gather * (gathers + 2 * again) + self.wires.seconds("reduce_scatter", stream, tp) * (4 + 2 * again)
 
     def _context(self, run: LayerRun, priced: LayerSeconds, again: int) -> float:
         """Keys and values go round, and their gradients beside them on the way back."""
@@ -183,7 +195,7 @@ class Passer:
         case, tp = self.case, self.case.degrees.tp
         tokens = case.micro_batch if case.model.patch_features else case.tokens
         product = self.operators.product(case.model.head, tokens)
-        moves = (LOSS_MOVES / 2 if case.fused_loss else LOSS_MOVES) * case.value_bytes + 6
+        moves = FUSED_LOSS_BYTES if case.fused_loss else LOSS_BYTES
         logits = tokens * case.model.vocab / (tp if case.engine.splits_loss else 1)
         items = {PRODUCTS: product.forward + product.backward, MOVES: logits * moves / self.operators.bandwidth}
         if case.zero == 3 and case.degrees.shards > 1:

@@ -59,6 +59,10 @@ ITEMS: Mapping[str, str] = MappingProxyType(
 UPDATE_BYTES = 34
 """Bytes that AdamW moves per parameter: reads and writes weight and two moments in fp32, reads the gradient, writes 16
 bits, and clips."""
+HOST_LINK = 20e9
+"""Bytes per second between a device and its host, one direction: an assumption, what PCIe 4.0 with 16 lanes reaches."""
+HOST_MEMORY = 25e9
+"""Bytes per second of the host's memory for each rank: an assumption, an eighth of a node with two sockets."""
 LEAST_EXPOSED = 0.1
 """Part of a hidden message that is seen all the same: the last bucket has nothing to hide behind."""
 BACKWARD_SHARE = 2 / 3
@@ -103,19 +107,23 @@ def _pipeline(case: Case, passer: Passer, totals: list[float], slowest: int) -> 
     if ranks == 1:
         return {}
     others = (sum(totals) - totals[slowest]) / (ranks - 1)
-    bubble = (ranks - 1) * others * _bubble_part(case)
+    bubble = others * _bubble_passes(case)
     send = _send_seconds(case, passer)
     # One of the two messages of a micro-batch is on its way while the other is computed with.
     return {BUBBLE: bubble, STAGES: (case.micro_batches * case.stages_per_rank + 2 * (ranks - 1)) * send}
 
 
-def _bubble_part(case: Case) -> float:
-    """Of a micro-batch's time on a rank, what each other rank of the pipeline makes it wait."""
-    if case.schedule == "zero_bubble":
-        return 1 / 3
-    if case.schedule == "zbv":
-        return 1 / 6
-    return 1 / case.stages_per_rank
+def _bubble_passes(case: Case) -> float:
+    """What a rank waits in a step, in passes of a micro-batch through another rank.
+
+    One stage of each other rank, there and back; with fewer micro-batches than ranks an interleaved pipeline runs dry
+    once more for each further stage of a rank. Zero-bubble schedules fill all but a third with gradients of weights,
+    the V all but a forward pass.
+    """
+    ranks, per_rank = case.degrees.pp, case.stages_per_rank
+    stages = ranks - 1 + (per_rank - 1) * max(0, ranks - case.micro_batches)
+    filled = {"zero_bubble": 1 / 3, "zbv": 1 / 3}.get(case.schedule, 1.0)
+    return stages * filled / per_rank
 
 
 def _send_seconds(case: Case, passer: Passer) -> float:
@@ -172,8 +180,18 @@ class _Once:
         elements = local.total
         if zero:
             elements = (local.dense + local.ends) / degrees.shards + local.experts / degrees.expert_shards
+        if self.case.offload:
+            return self._update_on_host(elements)
         passes = self.passer.ceilings.optimizer_passes
         return passes * elements * UPDATE_BYTES / self.passer.operators.bandwidth
+
+    def _update_on_host(self, elements: float) -> float:
+        """Gradients go to the host, which updates (Ren et al., arXiv:2101.06840, section 4), and weights come back:
+        once a step, or, where weights themselves are kept there, each time that they are gathered."""
+        case = self.case
+        gathers = case.micro_batches * (2 if case.reshard else 1) if case.zero == 3 else 1
+        moved = elements * (case.gradient_bytes + gathers * case.value_bytes)
+        return moved / HOST_LINK + elements * UPDATE_BYTES / HOST_MEMORY
 
 
 def _exposed(messages: float, cover: float) -> float:

@@ -83,13 +83,14 @@ from shardway.resolve.rules.pipeline import (
     what_counts_samples_gets_whole_micro_batches,
     zero_bubbles_are_not_compiled,
 )
+from shardway.resolve.rules.planned import bind_layout_rule
 from shardway.resolve.rules.run import (
     a_run_uses_the_accelerator_where_there_is_one,
     ranks_of_a_node_share_its_cores,
     timeouts_are_nested,
 )
 
-RULES: tuple[Rule, ...] = (
+BEFORE_A_LAYOUT: tuple[Rule, ...] = (
     a_run_uses_the_accelerator_where_there_is_one,
     ranks_of_a_node_share_its_cores,
     timeouts_are_nested,
@@ -108,11 +109,13 @@ RULES: tuple[Rule, ...] = (
     a_mixture_has_enough_experts_and_layers,
     experts_are_gated,
     the_weight_of_one_expert_is_its_score,
-    experts_drop_tokens_of_whole_sequences,
     bytes_have_256_values,
     a_token_file_does_not_say_its_vocabulary,
     validation_needs_something_held_out,
     tf32_needs_a_device_that_has_it,
+)
+
+OF_A_LAYOUT: tuple[Rule, ...] = (
     degrees_multiply_to_the_ranks,
     a_model_splits_along_the_axes_it_is_made_for,
     the_tensor_axis_splits_evenly,
@@ -120,6 +123,7 @@ RULES: tuple[Rule, ...] = (
     a_sequence_splits_into_equal_parts,
     experts_split_over_the_ranks_that_share_the_states,
     experts_split_evenly,
+    experts_drop_tokens_of_whole_sequences,
     gathered_weights_are_kept_over_a_part_of_the_ranks,
     only_plain_copies_compress_their_gradients,
     only_shared_states_are_kept_in_cpu_memory,
@@ -152,6 +156,8 @@ RULES: tuple[Rule, ...] = (
     zero_offloads_what_it_shards,
     settings_of_deepspeed_do_not_contradict_the_run_file,
 )
+
+RULES: tuple[Rule, ...] = (*BEFORE_A_LAYOUT, bind_layout_rule(OF_A_LAYOUT), *OF_A_LAYOUT)
 
 OF_WHAT_IS_DESCRIBED: frozenset[Rule] = frozenset(
     {

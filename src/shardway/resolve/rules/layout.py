@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardway.layout import AXES
+from shardway.resolve.deepspeed import adds_gradients_in_bf16
 from shardway.resolve.draft import Draft
 from shardway.resolve.rules.numbers import count_of, nearest_divisor
 from shardway.resolve.rules.pipeline import resolve_pipeline_micro_batch
 from shardway.resolve.rules.shares import replicas_of, share_of
+
+if TYPE_CHECKING:
+    from shardway.resolve.planned.micro_batch import Sized
 
 
 def degrees_multiply_to_the_ranks(draft: Draft) -> None:
@@ -97,10 +101,24 @@ def a_micro_batch_is_a_part_of_a_rank_share(draft: Draft) -> None:
             "train.micro_batch", size, f"{share} samples of a rank's share for a pipeline of {draft.get('parallel.pp')}"
         )
     elif micro == "auto":
-        draft.derive("train.micro_batch", share, f"{batch} samples / {replicas} data-parallel ranks")
+        sized = _find_fastest(draft, share)
+        told = f"{batch} samples / {replicas} data-parallel ranks"
+        draft.derive("train.micro_batch", sized.samples if sized else share, sized.reason if sized else told)
     elif micro > share:
         draft.refuse(
             "train.micro_batch",
             f"{micro} is more than a rank's share of {share} (train.global_batch {batch} / {replicas} ranks)",
             f"1 to {share}",
         )
+
+
+def _find_fastest(draft: Draft, share: int) -> Sized | None:
+    """By the planner, where it knows accelerator and model. None: a rank's whole share."""
+    facts, values = draft.circumstances, draft.values
+    # ZeRO 1 must not add gradients of several micro-batches up in bf16 (`zero_1_does_not_accumulate_in_bf16`).
+    whole = values.train.engine == "deepspeed" and adds_gradients_in_bf16(values)
+    if facts.machine is None or facts.own_model or draft.problems or whole:
+        return None
+    from shardway.resolve.planned.micro_batch import fastest_micro_batch  # a laptop does without the planner
+
+    return fastest_micro_batch(values, share, facts.machine, facts.shape)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shardway.layout import stages_of_rank
+from shardway.layout import IN_ROUNDS, count_rounds, stages_of_rank
 from shardway.resolve.applies import BLOCK_MODELS
 from shardway.resolve.draft import Draft
 from shardway.resolve.rules.numbers import ceil_div, count_of, nearest_multiple, nearest_where
@@ -17,16 +17,27 @@ from shardway.resolve.rules.shares import accumulation_of, replicas_of, share_of
 from shardway.runfile.write import render_value
 
 ZERO_BUBBLE = ("zero_bubble", "zbv")
-IN_ROUNDS = ("interleaved", "zero_bubble")
-"""Schedules that take micro-batches in rounds of equal size, of as many as there are ranks or a few more."""
-
 SHOWN_STAGES = 16
 """A proposal for more stages than these is no help to read."""
 
 
+@dataclass(frozen=True)
+class StageCount:
+    """How many stages of a rank a schedule takes; `most` None: as many as there are blocks for."""
+
+    least: int
+    most: int | None
+
+
+def stages_of_schedule(schedule: str) -> StageCount:
+    """The stages that a schedule takes on each rank."""
+    counts = {"gpipe": StageCount(1, 1), "1f1b": StageCount(1, 1), "zbv": StageCount(2, 2)}
+    return counts.get(schedule, StageCount(2, None))
+
+
 def stages_follow_the_schedule(draft: Draft) -> None:
     schedule, stages, ranks = (draft.get(f"parallel.{name}") for name in ("pp_schedule", "pp_stages_per_rank", "pp"))
-    least, most = {"gpipe": (1, 1), "1f1b": (1, 1), "zbv": (2, 2)}.get(schedule, (2, None))
+    least, most = stages_of_schedule(schedule).least, stages_of_schedule(schedule).most
     if stages == "auto":
         fitting = 1 if ranks == 1 else least
         reason = "no pipeline" if ranks == 1 else f'pp_schedule = "{schedule}"'
@@ -150,7 +161,7 @@ def resolve_pipeline_micro_batch(draft: Draft) -> int:
 
 def explain_misfit(schedule: str, micro_batches: int, ranks: int) -> str:
     """Why a schedule cannot do so many micro-batches on so many ranks; "" where it can."""
-    rounds = max(1, micro_batches // ranks)
+    rounds = count_rounds(micro_batches, ranks)
     subject = f'parallel.pp_schedule = "{schedule}" on {ranks} ranks'
     if schedule == "1f1b" and micro_batches < ranks:
         return f"{subject} needs at least {ranks}"

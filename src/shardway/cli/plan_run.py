@@ -1,0 +1,207 @@
+"""What `shardway plan run.toml` asks: the run as it resolves on the machine, its model laid out, counted or traced.
+
+Invariant: what a run file says is not said a second time by an option. torch is imported for --trace alone, whose
+result is kept beside the run file, so that the next plan needs none. This module must not print.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardway.errors import Problem, SiteError, UserError, check_no_problems
+from shardway.plan.answer.said import Asked, Said
+from shardway.plan.machine import Machine
+from shardway.plan.search.space import Question
+from shardway.plan.shapes.measured import Measured, Shape, read_measured
+from shardway.plan.units.answer import UnitQuestion
+from shardway.plan.units.estimate import UnitCase
+from shardway.resolve.applies import IMAGE_MODELS
+from shardway.resolve.build import resolve
+from shardway.resolve.planned.case import case_of, list_assumptions, precision_of, shape_of_run
+from shardway.resolve.request import parse_words, resolve_request
+from shardway.resolve.resolved import Resolved
+from shardway.units import Span
+
+if TYPE_CHECKING:
+    from shardway.runfile.schema import RunFile
+
+KEYS = {
+    "seq_len": ("--seq-len", "data.seq_len"),
+    "global_batch": ("--global-batch", "train.global_batch"),
+    "precisions": ("--precision", "precision.compute"),
+    "optimizer": ("--optimizer", "optim.name"),
+    "engine": ("--engine", "train.engine"),
+    "layout": ("--layout", "parallel.tp and its like"),
+    "micro_batch": ("--micro-batch", "train.micro_batch"),
+    "recompute": ("--recompute", "recompute.mode"),
+    "schedule": ("--schedule", "parallel.pp_schedule"),
+    "zero": ("--zero", "parallel.dp_shard"),
+    "compiled": ("--compiled", "train.compile"),
+    "offload": ("--offload", "parallel.cpu_offload"),
+}
+"""What an option says -> the option, and the key of a run file that says it there."""
+
+SETTLED = frozenset(
+    (
+        "dp_replicate",
+        "dp_shard",
+        "cp",
+        "tp",
+        "pp",
+        "ep",
+        "micro_batch",
+        "recompute",
+        "schedule",
+        "zero",
+        "offload",
+        "sequence",
+    )
+)
+"""What a resolved run leaves no choice of."""
+
+
+@dataclass(frozen=True)
+class Counting:
+    """Whether to count the model with torch; `module` ("file.py:function") makes it where the run file does not."""
+
+    trace: bool = False
+    module: str = ""
+
+
+@dataclass(frozen=True)
+class AskedUnits:
+    """The question of a model that is known by its units, and what was assumed."""
+
+    question: UnitQuestion
+    assumed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A shape, and where it is from, where that is not the run file."""
+
+    shape: Shape
+    told: str = ""
+    samples: int | None = None
+    """Of an epoch, where the data are open."""
+
+
+def ask_run(words: list[str], machine: Machine, said: Said, counting: Counting) -> Asked | AskedUnits:
+    """The question of a run file on a machine. Raises UserError with all that cannot be."""
+    check_no_problems("the plan", _find_doubles(said))
+    ranks = said.gpus or (said.nodes or 1) * machine.per_node
+    request = parse_words(words)
+    resolution = resolve_request(request, ranks, machine.per_node)
+    circumstances = replace(resolution.resolved.circumstances, machine=machine)
+    resolved = resolve(resolution.loaded, circumstances)
+    path = Path(words[0])
+    if counting.trace or counting.module:
+        found = _trace(resolved.values, path, counting.module)
+    else:
+        found = _find_shape(resolved.values, resolved.circumstances.shape, path)
+    shape, told = found.shape, [*machine.assumed, *filter(None, [found.told])]
+    if not said.gpus and not said.nodes:
+        told.append("one node (--nodes)")
+    length = said.length or _length_of(resolved, found.samples)
+    if isinstance(shape, Measured):
+        return AskedUnits(_ask_units(resolved, shape, machine, ranks, length), tuple(told))
+    told += list_assumptions(resolved.values)
+    return Asked(Question(case_of(resolved.values, shape), machine, ranks, SETTLED), length, tuple(told))
+
+
+def _find_doubles(said: Said) -> list[Problem]:
+    return [
+        Problem(option, "is said by the run file", remedy=f"set {key} there, or give {key}=... behind the run file")
+        for name, (option, key) in KEYS.items()
+        if getattr(said, name)
+    ]
+
+
+def _length_of(resolved: Resolved, samples: int | None) -> Span | None:
+    """In steps where that is known; None where only the data can say how long an epoch is."""
+    if resolved.derived.total_steps:
+        return Span(float(resolved.derived.total_steps), "steps")
+    span = resolved.values.train.steps
+    if span.unit == "epochs":
+        return Span(span.amount * samples, "samples") if samples else None
+    return span
+
+
+def _ask_units(resolved: Resolved, shape: Measured, machine: Machine, ranks: int, length: Span | None) -> UnitQuestion:
+    values = resolved.values
+    parallel, micro = values.parallel, values.train.micro_batch
+    case = UnitCase(
+        model=shape,
+        global_batch=values.train.global_batch,
+        micro_batch=int(micro),
+        dp_replicate=int(parallel.dp_replicate),
+        dp_shard=int(parallel.dp_shard),
+        precision=precision_of(values.precision),
+        optimizer=values.optim.name,
+    )
+    return UnitQuestion(case, machine, ranks, length, frozenset(("micro_batch", "dp_shard")))
+
+
+# --- the shape
+
+
+def shape_path(run_file: Path) -> Path:
+    """Where the shape that was traced for a run file is kept."""
+    return run_file.with_suffix(".shape.json")
+
+
+def _find_shape(values: RunFile, hf: Shape | None, path: Path) -> _Found:
+    """What was traced for the run file, otherwise what it describes."""
+    stored = shape_path(path)
+    if stored.exists():
+        return _Found(_read(stored, values), f"the model as --trace counted it: {stored} (remove it to plan [model])")
+    if values.model.kind in IMAGE_MODELS and not values.model.hf:
+        return _of_images(values)
+    return _Found(shape_of_run(values, hf))
+
+
+def _read(stored: Path, values: RunFile) -> Measured:
+    """Raises UserError where the run file has another model since."""
+    shape = read_measured(stored)
+    if not shape.source.endswith(_digest(values)):
+        raise UserError(
+            f"{stored} was counted for another [model] or data.seq_len than this run has.\n"
+            "  To do: count it again (--trace), or remove the file."
+        )
+    return shape
+
+
+def _digest(values: RunFile) -> str:
+    """Of what a sample and the model are made from."""
+    text = values.model.model_dump_json() + str(values.data.seq_len)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _of_images(values: RunFile) -> _Found:
+    """The data say how large their images are."""
+    from shardway.data.open import open_described
+    from shardway.plan.shapes.section import shape_of_section
+
+    data = open_described(values)
+    return _Found(shape_of_section(values.model, data.train.facts.sample_shape), samples=data.facts.samples)
+
+
+def _trace(values: RunFile, path: Path, module: str) -> _Found:
+    """The model that the run file names, counted with torch; kept for the next plan."""
+    try:
+        from shardway.train.counted import count_model
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"--trace builds the model, and {error.name} is not installed here.\n"
+            "  To do: run it once where PyTorch is, and take the file of the shape along."
+        ) from error
+    counted, stored = count_model(values, module), shape_path(path)
+    counted = replace(counted, source=f"{counted.source}; of {_digest(values)}")
+    try:
+        stored.write_text(counted.to_json(), encoding="utf-8")
+    except OSError as error:
+        raise SiteError(f"{stored} cannot be written: {error.strerror}.") from error
+    return _Found(counted, f"the model as it was counted now, kept in {stored}")

@@ -1,0 +1,116 @@
+"""The rule of a layout that is left to the planner.
+
+Invariant: it derives what was left open or refuses; it never changes what the user set. This module must not read files
+or look at the machine, and loads the planner only where a layout is left to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from shardway.errors import UserError, render_reason
+from shardway.layout import AXES
+from shardway.resolve.draft import Draft, Rule
+from shardway.resolve.rules.numbers import count_of
+
+if TYPE_CHECKING:
+    from shardway.plan.machine import Machine
+    from shardway.plan.shapes.architecture import Architecture
+    from shardway.resolve.planned.layout import Missed, Wish
+
+LAYOUT = "parallel.layout"
+GIVEN = 'set parallel.layout = "given" and the degrees'
+
+
+def bind_layout_rule(rules: Sequence[Rule]) -> Rule:
+    """The rule for a list of rules that a layout meets after it."""
+
+    def an_open_layout_is_the_fastest_that_fits(draft: Draft) -> None:
+        # A run that is refused for another reason is told that first: its layout could not be priced.
+        if draft.get(LAYOUT) == "given" or draft.problems:
+            return
+        shape = _find_shape(draft)
+        if shape is not None:
+            _settle(draft, rules, shape)
+
+    return an_open_layout_is_the_fastest_that_fits
+
+
+def _settle(draft: Draft, rules: Sequence[Rule], shape: Architecture) -> None:
+    machine, found = draft.circumstances.machine, draft.circumstances.accelerators
+    if machine is not None:
+        _search(draft, rules, shape, machine)
+    elif found and draft.get("run.device") != "cpu":
+        what = f'"auto": memory and rates of the {found} accelerators of this machine are not known'
+        draft.refuse(LAYOUT, what, '"given"', f"name a site that says what they are (site.name), or {GIVEN}")
+    else:
+        _only_copy(draft)
+
+
+def _find_shape(draft: Draft) -> Architecture | None:
+    """The model in numbers; a run of one that the planner does not know is refused, on any machine."""
+    from shardway.resolve.planned.case import shape_of_run
+
+    facts = draft.circumstances
+    try:
+        if not facts.own_model:
+            return shape_of_run(draft.values, facts.shape)
+        reason = "a script brings its own model, whose layers the planner does not know"
+    except UserError as error:
+        reason = render_reason(str(error)).partition(": ")[2]
+    draft.refuse(LAYOUT, f'"auto": {reason}', '"given"', GIVEN)
+    return None
+
+
+def _only_copy(draft: Draft) -> None:
+    """What the same file does on a machine without accelerators."""
+    ranks, axis = draft.circumstances.ranks, "dp_replicate" if draft.is_open("parallel.dp_replicate") else "dp_shard"
+    others = [draft.get(f"parallel.{name}") for name in AXES if name != axis]
+    if draft.is_open(f"parallel.{axis}") and "auto" not in others and ranks % math.prod(others) == 0:
+        reason = "no accelerator is known, so ranks only " + ("copy" if axis == "dp_replicate" else "share states")
+        draft.derive(f"parallel.{axis}", ranks // math.prod(others), reason)
+
+
+def _search(draft: Draft, rules: Sequence[Rule], shape: Architecture, machine: Machine) -> None:
+    from shardway.resolve.planned.case import precision_of
+    from shardway.resolve.planned.layout import KEYS, Missed, Wish, choose_layout
+
+    wish = Wish(draft=draft, rules=rules, shape=shape, machine=machine)
+    if not any(draft.is_open(key) for keys in KEYS.values() for key in keys):
+        return
+    try:
+        machine.peak(precision_of(draft.values.precision))
+    except UserError:
+        what = f'"{draft.get("precision.compute")}" has no rate on {machine.accelerator.name}'
+        draft.refuse("precision.compute", what, '"fp32", "bf16", "fp16"')
+        return
+    chosen = choose_layout(wish)
+    if isinstance(chosen, Missed):
+        _tell_missed(wish, chosen)
+        return
+    for dotted, value in chosen.values.items():
+        draft.derive(dotted, value, chosen.reasons[dotted])
+
+
+def _tell_missed(wish: Wish, missed: Missed) -> None:
+    from shardway.resolve.planned.tell import tell_need
+    from shardway.resolve.planned.trial import Trial, list_values
+
+    draft, ranks = wish.draft, wish.draft.circumstances.ranks
+    nearest = missed.nearest
+    if nearest is not None:
+        draft.refuse(
+            LAYOUT,
+            f'"auto": no layout of {count_of(ranks, "rank")} fits. The nearest, {nearest.case.degrees.render()}, needs '
+            f"{tell_need(nearest)}",
+            "",
+            missed.help or "train a smaller model, shorter sequences, or on far more ranks",
+        )
+        # The rules that follow shall have nothing to say of a layout that nobody asked for.
+        for dotted, value in missed.values.items():
+            draft.derive(dotted, value, "nothing fits")
+    elif Trial(draft, ranks, {"train.micro_batch": 1}, list_values(draft)).passes(wish.rules):
+        what = f'"auto": no layout of {count_of(ranks, "rank")} is legal with what is set'
+        draft.refuse(LAYOUT, what, "", f"leave more degrees open, or {GIVEN}")

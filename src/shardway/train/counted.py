@@ -1,0 +1,78 @@
+"""Counts the model that a run file names, or a module of the person's own, without training it.
+
+Invariant: nothing is written and no weights are read; a module of one's own is code that the person named on the
+command line. This module must not plan.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardway.data.open import open_described, wants_of
+from shardway.errors import UserError
+from shardway.hfconfig import locate_model
+from shardway.models.build import build_model
+from shardway.models.trace import trace_module
+from shardway.plan.shapes.measured import Measured
+from shardway.runfile.schema import RunFile
+
+
+def count_model(values: RunFile, own: str = "") -> Measured:
+    """The model of a resolved run, or what `own` makes: "file.py:function", which returns a module, or a module and
+    the inputs of its forward pass. Raises UserError where there is none or it cannot be counted."""
+    sample = _sample(values)
+    if own:
+        module, inputs = _call(own)
+        return trace_module(module, sample if inputs is None else inputs, name=own)
+    return trace_module(_build(values, tuple(sample.shape[1:])), sample, name=values.model.hf or values.model.kind)
+
+
+def _sample(values: RunFile) -> torch.Tensor:
+    """One sample as the data of the run have it, without values."""
+    if wants_of(values.model.kind) == "tokens" or values.model.hf:
+        return torch.zeros((1, values.data.seq_len), dtype=torch.int64, device="meta")
+    return torch.zeros((1, *open_described(values).train.facts.sample_shape), device="meta")
+
+
+def _build(values: RunFile, sample_shape: tuple[int, ...]) -> nn.Module:
+    section = values.model
+    if not section.hf:
+        vocab = section.vocab if isinstance(section.vocab, int) else open_described(values).train.facts.vocab
+        return build_model(section, vocab=vocab, sample_shape=sample_shape)
+    from shardway.models.huggingface.build import build_meta, load_config  # needs the extra `hf`
+
+    return build_meta(load_config(locate_model(section.hf, weights=False)))
+
+
+def _call(own: str) -> tuple[nn.Module, Any]:
+    path, _, name = own.rpartition(":")
+    made = _find(Path(path), name, own)()
+    module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(module, nn.Module):
+        raise UserError(
+            f"--module {own} returned {type(module).__name__}, which is no torch.nn.Module.\n"
+            "  allowed: a module, or a pair of a module and the inputs of its forward pass"
+        )
+    return module, inputs
+
+
+def _find(path: Path, name: str, own: str) -> Any:
+    if not path.is_file() or not name:
+        raise UserError(f'--module "{own}" names no function.\n  allowed: file.py:function, the file being there')
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec) if spec else None
+    if module is None or spec is None or spec.loader is None:
+        raise UserError(f'--module "{own}": {path} is no Python file.')
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    found = getattr(module, name, None)
+    if not callable(found):
+        known = ", ".join(each for each in vars(module) if not each.startswith("_")) or "nothing"
+        raise UserError(f'--module "{own}": {path} has no function "{name}".\n  it has: {known}')
+    return found

@@ -1,0 +1,235 @@
+"""`shardway plan`: what it prints, what it writes, what it refuses; its page in docs/ shows what it prints now."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from command_line import Shardway
+
+from golden_files import Golden, golden_names
+from page_tables import check_block
+
+A100 = ("--gpu", "a100-sxm4-80gb")
+EXAMPLE = ("plan", "llama3-8b", "--on", "leonardo-booster", "--nodes", "16", "--tokens", "100e9")
+LABELS = (
+    "model",
+    "batch",
+    "layout",
+    "memory",
+    "step",
+    "utilisation",
+    "run",
+    "failures",
+    "costs",
+    "calibrated",
+    "assumed",
+)
+
+
+def test_the_table_on_the_page(shardway: Shardway, request: pytest.FixtureRequest) -> None:
+    done = shardway(*EXAMPLE)
+    assert (done.code, done.err) == (0, "")
+    command = "$ shardway " + " ".join(EXAMPLE)
+    check_block(request, "plan.md", "the table of a plan", "console", [command, *done.out.splitlines()])
+
+
+def test_every_line_of_the_table_is_explained(shardway: Shardway) -> None:
+    page = (Path(__file__).parents[2] / "docs/plan.md").read_text(encoding="utf-8")
+    labels = {line.split("  ")[0] for line in shardway(*EXAMPLE).out.splitlines() if line[:1].isalpha()}
+    explained = {line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")}
+    headings = {"memory of the fullest rank", "one step", "other layouts"}
+    told = {label for label in labels if not label.startswith(("llama3-8b on", "other layouts", "memory of"))}
+    assert told == set(LABELS)
+    assert told | headings <= explained
+
+
+def test_the_curve_on_the_page(shardway: Shardway, request: pytest.FixtureRequest) -> None:
+    words = ("plan", "llama3-8b", "--on", "leonardo-booster", "--nodes", "16", "--curve", "4,16,64,256")
+    lines = ["$ shardway " + " ".join(words), *shardway(*words).out.splitlines()]
+    assert [line.split()[0] for line in lines[2:]] == ["4", "16", "64", "256"]
+    check_block(request, "plan.md", "the curve of a plan", "console", lines)
+
+
+def test_facts_are_those_of_the_table(shardway: Shardway) -> None:
+    table, facts = shardway(*EXAMPLE).out, json.loads(shardway(*EXAMPLE, "--json").out)
+    plan, run = facts["plan"], facts["run"]
+    assert f"{plan['peak_bytes']['device'] / 2**30:.1f} GiB (" in table
+    assert f"MFU {plan['mfu_full']:.1%} (causal {plan['mfu_causal']:.1%})".replace("%", " %") in table
+    assert f"{run['steps']:,} steps: {run['days']:.3g} days in {run['jobs']} jobs" in table
+    assert sum(plan["step_items_seconds"].values()) == pytest.approx(plan["step_seconds"])
+    (stage,) = plan["stages"]
+    assert sum(stage["items"].values()) == pytest.approx(stage["allocated"])
+    layout = plan["layout"]
+    assert layout["micro_batch"] * layout["micro_batches"] * layout["dp_shard"] * layout["dp_replicate"] == 512
+    assert run["gpu_hours"] == pytest.approx(64 * run["wall_seconds"]["total_seconds"] / 3600)
+
+
+@pytest.mark.parametrize("topic", ["memory", "time", "layout"])
+def test_an_explanation_adds_up_to_the_table(shardway: Shardway, topic: str) -> None:
+    facts = json.loads(shardway("plan", "gpt2-xl", *A100, "--json").out)["plan"]
+    told = shardway("plan", "gpt2-xl", *A100, "--explain", topic).out
+    assert {
+        "memory": f"{facts['peak_bytes']['device'] / 2**30:,.1f} GiB   of",
+        "time": f"{facts['layout']['micro_batches']} passes",
+        "layout": "ways were looked at",
+    }[topic] in told
+
+
+def test_what_does_not_fit_is_told_with_what_would_help(shardway: Shardway) -> None:
+    done = shardway("plan", "llama3-70b", *A100, "--no-offload")
+    assert done.code == 0
+    assert "does not fit" in done.out
+    helps = [line for line in done.out.splitlines() if line.startswith("to fit")]
+    assert any("nodes" in line for line in helps)
+    assert any("host's memory" in line for line in helps)
+    facts = json.loads(shardway("plan", "llama3-70b", *A100, "--no-offload", "--json").out)
+    assert not facts["plan"]["fits"]
+    assert facts["run"] is None
+    assert all(change["fits"] for change in facts["to_fit"])
+
+
+def test_a_run_file_is_planned_as_it_resolves(shardway: Shardway) -> None:
+    Path("my.toml").write_text("[model]\ndim = 256\n[train]\nglobal_batch = 64\n[parallel]\ntp = 2\n", encoding="utf-8")
+    facts = json.loads(shardway("plan", "my.toml", "train.micro_batch=4", *A100, "--gpus", "8", "--json").out)
+    layout = facts["plan"]["layout"]
+    assert (layout["tp"], layout["dp_replicate"], layout["micro_batch"], layout["global_batch"]) == (2, 4, 4, 64)
+    assert facts["run"]["steps"] == 800
+    refused = shardway("plan", "my.toml", *A100, "--seq-len", "64", "--layout", "tp=4")
+    assert refused.code == 2
+    assert "data.seq_len" in refused.err
+    assert "2 problems" in refused.err
+
+
+def test_convolutions_are_planned_by_their_parts(shardway: Shardway) -> None:
+    words = ("model.kind=convnet", "data.kind=synthetic", "data.shape=[3,32,32]", "train.steps=100 steps")
+    Path("my.toml").write_text("", encoding="utf-8")
+    done = shardway("plan", "my.toml", *words, *A100, "--gpus", "4")
+    assert (done.code, done.err) == (0, "")
+    assert "convnet on a100-sxm4-80gb" in done.out
+    assert "run          100 steps" in done.out
+    assert shardway("plan", "my.toml", *words, *A100, "--explain", "time").code == 2
+
+
+OWN = """
+import torch
+def make():
+    return torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10)), torch.zeros(1, 64)
+"""
+
+
+@pytest.mark.slow
+def test_a_module_of_ones_own_is_counted_once(shardway: Shardway, tmp_path: Path) -> None:
+    Path("own.py").write_text(OWN, encoding="utf-8")
+    Path("my.toml").write_text("", encoding="utf-8")
+    counted = shardway("plan", "my.toml", *A100, "--gpus", "2", "--trace", "--module", "own.py:make", "--json")
+    assert (counted.code, counted.err) == (0, "")
+    facts = json.loads(counted.out)
+    assert facts["plan"]["model"]["parameters"] == 64 * 128 + 128 + 128 * 10 + 10
+    again = json.loads(shardway("plan", "my.toml", *A100, "--gpus", "2", "--json").out)
+    assert again["plan"] == facts["plan"]
+    stale = shardway("plan", "my.toml", "model.dim=64", *A100, "--gpus", "2")
+    assert stale.code == 2
+    assert "was counted for another [model]" in stale.err
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("zbv", {2}), ("interleaved", {2, 3, 4, 6}), ("gpipe", {1})])
+def test_a_schedule_that_is_set_gets_the_stages_that_it_wants(
+    shardway: Shardway, schedule: str, stages: set[int]
+) -> None:
+    done = shardway("plan", "gpt2-xl", *A100, "--layout", "pp=4", "--schedule", schedule, "--json")
+    layout = json.loads(done.out)["plan"]["layout"]
+    assert (layout["pp"], layout["schedule"]) == (4, schedule)
+    assert layout["stages_per_rank"] in stages
+
+
+def test_a_layout_is_handed_to_another_library(shardway: Shardway, tmp_path: Path) -> None:
+    done = shardway(
+        "plan", "llama3-8b", *A100, "--gpus", "16", "--layout", "tp=4", "--emit", "torchtitan", "--out", "to"
+    )
+    assert (done.code, done.err) == (0, "")
+    job = tomllib.loads(Path("to/torchtitan.toml").read_text(encoding="utf-8"))
+    assert job["parallelism"]["tensor_parallel_degree"] == 4
+    assert "written: to/torchtitan.toml" in done.out
+
+
+def test_a_page_is_written(shardway: Shardway) -> None:
+    done = shardway("plan", "gpt2-xl", *A100, "--html", "plan.html")
+    assert (done.code, done.err) == (0, "written: plan.html\n")
+    assert Path("plan.html").read_text(encoding="utf-8").startswith("<!")
+
+
+def test_what_a_site_measured_stands_before_what_is_shipped(shardway: Shardway) -> None:
+    text = (Path(__file__).parents[2] / "src/shardway/sites/leonardo-booster.toml").read_text(encoding="utf-8")
+    Path("mine.toml").write_text(text + "\n[measured]\nmatmul = 0.35\n", encoding="utf-8")
+    shipped = json.loads(shardway(*EXAMPLE, "--json").out)["plan"]
+    mine = [*EXAMPLE[:3], "./mine.toml", *EXAMPLE[4:]]
+    measured = json.loads(shardway(*mine, "--json").out)["plan"]
+    assert measured["step_items_seconds"]["products"] > 1.5 * shipped["step_items_seconds"]["products"]
+    assert "what was measured on this site: matmul" in shardway(*mine).out
+    Path("mine.toml").write_text(text + "\n[measured]\nmatmull = 0.35\n", encoding="utf-8")
+    refused = shardway(*mine)
+    assert refused.code == 2
+    assert "measured.matmull" in refused.err
+
+
+REFUSED = {
+    "no-machine": ("llama3-8b",),
+    "two-machines": ("llama3-8b", *A100, "--on", "lumi-g"),
+    "unknown-gpu": ("llama3-8b", "--gpu", "h100"),
+    "unknown-model": ("llama9-8b", *A100),
+    "site-without-accelerators": ("llama3-8b", "--on", "laptop"),
+    "unknown-queue": ("llama3-8b", "--on", "leonardo-booster", "--queue", "fast"),
+    "absurd-sizes": ("llama3-8b", *A100, "--nodes", "0", "--seq-len", "-5", "--global-batch", "99999999999"),
+    "unknown-words": (
+        "llama3-8b",
+        *A100,
+        "--precision",
+        "int3",
+        "--recompute",
+        "some",
+        "--schedule",
+        "dual",
+        "--zero",
+        "4",
+    ),
+    "unknown-engine": ("llama3-8b", *A100, "--engine", "horovod"),
+    "no-such-format": ("llama3-8b", *A100, "--precision", "fp8"),
+    "layout-that-is-none": ("llama3-8b", *A100, "--layout", "tp=4,dp=2,pp"),
+    "layout-that-does-not-divide": ("llama3-8b", *A100, "--layout", "tp=3"),
+    "heads-that-do-not-divide": ("gpt2-xl", *A100, "--layout", "tp=2"),
+    "experts-of-a-dense-model": ("llama3-8b", *A100, "--layout", "ep=2"),
+    "batch-that-no-layout-takes": ("llama3-8b", *A100, "--global-batch", "7", "--layout", "dp_shard=8"),
+    "tokens-that-are-none": ("llama3-8b", *A100, "--tokens", "many"),
+    "two-lengths": ("llama3-8b", *A100, "--tokens", "1e9", "--steps", "5"),
+    "price-without-a-currency": ("llama3-8b", *A100, "--price", "2.5"),
+    "unknown-topic": ("llama3-8b", *A100, "--explain", "cost"),
+    "curve-that-is-none": ("llama3-8b", *A100, "--curve", "0,2"),
+    "unknown-library": ("llama3-8b", *A100, "--emit", "colossal"),
+    "trace-without-a-run-file": ("llama3-8b", *A100, "--trace"),
+    "key-without-a-run-file": ("llama3-8b", "train.steps=5", *A100),
+    "nothing-to-emit": ("llama3-70b", *A100, "--no-offload", "--emit", "megatron"),
+    "page-without-a-place": ("gpt2", *A100, "--html", "/proc/plan.html"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_told_in_a_sentence(shardway: Shardway, golden: Golden, name: str) -> None:
+    done = shardway("plan", *REFUSED[name])
+    assert done.code in (2, 3)
+    assert done.out == ""
+    golden(f"$ shardway plan {' '.join(REFUSED[name])}\n{done.err}exit code {done.code}\n", f"plan/{name}.txt")
+
+
+def test_a_config_of_an_unknown_family(shardway: Shardway, golden: Golden) -> None:
+    Path("m").mkdir()
+    Path("m/config.json").write_text('{"model_type": "mamba2", "hidden_size": 8}', encoding="utf-8")
+    done = shardway("plan", "./m", *A100)
+    assert done.code == 2
+    golden(f"$ shardway plan ./m {' '.join(A100)}\n{done.err}exit code {done.code}\n", "plan/unknown-family.txt")
+
+
+def test_no_refusal_is_left_over() -> None:
+    assert golden_names("plan") == {f"{name}.txt" for name in (*REFUSED, "unknown-family")}

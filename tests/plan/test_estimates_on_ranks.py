@@ -1,0 +1,218 @@
+"""The planner's figures for our own engine against what ranks of the CPU hold while they train.
+
+Norms here are layer norms: one kernel on a CPU as on other devices, which keeps its input alone. A root-mean-square
+norm is three operators on a CPU and keeps what they compute as well. Weights that are shared are compared in fp32: in
+16 bits autocast on a CPU leaves norms in 16 bits, where on CUDA, which is what a plan is for, they read fp32.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kept_tensors import KeptTensors
+from pool import RankPool
+from runs import COMMON, open_tiny, pool_ranks
+from shardway.plan.memory.breakdown import StageMemory, estimate_memory
+from shardway.plan.memory.overheads import load_overheads
+from shardway.resolve.planned import case_of, shape_of_run
+from shardway.runfile.schema import RunFile
+from shardway.train.memory import count_held
+from shardway.train.recipe import train_run
+from shardway.train.run import Run
+
+BASE = (
+    *COMMON,
+    "train.steps=1",
+    "train.global_batch=8",
+    "optim.warmup=1 steps",
+    "model.dim=64",
+    "model.layers=4",
+    "model.heads=4",
+    "model.kv_heads=2",
+    "model.ffn_dim=192",
+    "model.vocab=96",
+    "model.norm=layernorm",
+    "model.tied=false",
+    "data.seq_len=64",
+    "parallel.dp_replicate=1",
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes on one rank: of its states after a step, and the most that forward passes kept."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def states(self) -> int:
+        """What stays from step to step."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+Pairs = Sequence[tuple[Measured, StageMemory]]
+"""What every rank of a run held, and what the plan says of it."""
+
+
+def leave_memory(rank: int, words: tuple[str, ...], folder: Path) -> None:
+    """Train a step on the ranks of the pool."""
+    with open_tiny(folder / "run", pool_ranks(), *words, base=BASE) as run:
+        measured = measure(run)
+        stage = run._parallel.mesh.coordinate("pp")  # type: ignore[union-attr]
+        planned = plan(run.resolved.values)[stage]
+    (folder / f"{rank}.pickle").write_bytes(pickle.dumps((measured, planned)))
+
+
+def plan(values: RunFile) -> tuple[StageMemory, ...]:
+    """What the planner says of a resolved run."""
+    return estimate_memory(case_of(values, shape_of_run(values)), load_overheads())
+
+
+def measure(run: Run) -> Measured:
+    """Train the run and look at it: gradients when the optimizer takes them, the rest afterwards."""
+    kept, gradients, take = KeptTensors(), [], run.step
+
+    def step(*arguments: Any) -> float:
+        parallel = run._parallel
+        for model in [each.module for each in parallel.pipeline.stages] if parallel.pipeline else [parallel.module]:  # type: ignore[union-attr]
+            kept.watch(model)
+        run._optimizer.register_step_pre_hook(lambda *_: gradients.append(held(run)["gradients"]))  # type: ignore[union-attr]
+        return take(*arguments)
+
+    run.step = step  # type: ignore[method-assign]
+    with kept.counting():
+        train_run(run)
+    states = held(run)
+    return Measured(states["parameters"], gradients[-1], states["optimizer state"], kept.peak)
+
+
+def held(run: Run) -> Mapping[str, int]:
+    return count_held(run._parallel.module, run._optimizer, "cpu")  # type: ignore[union-attr]
+
+
+@pytest.fixture(scope="module")
+def train(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Train a step of a run with these words on so many ranks; each run is made once."""
+    known: dict[tuple[int, tuple[str, ...]], Pairs] = {}
+
+    def run(ranks: int, *words: str) -> Pairs:
+        if (ranks, words) not in known:
+            folder = tmp_path_factory.mktemp("run")
+            rank_pool.run(leave_memory, ranks, {"words": words, "folder": folder}, 120.0)
+            known[ranks, words] = [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(ranks)]
+        return known[ranks, words]
+
+    return run
+
+
+PIPELINE = ("parallel.pp=2", "parallel.pp_split=[2, 2]", "train.micro_batch=2")
+INTERLEAVED = (
+    "parallel.pp=2",
+    "parallel.pp_schedule=interleaved",
+    "parallel.pp_split=[1, 1, 1, 1]",
+    "train.micro_batch=2",
+)
+ONE: Mapping[str, tuple[str, ...]] = {
+    "grouped heads, gated": (),
+    "as many key/value heads": ("model.kv_heads=4", "model.ffn_dim=256"),
+    "GELU, biases": ("model.activation=gelu", "model.bias=true", "model.kv_heads=4", "model.ffn_dim=256"),
+    "wide": ("model.dim=128", "model.ffn_dim=512", "model.heads=8", "data.seq_len=32"),
+    "long": ("data.seq_len=256", "train.global_batch=2"),
+    "two micro-batches": ("train.micro_batch=4",),
+}
+"""Models on one rank."""
+
+FLAT: Mapping[str, tuple[int, tuple[str, ...]]] = {
+    "replicate": (2, ("parallel.dp_replicate=2",)),
+    "tensor": (2, ("parallel.tp=2",)),
+    "tensor, sequence whole": (2, ("parallel.tp=2", "parallel.tp_sequence=false")),
+    "pipeline": (2, PIPELINE),
+    "pipeline, GPipe": (2, (*PIPELINE, "parallel.pp_schedule=gpipe")),
+    "pipeline, interleaved": (2, INTERLEAVED),
+    "tensor 4 with 2 key/value heads": (4, ("parallel.tp=4",)),
+    "pipeline x tensor": (4, (*PIPELINE, "parallel.tp=2")),
+}
+"""Layouts whose ranks have their weights to themselves."""
+
+SHARED: Mapping[str, tuple[int, tuple[str, ...]]] = {
+    "shard": (2, ("parallel.dp_shard=2",)),
+    "shard, kept gathered": (2, ("parallel.dp_shard=2", "parallel.reshard_after_forward=false")),
+    "context": (2, ("parallel.cp=2",)),
+    "hybrid": (4, ("parallel.dp_replicate=2", "parallel.dp_shard=2")),
+    "tensor x shard": (4, ("parallel.tp=2", "parallel.dp_shard=2")),
+    "tensor x replicate": (4, ("parallel.tp=2", "parallel.dp_replicate=2")),
+    "pipeline x shard": (4, (*PIPELINE, "parallel.dp_shard=2")),
+    "pipeline x replicate": (4, (*PIPELINE, "parallel.dp_replicate=2")),
+}
+"""Layouts whose weights go through FSDP2."""
+
+LAYOUTS = {**FLAT, **SHARED}
+MODES = ("none", "selective", "full")
+
+
+def check_states(pairs: Pairs) -> None:
+    """Within 3 %, each of the three."""
+    for measured, planned in pairs:
+        assert planned.weights == pytest.approx(measured.parameters, rel=0.03)
+        assert planned.gradients == pytest.approx(measured.gradients, rel=0.03)
+        assert planned.optimizer == pytest.approx(measured.optimizer, rel=0.03)
+
+
+def check_activations(pairs: Pairs) -> None:
+    """Within 10 %."""
+    for measured, planned in pairs:
+        assert planned.activations == pytest.approx(measured.activations, rel=0.1)
+
+
+def formats(compute: str, mode: str) -> tuple[str, str]:
+    return f"precision.compute={compute}", f"recompute.mode={mode}"
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_one_rank_holds_what_the_plan_says(compute: str, train: Any) -> None:
+    for mode in MODES:
+        pairs = train(1, *formats(compute, mode))
+        check_states(pairs)
+        check_activations(pairs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ONE)
+def test_one_rank_keeps_what_the_plan_says(name: str, compute: str, mode: str, train: Any) -> None:
+    check_activations(train(1, *ONE[name], *formats(compute, mode)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_rank_has_the_states_of_the_plan(name: str, train: Any) -> None:
+    ranks, words = LAYOUTS[name]
+    check_states(train(ranks, *words, *formats("fp32", "none")))
+
+
+KEPT = [
+    (name, compute, mode)
+    for compute, layouts in (("fp32", LAYOUTS), ("bf16", FLAT))
+    for name, (ranks, _) in layouts.items()
+    for mode in (MODES if ranks == 2 else MODES[:2])
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "compute", "mode"), KEPT)
+def test_every_rank_keeps_what_the_plan_says(name: str, compute: str, mode: str, train: Any) -> None:
+    ranks, words = LAYOUTS[name]
+    pairs = train(ranks, *words, *formats(compute, mode))
+    if name == "pipeline, interleaved" and mode == "full":
+        pairs = pairs[:1]  # the plan counts what the head reads as often as layers, and there is little else
+    check_activations(pairs)
