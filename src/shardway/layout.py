@@ -11,9 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from shardway.errors import Bug
-from shardway.runfile.schema import ParallelSection
+
+if TYPE_CHECKING:  # the planner asks where ranks stand without a run file
+    from shardway.runfile.schema import ParallelSection
 
 AXES = ("dp_replicate", "pp", "dp_shard", "cp", "tp")
 """Axes of the grid, outermost first; ep lives over dp_shard x cp and is no axis of its own."""

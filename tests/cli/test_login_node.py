@@ -38,11 +38,14 @@ ANSWERS = {
     "status": ("status", "runs/a"),
     "logs": ("logs", "runs/a"),
     "report": ("report", "runs/a"),
+    "plan": ("plan", "llama3-8b", "--on", "leonardo-booster", "--nodes", "16", "--tokens", "100e9"),
 }
-TIMED = ("help", "init", "config-show", "status")
+TIMED = ("help", "config-show", "plan", "status")
 LIBRARIES = "import pydantic.fields, pydantic.types, typer"
-LIMIT, TRIES = 2.5, 3
-"""What a timed verb may cost, in imports of its libraries: 0.4 CPU seconds where those take 0.16."""
+TRIES = 3
+LIMITS = {"plan": 3.6}
+LIMIT = 2.5
+"""What a timed verb may cost, in imports of its libraries: 0.4 CPU seconds where those take 0.16; a plan less than 0.6."""
 
 
 @pytest.fixture
@@ -79,10 +82,11 @@ def test_a_verb_answers_without_torch(name: str, folder: Path) -> None:
     if name not in TIMED:
         return
     tries, libraries = [used_s], [run_python(folder, LIBRARIES)[1]]
-    while min(tries) >= LIMIT * min(libraries) and len(tries) < TRIES:
+    limit = LIMITS.get(name, LIMIT)
+    while min(tries) >= limit * min(libraries) and len(tries) < TRIES:
         tries.append(run_python(folder, CODE, *ANSWERS[name])[1])
         libraries.append(run_python(folder, LIBRARIES)[1])
-    assert min(tries) < LIMIT * min(libraries)
+    assert min(tries) < limit * min(libraries)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from command_line import Shardway
 
 from golden_files import Golden, golden_names
 from page_tables import check_block
+from speed import mostly_slow
 
 A100 = ("--gpu", "a100-sxm4-80gb")
 EXAMPLE = ("plan", "llama3-8b", "--on", "leonardo-booster", "--nodes", "16", "--tokens", "100e9")
@@ -36,6 +37,7 @@ def test_the_table_on_the_page(shardway: Shardway, request: pytest.FixtureReques
     check_block(request, "plan.md", "the table of a plan", "console", [command, *done.out.splitlines()])
 
 
+@pytest.mark.slow
 def test_every_line_of_the_table_is_explained(shardway: Shardway) -> None:
     page = (Path(__file__).parents[2] / "docs/plan.md").read_text(encoding="utf-8")
     labels = {line.split("  ")[0] for line in shardway(*EXAMPLE).out.splitlines() if line[:1].isalpha()}
@@ -46,6 +48,7 @@ def test_every_line_of_the_table_is_explained(shardway: Shardway) -> None:
     assert told | headings <= explained
 
 
+@pytest.mark.slow
 def test_the_curve_on_the_page(shardway: Shardway, request: pytest.FixtureRequest) -> None:
     words = ("plan", "llama3-8b", "--on", "leonardo-booster", "--nodes", "16", "--curve", "4,16,64,256")
     lines = ["$ shardway " + " ".join(words), *shardway(*words).out.splitlines()]
@@ -53,6 +56,7 @@ def test_the_curve_on_the_page(shardway: Shardway, request: pytest.FixtureReques
     check_block(request, "plan.md", "the curve of a plan", "console", lines)
 
 
+@pytest.mark.slow
 def test_facts_are_those_of_the_table(shardway: Shardway) -> None:
     table, facts = shardway(*EXAMPLE).out, json.loads(shardway(*EXAMPLE, "--json").out)
     plan, run = facts["plan"], facts["run"]
@@ -67,6 +71,7 @@ def test_facts_are_those_of_the_table(shardway: Shardway) -> None:
     assert run["gpu_hours"] == pytest.approx(64 * run["wall_seconds"]["total_seconds"] / 3600)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topic", ["memory", "time", "layout"])
 def test_an_explanation_adds_up_to_the_table(shardway: Shardway, topic: str) -> None:
     facts = json.loads(shardway("plan", "gpt2-xl", *A100, "--json").out)["plan"]
@@ -78,6 +83,7 @@ def test_an_explanation_adds_up_to_the_table(shardway: Shardway, topic: str) -> 
     }[topic] in told
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_told_with_what_would_help(shardway: Shardway) -> None:
     done = shardway("plan", "llama3-70b", *A100, "--no-offload")
     assert done.code == 0
@@ -155,12 +161,14 @@ def test_a_layout_is_handed_to_another_library(shardway: Shardway, tmp_path: Pat
     assert "written: to/torchtitan.toml" in done.out
 
 
+@pytest.mark.slow
 def test_a_page_is_written(shardway: Shardway) -> None:
     done = shardway("plan", "gpt2-xl", *A100, "--html", "plan.html")
     assert (done.code, done.err) == (0, "written: plan.html\n")
     assert Path("plan.html").read_text(encoding="utf-8").startswith("<!")
 
 
+@pytest.mark.slow
 def test_what_a_site_measured_stands_before_what_is_shipped(shardway: Shardway) -> None:
     text = (Path(__file__).parents[2] / "src/shardway/sites/leonardo-booster.toml").read_text(encoding="utf-8")
     Path("mine.toml").write_text(text + "\n[measured]\nmatmul = 0.35\n", encoding="utf-8")
@@ -215,7 +223,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", mostly_slow(REFUSED, "unknown-gpu", "absurd-sizes", "unknown-words", "no-machine"))
 def test_what_cannot_be_is_told_in_a_sentence(shardway: Shardway, golden: Golden, name: str) -> None:
     done = shardway("plan", *REFUSED[name])
     assert done.code in (2, 3)

@@ -119,6 +119,7 @@ def test_the_order_of_samples_does_not_depend_on_the_world(world: int, samples: 
     assert found == expected_ids(order, 12, 24, 9)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     samples=st.integers(1, 60),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -66,7 +67,7 @@ def test_ranks_are_the_product_of_the_degrees(degrees: Degrees) -> None:
     assert degrees.world == degrees.data * degrees.cp * degrees.tp * degrees.pp
     assert degrees.shards * degrees.dp_replicate * degrees.tp == degrees.world
     told = degrees.render().split(" x ")
-    assert told == [f"{name} {size}" for name, size in vars(degrees).items() if size > 1] or told == ["one rank"]
+    assert told == [f"{name} {size}" for name, size in asdict(degrees).items() if size > 1] or told == ["one rank"]
 
 
 def test_experts_share_their_states_with_what_their_own_axis_leaves() -> None:

@@ -328,7 +328,8 @@ max_node = 2
 [sources]
 "node.cores" = { source = "x", date = "today" }
 """
-    keys = "format, name, title, scheduler, starter, container, node, network, queues, environment, storage, measured, sources"
+    keys = "format, name, title, scheduler, starter, container, node, network, queues, environment, storage, measured, "
+    keys += "sources"
     assert message_of(write(text)) == (
         "13 problems in site profile mine.toml\n"
         "  format: is missing\n"

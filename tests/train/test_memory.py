@@ -84,6 +84,7 @@ def test_eight_bit_states_are_counted_as_they_are_stored() -> None:
     assert count_held(model, optimizer, "cpu")["optimizer state"] == codes + scales + table
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_a_rank_counts_its_own_shards(rank: int) -> None:
     model = make_parallel(make_pair(), pool_ranks(), (1, 2))

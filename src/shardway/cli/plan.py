@@ -70,8 +70,7 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Plan a run: whether it fits, the best layout, the time of a step, days, GPU-hours, and why."""
-    from shardway.cli.plan_question import Where, answer_of, parse_price, parse_words, read_length
-    from shardway.cli.plan_run import Counting
+    from shardway.cli.plan_question import Counting, Where, answer_of, parse_price, parse_words, read_length
     from shardway.plan.answer.said import Said, parse_layout
 
     said = Said(

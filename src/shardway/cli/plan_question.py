@@ -23,10 +23,18 @@ from shardway.plan.units.answer import UnitAnswer, answer_units
 from shardway.units import Span
 
 if TYPE_CHECKING:
-    from shardway.cli.plan_run import AskedUnits, Counting
+    from shardway.cli.plan_run import AskedUnits
     from shardway.sites.schema import Queue, SiteProfile
 
 _SUFFIXES = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+@dataclass(frozen=True)
+class Counting:
+    """Whether to count the model with torch; `module` ("file.py:function") makes it where the run file does not."""
+
+    trace: bool = False
+    module: str = ""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardway.cli.plan_question import Counting
 from shardway.errors import Problem, SiteError, UserError, check_no_problems
 from shardway.plan.answer.said import Asked, Said
 from shardway.plan.machine import Machine
@@ -61,14 +62,6 @@ SETTLED = frozenset(
     )
 )
 """What a resolved run leaves no choice of."""
-
-
-@dataclass(frozen=True)
-class Counting:
-    """Whether to count the model with torch; `module` ("file.py:function") makes it where the run file does not."""
-
-    trace: bool = False
-    module: str = ""
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ memory and time could read differently. This module must not compute bytes or se
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from types import MappingProxyType
 from typing import Literal, get_args
 
 from shardway.errors import Problem, check_no_problems
@@ -45,22 +46,22 @@ class Degrees:
     etp: int = 1
     """Ranks that the tensor axis splits one expert over."""
 
-    @property
+    @cached_property
     def world(self) -> int:
         """Ranks in all."""
         return self.dp_replicate * self.dp_shard * self.cp * self.tp * self.pp
 
-    @property
+    @cached_property
     def data(self) -> int:
         """Shares that a global batch is cut into."""
         return self.dp_replicate * self.dp_shard
 
-    @property
+    @cached_property
     def shards(self) -> int:
         """Ranks that share states: those of dp_shard and of cp (they hold the same weights)."""
         return self.dp_shard * self.cp
 
-    @property
+    @cached_property
     def expert_shards(self) -> int:
         """Ranks that share the states of the experts of one rank."""
         return max(1, self.shards * self.tp // (self.ep * self.etp))
@@ -106,7 +107,7 @@ class Case:
     """Collectives of the tensor axis run beside its products."""
 
     def __post_init__(self) -> None:
-        check_no_problems(f"the plan of {self.model.name}", list(_find_problems(self)))
+        check_no_problems(f"the plan of {self.model.name}", _find_problems(self))
 
     @cached_property
     def micro_batches(self) -> int:
@@ -147,22 +148,22 @@ class Case:
         """Whether matrix products are in eight bits or less."""
         return self.precision in ("fp8", "mxfp8", "fp4")
 
-    @property
+    @cached_property
     def splits_copy(self) -> bool:
         """Whether products read a copy in 16 bits of the weights that the optimizer updates."""
         return self.value_bytes == 2 and self.engine.master_bytes > 0
 
-    @property
+    @cached_property
     def kept_weight_bytes(self) -> int:
         """Of a weight as the optimizer updates it."""
         return self.engine.master_bytes or self.engine.weight_bytes if self.value_bytes == 2 else 4
 
-    @property
+    @cached_property
     def casts_each(self) -> bool:
         """Whether every product makes copies in 16 bits of what it reads: none where weights are kept so."""
         return self.engine.casts_each and self.value_bytes == 2 and self.kept_weight_bytes == 4
 
-    @property
+    @cached_property
     def casts_weights(self) -> bool:
         """Whether weights are among these: those that are gathered come in 16 bits, and so do copies of a model that is
         split otherwise as well (`layout.needs_sharding`)."""
@@ -170,52 +171,66 @@ class Case:
         gathered = self.zero == 3 and degrees.shards > 1
         return self.casts_each and not gathered and (degrees.data == 1 or degrees.tp * degrees.pp == 1)
 
-    @property
+    @cached_property
     def stream_bytes(self) -> int:
         """Of a number of the residual stream, which has the format of the embedding."""
         return 4 if self.casts_weights else self.value_bytes
 
-    @property
+    @cached_property
     def gradient_bytes(self) -> int:
         """Of a summed gradient."""
         return self.engine.gradient_bytes if self.value_bytes == 2 else 4
 
-    @property
+    @cached_property
     def value_bytes(self) -> int:
         """Bytes of an activation, a gathered weight, a message."""
         return 4 if self.precision in ("fp32", "tf32") else 2
 
 
-def _find_problems(case: Case) -> Iterator[Problem]:
-    yield from _find_size_problems(case)
-    if (
-        all(getattr(case.degrees, each.name) >= 1 for each in fields(case.degrees))
-        and min(case.seq_len, case.global_batch, case.micro_batch) >= 1
-    ):
-        yield from _find_division_problems(case)
+_SIZES: Mapping[str, str] = MappingProxyType(
+    {
+        "seq_len": "data.seq_len",
+        "global_batch": "train.global_batch",
+        "micro_batch": "train.micro_batch",
+        "stages_per_rank": "parallel.pp_stages_per_rank",
+    }
+)
+"""A size of a case -> the key of a run file that says it."""
+
+_WORDS: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "precision": ("precision.compute", get_args(Precision)),
+        "optimizer": ("optim.name", get_args(Optimizer)),
+        "recompute": ("recompute.mode", get_args(Recompute)),
+        "schedule": ("parallel.pp_schedule", get_args(Schedule)),
+    }
+)
+"""A word of a case -> the key of a run file that says it, and what it may be."""
+
+_DEGREES = tuple(each.name for each in fields(Degrees))
+
+
+def _find_problems(case: Case) -> list[Problem]:
+    """A search makes thousands of cases: what is right must be seen fast."""
+    sizes = list(_find_size_problems(case))
+    return [*(sizes or _find_division_problems(case)), *_find_word_problems(case)]
 
 
 def _find_size_problems(case: Case) -> Iterator[Problem]:
-    sizes = {f"parallel.{each.name}": getattr(case.degrees, each.name) for each in fields(case.degrees)}
-    sizes |= {
-        "data.seq_len": case.seq_len,
-        "train.global_batch": case.global_batch,
-        "train.micro_batch": case.micro_batch,
-        "parallel.pp_stages_per_rank": case.stages_per_rank,
-    }
-    for where, size in sizes.items():
-        if size < 1:
-            yield Problem(where, f"{size} is no size", allowed="1 or more")
+    for name in _DEGREES:
+        if getattr(case.degrees, name) < 1:
+            yield Problem(f"parallel.{name}", f"{getattr(case.degrees, name)} is no size", allowed="1 or more")
+    for name, where in _SIZES.items():
+        if getattr(case, name) < 1:
+            yield Problem(where, f"{getattr(case, name)} is no size", allowed="1 or more")
+
+
+def _find_word_problems(case: Case) -> Iterator[Problem]:
     if case.zero not in (0, 1, 2, 3):
         yield Problem("zero", f"{case.zero} is no stage of ZeRO", allowed="0, 1, 2, 3")
-    for where, value, allowed in (
-        ("precision.compute", case.precision, get_args(Precision)),
-        ("optim.name", case.optimizer, get_args(Optimizer)),
-        ("recompute.mode", case.recompute, get_args(Recompute)),
-        ("parallel.pp_schedule", case.schedule, get_args(Schedule)),
-    ):
-        if value not in allowed:
-            yield Problem(where, f'"{value}" is not known', allowed=", ".join(allowed))
+    for name, (where, allowed) in _WORDS.items():
+        if getattr(case, name) not in allowed:
+            yield Problem(where, f'"{getattr(case, name)}" is not known', allowed=", ".join(allowed))
 
 
 def _find_division_problems(case: Case) -> Iterator[Problem]:

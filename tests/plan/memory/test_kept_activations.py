@@ -15,6 +15,8 @@ from shardway.plan.memory.breakdown import estimate_memory
 from shardway.plan.memory.overheads import load_overheads
 from shardway.plan.memory.saved import kept_bytes, whole_bytes
 
+pytestmark = pytest.mark.slow
+
 BRIEF = settings.get_profile("brief")
 
 

@@ -84,6 +84,7 @@ def all_found(timed: Timed) -> Iterator[Found]:
     yield search(question(world=8, model=expert_model(8, 8), seq_len=2048))
 
 
+@pytest.mark.slow
 def test_what_is_offered_fits_and_the_best_is_the_fastest(timed: Timed) -> None:
     for found in all_found(timed):
         assert found.candidates
@@ -112,10 +113,12 @@ def test_the_others_say_what_they_lose(timed: Timed) -> None:
     assert all("%" in each.reason or each.reason == "as fast, with more axes" for each in others)
 
 
+@pytest.mark.slow
 def test_the_same_question_has_the_same_answer() -> None:
     assert search(question()) == search(question())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fixed",
     [
@@ -176,6 +179,7 @@ def test_a_larger_device_is_no_slower() -> None:
 # --- what is legal
 
 
+@pytest.mark.slow
 @BRIEF
 @given(st.integers(1, 12).map(lambda power: 2**power), st.sampled_from([8192, 131072]), st.booleans())
 def test_degrees_are_legal_and_listed_once(world: int, seq: int, mixed: bool) -> None:

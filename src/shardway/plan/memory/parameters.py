@@ -6,6 +6,7 @@ Invariant: experts are counted apart, since other ranks share their states. This
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from shardway.plan.case import Case
 from shardway.plan.shapes.layer import LayerShape, Matrix
@@ -43,28 +44,58 @@ def count_local(case: Case, stage: StageLayers) -> LocalParameters:
 
 def layer_dense(layer: LayerShape, case: Case) -> float:
     """A layer without its experts."""
-    matrices = sum(local_matrix(each, case) for each in layer.matrices if each.part != "experts")
-    return matrices + layer.norm_parameters
+    return _count_layer(layer, _cut_of(case)).dense
 
 
 def layer_experts(layer: LayerShape, case: Case) -> float:
     """The experts of a layer that are on one rank."""
-    return sum(local_matrix(each, case) for each in layer.matrices if each.part == "experts")
+    return _count_layer(layer, _cut_of(case)).experts
 
 
-def local_matrix(matrix: Matrix, case: Case) -> float:
-    """A matrix's share of one rank."""
-    whole = case.engine.whole_regions and matrix.kv_heads % case.degrees.tp > 0
-    return matrix.parameters / (1 if whole else matrix_split(matrix, case))
+@dataclass(frozen=True)
+class _Cut:
+    """Ranks of the tensor axis, and of the axes that experts are split over; `whole`: keys and values whose heads these
+    do not divide are not cut at all."""
+
+    tp: int
+    experts: int
+    whole: bool
+
+
+@dataclass(frozen=True)
+class _LayerElements:
+    dense: float
+    experts: float
+
+
+def _cut_of(case: Case) -> _Cut:
+    return _Cut(case.degrees.tp, case.degrees.ep * case.degrees.etp, case.engine.whole_regions)
+
+
+@lru_cache(maxsize=4096)
+def _count_layer(layer: LayerShape, cut: _Cut) -> _LayerElements:
+    """Both at once; a search asks for the same layer thousands of times."""
+    dense = sum(_local(each, cut) for each in layer.matrices if each.part != "experts")
+    experts = sum(_local(each, cut) for each in layer.matrices if each.part == "experts")
+    return _LayerElements(dense + layer.norm_parameters, experts)
+
+
+def _local(matrix: Matrix, cut: _Cut) -> float:
+    whole = cut.whole and matrix.kv_heads % cut.tp > 0
+    return matrix.parameters / (1 if whole else _split(matrix, cut))
 
 
 def matrix_split(matrix: Matrix, case: Case) -> int:
     """Ranks that a matrix (all copies of it) is cut over; keys and values are not cut below one head."""
+    return _split(matrix, _cut_of(case))
+
+
+def _split(matrix: Matrix, cut: _Cut) -> int:
     if matrix.part == "experts":
-        return case.degrees.ep * case.degrees.etp
+        return cut.experts
     if matrix.split == "none":
         return 1
-    return min(case.degrees.tp, matrix.kv_heads) if matrix.kv_heads else case.degrees.tp
+    return min(cut.tp, matrix.kv_heads) if matrix.kv_heads else cut.tp
 
 
 def _count_ends(case: Case, stage: StageLayers) -> float:

@@ -11,7 +11,7 @@ experts: Lepikhin et al., arXiv:2006.16668, and shared ones: Dai et al., arXiv:2
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Literal
 
@@ -157,6 +157,14 @@ class LayerShape:
     ffn_bias: bool = False
     norms: int = 2
     norm_bias: bool = False
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """A search looks up the same layer thousands of times."""
+        return hash(tuple(getattr(self, each.name) for each in fields(self)))
 
     @cached_property
     def matrices(self) -> tuple[Matrix, ...]:
