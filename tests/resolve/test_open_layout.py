@@ -69,6 +69,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
+@pytest.mark.slow
 @given(st.fixed_dictionaries({}, optional=VALUES), st.sampled_from([1, 2, 6, 8, 12, 16]))
 @settings(max_examples=40, deadline=None)
 def test_what_is_found_is_taken_where_it_is_written_out(values: dict[str, Any], ranks: int) -> None:

@@ -60,6 +60,7 @@ def test_a_scale_that_is_too_large_is_lowered_in_every_layout(rank: int, tmp_pat
         assert steps[-1]["loss"] < steps[0]["loss"]
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(rank: int) -> None:
     for shape in ((2, 1), (1, 2)):

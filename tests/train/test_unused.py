@@ -91,6 +91,7 @@ def test_copies_that_wait_for_all_gradients_tell_at_once(rank: int, tmp_path: Pa
     )
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_frozen_parameters_are_no_idle_ones(rank: int, tmp_path: Path) -> None:
     model = Idle()

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -81,6 +82,7 @@ def test_summary(events: list[Event]) -> None:
     assert plain["state"] in ("new", "finished", "stopped", "failed")
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.lists(any_event, max_size=12))
 def test_report(events: list[Event]) -> None:

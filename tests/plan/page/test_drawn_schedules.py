@@ -16,6 +16,8 @@ from shardway.plan.page.pipeline import Action, Box, Simulated, StageSeconds, si
 from shardway.plan.shapes.named import find_named
 from shardway.plan.stages import kept_micro_batches
 
+pytestmark = pytest.mark.slow
+
 MODEL = find_named("llama3-405b")
 SPLIT = ("zero_bubble", "zbv")
 
@@ -57,7 +59,6 @@ def ends_of(simulated: Simulated) -> dict[Action, Box]:
 # --- what no schedule may do
 
 
-@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(runs())
 def test_each_pass_comes_once_on_the_rank_that_has_its_stage(drawn: tuple[Case, Simulated]) -> None:
@@ -114,7 +115,6 @@ def test_one_stage_a_rank(schedule: Schedule, ranks: int, passes: int, forward: 
     assert simulated.seconds == (passes + ranks - 1) * (forward + back + weight)
 
 
-@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(RANKS, st.integers(2, 5), PASSES)
 def test_interleaving_divides_the_bubble_by_the_stages_of_a_rank(ranks: int, per_rank: int, passes: int) -> None:
@@ -125,7 +125,6 @@ def test_interleaving_divides_the_bubble_by_the_stages_of_a_rank(ranks: int, per
     assert simulated.seconds == 3 * (passes * per_rank + ranks - 1 + missing)
 
 
-@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(RANKS, st.integers(1, 4), st.integers(0, 16))
 def test_zero_bubble_leaves_a_third_of_it(ranks: int, per_rank: int, more: int) -> None:
@@ -134,7 +133,6 @@ def test_zero_bubble_leaves_a_third_of_it(ranks: int, per_rank: int, more: int) 
     assert simulated.seconds == 3 * per_rank * (ranks + more) + ranks - 1
 
 
-@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.integers(2, 6), st.integers(0, 8))
 def test_a_v_leaves_one_forward_pass_of_a_stage_for_each_other_rank(ranks: int, more: int) -> None:
