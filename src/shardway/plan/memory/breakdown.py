@@ -126,7 +126,7 @@ def _estimate_stage(case: Case, stage: StageLayers, overheads: Overheads) -> Sta
         weights=_weights(case, local),
         gradients=_gradients(case, local),
         optimizer=_optimizer(case, local),
-        activations=kept * _activations_of_pass(case, stage),
+        activations=kept * _activations_of_pass(case, stage) + (_read_by_head(case) if stage.last else 0.0),
         working=_working(case, stage),
         gathered=_gathered(case, local),
         messages=_messages(case),
@@ -174,11 +174,11 @@ def _on_host(case: Case, local: LocalParameters) -> float:
 
 
 def _activations_of_pass(case: Case, stage: StageLayers) -> float:
-    """What one micro-batch leaves behind in all layers of a stage and at its ends."""
+    """What one micro-batch leaves behind in all layers of a stage, and in the embedding. What the head reads is not
+    kept: its way back begins at once."""
     layers = sum(case.side_tokens(run.side) * kept_bytes(run.layer, case) * run.count for run in stage.layers)
     mask = case.model.hidden if stage.first and case.dropout else 0
-    ends = case.tokens * mask / case.stream_split + (_read_by_head(case) if stage.last else 0.0)
-    return layers + ends + _kept_copies(case, stage)
+    return layers + case.tokens * mask / case.stream_split + _kept_copies(case, stage)
 
 
 def _read_by_head(case: Case) -> float:
