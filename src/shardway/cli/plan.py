@@ -70,7 +70,7 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Plan a run: whether it fits, the best layout, the time of a step, days, GPU-hours, and why."""
-    from shardway.cli.plan_question import Counting, Where, answer_of, parse_price, parse_words, read_length
+    from shardway.cli.plan_question import Where, answer_of, parse_price, parse_words, read_length
     from shardway.plan.answer.said import Said, parse_layout
 
     said = Said(
@@ -92,7 +92,7 @@ def plan(
         offload=offload,
     )
     shown = _Shown(explain, curve, html, emit, out, as_json)
-    _show(answer_of(model, Where(on, gpu, queue, parse_price(price)), said, Counting(trace, module)), shown)
+    _show(answer_of(model, Where(on, gpu, queue, parse_price(price)), said, options.Counting(trace, module)), shown)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ told. This module must not read a value.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,3 +63,11 @@ Module = Annotated[str, _option("--module", "What --trace counts instead of the 
 Trace = Annotated[
     bool, _option("--trace", "Count the run file's own model with torch, and keep the shape for the next plan.")
 ]
+
+
+@dataclass(frozen=True)
+class Counting:
+    """Whether to count the model with torch; `module` ("file.py:function") makes it where the run file does not."""
+
+    trace: bool = False
+    module: str = ""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardway.cli.plan_options import Counting
 from shardway.errors import Problem, UserError, check_no_problems, list_some, render_problems
 from shardway.plan.answer.answer import Answer, answer
 from shardway.plan.answer.said import Asked, Said, ask
@@ -27,14 +28,6 @@ if TYPE_CHECKING:
     from shardway.sites.schema import Queue, SiteProfile
 
 _SUFFIXES = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-
-
-@dataclass(frozen=True)
-class Counting:
-    """Whether to count the model with torch; `module` ("file.py:function") makes it where the run file does not."""
-
-    trace: bool = False
-    module: str = ""
 
 
 @dataclass(frozen=True)

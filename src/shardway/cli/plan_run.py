@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardway.cli.plan_question import Counting
+from shardway.cli.plan_options import Counting
 from shardway.errors import Problem, SiteError, UserError, check_no_problems
 from shardway.plan.answer.said import Asked, Said
 from shardway.plan.machine import Machine

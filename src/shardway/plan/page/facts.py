@@ -14,6 +14,7 @@ from shardway.plan.economy import RunEstimate, WallTime
 from shardway.plan.estimate import Estimate
 from shardway.plan.page.blocks import Table, Tile, render_section, render_table, render_text, render_tiles
 from shardway.plan.page.rounding import round_parts
+from shardway.plan.render.text import list_costs
 from shardway.plan.render.words import amount, count, describe_layout, duration, gib, percent
 
 _DAY = 86400.0
@@ -120,21 +121,11 @@ def _run_tiles(answer: Answer) -> Iterator[Tile]:
         yield Tile("whole run", "n/a", (reason,))
         return
     yield Tile("whole run", duration(run.wall.total_seconds), (f"{run.steps:,} steps", _ideal(run)))
-    yield Tile("GPU-hours", amount(run.gpu_hours), tuple(_costs(run)))
+    yield Tile("GPU-hours", amount(run.gpu_hours), tuple(list_costs(run)))
 
 
 def _ideal(run: RunEstimate) -> str:
     return f"{run.days:,.2f} days, {run.ideal_days:,.2f} without failures and saves"
-
-
-def _costs(run: RunEstimate) -> Iterator[str]:
-    yield f"{amount(run.nodes * run.wall.total_seconds / _HOUR)} node-hours"
-    if run.charge:
-        yield f"{amount(run.charge.value)} {run.charge.unit}"
-    if run.energy_kwh:
-        yield f"{amount(run.energy_kwh)} kWh"
-    if run.cost:
-        yield f"{amount(run.cost.value)} {run.cost.unit}"
 
 
 # --- the whole run

@@ -134,11 +134,11 @@ def list_run(run: RunEstimate, terms: Terms) -> Iterator[str]:
     yield line("run", f"{run.steps:,} steps: {total}{jobs}{queue}; {percent(run.goodput)} of it steps that count")
     interval = duration(run.interval_steps * run.wall.ideal_seconds / run.steps)
     yield line("failures", f"{run.failures:.2g} expected; save every {run.interval_steps:,} steps ({interval})")
-    yield line("costs", ", ".join(_costs(run)))
+    yield line("costs", ", ".join([f"{amount(run.gpu_hours)} GPU-hours", *list_costs(run)]))
 
 
-def _costs(run: RunEstimate) -> Iterator[str]:
-    yield f"{amount(run.gpu_hours)} GPU-hours"
+def list_costs(run: RunEstimate) -> Iterator[str]:
+    """What a run takes beside GPU-hours, in every unit that is known."""
     yield f"{amount(run.nodes * run.wall.total_seconds / 3600)} node-hours"
     if run.charge:
         yield f"{amount(run.charge.value)} {run.charge.unit}"
