@@ -15,6 +15,7 @@ from functools import cached_property
 from shardway.plan.case import Case
 from shardway.plan.machine import Machine
 from shardway.plan.memory.breakdown import StageMemory, estimate_memory, peak_stage
+from shardway.plan.memory.moments import Moments, estimate_moments
 from shardway.plan.memory.overheads import Overheads, load_overheads
 from shardway.plan.time.ceilings import Ceilings, ceilings_of
 from shardway.plan.time.step import StepTime, estimate_step
@@ -38,6 +39,11 @@ class Estimate:
     def usable_bytes(self) -> float:
         """What a plan may use of a device."""
         return self.machine.memory_bytes * self.peak.overheads.usable
+
+    @cached_property
+    def moments(self) -> Moments:
+        """What the fullest rank holds between steps."""
+        return estimate_moments(self.case, self.peak)
 
     @property
     def memory_low(self) -> float:

@@ -52,6 +52,7 @@ def _memory(answer: Answer) -> Iterator[str]:
     yield ""
     yield from _states(case)
     yield f"  micro-batches whose activations are kept at once: {peak.in_flight:g} ({case.schedule})"
+    yield from _moments(shown)
     yield f"  four of five measured peaks lie between {gib(shown.memory_low)} and {gib(shown.memory_high)}"
     if len(shown.memory) > 1:
         yield ""
@@ -68,6 +69,13 @@ def _states(case: Case) -> Iterator[str]:
     )
     shared = {0: "nothing", 1: "the optimizer", 2: "optimizer and gradients", 3: "weights, gradients and optimizer"}
     yield f"  shared by {case.degrees.shards} ranks: {shared[case.zero]} (ZeRO {case.zero})"
+
+
+def _moments(shown: Estimate) -> Iterator[str]:
+    moments = shown.moments
+    staged = gib(moments.copied * min(shown.machine.per_node, shown.case.degrees.world))
+    yield f"  at a checkpoint: {gib(moments.kept)} of tensors stay; up to {staged} of a node's memory for their copy"
+    yield f"  at resume: {gib(moments.resuming)}, before a step has taken the rest"
 
 
 def _stages(shown: Estimate) -> Iterator[str]:

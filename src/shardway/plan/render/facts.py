@@ -79,6 +79,7 @@ def estimate_facts(shown: Estimate, *, brief: bool = False) -> dict[str, Any]:
         "model": _model_facts(shown.case),
         **facts,
         "step_items_seconds": dict(shown.time.items),
+        "between_steps_bytes": asdict(shown.moments),
         "stages": [stage_facts(stage) for stage in shown.memory],
     }
 
