@@ -63,7 +63,7 @@ def assume_batch(model: Architecture, seq_len: int, ranks: int) -> Assumed:
     sizes = (tokens for parameters, tokens in BATCH_TOKENS if model.active_parameters <= parameters)
     tokens = next(sizes, LARGE_BATCH_TOKENS)
     batch = _split_over(tokens / seq_len, ranks)
-    told = f"a global batch of {batch:,} sequences: about {tokens / 1e6:g} M tokens, as GPT-3 had at this size"
+    told = f"a global batch of {batch:,} sequences, near the {tokens / 1e6:g} M tokens that GPT-3 had at this size"
     return Assumed(batch, f"{told} (--global-batch)")
 
 
