@@ -26,6 +26,7 @@ from shardway.watch.page import (
     render_table,
     render_tile,
 )
+from shardway.watch.predicted import Predicted, predict
 from shardway.watch.progress import Attempt, Progress, read_progress
 from shardway.watch.summary import RunSummary, summarise_progress
 from shardway.watch.words import (
@@ -50,6 +51,7 @@ def render_report(run: RunDir) -> str:
             _tiles(summary),
             _curves(figures, progress, events),
             _attempts(progress),
+            _predicted(predict(run, progress.attempts, events)),
             _faults(progress),
             _resolved(run),
             _machine(progress),
@@ -161,6 +163,24 @@ def _attempt_row(number: int, attempt: Attempt) -> list[str]:
         render_time(attempt.wall_s),
         end,
     ]
+
+
+def _predicted(found: Predicted | None) -> str:
+    """The plan beside what was measured; nothing where there is no plan."""
+    if found is None:
+        return ""
+    interval = f"{found.low:.3g} to {found.high:.3g} s"
+    rows = [
+        ["seconds of a step", f"{found.seconds:.3g}", f"{found.measured_seconds:.3g}", _more(found), interval],
+        ["MFU, all scores counted", f"{found.mfu:.1%}", f"{found.measured_mfu:.1%}", "", ""],
+    ]
+    columns = ["of the last attempt", "predicted", "measured", "measured over predicted", "four of five lie within"]
+    return f"<h2>Predicted and measured</h2>{render_table(columns, rows)}"
+
+
+def _more(found: Predicted) -> str:
+    held = "" if found.held else ", outside of the interval"
+    return f"{found.measured_seconds / found.seconds - 1:+.0%}{held}"
 
 
 def _faults(progress: Progress) -> str:
