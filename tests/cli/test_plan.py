@@ -241,3 +241,71 @@ def test_a_config_of_an_unknown_family(shardway: Shardway, golden: Golden) -> No
 
 def test_no_refusal_is_left_over() -> None:
     assert golden_names("plan") == {f"{name}.txt" for name in (*REFUSED, "unknown-family")}
+
+
+H100 = ("--gpu", "h100-sxm5-80gb")
+
+
+@pytest.mark.slow
+def test_a_run_is_planned_for_the_machine_that_is_named_and_not_for_this_one(shardway: Shardway) -> None:
+    Path("my.toml").write_text('[run]\ndevice = "cuda"\n[precision]\ncompute = "float8"\n', encoding="utf-8")
+    done = shardway("plan", "my.toml", *H100, "--gpus", "2", "--json")
+    assert (done.code, done.err) == (0, "")
+    assert json.loads(done.out)["plan"]["layout"]["precision"] == "fp8"
+
+
+@pytest.mark.slow
+def test_experts_of_a_run_are_split_by_the_tensor_axis_as_the_engine_splits_them(shardway: Shardway) -> None:
+    words = ("model.experts=4", "parallel.tp=2", "parallel.dp_shard=4", "parallel.ep=4", "train.global_batch=64")
+    Path("my.toml").write_text("", encoding="utf-8")
+    layout = json.loads(shardway("plan", "my.toml", *words, *H100, "--gpus", "8", "--json").out)["plan"]["layout"]
+    assert (layout["tp"], layout["ep"], layout["etp"]) == (2, 4, 2)
+    found = json.loads(shardway("plan", "mixtral-8x7b", *H100, "--nodes", "2", "--json").out)
+    for each in (found["plan"], *found["others"]):
+        layout = each["layout"]
+        assert layout["etp"] == layout["tp"]
+        assert (layout["dp_shard"] * layout["cp"]) % layout["ep"] == 0
+
+
+@pytest.mark.slow
+def test_degrees_beside_experts_are_kept(shardway: Shardway) -> None:
+    words = ("plan", "mixtral-8x7b", *H100, "--nodes", "4", "--layout", "ep=4,dp_shard=8", "--json")
+    layout = json.loads(shardway(*words).out)["plan"]["layout"]
+    assert (layout["ep"], layout["dp_shard"]) == (4, 8)
+
+
+@pytest.mark.slow
+def test_a_counted_model_of_tokens_has_as_many_steps_as_its_tokens_take(shardway: Shardway) -> None:
+    Path("my.toml").write_text("[data]\nseq_len = 512\n[train]\nglobal_batch = 64\n", encoding="utf-8")
+    done = shardway("plan", "my.toml", *A100, "--gpus", "1", "--trace", "--tokens", "1e9", "--json")
+    assert json.loads(done.out)["run"]["steps"] == -(-(10**9) // (512 * 64))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("llama3-70b", *H100, "--gpus", "8", "--layout", "cp=8", "--seq-len", "4104"),
+        ("llama3-8b", "--on", "perlmutter", "--queue", "debug", "--nodes", "1", "--global-batch", "65536"),
+        ("my.toml", *A100, "--gpus", "2", "--emit", "accelerate"),
+        ("llama3-70b", *H100, "--gpus", "4", "--offload"),
+    ],
+    ids=["a half that does not split", "a step longer than a job", "a run file handed on", "half a node's host"],
+)
+def test_it_answers(shardway: Shardway, words: tuple[str, ...]) -> None:
+    Path("my.toml").write_text("", encoding="utf-8")
+    done = shardway("plan", *words)
+    assert (done.code, done.err) == (0, "")
+    assert "does not fit" not in done.out or "cp=8" in words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "body", ["def make(x): return x", "import nowhere", "def make(:", "def make(): raise KeyError(1)"]
+)
+def test_what_fails_in_the_persons_own_file_is_told(shardway: Shardway, body: str) -> None:
+    Path("own.py").write_text(body, encoding="utf-8")
+    Path("my.toml").write_text("", encoding="utf-8")
+    done = shardway("plan", "my.toml", *A100, "--module", "own.py:make")
+    assert done.code == 2
+    assert '--module "own.py:make" failed' in done.err

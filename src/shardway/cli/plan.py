@@ -81,7 +81,7 @@ def plan(
         length=read_length(tokens, steps),
         precisions=parse_words(precision),
         optimizer=optimizer,
-        engine=engine or ENGINE_OF.get(emit or "", ""),
+        engine=engine or ("" if model[0].endswith(".toml") else ENGINE_OF.get(emit or "", "")),
         layout=parse_layout(layout),
         micro_batch=micro_batch,
         recompute=recompute,

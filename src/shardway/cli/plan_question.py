@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from shardway.cli.plan_options import Counting
 from shardway.errors import Problem, UserError, check_no_problems, list_some, render_problems
+from shardway.hfconfig import CONFIG
 from shardway.plan.answer.answer import Answer, answer
 from shardway.plan.answer.said import Asked, Said, ask
 from shardway.plan.answer.terms import Terms
@@ -184,7 +185,7 @@ def _find_shape(name: str, path: Path) -> Shape:
     from shardway.plan.shapes.hf import read_shape
     from shardway.plan.shapes.named import find_named
 
-    if path.is_file() and path.suffix == ".json":
+    if path.is_file() and path.name == CONFIG:
         return read_shape(str(path.parent))
     return read_shape(name) if path.is_dir() or "/" in name else find_named(name)
 

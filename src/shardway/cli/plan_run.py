@@ -19,8 +19,7 @@ from shardway.plan.search.space import Question
 from shardway.plan.shapes.measured import Measured, Shape, read_measured
 from shardway.plan.units.answer import UnitQuestion
 from shardway.plan.units.estimate import UnitCase
-from shardway.resolve.applies import IMAGE_MODELS
-from shardway.resolve.build import resolve
+from shardway.resolve.applies import IMAGE_MODELS, TOKEN_MODELS
 from shardway.resolve.planned.case import case_of, list_assumptions, precision_of, shape_of_run
 from shardway.resolve.request import parse_words, resolve_request
 from shardway.resolve.resolved import Resolved
@@ -40,6 +39,7 @@ KEYS = {
     "recompute": ("--recompute", "recompute.mode"),
     "schedule": ("--schedule", "parallel.pp_schedule"),
     "zero": ("--zero", "parallel.dp_shard"),
+    "attention": ("--attention", "train.compile and the device"),
     "compiled": ("--compiled", "train.compile"),
     "offload": ("--offload", "parallel.cpu_offload"),
 }
@@ -87,9 +87,7 @@ def ask_run(words: list[str], machine: Machine, said: Said, counting: Counting) 
     check_no_problems("the plan", _find_doubles(said))
     ranks = said.gpus or (said.nodes or 1) * machine.per_node
     request = parse_words(words)
-    resolution = resolve_request(request, ranks, machine.per_node)
-    circumstances = replace(resolution.resolved.circumstances, machine=machine)
-    resolved = resolve(resolution.loaded, circumstances)
+    resolved = resolve_request(request, ranks, min(ranks, machine.per_node), machine).resolved
     path = Path(words[0])
     if counting.trace or counting.module:
         found = _trace(resolved.values, path, counting.module)
@@ -109,7 +107,7 @@ def _find_doubles(said: Said) -> list[Problem]:
     return [
         Problem(option, "is said by the run file", remedy=f"set {key} there, or give {key}=... behind the run file")
         for name, (option, key) in KEYS.items()
-        if getattr(said, name)
+        if getattr(said, name) != getattr(Said(), name)
     ]
 
 
@@ -135,7 +133,8 @@ def _ask_units(resolved: Resolved, shape: Measured, machine: Machine, ranks: int
         precision=precision_of(values.precision),
         optimizer=values.optim.name,
     )
-    return UnitQuestion(case, machine, ranks, length, frozenset(("micro_batch", "dp_shard")))
+    tokens = values.data.seq_len if values.model.kind in TOKEN_MODELS or values.model.hf else 1
+    return UnitQuestion(case, machine, ranks, length, frozenset(("micro_batch", "dp_shard")), tokens)
 
 
 # --- the shape
@@ -169,7 +168,7 @@ def _read(stored: Path, values: RunFile) -> Measured:
 
 def _digest(values: RunFile) -> str:
     """Of what a sample and the model are made from."""
-    text = values.model.model_dump_json() + str(values.data.seq_len)
+    text = values.model.model_dump_json() + str((values.data.seq_len, values.data.shape))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

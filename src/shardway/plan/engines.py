@@ -60,6 +60,8 @@ class Engine:
     """What it recomputes between nothing and everything."""
     keeps_low_bits: bool = False
     """Inputs of products in eight bits are kept in eight bits."""
+    splits_experts: bool = False
+    """The tensor axis splits each expert as well, and experts are dealt out over the shards alone."""
     short_pipelines: bool = True
     """1F1B also runs fewer micro-batches than there are ranks; PyTorch's own schedule refuses that."""
     buffers_each_pass: bool = False
@@ -87,6 +89,7 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
         for each in (
             Engine(
                 name="shardway",
+                splits_experts=True,
                 between="products",
                 weight_bytes=4,
                 master_bytes=0,

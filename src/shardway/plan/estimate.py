@@ -58,7 +58,7 @@ class Estimate:
     @property
     def fits(self) -> bool:
         """Whether every rank's device, and every node's host, holds what it needs."""
-        return holds(self.machine, self.peak)
+        return holds(self.machine, self.peak, self.case.degrees.world)
 
     @property
     def tokens_per_second(self) -> float:
@@ -96,9 +96,10 @@ class Estimate:
         return again / (3 * forward)
 
 
-def holds(machine: Machine, peak: StageMemory) -> bool:
-    """Whether a machine has the memory that the fullest rank needs; a host that nobody knows is taken to have it."""
-    host_bytes = peak.host * machine.per_node
+def holds(machine: Machine, peak: StageMemory, ranks: int) -> bool:
+    """Whether a machine has the memory that the fullest of so many ranks needs; a host that nobody knows is taken to
+    have it."""
+    host_bytes = peak.host * min(machine.per_node, ranks)
     on_host = machine.host_bytes is None or host_bytes <= machine.host_bytes * peak.overheads.usable
     return on_host and peak.device <= machine.memory_bytes * peak.overheads.usable
 

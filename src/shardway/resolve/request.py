@@ -85,23 +85,25 @@ class Resolution:
         return replace(self, loaded=loaded, resolved=resolve(loaded, self.resolved.circumstances))
 
 
-def resolve_request(request: Request, ranks: int = 1, ranks_per_node: int = 1) -> Resolution:
-    """Read and resolve. Raises UserError with every problem."""
+def resolve_request(
+    request: Request, ranks: int = 1, ranks_per_node: int = 1, planned: Machine | None = None
+) -> Resolution:
+    """Read and resolve, for this machine or for one that is `planned`. Raises UserError with every problem."""
     loaded = load_run(request.run_file, request.overrides)
     if request.directory is not None:
         loaded = _place(loaded, request.directory, by_default=request.own_model)
     values, machine = loaded.values, probe.probe_machine()
     site = load_site(values.site.name, lambda: machine)
-    planned = _planned_machine(site, machine) if values.run.device != "cpu" else None
+    known = planned or (_planned_machine(site, machine) if values.run.device != "cpu" else None)
     circumstances = Circumstances(
         ranks=ranks,
         ranks_per_node=ranks_per_node,
         usable_cores=machine.usable_cores,
-        accelerators=len(machine.accelerators),
+        accelerators=planned.per_node if planned else len(machine.accelerators),
         site=site.name,
         hf=_facts_of(values.model.hf),
-        machine=planned,
-        shape=_shape_of(values.model.hf) if planned or values.parallel.layout == "auto" else None,
+        machine=known,
+        shape=_shape_of(values.model.hf) if known or values.parallel.layout == "auto" else None,
         own_model=request.own_model,
     )
     return Resolution(request, loaded, resolve(loaded, circumstances))

@@ -52,7 +52,14 @@ def _build(values: RunFile, sample_shape: tuple[int, ...]) -> nn.Module:
 
 def _call(own: str) -> tuple[nn.Module, Any]:
     path, _, name = own.rpartition(":")
-    made = _find(Path(path), name, own)()
+    try:
+        made = _find(Path(path), name, own)()
+    except UserError:
+        raise
+    except Exception as error:  # whatever the person's own code raises
+        raise UserError(
+            f'--module "{own}" failed: {type(error).__name__}: {error}\n  To do: call it without arguments from Python.'
+        ) from error
     module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(module, nn.Module):
         raise UserError(
@@ -65,7 +72,7 @@ def _call(own: str) -> tuple[nn.Module, Any]:
 def _find(path: Path, name: str, own: str) -> Any:
     if not path.is_file() or not name:
         raise UserError(f'--module "{own}" names no function.\n  allowed: file.py:function, the file being there')
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(f"_counted_{path.stem}", path)
     module = importlib.util.module_from_spec(spec) if spec else None
     if module is None or spec is None or spec.loader is None:
         raise UserError(f'--module "{own}": {path} is no Python file.')

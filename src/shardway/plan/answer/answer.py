@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from shardway.errors import UserError, render_reason
 from shardway.plan.answer.assumed import assume_saving
 from shardway.plan.answer.said import Asked, refuse
 from shardway.plan.answer.terms import Terms, Work, list_warnings, price_run
@@ -63,7 +64,10 @@ def _with_run(bare: Answer, length: Span) -> Answer:
         step_seconds=bare.shown.time.seconds,
         ranks=case.degrees.world,
     )
-    run = price_run(work, bare.shown.machine, bare.terms, saving)
+    try:
+        run = price_run(work, bare.shown.machine, bare.terms, saving)
+    except UserError as error:
+        return replace(bare, warnings=(*bare.warnings, f"the whole run cannot be told: {render_reason(str(error))}"))
     return replace(bare, run=run, assumed=(*bare.assumed, saving.told))
 
 

@@ -115,7 +115,7 @@ def _case(said: Said, model: Architecture, machine: Machine, seq_len: int, globa
         global_batch=global_batch,
         micro_batch=said.micro_batch or 1,
         # Experts split over ranks that the search has not found yet.
-        degrees=degrees if degrees.ep == 1 else replace(degrees, dp_shard=max(degrees.dp_shard, degrees.ep)),
+        degrees=degrees if degrees.ep == 1 or "dp_shard" in said.layout else replace(degrees, dp_shard=degrees.ep),
         engine=engine,
         zero=said.zero or 0,
         compiled=said.compiled,

@@ -180,7 +180,7 @@ def _column(title: str, items: Mapping[str, float], render: object) -> list[str]
     write = render if callable(render) else str
     names = max(len(title) - 2, *(len(name) for name, _ in shown))
     return [
-        f"{title:<{names + 2}}{write(total):>11}",
+        f"{title:<{names + 2}} {write(total):>10}",
         *(f"  {name:<{names}}{write(size):>11}{percent(size / total):>8}" for name, size in shown),
     ]
 

@@ -89,7 +89,7 @@ class _Pricer:
         self.ceilings, self.overheads = ceilings_of(machine), load_overheads()
 
     def _fits(self, priced: _Priced) -> bool:
-        return holds(self.machine, priced.peak)
+        return holds(self.machine, priced.peak, priced.case.degrees.world)
 
     def best_of(self, question: Question, degrees: Degrees) -> tuple[_Priced | None, _Priced | None]:
         """The fastest way to run some degrees that fits, and the one that needs least memory where none does."""

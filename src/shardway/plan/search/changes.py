@@ -80,7 +80,7 @@ def _list_tries(question: Question) -> Iterator[_Try]:
     if question.case.optimizer == "adamw":
         yield _Try(_changed(question, optimizer="adamw8bit"), "AdamW with moments in eight bits (adamw8bit)")
     half = question.case.seq_len // 2
-    if half >= SHORTEST and not question.case.model.patch_features:
+    if half >= SHORTEST and half % question.case.degrees.cp == 0 and not question.case.model.patch_features:
         what = f"sequences of {half:,} tokens, twice as many in a batch"
         yield _Try(_changed(question, seq_len=half, global_batch=2 * question.case.global_batch), what)
 

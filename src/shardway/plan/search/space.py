@@ -92,9 +92,11 @@ def _data_degrees(question: Question, tp: int, pp: int, cp: int) -> Iterator[Deg
     data = question.world // (tp * pp * cp)
     if case.global_batch % data:
         return
+    mixed = any(run.layer.experts for run in case.model.runs)
+    etp = tp if mixed and case.engine.splits_experts else 1
     for shard in _shard_degrees(question, data, tp * cp):
-        for ep in _expert_degrees(question, shard * cp * tp):
-            yield Degrees(dp_replicate=data // shard, dp_shard=shard, cp=cp, tp=tp, pp=pp, ep=ep)
+        for ep in _expert_degrees(question, shard * cp * tp // etp):
+            yield Degrees(dp_replicate=data // shard, dp_shard=shard, cp=cp, tp=tp, pp=pp, ep=ep, etp=etp)
 
 
 def _shard_degrees(question: Question, data: int, inner: int) -> list[int]:

@@ -27,6 +27,7 @@ class UnitQuestion:
     world: int
     length: Span | None = None
     fixed: frozenset[str] = frozenset()
+    tokens_per_sample: int = 1
 
     @property
     def nodes(self) -> int:
@@ -58,7 +59,7 @@ def answer_units(question: UnitQuestion, terms: Terms, assumed: tuple[str, ...] 
         saving = assume_saving(question.case.model.parameters, question.nodes)
         work = Work(
             length=question.length,
-            scale=Scale(question.case.global_batch, 1, 1),
+            scale=Scale(question.case.global_batch, question.tokens_per_sample, 1),
             step_seconds=shown.time.seconds,
             ranks=question.world,
         )

@@ -69,6 +69,11 @@ class UnitCase:
         return self.global_batch // (self.world * self.micro_batch)
 
     @property
+    def low_bits(self) -> bool:
+        """Whether products are in eight bits or less: those of a unit that is a black box count as in 16."""
+        return self.precision in ("fp8", "mxfp8", "fp4")
+
+    @property
     def value_bytes(self) -> int:
         """Of an activation and of a gathered weight."""
         return 4 if self.precision in ("fp32", "tf32") else 2
@@ -105,7 +110,7 @@ class UnitEstimate:
     @property
     def fits(self) -> bool:
         """Whether a device holds what a rank needs."""
-        return holds(self.machine, self.peak)
+        return holds(self.machine, self.peak, self.case.world)
 
     @property
     def samples_per_second(self) -> float:
@@ -180,7 +185,7 @@ class _Step:
     def _pass(self) -> Mapping[str, float]:
         """One micro-batch, forward and backward."""
         case = self.case
-        rate = self.machine.peak("bf16" if case.value_bytes == 2 else case.precision) * self.ceilings.matmul
+        rate = self.machine.peak("bf16" if case.low_bits else case.precision) * self.ceilings.matmul
         saved = sum(unit.count * _saved(case, index) for index, unit in enumerate(case.model.units))
         items = {
             PRODUCTS: case.model.flops_per_sample * case.micro_batch / rate,
