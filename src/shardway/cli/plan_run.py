@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from shardway.cli.plan_options import Counting
 from shardway.errors import Problem, SiteError, UserError, check_no_problems
-from shardway.plan.answer.said import Asked, Said
+from shardway.plan.answer.said import Asked, Said, find_problems
 from shardway.plan.machine import Machine
 from shardway.plan.search.space import Question
 from shardway.plan.shapes.measured import Measured, Shape, read_measured
@@ -84,7 +84,7 @@ class _Found:
 
 def ask_run(words: list[str], machine: Machine, said: Said, counting: Counting) -> Asked | AskedUnits:
     """The question of a run file on a machine. Raises UserError with all that cannot be."""
-    check_no_problems("the plan", _find_doubles(said))
+    check_no_problems("the plan", [*find_problems(said, machine), *_find_doubles(said)])
     ranks = said.gpus or (said.nodes or 1) * machine.per_node
     request = parse_words(words)
     resolved = resolve_request(request, ranks, min(ranks, machine.per_node), machine).resolved

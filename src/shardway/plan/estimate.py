@@ -18,6 +18,7 @@ from shardway.plan.memory.breakdown import StageMemory, estimate_memory, peak_st
 from shardway.plan.memory.moments import Moments, estimate_moments
 from shardway.plan.memory.overheads import Overheads, load_overheads
 from shardway.plan.time.ceilings import Ceilings, ceilings_of
+from shardway.plan.time.passes import every_second
 from shardway.plan.time.step import StepTime, estimate_step
 
 
@@ -92,7 +93,11 @@ class Estimate:
             run.count * run.layer.core_flops_per_token(case.model.side_seq(run.side, case.seq_len), causal)
             for run in case.model.runs
         )
-        again = {"full": forward - head, "selective": 0.0 if case.flash else core}.get(case.recompute, 0.0)
+        products = sum(
+            run.count * every_second(run.layer) * run.layer.matmul_flops_per_token for run in case.model.runs
+        )
+        computed = {"full": forward - head, "selective": 0.0 if case.flash else core, "operators": products}
+        again = computed.get(case.recompute, 0.0)
         return again / (3 * forward)
 
 

@@ -51,6 +51,7 @@ def answer(asked: Asked, terms: Terms | None = None) -> Answer:
         raise refuse(question)
     on_host = shown.case.offload and not question.case.offload
     changes = list_changes(question) if on_host or not found.best else ()
+    changes = tuple(change for change in changes if change.estimate.case != shown.case)
     bare = Answer(question, terms, found, shown, None, changes, asked.assumed, list_warnings(terms, question.nodes))
     return _with_run(bare, asked.length) if found.best and asked.length else bare
 

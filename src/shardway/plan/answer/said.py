@@ -73,7 +73,7 @@ def parse_layout(text: str) -> dict[str, int]:
 
 def ask(said: Said, model: Architecture, machine: Machine) -> Asked:
     """The question in what was said. Raises UserError with all that cannot be."""
-    check_no_problems("the plan", list(_find_problems(said, machine)))
+    check_no_problems("the plan", list(find_problems(said, machine)))
     ranks = said.gpus or (said.nodes or 1) * machine.per_node
     told = list(machine.assumed)
     if not said.gpus and not said.nodes:
@@ -141,7 +141,8 @@ def _fixed(said: Said) -> frozenset[str]:
     return frozenset([name for name in names if getattr(said, name) is not None]) | frozenset(said.layout)
 
 
-def _find_problems(said: Said, machine: Machine) -> Iterator[Problem]:
+def find_problems(said: Said, machine: Machine) -> Iterator[Problem]:
+    """What of the options cannot be on a machine."""
     sizes = {
         "--nodes": said.nodes,
         "--gpus": said.gpus,

@@ -60,9 +60,9 @@ def _memory(answer: Answer) -> Iterator[str]:
 
 
 def _states(case: Case) -> Iterator[str]:
-    engine = case.engine
-    copy = f", a copy of {engine.master_bytes} bytes that the optimizer updates" if case.splits_copy else ""
-    weights = case.value_bytes if case.splits_copy else case.kept_weight_bytes
+    engine, copied = case.engine, case.splits_copy and case.zero < 3
+    copy = f", a copy of {engine.master_bytes} bytes that the optimizer updates" if copied else ""
+    weights = case.value_bytes if copied else case.kept_weight_bytes
     yield (
         f"  a parameter as {engine.name} keeps it: weight {weights} bytes, gradient {case.gradient_bytes}, "
         f"{case.optimizer}{copy}"

@@ -103,16 +103,18 @@ def _tell(best: Estimate, names: tuple[str, ...]) -> str:
 
 def _more_nodes(question: Question) -> Change | None:
     """The fewest nodes, doubled each time, on which something fits. Axes that copy or shard states follow."""
-    nodes = 2 * question.nodes
+    part = question.world % question.machine.per_node > 0
+    nodes = question.nodes if part else 2 * question.nodes
     while nodes <= MOST_NODES:
         best = search(on_nodes(question, nodes), most=1).best
         if best is not None:
-            return Change(f"{nodes:,} nodes ({best.case.degrees.world:,} ranks)", best)
+            return Change(f"{nodes:,} {'node' if nodes == 1 else 'nodes'} ({best.case.degrees.world:,} ranks)", best)
         nodes *= 2
     return None
 
 
 def on_nodes(question: Question, nodes: int) -> Question:
-    """The same question for so many whole nodes; what is set of dp_replicate and dp_shard cannot be kept there."""
-    loose = question.fixed - {"dp_replicate", "dp_shard"}
-    return replace(question, world=nodes * question.machine.per_node, fixed=loose)
+    """The same question for so many whole nodes; dp_replicate and dp_shard are kept where the ranks are the same."""
+    world = nodes * question.machine.per_node
+    loose = question.fixed if world == question.world else question.fixed - {"dp_replicate", "dp_shard"}
+    return replace(question, world=world, fixed=loose)

@@ -224,10 +224,10 @@ def _computed_again(layer: LayerShape, case: Case) -> _Again:
         return _Again(1.0, 1.0, 1.0)
     if case.recompute == "selective":
         return _Again(0.0, 0.0 if case.flash else 1.0, 0.0)
-    return _Again(_every_second(layer) if case.recompute == "operators" else 0.0, 0.0, 1.0)
+    return _Again(every_second(layer) if case.recompute == "operators" else 0.0, 0.0, 1.0)
 
 
-def _every_second(layer: LayerShape) -> float:
+def every_second(layer: LayerShape) -> float:
     """Part of a layer's FLOPs in every second product: keys, the one after attention, up (or down, without a gate)."""
     second = {"kv": 0.5, "o": 1.0, "ffn_up": 0.5 if layer.gated else 0.0, "ffn_down": 0.0 if layer.gated else 1.0}
     flops = sum(

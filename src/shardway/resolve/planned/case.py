@@ -6,6 +6,7 @@ stands for it. This module must not choose a value, nor read files.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -167,10 +168,22 @@ def list_assumptions(values: RunFile) -> tuple[str, ...]:
     return tuple(_find_assumptions(values, values.parallel))
 
 
+def _tell_batch(values: RunFile) -> Iterator[str]:
+    """Where shares do not divide."""
+    batch, sizes = values.train.global_batch, (values.train.micro_batch, values.parallel.dp_replicate)
+    if "auto" in (*sizes, values.parallel.dp_shard):
+        return
+    whole = math.prod(int(size) for size in (*sizes, values.parallel.dp_shard))
+    if batch % whole:
+        full = -(-batch // whole) * whole
+        yield f"a global batch of {full:,}: {batch:,} samples do not fill it, and a step takes as long"
+
+
 def _find_assumptions(values: RunFile, parallel: ParallelSection) -> Iterator[str]:
     recompute = values.recompute
     if values.model.vocab == "auto" and values.model.kind not in IMAGE_MODELS and not values.model.hf:
         yield f"a vocabulary of {ASSUMED_VOCAB:,}, since only the data say it"
+    yield from _tell_batch(values)
     if recompute.mode in ("selective", "full") and recompute.every > 1:
         yield "all blocks keep what they compute, since recompute.every leaves some out"
     if recompute.mode == "budget":
