@@ -126,7 +126,7 @@ def _estimate_stage(case: Case, stage: StageLayers, overheads: Overheads) -> Sta
         weights=_weights(case, local),
         gradients=_gradients(case, local),
         optimizer=_optimizer(case, local),
-        activations=kept * _activations_of_pass(case, stage) + (_read_by_head(case) if stage.last else 0.0),
+        activations=kept * _activations_of_pass(case, stage) + _kept_by_head(case, stage),
         working=_working(case, stage),
         gathered=_gathered(case, local),
         messages=_messages(case),
@@ -174,18 +174,21 @@ def _on_host(case: Case, local: LocalParameters) -> float:
 
 
 def _activations_of_pass(case: Case, stage: StageLayers) -> float:
-    """What one micro-batch leaves behind in all layers of a stage, and in the embedding. What the head reads is not
-    kept: its way back begins at once."""
+    """What one micro-batch leaves behind in all layers of a stage, and in the embedding. What the head reads is
+    counted apart."""
     layers = sum(case.side_tokens(run.side) * kept_bytes(run.layer, case) * run.count for run in stage.layers)
     mask = case.model.hidden if stage.first and case.dropout else 0
     return layers + case.tokens * mask / case.stream_split + _kept_copies(case, stage)
 
 
-def _read_by_head(case: Case) -> float:
-    """What the last norm reads, and the head."""
+def _kept_by_head(case: Case, stage: StageLayers) -> float:
+    """What the last norm reads, and the head: of one micro-batch, whose way back begins at once, but for GPipe."""
+    if not stage.last:
+        return 0.0
     norm = 4 if case.casts_each else case.value_bytes
     head_split = 1 if case.engine.whole_regions else case.stream_split
-    return case.tokens * case.model.hidden * (norm / case.stream_split + case.value_bytes / head_split)
+    read = case.tokens * case.model.hidden * (norm / case.stream_split + case.value_bytes / head_split)
+    return read * (case.micro_batches if case.schedule == "gpipe" and case.degrees.pp > 1 else 1)
 
 
 def _kept_copies(case: Case, stage: StageLayers) -> float:
