@@ -79,6 +79,7 @@ def save_and_load(folder: Path, section: OptimSection, before: str, after: str) 
     assert_close(everything(other, resumed), everything(model, optimizer))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"), [pytest.param("shard", "plain", marks=pytest.mark.slow), ("mixed", "shard")]
 )
