@@ -7,10 +7,8 @@ turns options into a question, and the answer into what is printed.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import typer
@@ -24,17 +22,6 @@ if TYPE_CHECKING:
     from shardway.plan.emit.emitted import Emitted
     from shardway.plan.search.curve import Point
     from shardway.plan.units.answer import UnitAnswer
-
-ENGINE_OF: Mapping[str, str] = MappingProxyType(
-    {
-        "torchtitan": "torchtitan",
-        "megatron": "megatron",
-        "deepspeed": "deepspeed",
-        "accelerate": "fsdp2",
-        "nemo": "nemo",
-    }
-)
-"""The engine whose prediction goes with a library's configuration, where --engine does not say another."""
 
 
 def plan(
@@ -81,7 +68,7 @@ def plan(
         length=read_length(tokens, steps),
         precisions=parse_words(precision),
         optimizer=optimizer,
-        engine=engine or ("" if model[0].endswith(".toml") else ENGINE_OF.get(emit or "", "")),
+        engine=engine or _engine_for(model, emit),
         layout=parse_layout(layout),
         micro_batch=micro_batch,
         recompute=recompute,
@@ -93,6 +80,15 @@ def plan(
     )
     shown = _Shown(explain, curve, html, emit, out, as_json)
     _show(answer_of(model, Where(on, gpu, queue, parse_price(price)), said, options.Counting(trace, module)), shown)
+
+
+def _engine_for(model: list[str], library: str | None) -> str:
+    """The one that is priced for another library's file; a run file names its own."""
+    if not library or model[0].endswith(".toml"):
+        return ""
+    from shardway.plan.emit.table import ENGINES
+
+    return ENGINES.get(library, "")
 
 
 @dataclass(frozen=True)

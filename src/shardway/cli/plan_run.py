@@ -15,7 +15,7 @@ from shardway.cli.plan_options import Counting
 from shardway.errors import Problem, SiteError, UserError, check_no_problems
 from shardway.plan.answer.said import Asked, Said, find_problems
 from shardway.plan.machine import Machine
-from shardway.plan.search.space import Question
+from shardway.plan.search.space import AXES, SETTINGS, Question
 from shardway.plan.shapes.measured import Measured, Shape, read_measured
 from shardway.plan.units.answer import UnitQuestion
 from shardway.plan.units.estimate import UnitCase
@@ -45,22 +45,7 @@ KEYS = {
 }
 """What an option says -> the option, and the key of a run file that says it there."""
 
-SETTLED = frozenset(
-    (
-        "dp_replicate",
-        "dp_shard",
-        "cp",
-        "tp",
-        "pp",
-        "ep",
-        "micro_batch",
-        "recompute",
-        "schedule",
-        "zero",
-        "offload",
-        "sequence",
-    )
-)
+SETTLED = frozenset((*AXES, *SETTINGS, "offload", "sequence"))
 """What a resolved run leaves no choice of."""
 
 

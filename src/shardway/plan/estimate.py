@@ -104,8 +104,10 @@ class Estimate:
 def holds(machine: Machine, peak: StageMemory, ranks: int) -> bool:
     """Whether a machine has the memory that the fullest of so many ranks needs; a host that nobody knows is taken to
     have it."""
-    host_bytes = peak.host * min(machine.per_node, ranks)
-    on_host = machine.host_bytes is None or host_bytes <= machine.host_bytes * peak.overheads.usable
+    on_host = (
+        machine.host_bytes is None
+        or machine.bytes_of_node(peak.host, ranks) <= machine.host_bytes * peak.overheads.usable
+    )
     return on_host and peak.device <= machine.memory_bytes * peak.overheads.usable
 
 

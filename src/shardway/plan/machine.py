@@ -38,6 +38,10 @@ class Machine:
     measured: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Factors that were measured on this machine, by name; they stand before the shipped ones."""
 
+    def bytes_of_node(self, rank_bytes: float, ranks: int) -> float:
+        """Of a node's host, where each of so many ranks needs `rank_bytes`."""
+        return rank_bytes * min(self.per_node, ranks)
+
     def spans_nodes(self, ranks: int, stride: int = 1) -> bool:
         """Whether a group of ranks, each `stride` from the next, leaves the fast link's domain."""
         return ranks * stride > self.domain

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast, get_args
 
 from shardway.errors import Problem, UserError, check_no_problems, render_problems
@@ -16,13 +16,12 @@ from shardway.plan.answer.assumed import assume_batch, assume_seq_len, assume_to
 from shardway.plan.case import AttentionKernel, Case, Degrees, Optimizer, Precision, Recompute, Schedule
 from shardway.plan.engines import find_engine
 from shardway.plan.machine import Machine
-from shardway.plan.search.space import Question
+from shardway.plan.search.space import AXES, SETTINGS, Question
 from shardway.plan.shapes.architecture import Architecture
 from shardway.plan.time.ceilings import generation_of
 from shardway.units import Span
 
 MOST_RANKS = 2**20
-LAYOUT_NAMES = (*(each.name for each in fields(Degrees) if each.name != "etp"),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +61,10 @@ def parse_layout(text: str) -> dict[str, int]:
     problems = []
     for part in filter(None, (each.strip() for each in text.replace(" x ", ",").split(","))):
         name, _, size = part.replace("=", " ").partition(" ")
-        if name in LAYOUT_NAMES and size.strip().isdecimal() and int(size) >= 1:
+        if name in AXES and size.strip().isdecimal() and int(size) >= 1:
             found[name] = int(size)
         else:
-            allowed = f"an axis ({', '.join(LAYOUT_NAMES)}) with its degree, such as tp=8,pp=4"
+            allowed = f"an axis ({', '.join(AXES)}) with its degree, such as tp=8,pp=4"
             problems.append(Problem("--layout", f'"{part}" is no degree', allowed=allowed))
     check_no_problems("the plan", problems)
     return found
@@ -137,7 +136,7 @@ def _usual_attention(machine: Machine, *, eager: bool) -> AttentionKernel:
 
 
 def _fixed(said: Said) -> frozenset[str]:
-    names = ("micro_batch", "recompute", "schedule", "zero", "offload")
+    names = (*SETTINGS, "offload")
     return frozenset([name for name in names if getattr(said, name) is not None]) | frozenset(said.layout)
 
 

@@ -25,6 +25,18 @@ EMITTERS: Mapping[str, Emitter] = MappingProxyType(
 """What writes for a library, by its name."""
 
 
+ENGINES: Mapping[str, str] = MappingProxyType(
+    {
+        "torchtitan": "torchtitan",
+        "megatron": "megatron",
+        "deepspeed": "deepspeed",
+        "accelerate": "fsdp2",
+        "nemo": "nemo",
+    }
+)
+"""The engine whose prediction goes with a library's configuration."""
+
+
 def emit(library: str, case: Case, prediction_lines: Sequence[str]) -> Emitted:
     """A case as that library's configuration. Raises UserError with the libraries that there are."""
     if library not in EMITTERS:

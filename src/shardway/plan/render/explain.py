@@ -73,7 +73,7 @@ def _states(case: Case) -> Iterator[str]:
 
 def _moments(shown: Estimate) -> Iterator[str]:
     moments = shown.moments
-    staged = gib(moments.copied * min(shown.machine.per_node, shown.case.degrees.world))
+    staged = gib(shown.machine.bytes_of_node(moments.copied, shown.case.degrees.world))
     yield f"  at a checkpoint: {gib(moments.kept)} of tensors stay; up to {staged} of a node's memory for their copy"
     yield f"  at resume: {gib(moments.resuming)}, before a step has taken the rest"
 

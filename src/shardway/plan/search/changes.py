@@ -11,16 +11,11 @@ from dataclasses import dataclass, replace
 
 from shardway.plan.estimate import Estimate
 from shardway.plan.search.best import search
-from shardway.plan.search.space import Question
+from shardway.plan.search.space import AXES, SETTINGS, Question
 
 MOST_NODES = 4096
 SHORTEST = 1024
 """Tokens of a sequence, below which a shorter one is no help to anybody."""
-
-SETTINGS = ("micro_batch", "recompute", "zero", "schedule")
-"""What a person may set without changing which ranks work together."""
-
-AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 
 
 @dataclass(frozen=True)

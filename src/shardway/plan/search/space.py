@@ -10,12 +10,16 @@ Korthikanti et al., arXiv:2205.05198; recompute goes from nothing to everything.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 
 from shardway.plan.case import Case, Degrees, Precision, Recompute, Schedule, divisors
 from shardway.plan.machine import Machine
 from shardway.plan.stages import fills_schedule
+
+AXES = tuple(each.name for each in fields(Degrees) if each.name != "etp")
+SETTINGS = ("micro_batch", "recompute", "schedule", "zero")
+"""What a question may fix: axes, and what does not change which ranks work together."""
 
 LONGEST_PART = 4096
 """A sequence is split only where each part still has so many tokens."""

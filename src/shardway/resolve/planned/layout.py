@@ -18,7 +18,7 @@ from shardway.plan.case import Case, Degrees, Schedule
 from shardway.plan.estimate import Estimate
 from shardway.plan.machine import Machine
 from shardway.plan.search.best import Found, search
-from shardway.plan.search.space import Question
+from shardway.plan.search.space import SETTINGS, Question
 from shardway.plan.shapes.architecture import Architecture
 from shardway.resolve.draft import Draft, Rule
 from shardway.resolve.planned.case import (
@@ -38,7 +38,6 @@ MODES: Mapping[str, str] = MappingProxyType({"none": "none", BETWEEN: "selective
 """The planner's modes of recompute in the words of a run file."""
 
 _AXIS_NAMES = (*AXES, "ep")
-_SETTINGS = ("micro_batch", "recompute", "schedule", "zero")
 KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         **{axis: (f"parallel.{axis}",) for axis in _AXIS_NAMES},
@@ -249,7 +248,7 @@ def _find_help(wish: Wish) -> str:
 def _list_attempts(wish: Wish) -> Iterator[tuple[str, Callable[[], Found | None]]]:
     """Changes, the smallest first."""
     ranks = wish.draft.circumstances.ranks
-    for name in _SETTINGS:
+    for name in SETTINGS:
         if not wish.is_open(name):
             keys = " and ".join(key for key in KEYS[name] if not wish.draft.is_open(key))
             yield f"leave {keys} open", lambda name=name: _search(wish, ranks, frozenset({name}))  # type: ignore[misc]

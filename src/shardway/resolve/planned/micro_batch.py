@@ -13,7 +13,7 @@ from shardway.plan.estimate import estimate
 from shardway.plan.machine import Machine
 from shardway.plan.search.best import NEAR
 from shardway.plan.shapes.measured import Shape
-from shardway.resolve.planned.case import case_of, machine_for, shape_of_run
+from shardway.resolve.planned.case import case_of, shape_of_run
 from shardway.resolve.planned.tell import tell_memory, tell_need
 from shardway.runfile.schema import RunFile
 
@@ -35,7 +35,7 @@ def fastest_micro_batch(values: RunFile, share: int, machine: Machine, hf: Shape
     try:
         shape = shape_of_run(values, hf)
         cases = [case_of(values, shape, size) for size in list_sizes(share)]
-        priced = [estimate(case, machine_for(machine, case.degrees.world)) for case in cases]
+        priced = [estimate(case, machine) for case in cases]
     except UserError:
         return None
     fitting = [each for each in priced if each.fits]

@@ -18,7 +18,8 @@ def tell_need(missed: Estimate) -> str:
     peak, machine = missed.peak, missed.machine
     need, usable, where = peak.device, missed.usable_bytes, "an accelerator"
     if need <= usable and machine.host_bytes is not None:
-        need, usable = peak.host * machine.per_node, machine.host_bytes * peak.overheads.usable
+        need = machine.bytes_of_node(peak.host, missed.case.degrees.world)
+        usable = machine.host_bytes * peak.overheads.usable
         where = "a node's own memory"
     return (
         f"{tell_gib(need)} of {where}, {tell_gib(need - usable)} more than the {tell_gib(usable)} that a plan may use"
