@@ -57,13 +57,17 @@ def isolate_worker(_: int) -> None:
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(name, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
+    # The thread that sends tensors may still be in C++ when the interpreter is taken down, which aborts the process.
+    atexit.register(os._exit, 0)
 
 
 def _end_workers(answers: Iterator[Any], workers: Sequence[BaseProcess]) -> None:
     """End the workers now: torch does so only when the last reference goes, which a traceback may hold."""
     shutdown = getattr(answers, "_shutdown_workers", None)
     if shutdown is not None:
-        shutdown()
+        # Nobody waits for their answers any more: how a worker ended must not hide why the reading did.
+        with contextlib.suppress(RuntimeError):
+            shutdown()
     for worker in workers:
         worker.kill()  # nothing where it has ended; SIGTERM is ignored by workers
         worker.join()
