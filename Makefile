@@ -2,6 +2,7 @@
 # make test    every test that this machine can run
 # make check   what a change must pass: format, lint, types, fast tests (import order is one), under a minute
 # make gpu     tests on a CUDA device: with python3 where that has torch (no install, PYTHONPATH=src), else .venv
+# make cluster tests on a real Slurm of several hosts on this machine; needs root and Debian, installs what is missing
 # make bench   measure the loop against a hand-written one
 # make bench-planner [ROWS=file]   predict published runs and print how far off the planner was
 
@@ -13,7 +14,7 @@ READY := $(VENV)/.ready
 # Tests that are kept compiled are collected in half the time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test check gpu bench bench-planner clean
+.PHONY: run test check gpu cluster bench bench-planner clean
 
 ROWS ?= tests/data/planner/rows.csv
 
@@ -31,6 +32,10 @@ check: $(READY)
 gpu:
 	@if $(PYTHON) -c "import torch, pytest" 2>/dev/null; then PYTHONPATH=src $(PYTHON) -m pytest tests/gpu -rs; \
 	else $(MAKE) --no-print-directory $(READY) && $(BIN)/python -m pytest tests/gpu -rs; fi
+
+cluster: $(READY)
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then tests/cluster/install.sh; fi
+	SHARDWAY_CLUSTER=1 $(BIN)/python -m pytest tests/cluster -rs
 
 bench: $(READY)
 	$(BIN)/python bench/loop_overhead.py

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from shardway.ranks.launcher import Placement
 from shardway.ranks.start import Ranks
 from shardway.resolve.request import Request, resolve_request
+from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
 from shardway.train.recipe import Outcome, train_run
 from shardway.train.run import Run
@@ -74,11 +75,16 @@ def layout(replicate: int, shard: int) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def open_tiny(
-    directory: Path, ranks: Ranks, *overrides: str, base: Sequence[str] = TINY, fresh: bool = False
+    directory: Path,
+    ranks: Ranks,
+    *overrides: str,
+    base: Sequence[str] = TINY,
+    fresh: bool = False,
+    attempt: Attempt | None = None,
 ) -> Iterator[Run]:
-    """A tiny run, open on these ranks."""
+    """A tiny run, open on these ranks; in a job, where there is an attempt."""
     request = Request(None, (*base, *overrides), directory, fresh)
-    with hold_session(resolve_request(request, ranks.world, ranks.world), ranks) as session:
+    with hold_session(resolve_request(request, ranks.world, ranks.world), ranks, attempt) as session:
         run = Run(session)
         yield run
         run.close()
@@ -90,15 +96,17 @@ def train_tiny(
     *overrides: str,
     base: Sequence[str] = TINY,
     before_step: Callable[[Run, int], None] | None = None,
+    attempt: Attempt | None = None,
 ) -> Outcome:
     """Train a tiny run until it is finished or stopped; `before_step` is told each step (1 is the first) to come."""
-    with open_tiny(directory, ranks, *overrides, base=base) as run:
+    with open_tiny(directory, ranks, *overrides, base=base, attempt=attempt) as run:
         if before_step is not None:
-            _tell_steps(run, before_step)
+            tell_steps(run, before_step)
         return train_run(run)
 
 
-def _tell_steps(run: Run, before_step: Callable[[Run, int], None]) -> None:
+def tell_steps(run: Run, before_step: Callable[[Run, int], None]) -> None:
+    """Tell `before_step` of each step of an open run."""
     take = run.step
 
     def step(*arguments: Any) -> float:

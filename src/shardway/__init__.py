@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardway.errors import Bug, JobError, ShardwayError, SiteError, UserError
+from shardway.version import __version__
 
 if TYPE_CHECKING:
     from shardway.train.loss import LossSum, class_cross_entropy, token_cross_entropy
@@ -27,8 +28,6 @@ __all__ = [
     "start",
     "token_cross_entropy",
 ]
-
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

@@ -25,7 +25,8 @@ def shardway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     for name in filter(_LAUNCHERS.fullmatch, list(os.environ)):
         monkeypatch.delenv(name)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # what a run would set for its ranks
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("CACHE", "CONFIG", "STATE"):
+        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name.lower()))
     monkeypatch.setattr(probe, "_list_nvidia_devices", tuple)
     monkeypatch.setattr(progress, "REFRESH_S", 0.01)
     monkeypatch.setattr(lock, "PAUSE_S", 0.001)

@@ -121,6 +121,16 @@ _BY_KEY: dict[str, st.SearchStrategy[Any]] = {
     "run.start_timeout": times(),
     "run.collective_timeout": times(),
     "run.stop_timeout": times(),
+    "run.stop_margin": st.one_of(st.just("auto"), times()),
+    "site.ranks_per_node": AUTO_OR_SMALL,
+    "site.walltime": st.one_of(st.just("auto"), times()),
+    "site.memory": st.one_of(st.just("auto"), sizes()),
+    "site.starter": st.sampled_from(["auto", "torchrun", "srun", "mpirun"]),
+    "site.container": st.sampled_from(["auto", "none", "pyxis", "enroot", "apptainer", "podman", "charliecloud"]),
+    "site.mounts": st.lists(texts(), max_size=2),
+    "site.modules": st.lists(texts(), max_size=2),
+    "site.environment": st.dictionaries(texts(), texts(), max_size=2),
+    "site.options": st.dictionaries(texts(), st.one_of(SMALL, texts(), st.booleans()), max_size=2),
 }
 _BY_TYPE: dict[str, st.SearchStrategy[Any]] = {"bool": st.booleans(), "int": SMALL, "float": POSITIVE, "str": texts()}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ def test_examples_that_are_shown_are_taken() -> None:
     shown = [doc for doc in DOCS if doc.allowed.startswith("such as ")]
     assert len(shown) >= 6
     for doc in shown:
-        for example in doc.allowed.removeprefix("such as ").split(", "):
+        for example in re.split(", | or ", doc.allowed.removeprefix("such as ")):
             loaded = load_run(None, [f"{doc.key}={example}"])
             assert loaded.origins[doc.key] == "command line"
 

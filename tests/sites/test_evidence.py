@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from shardway.sites.evidence import GENERIC_SITES, list_facts, list_stray_sources, list_unsourced
-from shardway.sites.load import list_sites, load_site
+from shardway.sites.evidence import GENERIC_SITES, describe_facts, list_facts, list_stray_sources, list_unsourced
+from shardway.sites.find import list_shipped
+from shardway.sites.load import load_site
 from shardway.sites.schema import SiteProfile
 
 SINFO = {"source": "sinfo", "date": "2026-11-01"}
@@ -46,6 +47,22 @@ def test_a_source_covers_its_fact_and_those_below() -> None:
     assert list_unsourced(profile_with(sources)) == ("queues.gpu-long.name",)
 
 
+def test_the_longest_path_that_covers_a_fact_is_its_source() -> None:
+    guide = {"source": "unverified: a guide", "date": "2026-10-01"}
+    facts = {fact.path: fact for fact in describe_facts(profile_with({"node": guide, "node.cores": SINFO}))}
+    assert [(path, fact.text, fact.is_unsure) for path, fact in facts.items()] == [
+        ("scheduler", "slurm", True),
+        ("node.cores", "4", False),
+        ("node.memory", "1GiB", True),
+        ("queues.gpu.name", "gpu", True),
+        ("queues.gpu.max_nodes", "2", True),
+        ("queues.gpu-long.name", "gpu-long", True),
+        ("environment.A", "1", True),
+    ]
+    assert facts["scheduler"].source is None
+    assert str(facts["node.memory"].source.date) == "2026-10-01"  # type: ignore[union-attr]
+
+
 def test_nothing_is_sourced_by_an_empty_table() -> None:
     assert list_unsourced(profile_with({})) == list_facts(profile_with({}))
 
@@ -55,12 +72,12 @@ def test_a_source_that_names_no_fact_is_stray(path: str) -> None:
     assert list_stray_sources(profile_with({path: SINFO, "node.cores": SINFO})) == (path,)
 
 
-@pytest.mark.parametrize("name", sorted(set(list_sites()) - set(GENERIC_SITES)))
+@pytest.mark.parametrize("name", sorted(set(list_shipped()) - set(GENERIC_SITES)))
 def test_every_fact_of_a_shipped_site_has_a_source(name: str) -> None:
     assert list_unsourced(load_site(name)) == ()
 
 
-@pytest.mark.parametrize("name", sorted(set(list_sites()) - set(GENERIC_SITES)))
+@pytest.mark.parametrize("name", sorted(set(list_shipped()) - set(GENERIC_SITES)))
 def test_a_source_of_a_shipped_site_is_public_or_says_what_it_is(name: str) -> None:
     # A public address, a document without one, or a plain word that nobody has verified the fact.
     texts = [source.source for source in load_site(name).sources.values()]
@@ -72,4 +89,4 @@ def test_a_generic_machine_leaves_unsourced_only_what_its_owner_chooses() -> Non
 
 
 def test_the_generic_profiles_exist() -> None:
-    assert set(GENERIC_SITES) <= set(list_sites())
+    assert set(GENERIC_SITES) <= set(list_shipped())

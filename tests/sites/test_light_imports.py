@@ -5,7 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 
-MODULES = ["hardware.catalogue", "hardware.facts", "hardware.probe", "sites.evidence", "sites.load", "sites.schema"]
+MODULES = [
+    "hardware.catalogue",
+    "hardware.facts",
+    "hardware.probe",
+    "sites.evidence",
+    "sites.keep",
+    "sites.load",
+    "sites.schema",
+]
 HEAVY = {"torch", "numpy", "psutil", "pynvml"}
 
 

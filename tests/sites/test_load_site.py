@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -16,6 +16,7 @@ from shardway.errors import UserError
 from shardway.hardware.catalogue import load_accelerators, load_links
 from shardway.hardware.probe import Device, Machine
 from shardway.sites.evidence import GENERIC_SITES
+from shardway.sites.find import list_shipped
 from shardway.sites.load import list_sites, load_site
 from shardway.sites.problems import list_problems
 from shardway.sites.schema import SiteProfile
@@ -26,8 +27,8 @@ H100 = Device("NVIDIA H100 80GB HBM3", 80 * GIB)
 A40 = Device("NVIDIA A40", 45 * GIB)
 STRANGER = Device("NVIDIA Graphics Device", 16 * GIB)
 
-SITES = ", ".join(list_sites())
-REAL_SITES = sorted(set(list_sites()) - set(GENERIC_SITES))
+SITES = ", ".join(list_shipped())
+REAL_SITES = sorted(set(list_shipped()) - set(GENERIC_SITES))
 
 MINIMAL = 'format = 1\nname = "mine"\ntitle = "My machine"\nscheduler = "slurm"\n'
 FULL = """
@@ -113,7 +114,7 @@ def test_the_profiles_that_are_shipped() -> None:
     )
 
 
-@pytest.mark.parametrize("name", list_sites())
+@pytest.mark.parametrize("name", list_shipped())
 def test_a_shipped_profile_loads_and_bears_its_own_name(name: str) -> None:
     assert load_site(name, lambda: MACHINE).name == name
 
@@ -267,7 +268,7 @@ def test_an_unknown_name() -> None:
     assert message_of("laptpo") == (
         'there is no site "laptpo"\n'
         f"  allowed: {SITES}, or the path of a profile (with a / or ending in .toml)\n"
-        '  to do: write "laptop", or write a profile for your site'
+        '  to do: write "laptop", or write a profile for your site: `shardway sites probe`'
     )
 
 
@@ -275,7 +276,7 @@ def test_an_unknown_name_that_is_like_no_other() -> None:
     assert message_of("zzz") == (
         'there is no site "zzz"\n'
         f"  allowed: {SITES}, or the path of a profile (with a / or ending in .toml)\n"
-        "  to do: choose one of these, or write a profile for your site"
+        "  to do: choose one of these, or write a profile for your site: `shardway sites probe`"
     )
 
 
@@ -328,8 +329,7 @@ max_node = 2
 [sources]
 "node.cores" = { source = "x", date = "today" }
 """
-    keys = "format, name, title, scheduler, starter, container, node, network, queues, environment, storage, measured, "
-    keys += "sources"
+    keys = ", ".join(SiteProfile.model_fields)
     assert message_of(write(text)) == (
         "13 problems in site profile mine.toml\n"
         "  format: is missing\n"
@@ -349,11 +349,11 @@ max_node = 2
         '  node.local_disk: "detect" is not allowed\n'
         "      allowed: an absolute path, or one that starts with ~ or $\n"
         "  queues[1].name: is missing\n"
-        "      to do: add name: name that the scheduler knows\n"
+        "      to do: add name: name that the user chooses it by\n"
         '  queues[1].max_walltime: "soon" is not a time\n'
         '      allowed: numbers with d, h, min, m, s or ms, such as "1h30m"\n'
         "  queues[1].max_node: is not a key of a site profile\n"
-        "      allowed: name, max_walltime, max_nodes\n"
+        "      allowed: name, partition, qos, max_walltime, default_walltime, max_nodes, min_nodes\n"
         '      to do: write "max_nodes"\n'
         '  sources."node.cores".date: "today" is not allowed\n'
         "      allowed: a date such as 2026-11-01\n"
@@ -427,6 +427,7 @@ JUNK = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(st.dictionaries(st.sampled_from(sorted(SiteProfile.model_fields)), JUNK))
 def test_each_finding_is_one_problem_whatever_the_table_holds(table: dict[str, object]) -> None:
     with pytest.raises(ValidationError) as caught:

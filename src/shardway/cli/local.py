@@ -7,20 +7,26 @@ contact with it. This module must not train.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import asdict, replace
 from typing import Any
 
 from shardway.errors import ERRORS_BY_NAME, JobError, LostContact, ShardwayError, render_reason
+from shardway.ranks.attempt import describe_error, find_attempt, tell_end, tell_fault
 from shardway.ranks.local import LocalLaunch, RankFailure, run_local
 from shardway.resolve.request import Request, Resolution
+from shardway.rundir.attempts import Ending, Result
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
+
+SECOND_SIGNAL = "a second signal ended the run at once"
+BY = "shardway train"
 
 
 def train_local(resolution: Resolution, ranks: int) -> dict[str, Any]:
     """Train on `ranks` local ranks. Raises the error of the rank that failed first."""
-    run, request = resolution.directory, resolution.request
+    run, request, attempt = resolution.directory, resolution.request, find_attempt(os.environ)
     if request.fresh:  # here, so that what the ranks print does not move with the old run
         run.set_aside()
         request = replace(request, fresh=False)
@@ -36,11 +42,14 @@ def train_local(resolution: Resolution, ranks: int) -> dict[str, Any]:
         failures = run_local(launch, on_stop=lambda: _ask_to_stop(run))
     except KeyboardInterrupt:
         run.clear_stop()  # nobody is left to obey it, and the next start must not
-        _mark_ended(run, "stopped", "a second signal ended the run at once")
+        _mark_ended(run, "stopped", SECOND_SIGNAL)
+        if attempt is not None:
+            tell_end(attempt, Result(Ending.STOPPED, SECOND_SIGNAL, _step_of(run), exit_code=130, by=BY))
         raise
     if failures:
         error = _explain(run, failures, marks)
         _mark_ended(run, "failed", render_reason(str(error)))
+        tell_fault(attempt, BY, describe_error(error), _step_of(run))
         raise error
     status = run.read_status()
     return {
@@ -56,8 +65,14 @@ def pack_request(request: Request) -> str:
     return json.dumps(asdict(request), default=str)
 
 
+def _step_of(run: RunDir) -> int:
+    step = run.read_status().get("step")
+    return step if isinstance(step, int) else 0
+
+
 def _ask_to_stop(run: RunDir) -> None:
-    run.request_stop("a signal asked for a stop")
+    if not run.stop_requested():  # a job script that was warned has written why
+        run.request_stop("a signal asked for a stop")
     print("stopping after this step and saving; once more to end at once", file=sys.stderr)
 
 

@@ -15,7 +15,23 @@ from typing import Any
 import typer
 
 from shardway import __version__
-from shardway.cli import checkpoint, config, init, logs, plan, report, status, train
+from shardway.cli import (
+    checkpoint,
+    config,
+    doctor,
+    init,
+    logs,
+    plan,
+    rehearse,
+    report,
+    resume,
+    sites,
+    status,
+    stop,
+    submit,
+    train,
+)
+from shardway.cli.program import CommandWithProgram
 from shardway.errors import Bug, ShardwayError
 
 EXIT_KILLED = 130
@@ -38,9 +54,15 @@ app.command("train")(train.train)
 app.command("init")(init.init)
 app.add_typer(config.app, name="config")
 app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(sites.app, name="sites")
+app.command("submit", cls=CommandWithProgram)(submit.submit)
+app.command("stop")(stop.stop)
+app.command("resume")(resume.resume)
 app.command("status")(status.status)
 app.command("logs")(logs.logs)
 app.command("report")(report.report)
+app.command("doctor")(doctor.doctor)
+app.command("rehearse")(rehearse.rehearse)
 
 
 @app.callback(invoke_without_command=True)

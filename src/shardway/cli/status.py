@@ -1,57 +1,159 @@
-"""`shardway status`: where runs stand.
+"""`shardway status`: where runs stand, here and where they were submitted to.
 
-Invariant: it only reads. This module must not import torch, nor interpret events: that is `shardway.watch`.
+Invariant: it only reads. This module must not import torch, nor interpret events or a scheduler's answers: that is
+`shardway.watch` and `shardway.launch`.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardway.cli.options import JsonOption, RunArgument
-from shardway.errors import UserError
+from shardway.cli.options import JsonOption
+from shardway.errors import ShardwayError, UserError
 from shardway.units import render_clock, render_count
 
 if TYPE_CHECKING:
-    from shardway.rundir.directory import RunDir
+    from shardway.launch.ledger import Ledger
+    from shardway.launch.registry import Known
+    from shardway.launch.standing import Standing
     from shardway.watch.summary import RunSummary
 
+RunWord = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[RUN]", help="A run directory, a folder of them, HOST:DIRECTORY, or a run's name (default: all)."
+    ),
+]
 
-def status(path: RunArgument = None, as_json: JsonOption = False) -> None:
-    """Say where a run stands, or each run of a folder."""
-    from shardway.watch.summary import find_runs, summarise
 
-    root = path or Path("runs")
-    runs = find_runs(root)
-    if not runs and not as_json:
-        raise UserError(f"there is no run in {root}.\n  To do: name a run directory, or start a run: `shardway train`.")
-    if len(runs) == 1:
-        runs[0].check_format()
-    readable = [run for run in runs if _is_readable(run)]
-    summaries = [summarise(run) for run in readable]
+@dataclass(frozen=True)
+class _Shown:
+    """One run: its summary where its directory is on this machine, its attempts where it was submitted."""
+
+    known: Known
+    ledger: Ledger
+    standings: Sequence[Standing]
+    summary: RunSummary | None = None
+
+
+def status(run: RunWord = None, as_json: JsonOption = False) -> None:
+    """Say where a run stands, or each run of a folder and each that was submitted."""
+    from shardway.launch.find import is_run
+
+    chosen = _choose(run)
+    if not chosen and not as_json:
+        root = run or "runs"
+        raise UserError(
+            f"there is no run in {root}.\n"
+            "  To do: name a run directory, or start a run: `shardway train`, `shardway submit`."
+        )
+    shown = [entry for group in _by_host(chosen) for entry in _look(group, alone=len(chosen) == 1)]
     if as_json:
-        facts = [summary.as_json() for summary in summaries]
-        typer.echo(json.dumps(facts[0] if len(facts) == 1 and runs[0].path == root else facts, indent=1))
+        facts = [_as_json(entry) for entry in shown]
+        alone = run is not None and len(facts) == 1 and (is_run(Path(run)) or not Path(run).is_dir())
+        typer.echo(json.dumps(facts[0] if alone else facts, indent=1))
         return
-    typer.echo("\n\n".join(_render(summary) for summary in summaries))
+    typer.echo("\n\n".join(_render(entry) for entry in shown))
 
 
-def _is_readable(run: RunDir) -> bool:
-    """Whether this Shardway can read a run; one of many that it cannot is told, and the others are still shown."""
+def _choose(word: str | None) -> list[Known]:
+    """One run, those of a folder, or where nothing is said those of ./runs and all that were submitted."""
+    from shardway.launch.find import find_all, find_known, is_run
+    from shardway.launch.registry import Known
+
+    if word is None:
+        return find_all(Path("runs"))
+    path = Path(word)
+    if is_run(path) or not path.is_dir():
+        return [find_known(word)]
+    return [Known(str(entry)) for entry in sorted(path.iterdir()) if is_run(entry)]
+
+
+def _by_host(chosen: Sequence[Known]) -> list[list[Known]]:
+    ordered = sorted(chosen, key=lambda known: known.host)
+    return [list(group) for _, group in groupby(ordered, key=lambda known: known.host)]
+
+
+def _look(group: Sequence[Known], *, alone: bool) -> list[_Shown]:
+    """The runs of one host, asked in a few exchanges. A host that cannot be asked is told, and the others are shown."""
+    from shardway.launch.hosts import find_host
+    from shardway.launch.ledger import read_ledgers
+    from shardway.launch.standing import read_standings
+
+    readable = [known for known in group if known.host or _is_readable(Path(known.run), alone=alone)]
+    host = find_host(group[0].host)
     try:
-        run.check_format()
+        ledgers = read_ledgers(host, [Path(known.run) for known in readable])
+        standings = read_standings(host, ledgers)
+    except ShardwayError as error:
+        if alone:
+            raise
+        typer.echo(f"shardway: {error}", err=True)
+        return []
+    return [
+        _Shown(known, ledger, attempts, None if known.host else _summarise(ledger))
+        for known, ledger, attempts in zip(readable, ledgers, standings, strict=True)
+        if alone or not known.host or attempts or ledger.status  # elsewhere, one that is gone is no news
+    ]
+
+
+def _summarise(ledger: Ledger) -> RunSummary | None:
+    from shardway.watch.summary import summarise
+
+    return summarise(ledger.run) if ledger.run.exists() else None
+
+
+def _is_readable(path: Path, *, alone: bool) -> bool:
+    """Whether this Shardway can read a run; one of many that it cannot is told, and the others are still shown."""
+    from shardway.rundir.directory import RunDir
+
+    try:
+        RunDir(path).check_format()
     except UserError as error:
+        if alone:
+            raise
         typer.echo(f"shardway: {error}", err=True)
         return False
     return True
 
 
-def _render(summary: RunSummary) -> str:
+def _as_json(shown: _Shown) -> dict[str, Any]:
+    from shardway.launch.render import attempts_as_json
+
+    facts = shown.summary.as_json() if shown.summary else {**shown.ledger.status, "path": shown.known.run}
+    jobs = {"host": shown.known.host} if shown.known.host else {}
+    return {**facts, **jobs, "jobs": attempts_as_json(shown.standings)}
+
+
+def _render(shown: _Shown) -> str:
     """One run in a few lines, what is unknown left out."""
+    from shardway.launch.render import render_attempts
+
+    head = _summary_lines(shown.summary) if shown.summary else _bare_lines(shown)
+    return "\n".join([*head, *render_attempts(shown.standings)])
+
+
+def _bare_lines(shown: _Shown) -> list[str]:
+    """What status.json says of a run that has not begun here, or is on another host."""
+    from shardway.launch.find import render_known
+
+    status = shown.ledger.status
+    word = shown.standings[-1].word if shown.standings else "new"
+    state = str(status.get("state") or word)
+    total = f"/{status['total_steps']}" if status.get("total_steps") else ""
+    lines = [f"{render_known(shown.known)}  {state}"]
+    return [*lines, f"  step        {status['step']}{total}"] if "step" in status else lines
+
+
+def _summary_lines(summary: RunSummary) -> list[str]:
     total = f"/{summary.total_steps}" if summary.total_steps else ""
     share = f" ({100 * summary.step / summary.total_steps:.0f} %)" if summary.total_steps else ""
     rate = summary.tokens_per_s if summary.unit == "tokens" else summary.samples_per_s
@@ -68,7 +170,7 @@ def _render(summary: RunSummary) -> str:
         f"  attempts    {summary.attempts}" if summary.attempts > 1 else "",
         f"  writer      {summary.writer}" if summary.writer else "",
     ]
-    return "\n".join(line for line in lines if line)
+    return [line for line in lines if line]
 
 
 def _line(label: str, value: float | None, form: str) -> str:

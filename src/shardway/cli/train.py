@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +18,7 @@ import typer
 
 from shardway.cli.config import resolution_facts
 from shardway.cli.options import DirOption, JsonOption, NprocOption, Words, read_request
-from shardway.errors import UserError
+from shardway.errors import ShardwayError, UserError
 from shardway.rundir.directory import RunDir
 
 if TYPE_CHECKING:
@@ -35,9 +36,13 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Train a run file (the default run where none is named); resumes by itself."""
+    with nullcontext() if dry_run else _failure_told():
+        _train(read_request(words, directory, fresh), nproc, dry_run=dry_run, as_json=as_json)
+
+
+def _train(request: Request, nproc: int | None, *, dry_run: bool, as_json: bool) -> None:
     from shardway.ranks.launcher import find_placement
 
-    request = read_request(words, directory, fresh)
     placement = find_placement(os.environ)
     launched = placement.launcher != "none"
     if launched and nproc is not None:
@@ -58,6 +63,19 @@ def train(
         outcome = _train_here(request, resolution) if launched or ranks == 1 else _train_local(resolution, ranks)
     if placement.rank == 0:
         _print_end(outcome, as_json)
+
+
+@contextmanager
+def _failure_told() -> Iterator[None]:
+    """Tell the job, where there is one, what went wrong before a rank could or after all are gone."""
+    from shardway.ranks.attempt import describe_error, find_attempt, tell_fault
+
+    attempt = find_attempt(os.environ)
+    try:
+        yield
+    except ShardwayError as error:
+        tell_fault(attempt, "shardway train", describe_error(error))
+        raise
 
 
 def _resolve(request: Request, ranks: int, ranks_per_node: int, *, told: bool) -> Resolution:

@@ -9,37 +9,45 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-WISH_SLOTS = 3
+WISH_SLOTS = 4
 """Numbers that one rank's wishes take up in the vector."""
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """What one rank wants to happen after the current step."""
+    """What one rank wants to happen after the current step; `deadline`: a stop, since the wall-time is about to end."""
 
     stop_signal: bool = False
     stop_file: bool = False
     save: bool = False
+    deadline: bool = False
 
     def as_numbers(self) -> list[float]:
         """One slot a wish: 1.0 where this rank has it."""
-        return [float(self.stop_signal), float(self.stop_file), float(self.save)]
+        return [float(self.stop_signal), float(self.stop_file), float(self.save), float(self.deadline)]
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks do after the current step; `stop_reason` is empty where they go on."""
+    """What all ranks do after the current step; `stop_reason` is empty where they go on.
+
+    `deadline`: nothing but the end of the wall-time asked for the stop.
+    """
 
     stop_reason: str = ""
     save: bool = False
+    deadline: bool = False
 
 
 def read_decision(summed: Sequence[float]) -> Decision:
     """The decision in the sum of all ranks' wishes."""
-    signals, files, saves = summed
+    signals, files, saves, deadlines = summed
     reasons = []
     if signals:
         reasons.append("a signal asked for a stop")
     if files:
         reasons.append("the stop file asked for a stop")
-    return Decision(" and ".join(reasons), save=saves > 0)
+    alone = bool(deadlines) and not reasons
+    if deadlines:
+        reasons.append("the wall-time is about to end")
+    return Decision(" and ".join(reasons), save=saves > 0, deadline=alone)

@@ -16,6 +16,7 @@ from typing import Any
 
 from shardway.errors import JobError, UserError
 from shardway.rundir.atomic import write_json, write_whole
+from shardway.rundir.attempts import Attempt
 from shardway.rundir.events import Event, EventFollower, EventWriter, drop_undone, read_events
 from shardway.rundir.lock import WriterLock, find_holder
 
@@ -25,12 +26,13 @@ FORMAT = 1
 OWN_NAMES = frozenset(
     (
         *("run.toml", "resolved.toml", "ds_config.json", "events", "checkpoints", "status.json", "writer.lock"),
-        *("logs", "report.html", "stop"),
+        *("logs", "attempts", "report.html", "stop"),
     )
 )
 """What a run directory consists of."""
 
 _CHECKPOINT = re.compile(r"step-(\d{9})")
+_ATTEMPT = re.compile(r"\d{4,}")
 _EVENTS = re.compile(r"rank-(\d{5,})\.jsonl")
 
 
@@ -42,7 +44,7 @@ class RunDir:
 
     def exists(self) -> bool:
         """Whether a run has been here."""
-        return self._status_path.exists() or self.resolved_path.exists() or self._events_folder.exists()
+        return self.status_path.exists() or self.resolved_path.exists() or self._events_folder.exists()
 
     def check_no_strangers(self) -> None:
         """Raise UserError where the folder holds files of somebody else's and no run."""
@@ -144,35 +146,40 @@ class RunDir:
 
     def write_status(self, *, durable: bool = True, **facts: Any) -> None:
         """Replace status.json."""
-        write_json(self._status_path, {"format": FORMAT, **facts}, durable=durable)
+        write_json(self.status_path, {"format": FORMAT, **facts}, durable=durable)
 
     def read_status(self) -> dict[str, Any]:
         """status.json, or an empty dict where there is none or it is damaged: it only repeats what the events say."""
         try:
-            status = json.loads(self._status_path.read_text(encoding="utf-8"))
+            status = json.loads(self.status_path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError, OSError):
             return {}
         return status if isinstance(status, dict) else {}
 
     # --- stopping
 
+    @property
+    def stop_path(self) -> Path:
+        """The file that asks the run to stop."""
+        return self.path / "stop"
+
     def request_stop(self, reason: str = "") -> None:
         """Ask the run to stop after its current step, and say why."""
-        write_whole(self.path / "stop", reason)
+        write_whole(self.stop_path, reason)
 
     def stop_requested(self) -> bool:
         """Whether somebody asked for a stop."""
-        return (self.path / "stop").exists()
+        return (self.stop_path).exists()
 
     def stop_reason(self) -> str:
         """What the stop file says, in one line; empty for one that was only touched."""
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            return " ".join((self.path / "stop").read_text(encoding="utf-8").split())
+            return " ".join((self.stop_path).read_text(encoding="utf-8").split())
         return ""
 
     def clear_stop(self) -> None:
         """Take the request back (it has been obeyed)."""
-        (self.path / "stop").unlink(missing_ok=True)
+        (self.stop_path).unlink(missing_ok=True)
 
     # --- checkpoints
 
@@ -199,6 +206,24 @@ class RunDir:
     def partial_checkpoints(self) -> list[Path]:
         """Leftovers of saves that never became complete."""
         return sorted(self.checkpoints.glob(".step-*.partial"))
+
+    # --- attempts
+
+    @property
+    def attempts_folder(self) -> Path:
+        """Folder of attempts, one folder a submission."""
+        return self.path / "attempts"
+
+    def attempt(self, number: int) -> Attempt:
+        """The attempt of that number, whether it is there or not."""
+        return Attempt(self.attempts_folder / f"{number:04d}")
+
+    def attempts(self) -> list[Attempt]:
+        """Attempts that were prepared or submitted, oldest first."""
+        if not self.attempts_folder.is_dir():
+            return []
+        numbers = sorted(int(path.name) for path in self.attempts_folder.iterdir() if _ATTEMPT.fullmatch(path.name))
+        return [self.attempt(number) for number in numbers]
 
     # --- pictures and logs
 
@@ -254,7 +279,8 @@ class RunDir:
         return self._events_folder / f"rank-{rank:05d}.jsonl"
 
     @property
-    def _status_path(self) -> Path:
+    def status_path(self) -> Path:
+        """State, step and reason, as the run last wrote them."""
         return self.path / "status.json"
 
     @property

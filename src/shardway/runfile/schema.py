@@ -8,36 +8,28 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
+from shardway.runfile.machine import RunSection, SiteSection
+from shardway.runfile.section import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    key,
+)
 from shardway.runfile.types import (
     Auto,
     BytesField,
     CadenceOrOff,
     Off,
-    SecondsField,
     SettingsField,
     SpanField,
     SpanOrOff,
 )
 from shardway.units import Span
-
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-PositiveFloat = Annotated[float, Field(gt=0.0)]
-NonNegativeFloat = Annotated[float, Field(ge=0.0)]
-
-
-def key(default: Any, doc: str, **bounds: Any) -> Any:
-    """A documented key with its default."""
-    return Field(default, description=doc, **bounds)
-
-
-class Section(BaseModel):
-    """Base of the sections: strict keys, strict types, frozen once read."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
@@ -340,24 +332,6 @@ class CheckpointSection(Section):
     keep: PositiveInt = key(
         3, "Complete checkpoints that are kept; older ones are removed after a newer one is complete."
     )
-
-
-class RunSection(Section):
-    """The process: where it writes, on what it runs, how long it waits."""
-
-    name: str = key("auto", "Name of the run; auto = the run file's name.", pattern=r"^[^/\x00]*[^/\x00.][^/\x00]*$")
-    root: str = key("runs", "Folder of run directories; the run directory is root/name unless --dir is given.")
-    device: Literal["auto", "cpu", "cuda"] = key("auto", "Device of the model; auto = cuda where there is one.")
-    threads: PositiveInt | Auto = key("auto", "CPU threads a rank; auto = usable cores / ranks on the node.")
-    start_timeout: SecondsField = key(600.0, "How long ranks wait for each other at the start.")
-    collective_timeout: SecondsField = key(300.0, "How long a collective waits before the job is ended.")
-    stop_timeout: SecondsField = key(900.0, "How long a graceful stop may take before ranks are killed.")
-
-
-class SiteSection(Section):
-    """The machine."""
-
-    name: str = key("laptop", "A shipped profile, or the path of a profile of your own.")
 
 
 def _add_parent(schema: dict[str, Any]) -> None:

@@ -7,9 +7,8 @@ a profile is one `UserError` that names every problem. This module must not know
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping
-from importlib.resources import files
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
@@ -17,61 +16,70 @@ from pydantic import ValidationError
 from shardway.errors import Problem, UserError, check_no_problems
 from shardway.hardware.catalogue import find_accelerator
 from shardway.hardware.probe import Machine, probe_machine
-from shardway.sites.evidence import list_stray_sources
-from shardway.sites.problems import find_nearest, list_problems
+from shardway.sites.extend import merge_tables
+from shardway.sites.find import ProfileFile, find_parent, find_profile, list_sites
+from shardway.sites.plausible import list_implausible, list_wrong_defaults
+from shardway.sites.problems import list_problems
 from shardway.sites.schema import CPU, FORMAT, SiteProfile
+
+__all__ = ["DETECT", "list_sites", "load_profile", "load_site", "parse_profile"]
 
 DETECT = "detect"
 """The value of a key of [node] that is to be read from the machine that loads the profile."""
 
 
-def list_sites() -> tuple[str, ...]:
-    """Names of the shipped profiles, sorted."""
-    names = (entry.name for entry in files(__package__).iterdir())
-    return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
-
-
 def load_site(name_or_path: str, machine_probe: Callable[[], Machine] = probe_machine) -> SiteProfile:
-    """The shipped profile of that name, or the profile in that file (a path has a "/" or ends in ".toml").
+    """The profile of that name, or the profile in that file (a path has a "/" or ends in ".toml").
 
+    A name is looked for in the user's own folder first (`find.own_folder`), then among the shipped profiles.
     `machine_probe` is called at most once, and only where the profile says "detect". Raises UserError for an
-    unknown name, an unreadable file, broken TOML, a newer format, and for all wrong keys and values at once.
+    unknown name, an unreadable file, broken TOML, a newer format, a profile of the user's that has the name of a
+    shipped one without saying so, and for all wrong keys and values at once.
     """
-    title, text = _read_profile(name_or_path)
-    table = _parse_table(title, text)
-    _check_format(title, table)
-    return _build_profile(title, _fill_detected(table, machine_probe))
+    return load_profile(find_profile(name_or_path), machine_probe)
 
 
-def _read_profile(name_or_path: str) -> tuple[str, str]:
-    """What to call the profile in messages, and its text."""
-    if "/" in name_or_path or name_or_path.endswith(".toml"):
-        return f"site profile {name_or_path}", _read_file(name_or_path)
-    if name_or_path not in list_sites():
-        raise UserError(_render_unknown_site(name_or_path))
-    return f"site profile {name_or_path}", files(__package__).joinpath(f"{name_or_path}.toml").read_text("utf-8")
+def load_profile(file: ProfileFile, machine_probe: Callable[[], Machine] = probe_machine) -> SiteProfile:
+    """The checked profile in a file that `find` found. Raises UserError as `load_site` does."""
+    table = _read_table(file, ())
+    return _build_profile(file.title, _fill_detected(table, machine_probe))
 
 
-def _read_file(path: str) -> str:
-    try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(
-            f"cannot read the site profile {path}: {reason}\n"
-            f"  allowed: a readable TOML file, or one of {', '.join(list_sites())}\n"
-            "  to do: correct the path"
-        ) from error
+def parse_profile(title: str, text: str, machine_probe: Callable[[], Machine] = probe_machine) -> SiteProfile:
+    """The checked profile in a text, which `title` names in messages. Raises UserError with all that is wrong."""
+    file = ProfileFile(title, "file")
+    return _build_profile(file.title, _fill_detected(_extend(file, text, ()), machine_probe))
 
 
-def _render_unknown_site(name: str) -> str:
-    nearest = find_nearest(name, list_sites())
-    hint = f'write "{nearest}"' if nearest else "choose one of these"
-    return (
-        f'there is no site "{name}"\n'
-        f"  allowed: {', '.join(list_sites())}, or the path of a profile (with a / or ending in .toml)\n"
-        f"  to do: {hint}, or write a profile for your site"
-    )
+# --- the table of a file, with what it extends
+
+
+def _read_table(file: ProfileFile, below: Sequence[ProfileFile]) -> dict[str, Any]:
+    """The table of a profile over those that it extends; `below` are the profiles that extend this one."""
+    return _extend(file, file.read_text(), below)
+
+
+def _extend(file: ProfileFile, text: str, below: Sequence[ProfileFile]) -> dict[str, Any]:
+    table = _parse_table(file.title, text)
+    _check_format(file.title, table)
+    _check_name(file, table)
+    parent_name = table.get("extends")
+    if not isinstance(parent_name, str) or not parent_name:
+        return table
+    parent = find_parent(parent_name, file)
+    chain = (*below, file)
+    if any(_is_same(parent, other) for other in chain):
+        names = " -> ".join([*(link.name for link in chain), parent.name])
+        raise UserError(f"{file.title} extends itself: {names}\n  to do: remove one of these lines `extends`")
+    inherited = _read_table(parent, chain)
+    _build_profile(f"{parent.title}, which {file.title} extends", _without_detected(inherited))
+    return merge_tables(inherited, table)
+
+
+def _is_same(one: ProfileFile, other: ProfileFile) -> bool:
+    if one.path is None or other.path is None:
+        return one == other
+    return one.path.resolve() == other.path.resolve()
 
 
 def _parse_table(title: str, text: str) -> dict[str, Any]:
@@ -92,17 +100,42 @@ def _check_format(title: str, table: Mapping[str, Any]) -> None:
         )
 
 
+def _check_name(file: ProfileFile, table: Mapping[str, Any]) -> None:
+    """A profile of the user's folder bears the name of its file, and takes a shipped one's place only on purpose."""
+    if file.origin != "yours":
+        return
+    problems = []
+    if isinstance(name := table.get("name"), str) and name != file.name:
+        what, remedy = f'"{name}" is not the name of the file', f'write "{file.name}", or rename the file'
+        problems.append(Problem("name", what, allowed=f'"{file.name}"', remedy=remedy))
+    if file.shadows and table.get("extends") != file.name and table.get("replaces") is not True:
+        remedy = f'rename the file, or write extends = "{file.name}" to build on the shipped one, or replaces = true'
+        problems.append(Problem("name", f'a shipped profile is called "{file.name}" too', remedy=remedy))
+    check_no_problems(file.title, problems)
+
+
+# --- what is read from this machine
+
+
+def _wanted(table: Mapping[str, Any]) -> list[str]:
+    node = table.get("node")
+    return [key for key in _DETECTORS if node.get(key) == DETECT] if isinstance(node, dict) else []
+
+
 def _fill_detected(table: dict[str, Any], machine_probe: Callable[[], Machine]) -> dict[str, Any]:
     """The table with each "detect" of [node] replaced by what the probe found, None for unknown."""
-    node = table.get("node")
-    if not isinstance(node, dict):
-        return table
-    wanted = [key for key in _DETECTORS if node.get(key) == DETECT]
+    wanted = _wanted(table)
     if not wanted:
         return table
     machine = machine_probe()
     found = {key: _DETECTORS[key](machine) for key in wanted}
-    return {**table, "node": {**node, **found}}
+    return {**table, "node": {**table["node"], **found}}
+
+
+def _without_detected(table: dict[str, Any]) -> dict[str, Any]:
+    """The table as far as it can be checked without a look at this machine."""
+    wanted = _wanted(table)
+    return {**table, "node": {**table["node"], **dict.fromkeys(wanted)}} if wanted else table
 
 
 def _detect_accelerator(machine: Machine) -> str | None:
@@ -122,19 +155,50 @@ _DETECTORS: Mapping[str, Callable[[Machine], int | str | None]] = {
 }
 
 
+# --- the check
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """The profile of a table, or what is wrong with it and the profile of the rest where there is one."""
+
+    profile: SiteProfile | None
+    problems: list[Problem]
+    dropped: tuple[str, ...] = ()
+
+
 def _build_profile(title: str, table: Mapping[str, Any]) -> SiteProfile:
+    """The profile. Raises UserError with all problems: those of single keys, and those of keys with each other."""
+    attempt = _validate(table)
+    problems = list(attempt.problems)
+    queues: tuple[str, ...] = ()
+    if attempt.profile is not None:
+        queues = tuple(queue.name for queue in attempt.profile.queues)
+        found = list_implausible(attempt.profile)
+        problems += [problem for problem in found if not _is_about(problem.where, attempt.dropped)]
+    problems += list_wrong_defaults(table.get("defaults"), () if "queues" in attempt.dropped else queues)
+    check_no_problems(title, problems)
+    return attempt.profile if attempt.profile is not None else SiteProfile.model_validate(table)
+
+
+def _validate(table: Mapping[str, Any]) -> _Attempt:
+    """Validate a table; where that fails, the rest of it without the top-level keys that are wrong."""
     try:
-        profile = SiteProfile.model_validate(table)
+        return _Attempt(SiteProfile.model_validate(table), [])
     except ValidationError as error:
-        check_no_problems(title, list_problems(error))
-        raise
-    strays = [
-        Problem(
-            where=f'sources."{path}"',
-            what="names nothing that this profile states",
-            remedy="name a key path of the profile, such as node.cores, or remove it",
-        )
-        for path in list_stray_sources(profile)
-    ]
-    check_no_problems(title, strays)
-    return profile
+        problems = list_problems(error)
+        dropped = tuple({str(finding["loc"][0]) if finding["loc"] else "queues" for finding in error.errors()})
+    required = {"format": FORMAT, "name": "?", "title": "?", "scheduler": "slurm"}
+    rest = {key: value for key, value in table.items() if key not in dropped}
+    if "scheduler" in dropped:
+        return _Attempt(None, problems, dropped)
+    try:
+        return _Attempt(SiteProfile.model_validate({**required, **rest}), problems, dropped)
+    except ValidationError:
+        return _Attempt(None, problems, dropped)
+
+
+def _is_about(where: str, dropped: Sequence[str]) -> bool:
+    """Whether a problem is about a part that was left out of the check, so that it may not be one."""
+    path = where.removeprefix('sources."')
+    return any(path == key or path.startswith((f"{key}.", f'{key}"')) for key in dropped)

@@ -6,31 +6,36 @@ module must not raise.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from shardway.errors import Problem
 from shardway.hardware.catalogue import load_accelerators, load_links
-from shardway.sites.schema import CPU, Network, Node, Queue, SiteProfile, Source, Storage
+from shardway.sites.find import find_nearest
+from shardway.sites.schema import CPU, SiteProfile
 
-_TABLES: dict[str, type[BaseModel]] = {
-    "": SiteProfile,
-    "node": Node,
-    "network": Network,
-    "queues": Queue,
-    "storage": Storage,
-    "sources": Source,
-}
+
+def _list_tables() -> dict[str, type[BaseModel]]:
+    """Key of a profile -> the schema of the table, or of each table of the list, that stands there."""
+    tables: dict[str, type[BaseModel]] = {"": SiteProfile}
+    for key, field in SiteProfile.model_fields.items():
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                tables[key] = kind
+    return tables
+
+
+_TABLES = _list_tables()
 
 _ALLOWED = {
     "literal_error": "{expected}",
     "string_type": "a text in quotes",
     "string_too_short": "a text that is not empty",
     "string_pattern_mismatch": "an absolute path, or one that starts with ~ or $",
+    "bool_type": "true or false",
     "int_type": "a whole number",
     "float_type": "a number",
     "finite_number": "a finite number",
@@ -48,11 +53,6 @@ _ALLOWED = {
 def list_problems(error: ValidationError) -> list[Problem]:
     """Every finding of a failed validation of `SiteProfile`."""
     return [_describe(finding) for finding in error.errors(include_url=False)]
-
-
-def find_nearest(word: str, words: Iterable[str]) -> str | None:
-    """The word that was probably meant, or None where none is similar."""
-    return next(iter(difflib.get_close_matches(word, list(words), n=1)), None)
 
 
 def _describe(finding: ErrorDetails) -> Problem:
@@ -112,13 +112,15 @@ def _render_path(location: Sequence[int | str]) -> str:
     """A key path; the place in a list counts from 1: ("queues", 0, "name") -> "queues[1].name"."""
     path = ""
     for part in location:
+        if part == "[key]":  # the finding is about the name of a key, which stands before it
+            continue
         name = f'"{part}"' if "." in str(part) else str(part)
         path += f"[{part + 1}]" if isinstance(part, int) else f".{name}" if path else name
     return path
 
 
 def _table_of(location: Sequence[int | str]) -> type[BaseModel]:
-    return _TABLES[str(location[0]) if len(location) > 1 else ""]
+    return _TABLES.get(str(location[0]), SiteProfile) if len(location) > 1 else SiteProfile
 
 
 def _describe_missing(location: Sequence[int | str]) -> str:

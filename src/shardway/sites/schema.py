@@ -8,13 +8,19 @@ files, nor look at the machine.
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from shardway.hardware.catalogue import load_accelerators, load_links
-from shardway.units import parse_bytes, parse_seconds
+from shardway.units import parse_bytes, parse_seconds, render_seconds
+
+_MOUNT = re.compile(r"[/~$][^:]*:/[^:]*(:ro)?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_BIND = re.compile(r"mask_cpu:(0x)?[0-9a-fA-F]+(,(0x)?[0-9a-fA-F]+)*")
+_PROXY = re.compile(r"https?://[^\s/@:]+:\d{1,5}/?")
 
 FORMAT = 1
 """The format of profiles that this version reads and writes."""
@@ -24,7 +30,7 @@ CPU = "cpu"
 
 Scheduler = Literal["local", "slurm", "pbs"]
 Starter = Literal["torchrun", "srun", "mpirun"]
-Container = Literal["none", "pyxis", "enroot", "apptainer", "podman"]
+Container = Literal["none", "pyxis", "enroot", "apptainer", "podman", "charliecloud"]
 
 
 def _parse_size(value: Any) -> Any:
@@ -47,6 +53,40 @@ def _check_link(key: str) -> str:
     return key
 
 
+def _check_mount(text: str) -> str:
+    if not _MOUNT.fullmatch(text):
+        raise ValueError(f'"{text}" is no mount; allowed: SOURCE:TARGET or SOURCE:TARGET:ro, both absolute paths')
+    return text
+
+
+def _check_variable(name: str) -> str:
+    if not _VARIABLE.fullmatch(name):
+        raise ValueError(f'"{name}" is no name of a variable; allowed: letters, digits and _, no digit first')
+    return name
+
+
+def _check_bind(text: str) -> str:
+    if not _BIND.fullmatch(text):
+        raise ValueError(f'"{text}" is no list of CPU masks; allowed: mask_cpu:0xMASK,0xMASK,...')
+    return text
+
+
+def _check_proxy(text: str) -> str:
+    if not _PROXY.fullmatch(text):
+        raise ValueError(f'"{text}" is no proxy; allowed: http://HOST:PORT, without a user name or password')
+    return text
+
+
+def _check_option(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        value = tuple(value)
+    if not isinstance(value, bool | int | str) and not (
+        isinstance(value, tuple) and all(isinstance(entry, str) for entry in value)
+    ):
+        raise ValueError(f"{value!r} is no value of an option; allowed: true, false, a whole number, a text, texts")
+    return value
+
+
 Bytes = Annotated[int, Field(strict=True, gt=0), BeforeValidator(_parse_size)]
 """A size: "512GiB" in the profile, bytes in Python."""
 
@@ -58,6 +98,10 @@ Text = Annotated[str, Field(min_length=1)]
 Place = Annotated[str, Field(pattern=r"^[/~$]")]
 """A path on the site: absolute, or from ~ or a $VARIABLE, which the job's shell resolves."""
 
+Mount = Annotated[str, AfterValidator(_check_mount)]
+"""SOURCE:TARGET[:ro]; the source may start with ~ or a $VARIABLE."""
+
+VariableName = Annotated[str, AfterValidator(_check_variable)]
 AcceleratorKey = Annotated[str, AfterValidator(_check_accelerator)]
 LinkKey = Annotated[str, AfterValidator(_check_link)]
 
@@ -69,6 +113,9 @@ class _Table(BaseModel):
 class Node(_Table):
     """One compute node, as a job that takes the whole of it sees it."""
 
+    architecture: Literal["x86_64", "aarch64"] | None = Field(
+        None, description="what wheels and container images are built for"
+    )
     cores: Count | None = Field(None, description="cores that a job may use")
     memory: Bytes | None = Field(None, description="memory that a job may use")
     accelerator: AcceleratorKey | None = Field(
@@ -91,18 +138,108 @@ class Node(_Table):
 
 
 class Network(_Table):
-    """What joins the nodes."""
+    """What joins the nodes, and how one of them names another on it."""
 
     link: LinkKey | None = Field(None, description="key of the catalogue of links: one adapter of a node")
     adapters_per_node: Count | None = Field(None, description="such adapters that a node has")
+    host_suffix: Text | None = Field(
+        None, description="what turns a node's short name into that of its fast interface: MASTER_ADDR is name + suffix"
+    )
+    resolve: Literal["ipv4"] | None = Field(
+        None, description="MASTER_ADDR is the numeric address that a node's name resolves to, not the name"
+    )
 
 
 class Queue(_Table):
-    """A PBS queue or a Slurm partition."""
+    """What a job is sent to: a PBS queue, a Slurm partition, or a partition with a quality of service."""
 
-    name: Text = Field(description="name that the scheduler knows")
+    name: Text = Field(description="name that the user chooses it by")
+    partition: str | None = Field(None, description='Slurm partition, where it is not the name; "" asks for none')
+    qos: Text | None = Field(None, description="quality of service that Slurm is asked for")
     max_walltime: Seconds | None = Field(None, description="longest wall-time of a job")
+    default_walltime: Seconds | None = Field(None, description="wall-time of a job that names none")
     max_nodes: Count | None = Field(None, description="most nodes of a job")
+    min_nodes: Count | None = Field(None, description="fewest nodes of a job")
+
+    @model_validator(mode="after")
+    def _check_limits_are_ordered(self) -> Queue:
+        if self.min_nodes and self.max_nodes and self.min_nodes > self.max_nodes:
+            raise ValueError(f"min_nodes is {self.min_nodes}; allowed: max_nodes, {self.max_nodes}, or fewer")
+        if self.default_walltime and self.max_walltime and self.default_walltime > self.max_walltime:
+            default, most = render_seconds(self.default_walltime), render_seconds(self.max_walltime)
+            raise ValueError(f"default_walltime is {default}; allowed: max_walltime, {most}, or less")
+        return self
+
+
+OptionValue = bool | int | str | tuple[str, ...]
+"""A scheduler's option: true is the bare option, false leaves it out, a list gives it several times."""
+
+Options = Mapping[str, Annotated[OptionValue, BeforeValidator(_check_option)]]
+
+
+class RequestRules(_Table):
+    """How this site wants a job to ask for nodes."""
+
+    account: Literal["required", "optional"] | None = Field(None, description="whether a job names an account")
+    account_command: Text | None = Field(None, description="command that lists a user's accounts and budgets")
+    accelerators: Literal["gres", "gpus-per-node", "ngpus", "none"] | None = Field(
+        None, description="option that asks for accelerators (Slurm: gres, gpus-per-node; PBS: ngpus)"
+    )
+    whole_nodes: bool | None = Field(None, description="whether a job gets nodes for itself alone")
+    memory: bool | None = Field(None, description="whether a job says how much memory it wants; false: it must not")
+    constraint: Text | None = Field(None, description="node feature that every job asks for (Slurm)")
+    options: Options = Field({}, description="other options of the scheduler for every job")
+    submit_from_nodes: bool | None = Field(None, description="whether a job may submit jobs")
+    max_jobs: Count | None = Field(None, description="most jobs of a user, queued and running")
+
+
+class StartRules(_Table):
+    """How ranks are started here."""
+
+    srun_options: tuple[str, ...] = Field((), description="options of every srun")
+    mpirun: Text | None = Field(None, description="path of Open MPI's mpirun")
+    mpirun_options: tuple[str, ...] = Field((), description="options of every mpirun")
+    bind: Annotated[str, AfterValidator(_check_bind)] | None = Field(
+        None, description="CPU mask of each local rank, in srun's form mask_cpu:0x..,0x.."
+    )
+
+
+class ContainerRules(_Table):
+    """How the container runtime is used here."""
+
+    command: Text | None = Field(None, description="its command, where that has another name (singularity)")
+    mounts: tuple[Mount, ...] = Field((), description="SOURCE:TARGET[:ro] of every container")
+    options: tuple[str, ...] = Field((), description="options of every start of a container")
+    by_scheduler: bool | None = Field(
+        None, description="PBS makes the container: container_engine in select, container_image and container_name"
+    )
+    data_path: Place | None = Field(None, description="folder in which enroot keeps the containers of a job")
+
+
+class Modules(_Table):
+    """Environment modules (Lmod) of every job."""
+
+    purge: bool = Field(False, description="unload what the login shell loaded first")
+    load: tuple[str, ...] = Field((), description="modules with versions, in order")
+
+
+class Internet(_Table):
+    """What can be reached outside."""
+
+    nodes: Literal["none", "proxy", "direct"] | None = Field(None, description="from compute nodes")
+    login: Literal["none", "proxy", "direct"] | None = Field(None, description="from login nodes")
+    proxy: Annotated[str, AfterValidator(_check_proxy)] | None = Field(
+        None, description="http://HOST:PORT of the proxy"
+    )
+    no_proxy: Text | None = Field(None, description="what is reached without it")
+
+
+class Access(_Table):
+    """How people get in; nothing of it is a secret."""
+
+    login: tuple[str, ...] = Field((), description="login nodes")
+    transfer: tuple[str, ...] = Field((), description="nodes for copying data")
+    note: Text | None = Field(None, description="what to know before the first connection")
 
 
 Rate = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
@@ -122,6 +259,11 @@ class Source(_Table):
     source: Text = Field(description="document, command or person")
     date: datetime.date = Field(strict=True, description="day on which the source said so")
 
+    @property
+    def is_unsure(self) -> bool:
+        """Whether the source itself says that nobody has verified the fact."""
+        return "unverified" in self.source.lower()
+
 
 class SiteProfile(_Table):
     """What a site offers a job. Each key of `sources` is the key path of a fact here, or the start of one."""
@@ -129,13 +271,24 @@ class SiteProfile(_Table):
     format: Annotated[int, Field(strict=True, ge=FORMAT, le=FORMAT)] = Field(description="1, the schema's version")
     name: Text = Field(description="short name of the site")
     title: Text = Field(description="name for people")
+    extends: Text | None = Field(None, description="name or path of one other profile, whose facts hold here too")
+    replaces: bool = Field(False, description="whether a profile of yours stands for a shipped one of the same name")
     scheduler: Scheduler = Field(description="who starts jobs")
     starter: Starter | None = Field(None, description="who starts the ranks of a job")
     container: Container | None = Field(None, description="container runtime of the nodes")
     node: Node = Field(Node(), description="one compute node")
     network: Network = Field(Network(), description="what joins the nodes")
     queues: tuple[Queue, ...] = Field((), description="queues or partitions; the first is the default")
-    environment: Mapping[str, str] = Field({}, description="environment variables of every job")
+    request: RequestRules = Field(RequestRules(), description="how a job asks for nodes")
+    start: StartRules = Field(StartRules(), description="how ranks are started")
+    containers: ContainerRules = Field(ContainerRules(), description="how containers are used")
+    modules: Modules = Field(Modules(), description="environment modules of every job")
+    internet: Internet = Field(Internet(), description="what can be reached outside")
+    access: Access = Field(Access(), description="how people get in")
+    defaults: Mapping[str, Any] = Field(
+        {}, description="keys of a run file's [site], for runs that do not set them: account, queue, venv, image ..."
+    )
+    environment: Mapping[VariableName, str] = Field({}, description="environment variables of every job")
     storage: Storage = Field(Storage(), description="shared file systems")
     measured: Mapping[str, Rate] = Field(
         {}, description="what benchmarks and finished runs reached here, by the names of the planner's ceilings"

@@ -20,7 +20,10 @@ from shardway.data.loader import Batch
 from shardway.errors import Bug, JobError, UserError
 from shardway.parallel.axes.replicate import average_buffers
 from shardway.ranks.agreement import Decision, Wishes
+from shardway.rundir.attempts import Ending
 from shardway.train.counters import Counters, read_counters
+from shardway.train.deadline import Deadline, find_deadline, read_pace
+from shardway.train.ending import End, find_end
 from shardway.train.engines.base import Engine
 from shardway.train.loss_scale import LossScale
 from shardway.train.machine import Facts, Phase, next_phase
@@ -49,6 +52,7 @@ class LoopPlan:
     course: Course = field(default_factory=lambda: Course(1, 0, 0, 1.0))
     data_fingerprint: str = ""
     loss_scale: LossScale | None = None
+    stop_margin_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -86,8 +90,9 @@ class Loop:
         self._saved_at = self._looked_at = time.monotonic()
         self._phase = Phase.RESTORE
         self._open_step: _OpenStep | None = None
-        self._stop_file_seen = False
-        self._stop_words = ""
+        self._stop_file: str | None = None
+        self._deadline: Deadline | None = None
+        self._has_deadline = False
         self._actions: dict[Phase, Callable[[], None]] = {
             Phase.RESTORE: self._restore,
             Phase.VALIDATE: self._validate,
@@ -131,7 +136,7 @@ class Loop:
         if self._open_step is not None and self._result is not None:
             self._close_step(self._open_step, self._result)
         self._save()
-        self._end("stopped", "the script left its loop")
+        self._end("stopped", End(Ending.STOPPED, "the script left its loop"))
         self._phase = Phase.END
 
     def moment(self) -> Moment:
@@ -143,15 +148,19 @@ class Loop:
         now, plan = time.monotonic(), self._plan
         if self._session.ranks.is_first and now - self._looked_at >= LOOK_EVERY_S:
             self._looked_at = now
-            self._stop_file_seen = self._session.directory.stop_requested()
-            self._stop_words = self._session.directory.stop_reason() if self._stop_file_seen else ""
+            self._look_for_stop_file()
         return Wishes(
             stop_signal=self._session.signals.received is not None,
-            stop_file=self._stop_file_seen,
+            stop_file=self._stop_file is not None,
             save=plan.save_every_s is not None
             and self._session.ranks.is_first
             and now - self._saved_at >= plan.save_every_s,
+            deadline=self._deadline is not None and self._deadline.is_near(),
         )
+
+    def _look_for_stop_file(self) -> None:
+        if self._session.directory.stop_requested():
+            self._stop_file = self._session.directory.stop_reason()
 
     def _facts(self) -> Facts:
         step, plan = self._counters.step, self._plan
@@ -178,6 +187,7 @@ class Loop:
             if self._loss_scale is not None and "loss_scale" in loaded.numbers:
                 self._loss_scale = self._loss_scale.with_numbers(loaded.numbers["loss_scale"])
             self._check_goes_on(str(loaded.numbers.get("data", "")))
+        parameters = self._count_parameters()
         session.recorder.begin(
             self._counters.step,
             format=1,
@@ -185,17 +195,30 @@ class Loop:
             samples_per_step=self._plan.global_batch,
             tokens_per_step=self._plan.global_batch * self._plan.tokens_per_sample,
             bytes_per_token=self._parts.validation.bytes_per_token if self._parts.validation else None,
-            parameters=self._count_parameters(),
+            parameters=parameters,
             checkpoint=loaded.name if loaded else None,
             checkpoint_world=loaded.world if loaded else None,
             random_restored=loaded.random_restored if loaded else None,
             changed=session.changes if loaded else {},
             **machine_facts(session.ranks),
         )
+        self._set_deadline(parameters)
         session.recorder.status(
             now=True, state="running", reason="", step=self._counters.step, total_steps=self._plan.total_steps
         )
         self._stream = self._parts.batches_from(self._counters.samples)
+
+    def _set_deadline(self, parameters: int) -> None:
+        """Rank 0 reads when the wall-time ends and tells of it; the others know that there is an end."""
+        session = self._session
+        if session.ranks.is_first:
+            pace = read_pace(session.directory.read_status())
+            self._deadline = find_deadline(session.attempt, self._plan.stop_margin_s, pace)
+            session.recorder.keep(**pace.as_facts())
+        self._has_deadline = session.ranks.gather(self._deadline is not None)[0]
+        if self._deadline is not None:
+            self._deadline.expect_save_of(parameters / session.ranks.world)
+            session.recorder.event("deadline", step=self._counters.step, **self._deadline.facts())
 
     def _step(self) -> Iterator[Any]:
         started = time.perf_counter()
@@ -220,11 +243,25 @@ class Loop:
         session, started = self._session, time.perf_counter()
         if self._parts.validation is None:
             raise Bug("validation is due and there is nothing to validate on")
+        if self._skips_validation():
+            return
         passes = self._parts.engine.passes
         metrics = validate(passes.parallel.call, self._parts.validation, passes, session.ranks)
         seconds = time.perf_counter() - started
         session.recorder.event("validation", step=self._counters.step, **metrics, seconds=seconds)
-        session.recorder.status(validation=metrics)
+        session.recorder.status(validation=metrics, validation_seconds=seconds)
+        if self._deadline is not None:
+            self._deadline.took_validation(seconds)
+
+    def _skips_validation(self) -> bool:
+        """Whether the validation that is due would not end before the deadline: rank 0's clock, for all."""
+        if not self._has_deadline:
+            return False
+        late = self._deadline is not None and not self._deadline.fits_validation()
+        skips = self._session.ranks.gather(late)[0]
+        if skips and self._deadline is not None:
+            self._session.recorder.event("validation_skipped", step=self._counters.step, **self._deadline.facts())
+        return skips
 
     def _save(self) -> None:
         session, started, engine = self._session, time.perf_counter(), self._parts.engine
@@ -236,30 +273,33 @@ class Loop:
         self._saved_at = time.monotonic()
         if saved is not None:
             seconds = time.perf_counter() - started
+            if self._deadline is not None:
+                self._deadline.took_save(seconds)
             session.recorder.event(
                 "saved", step=self._counters.step, name=saved.name, bytes=saved.bytes, seconds=seconds
             )
-            session.recorder.status(saved_step=self._counters.step)
+            session.recorder.status(saved_step=self._counters.step, save_seconds=seconds)
             if session.ranks.is_first:
                 prune_checkpoints(session.directory, self._plan.keep)
 
     def _stop(self) -> None:
-        self._end("stopped", self._stop_words or self._decision.stop_reason)
+        if self._session.ranks.is_first:
+            self._look_for_stop_file()  # a person's request wins over the clock up to the last moment
+        clock = self._deadline.describe() if self._deadline is not None else ""
+        self._end("stopped", find_end(self._decision, self._stop_file, clock))
 
     def _finish(self) -> None:
-        self._end("finished", f"all {self._plan.total_steps} steps are done")
+        self._end("finished", End(Ending.FINISHED, f"all {self._plan.total_steps} steps are done"))
 
     # --- parts of states
 
-    def _end(self, state: str, reason: str) -> None:
+    def _end(self, event: str, end: End) -> None:
         close = getattr(self._stream, "close", None)
         if close is not None:
             close()
+        self._session.recorder.end(event, end)
         if self._session.ranks.is_first:
             self._session.directory.clear_stop()
-        step = self._counters.step
-        self._session.recorder.event(state, step=step, reason=reason)
-        self._session.recorder.status(now=True, state=state, step=step, reason=reason)
         self._session.ranks.barrier()
 
     def _set_lr(self) -> float:
@@ -274,7 +314,10 @@ class Loop:
         self._decision = result.decision
         self._loss_scale = result.loss_scale
         self._counters = self._counters.after(self._plan.global_batch, result.targets)
-        self._record(result, step.batch, step.lr, time.perf_counter() - step.started)
+        seconds = time.perf_counter() - step.started
+        if self._deadline is not None:
+            self._deadline.took_step(seconds)
+        self._record(result, step.batch, step.lr, seconds)
         if (
             result.targets
             and not result.skipped

@@ -14,24 +14,33 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardway.errors import JobError
+from shardway.ranks.attempt import tell_end
 from shardway.ranks.start import Ranks
+from shardway.rundir.attempts import Attempt, Result
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import EventWriter
+from shardway.train.ending import End
 
 STATUS_EVERY_S = 1.0
 """A status is written to be read by people and schedulers: once a second is often enough."""
 
 
 class Recorder:
-    """Events and status of one rank."""
+    """Events and status of one rank, and the result of the attempt that it is a part of."""
 
-    def __init__(self, directory: RunDir, ranks: Ranks, *, every_rank: bool) -> None:
+    def __init__(self, directory: RunDir, ranks: Ranks, *, every_rank: bool, attempt: Attempt | None = None) -> None:
         self._directory = directory
+        self._attempt = attempt
         self._ranks = ranks
         self._every_rank = every_rank
         self._writer: EventWriter | None = None
         self._status: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "world": ranks.world}
         self._status_at = 0.0
+
+    @property
+    def step_done(self) -> int:
+        """The last step that this rank knows of; 0 before the first."""
+        return int(self._status.get("step", 0))
 
     def begin(self, step: int, **facts: Any) -> None:
         """The start of an attempt at `step`: by rank 0 with all facts, and marked in the events of every other rank.
@@ -73,11 +82,24 @@ class Recorder:
         with _refusals(self._directory):
             self._directory.write_status(durable=now, **self._status, time=time.time())
 
+    def keep(self, **facts: Any) -> None:
+        """Facts that the next status shall hold, though nothing of now says them."""
+        self._status.update(facts)
+
     def failed(self, reason: str) -> None:
         """State "failed", unless this attempt never began and an earlier one has left its own state."""
         began = "state" in self._status
         if began or (self._ranks.is_first and not self._directory.read_status()):
             self.status(now=True, state="failed", reason=reason)
+
+    def end(self, event: str, end: End, exit_code: int = 0) -> None:
+        """How the run ended here: its last event, its status, and the result of the attempt."""
+        step = self.step_done
+        self.event(event, step=step, reason=end.reason, ending=end.state)
+        self.status(now=True, state=event, step=step, reason=end.reason)
+        if self._attempt is not None and self._ranks.is_first:
+            with _refusals(self._directory):
+                tell_end(self._attempt, Result(end.state, end.reason, step, exit_code, end.failure, by="rank 0"))
 
     def close(self) -> None:
         """Close the event file."""

@@ -216,7 +216,7 @@ class Run:
         resolved = self.resolved
         values, derived = resolved.values, resolved.derived
         scale = scale_of(resolved, DataFacts(loader.size, loader.tokens_per_sample, None))
-        every, validate_every = values.checkpoint.every, values.train.validate_every
+        every, validate_every, margin = values.checkpoint.every, values.train.validate_every, values.run.stop_margin
         constant = self._session.leaves_alone("optim.schedule")
         warmup_steps = 0 if constant else derived.warmup_steps
         return LoopPlan(
@@ -232,6 +232,7 @@ class Run:
             course=Course(derived.total_steps, warmup_steps, derived.decay_steps, values.optim.final_lr),
             data_fingerprint=loader.fingerprint,
             loss_scale=_loss_scale_of(values.precision) if self._session.precision.scales_loss else None,
+            stop_margin_s=None if margin == "auto" else float(margin),
         )
 
 

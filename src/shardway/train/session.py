@@ -21,21 +21,28 @@ import torch
 from shardway.checkpoint.load import peek_latest
 from shardway.checkpoint.save import remove_leftovers
 from shardway.checkpoint.state import seed_all
-from shardway.errors import JobError, ShardwayError, render_reason
+from shardway.errors import Bug, JobError, ShardwayError, render_reason
 from shardway.hardware.facts import render_machine
 from shardway.hardware.probe import probe_machine
 from shardway.parallel.formats.precision import Precision, read_precision
 from shardway.parallel.mesh import Mesh, build_mesh
 from shardway.parallel.switches import apply_backend_switches
-from shardway.ranks.launcher import find_placement
+from shardway.ranks.attempt import describe_error, find_attempt, tell_fault
+from shardway.ranks.launcher import Placement, find_placement
+from shardway.ranks.leave import left_at_once
 from shardway.ranks.signals import SignalWatch
-from shardway.ranks.start import Ranks, StartOptions, start_ranks
+from shardway.ranks.start import Ranks, StartOptions, is_out_of_memory, start_ranks
 from shardway.resolve import DataFacts, Resolved, check_same_run, find_changes, resolve_with_data
 from shardway.resolve.request import Request, Resolution, resolve_request
+from shardway.rundir.attempts import Attempt, Ending
 from shardway.rundir.directory import RunDir
 from shardway.runfile.load import DEFAULT
+from shardway.train.ending import End
 from shardway.train.engines import ENGINES
 from shardway.train.record import Recorder
+
+KILLED = 130
+"""Exit code of a process that a second signal ended."""
 
 
 @dataclass
@@ -43,7 +50,8 @@ class Session:
     """One rank's view of a run.
 
     `resolution` is completed when the data is open; `own_model` tells a script that brings its own model and data
-    from a run that its run file describes whole. `at_end` is unwound when the session ends, well or badly.
+    from a run that its run file describes whole. `at_end` is unwound when the session ends, well or badly. `attempt` is
+    None where no job script started this rank.
     """
 
     resolution: Resolution
@@ -56,6 +64,7 @@ class Session:
     settled: bool = False
     changes: dict[str, list[Any]] = field(default_factory=dict)
     at_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    attempt: Attempt | None = None
 
     @property
     def resolved(self) -> Resolved:
@@ -91,35 +100,48 @@ class Session:
 @contextlib.contextmanager
 def open_session(request: Request, environ: Mapping[str, str]) -> Iterator[Session]:
     """Resolve the request, join the ranks, take the run directory. Raises ShardwayError on every rank alike."""
+    attempt = find_attempt(environ)
     placement = find_placement(environ)
+    with _failure_told(attempt, f"rank {placement.rank}"):
+        ranks, resolution = _join(_placed(request, attempt), placement)
+        with left_at_once(ranks.world), hold_session(resolution, ranks, attempt) as session:
+            yield session
+    ranks.end()
+
+
+def _placed(request: Request, attempt: Attempt | None) -> Request:
+    """A script in a job trains into the run directory of its job, where a stop is asked for, unless it sets another."""
+    return replace(request, directory=attempt.run_path) if attempt is not None and request.own_model else request
+
+
+def _join(request: Request, placement: Placement) -> tuple[Ranks, Resolution]:
     resolution = resolve_request(request, placement.world, placement.local_world)
     run, engine = resolution.resolved.values.run, ENGINES[resolution.resolved.values.train.engine]
     engine.check_installed()
     options = StartOptions(
         run.device, int(run.threads), run.start_timeout, run.collective_timeout, group_alone=engine.needs_group
     )
-    ranks = start_ranks(placement, options)
-    with hold_session(resolution, ranks) as session:
-        yield session
-    ranks.end()
+    return start_ranks(placement, options), resolution
 
 
 @contextlib.contextmanager
-def hold_session(resolution: Resolution, ranks: Ranks) -> Iterator[Session]:
+def hold_session(resolution: Resolution, ranks: Ranks, attempt: Attempt | None = None) -> Iterator[Session]:
     """The session of a resolved run on ranks that have started; they are left as they are when it ends."""
     values, directory = resolution.resolved.values, resolution.directory
     precision = read_precision(values.precision)
     apply_backend_switches(values, ranks.device)
     with contextlib.ExitStack() as stack:
         ranks.together(lambda: _take_directory(resolution, stack) if ranks.is_first else None)
-        recorder = Recorder(directory, ranks, every_rank=values.data.record_ids)
+        recorder = Recorder(directory, ranks, every_rank=values.data.record_ids, attempt=attempt)
         stack.callback(recorder.close)
         mesh = build_mesh(ranks, values.parallel)
         seed_all(values.train.seed, ranks.rank)
         signals = stack.enter_context(SignalWatch())
-        with _faults_recorded(recorder):
+        with _failure_told(attempt, f"rank {ranks.rank}", lambda: recorder.step_done), _faults_recorded(recorder):
             own_model = resolution.request.own_model
-            yield Session(resolution, ranks, mesh, precision, recorder, signals, own_model, at_end=stack)
+            yield Session(
+                resolution, ranks, mesh, precision, recorder, signals, own_model, at_end=stack, attempt=attempt
+            )
 
 
 def _take_directory(resolution: Resolution, stack: contextlib.ExitStack) -> None:
@@ -149,15 +171,24 @@ def _faults_recorded(recorder: Recorder) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         with contextlib.suppress(JobError):
-            recorder.status(now=True, state="stopped", reason="a second signal ended the run at once")
+            recorder.end("stopped", End(Ending.STOPPED, "a second signal ended the run at once"), KILLED)
         raise
     except Exception as error:
-        name = type(error).__name__
-        kind, code = (name, error.exit_code) if isinstance(error, ShardwayError) else ("Bug", 70)
-        message = str(error) if isinstance(error, ShardwayError) else f"{name}: {error}"
+        fault = describe_error(error)
+        kind = fault.kind if isinstance(error, ShardwayError) else Bug.__name__
         with contextlib.suppress(JobError):
-            recorder.fault(kind=kind, exit_code=code, message=message)
-            recorder.failed(render_reason(message))
+            recorder.fault(kind=kind, exit_code=fault.exit_code, message=fault.message)
+            recorder.failed(render_reason(fault.message))
+        raise
+
+
+@contextlib.contextmanager
+def _failure_told(attempt: Attempt | None, by: str, find_step: Callable[[], int] = lambda: 0) -> Iterator[None]:
+    """Tell the job what ended this rank."""
+    try:
+        yield
+    except Exception as error:
+        tell_fault(attempt, by, describe_error(error, out_of_memory=is_out_of_memory(error)), find_step())
         raise
 
 

@@ -1,0 +1,90 @@
+"""`shardway stop`: ends a run after its current step, or kills its jobs.
+
+Invariant: nothing is killed without --now, and with it not before the person was told what is lost. This module must
+not know schedulers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardway.cli.options import JsonOption
+
+if TYPE_CHECKING:
+    from shardway.launch.ledger import Entry, Ledger
+    from shardway.launch.registry import Known
+    from shardway.launch.stop import Stopper, Stopping
+
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, HOST:DIRECTORY, or a run's name.")]
+
+WARNING = """\
+{run}: killing its jobs now loses what was trained since the last checkpoint{saved}. Ranks that are killed inside a
+collective may hang in the driver until the node is reset; without --now the run saves and leaves in order."""
+
+
+def stop(
+    run: RunName,
+    now: Annotated[bool, typer.Option("--now", help="Kill the jobs, after a warning.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask (with --now).")] = False,
+    wait: Annotated[float, typer.Option("--wait", metavar="SECONDS", min=0, help="Wait until it has ended.")] = 0.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Stop a run: its ranks finish their step and save, and what waits in the queue is taken out."""
+    from shardway.launch.find import find_known
+    from shardway.launch.hosts import find_host
+    from shardway.launch.ledger import read_ledger
+    from shardway.launch.stop import Stopper
+
+    known = find_known(run)
+    stopper = Stopper(find_host(known.host))
+    ledger = read_ledger(stopper.host, Path(known.run))
+    if now:
+        _warn(ledger, yes)
+    done = stopper.cancel(ledger) if now else _ask(stopper, ledger, known)
+    states = _wait(stopper, ledger, wait) if wait else {}
+    if as_json:
+        asked, cancelled = ([entry.job for entry in entries] for entries in (done.asked, done.cancelled))
+        typer.echo(json.dumps({"asked": asked, "cancelled": cancelled, "states": states}, indent=1))
+        return
+    for line in _render(done, run, states, now):
+        typer.echo(line)
+
+
+def _ask(stopper: Stopper, ledger: Ledger, known: Known) -> Stopping:
+    """A run that was not submitted but trains on this machine is asked through its stop file as well."""
+    done = stopper.ask(ledger)
+    if not done.asked and not done.cancelled and not known.host and ledger.run.find_writer():
+        ledger.run.request_stop("stopped by `shardway stop`")
+        typer.echo(f"{ledger.run.path}: asked to stop after its current step")
+    return done
+
+
+def _warn(ledger: Ledger, yes: bool) -> None:
+    step = ledger.status.get("step")
+    saved = f" (it is at step {step})" if step else ""
+    typer.echo(WARNING.format(run=ledger.run.path, saved=saved), err=True)
+    if not yes:
+        typer.confirm("Kill them?", abort=True, err=True)
+
+
+def _wait(stopper: Stopper, ledger: Ledger, seconds: float) -> dict[str, str]:
+    return {str(standing.entry.number): standing.word for standing in stopper.wait(ledger, seconds)}
+
+
+def _render(done: Stopping, run: str, states: dict[str, str], now: bool) -> list[str]:
+    lines = []
+    if done.asked:
+        lines.append(f"asked to stop after its current step: {_jobs(done.asked)}")
+    if done.cancelled:
+        lines.append(f"{'killed' if now else 'taken out of the queue'}: {_jobs(done.cancelled)}")
+    if not lines:
+        lines.append(f"{run} has no job that waits or runs")
+    return [*lines, *(f"attempt {number}: {state}" for number, state in states.items())]
+
+
+def _jobs(entries: tuple[Entry, ...]) -> str:
+    return ", ".join(f"job {entry.job} (attempt {entry.number})" for entry in entries)

@@ -1,0 +1,99 @@
+"""`shardway submit`: hands a run to a scheduler, here or on a login node, once or until it is done.
+
+Invariant: it returns as soon as the scheduler has taken the job, and what --dry-run prints is the script that would be
+submitted, to the byte but for the token in its name. This module must not build scripts or ask schedulers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardway.cli.options import DirOption, JsonOption, Words, read_request
+from shardway.cli.program import read_program_words
+from shardway.errors import UserError
+
+if TYPE_CHECKING:
+    from shardway.launch.prepare import Order, Prepared
+    from shardway.launch.send import Sent
+
+MostOption = Annotated[int, typer.Option("--max-attempts", min=0, help="Most jobs of --until-done (0: no limit).")]
+OnOption = Annotated[str, typer.Option("--on", metavar="[USER@HOST:]SITE", help="The site (default: site.name).")]
+
+
+def submit(
+    ctx: typer.Context,
+    words: Words = None,
+    on: OnOption = "",
+    nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="Nodes of the job (site.nodes).")] = None,
+    walltime: Annotated[str | None, typer.Option("--walltime", help="Wall-time of an attempt (site.walltime).")] = None,
+    until_done: Annotated[bool, typer.Option("--until-done", help="Go on in further jobs until it is done.")] = False,
+    max_attempts: Annotated[
+        int, typer.Option("--max-attempts", min=0, help="Most jobs of --until-done (0: no limit).")
+    ] = 0,
+    directory: DirOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job script, and do nothing.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Submit a run file, or with `-- COMMAND...` any script that torchrun can run."""
+    from shardway.launch.hosts import find_host, parse_target
+    from shardway.launch.prepare import prepare
+    from shardway.launch.send import send
+
+    target = parse_target(on) if on else None
+    order = read_order(ctx, [*(words or []), *_set(nodes, walltime)], target.site if target else "", directory)
+    order = _with_chain(order, until_done, max_attempts)
+    host = find_host(target.host if target else "")
+    if dry_run:
+        prepared = prepare(order, host)
+        warn(prepared)
+        typer.echo(prepared.script, nl=False)
+        return
+    sent = send(order, host)
+    print_sent(sent, as_json)
+
+
+def read_order(ctx: typer.Context, words: list[str], site: str, directory: Path | None) -> Order:
+    """What the words of the command line ask for. Raises UserError where a run file and a command are both named."""
+    from shardway.launch.prepare import Order
+
+    request, command = read_request(words, directory), read_program_words(ctx)
+    if command and request.run_file is not None and request.run_file.suffix != ".toml":
+        raise UserError(f"{request.run_file} stands before `--`, where a run file (.toml) and keys may stand.")
+    return Order(request, site=site, command=command)
+
+
+def _with_chain(order: Order, until_done: bool, max_attempts: int) -> Order:
+    from dataclasses import replace
+
+    if max_attempts and not until_done:
+        raise UserError("--max-attempts says how long a chain may grow; it goes with --until-done.")
+    return replace(order, until_done=until_done, max_attempts=max_attempts)
+
+
+def _set(nodes: int | None, walltime: str | None) -> list[str]:
+    """Options of the verb as keys of the run file."""
+    words = [f"site.nodes={nodes}"] if nodes is not None else []
+    return [*words, f'site.walltime="{walltime}"'] if walltime is not None else words
+
+
+def warn(prepared: Prepared) -> None:
+    """Tell what may be meant so, on stderr."""
+    for warning in prepared.warnings:
+        typer.echo(f"shardway: {warning}", err=True)
+
+
+def print_sent(sent: Sent, as_json: bool) -> None:
+    """Say what was submitted and how to watch it."""
+    warn(sent.prepared)
+    if as_json:
+        typer.echo(json.dumps(sent.as_json(), indent=1))
+        return
+    job, where = sent.prepared.job, f" on {sent.host}" if sent.host else ""
+    found = " (it had got through before)" if sent.found else ""
+    typer.echo(f"job            {sent.job}{where}, attempt {job.attempt}{found}")
+    typer.echo(f"run directory  {job.run}")
+    typer.echo(f"to watch       shardway status {sent.reference}   shardway logs -f {sent.reference}")

@@ -1,0 +1,88 @@
+"""Names, options, mounts and variables of a wish: whether they can be said, and whether they contradict a key.
+
+Invariant: what passes here arrives unchanged. This module must not look at files or machines.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from shardway.errors import Problem
+from shardway.launch.checks.numbers import NAMED_BY_KEYS, Check, problem
+from shardway.launch.job import OWN_VARIABLES
+from shardway.launch.wants import Wish, parse_mount, runtime_of
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_PLAIN = re.compile(r"[A-Za-z0-9_@+=:,./%*-]*")
+_SECRET = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|CREDENTIAL|PRIVATE_KEY", re.IGNORECASE)
+_OF_A_STARTER = re.compile(r"(SLURM|PBS|OMPI|PMI|PMIX|SHARDWAY|TORCHELASTIC)_\w+|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)")
+SECRETS = "~/.config/shardway/secrets.env"
+
+
+def options_do_not_contradict_keys(wish: Wish) -> Iterator[Problem]:
+    """An option beside the key of the same meaning would win on one scheduler and lose on another."""
+    named = NAMED_BY_KEYS[wish.profile.scheduler]
+    for name, value in wish.section.options.items():
+        bare = name.lstrip("-")
+        if bare in named:
+            what = (
+                f'"{name}" is what {named[bare]} says' if named[bare] else f'"{name}" is set by the job script itself'
+            )
+            yield problem(wish, "options", what, remedy=f"use {named[bare]}" if named[bare] else "leave it out")
+        if bare == "l" and wish.profile.scheduler == "pbs":
+            entries = value if isinstance(value, list) else [value]
+            if any(str(entry).startswith(("select", "walltime", "nodes", "place")) for entry in entries):
+                what = '"l" with select, nodes, place or walltime is what the other keys of [site] say'
+                yield problem(wish, "options", what, 'other resources, such as {l = "filesystems=home"}')
+        entries = value if isinstance(value, list) else [value]
+        if not all(isinstance(entry, str | int | bool) for entry in entries) or any("\n" in str(e) for e in entries):
+            yield problem(
+                wish, "options", f'"{name}" is not one line of text', "texts, numbers, true, false, lists of them"
+            )
+
+
+def variables_can_be_set_and_are_no_secrets(wish: Wish) -> Iterator[Problem]:
+    """A job script is read by others; a variable of the starter would place every rank at rank 0."""
+    for name, value in wish.section.environment.items():
+        if not _NAME.fullmatch(name):
+            yield problem(wish, "environment", f'"{name}" is no name of a variable', "letters, digits and _")
+        elif name in OWN_VARIABLES[:-1] or _OF_A_STARTER.fullmatch(name):
+            yield problem(
+                wish, "environment", f'"{name}" is set for each rank by what starts it', remedy="leave it out"
+            )
+        elif _SECRET.search(name):
+            what = f'"{name}" looks like a secret, and job scripts and run files are read by others'
+            yield problem(wish, "environment", what, remedy=f"write {name}=... into {SECRETS} (chmod 600) on the site")
+        if isinstance(value, dict | list) or "\0" in str(value):
+            yield problem(wish, "environment", f'"{name}" is not a text', "a text or a number")
+
+
+def names_are_plain(wish: Wish) -> Iterator[Problem]:
+    """Schedulers cut such words at blanks, or take a part of them for something else."""
+    for key in ("queue", "account"):
+        value = getattr(wish.section, key)
+        if not _PLAIN.fullmatch(value):
+            yield problem(
+                wish,
+                key,
+                f'"{value}" holds characters that schedulers do not take',
+                "letters, digits, _ @ + = : , . / % * -",
+            )
+
+
+def mounts_can_be_said(wish: Wish) -> Iterator[Problem]:
+    """SOURCE:TARGET[:ro], as every runtime takes it."""
+    for text in wish.section.mounts:
+        if parse_mount(text) is None:
+            yield problem(wish, "mounts", f'"{text}" is no mount', "SOURCE:TARGET or SOURCE:TARGET:ro")
+        elif runtime_of(wish) == "pyxis" and "," in text:
+            yield problem(wish, "mounts", f'"{text}" holds a comma, which Pyxis takes for the end of a mount')
+
+
+CHECKS: tuple[Check, ...] = (
+    options_do_not_contradict_keys,
+    variables_can_be_set_and_are_no_secrets,
+    names_are_plain,
+    mounts_can_be_said,
+)

@@ -1,0 +1,48 @@
+"""What a container runtime contributes to a job script.
+
+Invariant: the functions are pure; the scheduler's own commands always stay outside. This module must not know
+schedulers or starters beyond the variables that they hand to a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardway.launch.job import ContainerUse, Job, Mount
+from shardway.launch.schedulers.base import SchedulerScript
+from shardway.launch.script import Line
+
+HOST_NAMES = Mount("/etc/hosts", "/etc/hosts", read_only=True)
+"""For runtimes whose containers have a file of their own, in which the nodes of the job are not named."""
+
+
+def _nothing(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
+    return ()
+
+
+def _no_words(job: Job, scheduler: SchedulerScript) -> tuple[str, ...]:
+    return ()
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """`wrap`: words before a command that put it into a container, quoted already. `of_starter`: options of srun (Pyxis
+    is one of them). `setup`, `teardown`: lines before and after the ranks. `images`: what may be an image."""
+
+    wrap: Callable[[Job, SchedulerScript], tuple[str, ...]] = _no_words
+    of_starter: Callable[[Job, SchedulerScript], tuple[str, ...]] = _no_words
+    setup: Callable[[Job, SchedulerScript], tuple[Line, ...]] = _nothing
+    teardown: Callable[[Job, SchedulerScript], tuple[Line, ...]] = _nothing
+    images: str = "a file on the site"
+
+
+def all_mounts(job: Job, *more: Mount) -> tuple[Mount, ...]:
+    """What the container sees: the run and the working folder, what the run and the site name, each once."""
+    own = [Mount(str(folder), str(folder)) for folder in dict.fromkeys((job.run, job.around.workdir))]
+    return tuple(dict.fromkeys((*own, *job.container.mounts, *more)))
+
+
+def command_of(use: ContainerUse, usual: str) -> str:
+    """The runtime's command, which some sites have under another name."""
+    return use.rules.command or usual

@@ -1,0 +1,73 @@
+"""Enroot: a container that is created on each node from a squashfs file, started for each rank, and removed.
+
+Where PBS makes the container itself (`containers.by_scheduler` of the site: container_engine=enroot, container_image,
+container_name), it is only started, under the name and from the folder that PBS gave it.
+
+Invariant: containers of two jobs never share a name or a folder. This module must not start anything.
+
+Sources: enroot's documentation, "enroot create", "enroot start" (--root, --rw, --mount, --env); ENROOT_DATA_PATH in
+"Configuration".
+"""
+
+from __future__ import annotations
+
+from shardway.launch.containers.base import HOST_NAMES, Runtime, all_mounts, command_of
+from shardway.launch.job import Job
+from shardway.launch.schedulers.base import SchedulerScript
+from shardway.launch.script import Line, quote, quote_expanding, quote_place, wrap_command
+
+
+def _wrap(job: Job, scheduler: SchedulerScript) -> tuple[str, ...]:
+    use, around = job.container, job.around
+    return (
+        f"{quote(command_of(use, 'enroot'))} start --root --rw",
+        *(f"--mount {quote_place(mount.render())}" for mount in all_mounts(job, HOST_NAMES)),
+        *(f"--env {name}" for name in (*job.variables, *around.secret_names, *_starter_variables(job))),
+        *map(quote, use.rules.options),
+        quote(job.name) if use.rules.by_scheduler else '"shardway-$SHARDWAY_JOB"',
+        *_in_folder(job),
+    )
+
+
+def _starter_variables(job: Job) -> tuple[str, ...]:
+    """enroot passes on what is named, and knows no patterns."""
+    ranks = {
+        "srun": (
+            *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS"),
+            *("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
+        ),
+        "mpirun": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    }
+    agents = {"slurm": ("SLURM_NODEID",), "pbs": ("NODE",)}
+    return ranks.get(job.starter) or agents.get(job.scheduler, ())
+
+
+def _in_folder(job: Job) -> tuple[str, ...]:
+    """enroot has no option for the working folder."""
+    return ("bash", "-c", quote('cd "$0" && exec "$@"'), quote(str(job.around.workdir)))
+
+
+def _setup(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
+    rules = job.container.rules
+    lines = []
+    if rules.data_path:
+        path = quote_expanding(rules.data_path)
+        lines.append(Line(f"export ENROOT_DATA_PATH={path}", "where this job's containers are, on the node's own disk"))
+    if not rules.by_scheduler:
+        each_node = scheduler.each_node(job).words
+        words = (f"{quote(command_of(job.container, 'enroot'))} create --force", '--name "shardway-$SHARDWAY_JOB"')
+        create = wrap_command((*each_node, *words, quote_place(job.container.image)))
+        lines.append(
+            Line(f"{create} || fail 'the container could not be created'", "the container of this job, on every node")
+        )
+    return tuple(lines)
+
+
+def _teardown(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
+    if job.container.rules.by_scheduler:
+        return ()
+    words = (f"{quote(command_of(job.container, 'enroot'))} remove --force", '"shardway-$SHARDWAY_JOB"')
+    return (Line(wrap_command((*scheduler.each_node(job).words, *words)), "the container is not needed any more"),)
+
+
+ENROOT = Runtime(wrap=_wrap, setup=_setup, teardown=_teardown, images="a .sqsh file")

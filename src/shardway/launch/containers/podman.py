@@ -1,0 +1,38 @@
+"""Podman: a container of the host's network, removed when the rank has ended.
+
+Invariant: the container gets the variables that are named and those of the starter, and nothing else of the host's
+environment. This module must not start anything.
+
+Source: podman-run(1) (--env with a name or a pattern ending in *, --volume, --network, --device).
+"""
+
+from __future__ import annotations
+
+from shardway.launch.containers.base import HOST_NAMES, Runtime, all_mounts, command_of
+from shardway.launch.job import Job
+from shardway.launch.schedulers.base import SchedulerScript
+from shardway.launch.script import quote, quote_place
+
+_ACCELERATORS = {
+    "nvidia": ("--device nvidia.com/gpu=all",),
+    "amd": ("--device /dev/kfd", "--device /dev/dri", "--group-add keep-groups"),
+}
+_STARTERS = ("OMPI_*", "PMIX_*", "PMI_*")
+
+
+def _wrap(job: Job, scheduler: SchedulerScript) -> tuple[str, ...]:
+    use, around = job.container, job.around
+    patterns = dict.fromkeys((*scheduler.launcher_variables, *_STARTERS))
+    return (
+        f"{quote(command_of(use, 'podman'))} run --rm --network=host --ipc=host --security-opt=label=disable",
+        *_ACCELERATORS.get(use.vendor, ()),
+        *(f"--env {name}" for name in (*job.variables, *around.secret_names)),
+        *(f"--env '{pattern}'" for pattern in patterns),
+        *(f"--volume {quote_place(mount.render())}" for mount in all_mounts(job, HOST_NAMES)),
+        f"--workdir {quote(str(around.workdir))}",
+        *map(quote, use.rules.options),
+        quote_place(use.image),
+    )
+
+
+PODMAN = Runtime(wrap=_wrap, images="an image that every node has (podman images), or a URI that nodes can pull")

@@ -1,0 +1,18 @@
+"""Where commands run: this machine, or a login node by the user's own ssh.
+
+Invariant: nothing connects before the first command. This package must not know what commands mean.
+"""
+
+from __future__ import annotations
+
+from shardway.launch.hosts.base import Host
+from shardway.launch.hosts.local import LocalHost
+from shardway.launch.hosts.ssh import SshHost
+from shardway.launch.hosts.target import Target, parse_target
+
+__all__ = ["Host", "LocalHost", "SshHost", "Target", "find_host", "parse_target"]
+
+
+def find_host(name: str) -> Host:
+    """The host of that name as ssh knows it; this machine for an empty one."""
+    return SshHost(name) if name else LocalHost()

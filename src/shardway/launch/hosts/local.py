@@ -1,0 +1,158 @@
+"""This machine as a host: commands are processes, files are files.
+
+Invariant: a command that ran out of time is gone with all that it started. This module must not use a shell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+
+from shardway.errors import UserError
+from shardway.launch.hosts.base import MISSING, Done
+from shardway.launch.hosts.expansion import fill_in, list_variables
+from shardway.rundir.atomic import write_whole
+
+_NOT_EXECUTABLE = 126
+_GRACE_S = 2.0
+
+
+class LocalHost:
+    """This machine."""
+
+    name = ""
+
+    def run(self, words: Sequence[str], *, timeout_s: float = 30.0, stdin: str = "") -> Done:
+        """Run a command to its end, or for `timeout_s` seconds."""
+        try:
+            process = subprocess.Popen(
+                list(words),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except FileNotFoundError:
+            return Done(tuple(words), MISSING, "", f"{words[0]}: no such program\n")
+        except OSError as error:
+            return Done(tuple(words), _NOT_EXECUTABLE, "", f"{words[0]}: {error.strerror}\n")
+        with process:
+            try:
+                out, err = process.communicate(stdin.encode("utf-8", "surrogateescape"), timeout_s)
+                late = False
+            except subprocess.TimeoutExpired:
+                _end_group(process)
+                out, err = _drain(process)
+                late = True
+            except BaseException:
+                _end_group(process)
+                raise
+        code = process.returncode if process.returncode >= 0 else 128 - process.returncode
+        return Done(tuple(words), code, out.decode("utf-8", "replace"), err.decode("utf-8", "replace"), late)
+
+    def run_many(self, commands: Sequence[Sequence[str]], *, timeout_s: float = 60.0) -> list[Done]:
+        """Run several commands in a row; those that the time does not reach are marked as timed out."""
+        end = time.monotonic() + timeout_s
+        done = []
+        for words in commands:
+            left = end - time.monotonic()
+            done.append(self.run(words, timeout_s=left) if left > 0 else Done(tuple(words), -1, "", "", timed_out=True))
+        return done
+
+    def follow(self, words: Sequence[str]) -> Iterator[str]:
+        """Yield the lines of a command's standard output as they come; none where the program is missing."""
+        try:
+            process = subprocess.Popen(
+                list(words),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError:
+            return
+        with process:
+            try:
+                for line in process.stdout or ():
+                    yield line.decode("utf-8", "replace").removesuffix("\n")
+            finally:
+                _end_group(process)
+
+    def read_files(self, paths: Sequence[PurePosixPath]) -> dict[PurePosixPath, str]:
+        """The text of each of these files that can be read."""
+        found = {}
+        for path in paths:
+            with contextlib.suppress(OSError):
+                found[path] = Path(path).read_bytes().decode("utf-8", "replace")
+        return found
+
+    def write_files(self, files: Mapping[PurePosixPath, str], *, executable: Sequence[PurePosixPath] = ()) -> None:
+        """Write whole files. Raises UserError where the file system refuses one."""
+        for path, text in files.items():
+            here = Path(path)
+            try:
+                here.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(here, text)
+                if path in executable:
+                    mode = here.stat().st_mode
+                    here.chmod(mode | (mode & 0o444) >> 2)  # whoever may read it may run it
+            except OSError as error:
+                raise UserError(refuse_to_write(path, error.strerror or str(error))) from None
+
+    def copy_tree(self, source: Path, target: PurePosixPath) -> None:
+        """Copy a folder with its links. Raises UserError where the target exists or cannot be written."""
+        there = Path(target)
+        if there.exists() or there.is_symlink():
+            raise UserError(refuse_to_write(target, "it exists already"))
+        temporary = there.with_name(f".{there.name}.{uuid.uuid4().hex}.tmp")
+        try:
+            there.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copytree(source, temporary, symlinks=True)
+            temporary.rename(there)
+        except shutil.Error as errors:  # one entry a file: source, target, reason
+            reason = str(errors.args[0][0][2]).partition("] ")[2].partition(":")[0] or str(errors)
+            raise UserError(refuse_to_write(target, reason)) from None
+        except OSError as error:
+            raise UserError(refuse_to_write(target, error.strerror or str(error))) from None
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def expand(self, path: str) -> PurePosixPath:
+        """An absolute path; a relative one is below the current folder."""
+        values = {name: os.environ.get(name, "") for name in list_variables(path)}
+        if "HOME" in values:
+            values["HOME"] = values["HOME"] or str(Path.home())
+        return fill_in(path, values, os.getcwd(), self.name)
+
+
+def refuse_to_write(path: PurePosixPath, reason: str, host: str = "") -> str:
+    """The message of a file or folder that cannot be written."""
+    where = f" on {host}" if host else ""
+    return (
+        f"{path}{where} cannot be written: {reason}.\n"
+        "  To do: make room or ask for permission there, or choose another folder with run.root in the run file."
+    )
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process and all of its session that is still there: asked first, then killed."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_S)
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _drain(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
+    """What a process that was ended had printed; a child that left its session may keep the pipes open."""
+    try:
+        return process.communicate(timeout=_GRACE_S)
+    except subprocess.TimeoutExpired as error:
+        return error.output or b"", error.stderr or b""

@@ -1,0 +1,191 @@
+"""One job as it is asked of a scheduler, a starter and a container runtime: all that its script is made of.
+
+Invariant: a `Job` is complete and consistent: whatever depends on the site, the run file or this machine was decided
+before it was made (`launch.wants`), and the same job always gives the same script. This module must not read files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from shardway.rundir.attempts import Attempt
+from shardway.rundir.directory import RunDir
+from shardway.sites.schema import ContainerRules, Options, StartRules
+
+OWN_VARIABLES = (
+    *("SHARDWAY_ATTEMPT_DIR", "SHARDWAY_STOP_FILE", "SHARDWAY_JOB", "SHARDWAY_NODES"),
+    *("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"),
+)
+"""Variables that every job script sets for its ranks."""
+
+_PLAIN_PATH = re.compile(r"[A-Za-z0-9_@+=:,./-]+")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Nodes and what of each is wanted; 0 accelerators for none, None where the site does not want it said."""
+
+    nodes: int
+    ranks_per_node: int
+    cores_per_node: int | None = None
+    accelerators_per_node: int = 0
+    memory_bytes: int | None = None
+    whole_nodes: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the job."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def cores_per_rank(self) -> int | None:
+        """Cores that each rank gets; at least 1."""
+        return max(1, self.cores_per_node // self.ranks_per_node) if self.cores_per_node else None
+
+
+@dataclass(frozen=True)
+class QueueTerms:
+    """What is asked of the queue; an empty text is not said to the scheduler."""
+
+    walltime_s: float
+    queue: str = ""
+    partition: str = ""
+    qos: str = ""
+    account: str = ""
+    constraint: str = ""
+    accelerators: str = "none"
+    """The form in which accelerators are asked for: gres, gpus-per-node, ngpus, none."""
+    options: Options = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A folder of the host that the container sees at `target`."""
+
+    source: str
+    target: str
+    read_only: bool = False
+
+    def render(self) -> str:
+        """SOURCE:TARGET, with :ro where it is read only, as every runtime takes it."""
+        return f"{self.source}:{self.target}{':ro' if self.read_only else ''}"
+
+
+@dataclass(frozen=True)
+class ContainerUse:
+    """The runtime ("none": ranks on the host), its image, the maker of the accelerators ("nvidia", "amd" or "")."""
+
+    runtime: str = "none"
+    image: str = ""
+    mounts: tuple[Mount, ...] = ()
+    rules: ContainerRules = field(default_factory=ContainerRules)
+    vendor: str = ""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What every rank runs: a Python script or module with its arguments, or, with `python` False, any program.
+
+    `meets_by_itself`: it finds its rank and the others in the variables of any starter (Shardway's own verbs do);
+    other programs get torch's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
+    """
+
+    words: tuple[str, ...]
+    python: bool = True
+    meets_by_itself: bool = False
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the ranks find around them. `literal` variables arrive unchanged, in `expanded` ones the shell of the job
+    replaces $NAMES. `secrets_file` is read by the job where it is there; it is never written."""
+
+    workdir: Path
+    venv: str = ""
+    modules: tuple[str, ...] = ()
+    purge_modules: bool = False
+    expanded: Mapping[str, str] = field(default_factory=dict)
+    literal: Mapping[str, str] = field(default_factory=dict)
+    secrets_file: str = "$HOME/.config/shardway/secrets.env"
+    secret_names: tuple[str, ...] = ()
+    """Names, never values, of what the secrets file sets: some runtimes pass on only what is named."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the variables that are set."""
+        return tuple(dict.fromkeys((*self.expanded, *self.literal)))
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """How the nodes of this site name each other; see `sites.schema.Network`."""
+
+    host_suffix: str = ""
+    resolve: bool = False
+
+
+@dataclass(frozen=True)
+class Chain:
+    """How the job goes on until the work is done. `after`: the attempt that this one follows in its chain, 0 for none.
+
+    `ahead`: links are submitted from here, all at once, because jobs may not submit jobs; else each link submits the
+    next one.
+    """
+
+    until_done: bool = False
+    max_attempts: int = 1
+    after: int = 0
+    ahead: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that a job script says."""
+
+    name: str
+    token: str
+    site: str
+    scheduler: str
+    starter: str
+    run: Path
+    attempt: int
+    program: Program
+    shape: Shape
+    terms: QueueTerms
+    around: Surroundings
+    container: ContainerUse = ContainerUse()
+    meeting: Meeting = Meeting()
+    start: StartRules = field(default_factory=StartRules)
+    chain: Chain = Chain()
+    warn_s: float = 0.0
+    """How long before the end of the wall-time the job script asks the program to stop; 0: the program looks itself."""
+    preflight: bool = False
+
+    @property
+    def folder(self) -> Attempt:
+        """The attempt's folder on the host where the job runs, for the names of files in it."""
+        return RunDir(self.run).attempt(self.attempt)
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Names of what a rank on another node or in a container has to get, the secrets left out."""
+        return tuple(dict.fromkeys((*OWN_VARIABLES, *self.around.names)))
+
+    @property
+    def log_for_scheduler(self) -> str:
+        """Where the scheduler writes what the job prints. A path with characters that schedulers interpret (blanks, %,
+        quotes) is not given to them: the script then sends its output there itself."""
+        path = str(self.folder.job_log)
+        return path if _PLAIN_PATH.fullmatch(path) else "/dev/null"
+
+    @property
+    def scheduler_name(self) -> str:
+        """Name of the job at the scheduler: unique, so that a submission whose answer was lost is found again."""
+        return f"{self.name}.{self.attempt:04d}.{self.token}"
+
+    def successor(self) -> Job:
+        """The next link of the chain."""
+        return replace(self, attempt=self.attempt + 1, chain=replace(self.chain, after=self.attempt))

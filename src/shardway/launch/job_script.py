@@ -1,0 +1,225 @@
+"""The text of a job script: where scheduler, starter and container runtime meet.
+
+Each of the three is one table, name -> what it contributes; their product is never written out. The script is bash for
+people to read: each line under its purpose, in the order in which things happen, and it can be submitted by hand.
+
+Invariant: two attempts of a chain have the same script but for the four places that name the attempt, so that a job
+can make its successor's script without Python (`queue_next` in launch/shell/control.sh). Scheduler commands always
+run outside the container. This module must not read files of the person nor start anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from shardway.launch.blocks import read_block
+from shardway.launch.containers.apptainer import APPTAINER
+from shardway.launch.containers.base import Runtime
+from shardway.launch.containers.charliecloud import CHARLIECLOUD
+from shardway.launch.containers.enroot import ENROOT
+from shardway.launch.containers.podman import PODMAN
+from shardway.launch.containers.pyxis import PYXIS
+from shardway.launch.job import Job
+from shardway.launch.schedulers.base import SchedulerScript
+from shardway.launch.schedulers.local.script import LOCAL
+from shardway.launch.schedulers.pbs.script import PBS
+from shardway.launch.schedulers.slurm.script import SLURM
+from shardway.launch.script import (
+    Line,
+    Part,
+    quote,
+    quote_expanding,
+    quote_place,
+    render_function,
+    render_script,
+    wrap_command,
+)
+from shardway.launch.starters import tasks, torchrun
+from shardway.launch.starters.base import Starter
+from shardway.version import __version__
+
+SCHEDULERS: Mapping[str, SchedulerScript] = MappingProxyType({"slurm": SLURM, "pbs": PBS, "local": LOCAL})
+
+STARTERS: Mapping[str, Starter] = MappingProxyType(
+    {"torchrun": torchrun.start, "srun": tasks.start_by_srun, "mpirun": tasks.start_by_mpirun}
+)
+
+RUNTIMES: Mapping[str, Runtime] = MappingProxyType(
+    {
+        "none": Runtime(),
+        "pyxis": PYXIS,
+        "enroot": ENROOT,
+        "apptainer": APPTAINER,
+        "podman": PODMAN,
+        "charliecloud": CHARLIECLOUD,
+    }
+)
+
+LAUNCHERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"slurm": ("torchrun", "srun", "mpirun"), "pbs": ("torchrun", "mpirun"), "local": ("torchrun", "mpirun")}
+)
+"""Scheduler -> starters that it goes with."""
+
+_PATHS = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "ENROOT_DATA_PATH")
+_IN_EVERY_SCRIPT = (
+    *("say", "field", "in_json", "whole", "write_result", "ask_to_stop", "cancel_later"),
+    *("claim", "note_start", "check_stop", "fail", "wait_for", "finish"),
+)
+_OF_A_CHAIN = ("leave", "settle", "state_of", "same_end", "check_chain")
+
+
+def render_job_script(job: Job) -> str:
+    """The whole script; the same job gives the same text."""
+    scheduler, runtime = SCHEDULERS[job.scheduler], RUNTIMES[job.container.runtime]
+    end = (*runtime.teardown(job, scheduler), Line("finish", "how this attempt ended, and what comes next"))
+    main = (
+        Part("begin", _begin(job, scheduler)),
+        Part("what the ranks find", _around(job)),
+        Part("run", _run(job, scheduler, runtime)),
+        Part("end", end),
+    )
+    parts = (
+        Part("", (Line("#!/bin/bash"), *_header(job), *scheduler.directives(job))),
+        Part("this run and this attempt", _names(job)),
+        Part("what this job does, in order; the functions are below", (render_function("main", main),)),
+        Part("how an attempt begins and ends", _functions(job, scheduler)),
+        Part("", (Line("main"),)),
+    )
+    return render_script(parts)
+
+
+def _header(job: Job) -> tuple[Line, ...]:
+    by_hand = {"slurm": "sbatch", "pbs": "qsub", "local": "bash"}[job.scheduler]
+    text = f"# Written by Shardway {__version__} for {job.site}. To submit it by hand: {by_hand} THIS_FILE"
+    return (Line(text),)
+
+
+def _names(job: Job) -> tuple[Line, ...]:
+    steps = "yes" if job.program.meets_by_itself else "no"
+    lines = [
+        Line(f"run={quote(str(job.run))}", "the run directory"),
+        Line(f"attempt={job.attempt:04d}", "this attempt, the one that it goes on from (0000: none), and the last"),
+        Line(f"after={job.chain.after:04d}"),
+        Line(f"last_attempt={job.chain.max_attempts}"),
+        Line(f"scheduler={job.scheduler}", "who runs the job, what makes its name unique, its wall-time in seconds"),
+        Line(f"token={quote(job.token)}"),
+        Line(f"walltime={round(job.terms.walltime_s)}"),
+        Line(f"counts_steps={steps}", "whether the program obeys the stop file and says itself how it ended"),
+        Line('asked="" status=0', "what it was asked by a signal, and how it ended"),
+        Line("here=$run/attempts/$attempt"),
+        Line("export SHARDWAY_ATTEMPT_DIR=$here SHARDWAY_STOP_FILE=$run/stop", "what the ranks read and write"),
+    ]
+    if job.log_for_scheduler != str(job.folder.job_log):
+        lines.append(Line('exec >> "$here/log/job.out" 2>&1', "what this job prints"))
+    return tuple(lines)
+
+
+def _functions(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
+    control = list(_IN_EVERY_SCRIPT)
+    if job.chain.until_done:
+        control += [*_OF_A_CHAIN, *([] if job.chain.ahead else ["queue_next"])]
+    return (
+        *(read_block("control", name) for name in control),
+        *(read_block(scheduler.shell, name) for name in scheduler.functions(job)),
+        *(read_block("addresses", name) for name in ("address", "meet")),
+    )
+
+
+def _begin(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
+    chained = job.chain.until_done
+    lines = [
+        Line("begin", "which job this is, its nodes, when its wall-time ends"),
+        Line("export SHARDWAY_JOB=$job"),
+        Line("claim"),
+        Line("note_start"),
+        *([Line("check_chain")] if chained else []),
+        Line("check_stop"),
+        *([Line("queue_next")] if chained and not job.chain.ahead else []),
+        Line("trap 'ask_to_stop deadline the wall-time is about to end' USR2", "signals become the stop file"),
+        Line("trap 'ask_to_stop signal SIGTERM came, as schedulers send it before they kill' TERM"),
+    ]
+    if job.warn_s and not scheduler.warns:
+        clock = f"(sleep $((deadline - started - {round(job.warn_s)})) && kill -USR2 $$) > /dev/null 2>&1 &"
+        lines.append(Line(clock, "warns this script before the wall-time ends, which the scheduler does not"))
+    return tuple(lines)
+
+
+def _around(job: Job) -> tuple[Line, ...]:
+    around, cores = job.around, job.shape.cores_per_rank
+    lines = _modules(job)
+    if cores:  # PBS has set it to all cores of the node
+        lines.append(Line(f"export OMP_NUM_THREADS={cores}", "threads of a rank"))
+    for name, value in around.expanded.items():
+        lines.append(Line(f"export {name}={quote_expanding(value)}", "variables of the site"))
+    for name, value in around.literal.items():
+        lines.append(Line(f"export {name}={quote(value)}", "variables of the run"))
+    secrets = quote_expanding(around.secrets_file)
+    lines += [
+        Line(f"secrets={secrets}", "passwords and tokens stand in a file of your own alone"),
+        Line('[ ! -r "$secrets" ] || { set -a; . "$secrets"; set +a; }'),
+        Line(f"suffix={quote(job.meeting.host_suffix)} resolve={'yes' if job.meeting.resolve else 'no'}", _MEET),
+        Line("meet"),
+        Line(f"cd {quote(str(around.workdir))} || fail 'there is no folder to run in'", "the code that was submitted"),
+    ]
+    return tuple(lines)
+
+
+_MEET = "where the ranks meet: rules of this site for the name of a node on the network for computing"
+
+
+def _modules(job: Job) -> list[Line]:
+    around, inside = job.around, job.container.runtime != "none"
+    lines = []
+    if around.modules or around.purge_modules:
+        lines.append(Line("command -v module > /dev/null || . /etc/profile", "software of the site"))
+        lines += [Line("module purge")] if around.purge_modules else []
+        lines += [Line(f"module load {quote(name)}") for name in around.modules]
+    if around.venv.startswith("conda:"):
+        name = quote(around.venv.removeprefix("conda:"))
+        lines.append(Line(f'eval "$(conda shell.bash hook)" && conda activate {name}', "Python and its packages"))
+    elif around.venv and not inside:
+        lines.append(Line(f". {quote_place(around.venv + '/bin/activate')}", "Python and its packages"))
+    return lines
+
+
+def _run(job: Job, scheduler: SchedulerScript, runtime: Runtime) -> tuple[Line, ...]:
+    started = STARTERS[job.starter](job, scheduler)
+    outside = (*started.outside, *runtime.of_starter(job, scheduler))
+    inside = (*_venv_inside(job), *started.inside)
+    command = wrap_command((*outside, *runtime.wrap(job, scheduler), *inside))
+    lines = [*_mpirun_options(job)] if job.starter == "mpirun" else []
+    if "on_each_node" in scheduler.functions(job):
+        names = " ".join((*job.variables, *_PATHS))
+        lines.append(Line(f"carried=({names})", "variables that the other nodes get"))
+    lines += runtime.setup(job, scheduler)
+    lines += [
+        Line(f"{command} &", "the ranks, and how they ended"),
+        Line("wait_for $!"),
+    ]
+    return tuple(lines)
+
+
+def _venv_inside(job: Job) -> tuple[str, ...]:
+    """A virtual environment that ranks in a container use: it was named, and made with the Python of the image."""
+    if job.container.runtime == "none" or not job.around.venv or job.around.venv.startswith("conda:"):
+        return ()
+    return ("bash", "-c", quote('. "$0" && exec "$@"'), quote_place(f"{job.around.venv}/bin/activate"))
+
+
+def _mpirun_options(job: Job) -> list[Line]:
+    """Variables go by name, so that no value is seen in the list of processes."""
+    names = (*job.variables, *job.around.secret_names, *_PATHS[:3])
+    lines = [
+        Line("mpirun_options=()", "mpirun gives other nodes the variables that are named"),
+        Line(f'for name in {" ".join(names)}; do [ -z "${{!name+set}}" ] || mpirun_options+=(-x "$name"); done'),
+    ]
+    if job.scheduler == "pbs":
+        lines += [
+            Line('mpirun_options+=(--hostfile "$PBS_NODEFILE")', "the nodes, and who starts its daemons there"),
+            Line(
+                "ompi_info 2> /dev/null | grep -q 'MCA plm: tm' || "
+                '{ remote_shell; mpirun_options+=(--mca plm_rsh_agent "$here/remote_shell"); }'
+            ),
+        ]
+    return lines

@@ -1,0 +1,73 @@
+"""The rehearsal of a command that writes no events: whether it stops when it is told, and starts again.
+
+Invariant: what cannot be seen from outside (losses, where it goes on) is told as unknown. This module must not print.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from shardway.launch.rehearsal.checks import Check, Verdict
+from shardway.launch.rehearsal.trial import Limits, Trial, run_trial
+from shardway.rundir.directory import RunDir
+
+OBEY = (
+    "look between steps whether the file `stop` of the run directory is there (two folders above that which "
+    "SHARDWAY_ATTEMPT_DIR names), save and end; `with shardway.start()` does that"
+)
+ON_TIME = (
+    'compare the time with "deadline" in started.json of SHARDWAY_ATTEMPT_DIR; without that, a job script asks for '
+    "the stop through the stop file"
+)
+
+
+def rehearse_foreign(
+    words: Callable[[Path], Sequence[str]], deadline_s: float, folder: Path, first: Trial
+) -> Iterator[Check]:
+    """The checks of a command of which `first` is an attempt that was asked to stop after `deadline_s` seconds."""
+    obeyed = check_stop_file(first)
+    yield obeyed
+    if obeyed.verdict is Verdict.FAIL:
+        return
+    run = RunDir(folder / "cut")
+    yield check_deadline(run_trial(words(run.path), run, Limits(deadline_s)))
+    again = run_trial(words(run.path), run, Limits(stop_when=lambda events, seconds: seconds >= deadline_s))
+    yield check_second_start(again)
+    yield Check(
+        "same losses",
+        Verdict.UNKNOWN,
+        "the command writes no events that Shardway reads: where it went on and with which losses is for you to "
+        "compare",
+    )
+
+
+def check_stop_file(trial: Trial) -> Check:
+    """Whether a command ends after the stop file appears."""
+    if trial.asked_s is None:
+        found = f"it ended by itself after {trial.seconds:.1f} s, before it was asked to"
+        return Check("obeys the stop file", Verdict.UNKNOWN, found)
+    took = trial.seconds - trial.asked_s
+    if trial.killed or trial.code:
+        how = "it went on" if trial.killed else f"it ended with exit code {trial.code}"
+        found = f"{how} after it was asked to stop {took:.1f} s before"
+        return Check("obeys the stop file", Verdict.FAIL, found, OBEY)
+    return Check("obeys the stop file", Verdict.OK, f"it ended {took:.1f} s after it was asked to")
+
+
+def check_deadline(trial: Trial) -> Check:
+    """Whether a command ends by itself before its deadline; one that obeys the stop file need not know it."""
+    name = "ends before its deadline"
+    if trial.killed:
+        return Check(name, Verdict.UNKNOWN, "it does not look at the deadline and was ended there", ON_TIME)
+    if trial.code:
+        return Check(name, Verdict.FAIL, f"it ended with exit code {trial.code}\n{trial.last_words()}".rstrip())
+    return Check(name, Verdict.OK, f"{trial.left_s or 0.0:.1f} s before")
+
+
+def check_second_start(trial: Trial) -> Check:
+    """Whether a command that was stopped can be started again in the same place."""
+    if trial.code or trial.killed:
+        found = f"it ended with exit code {trial.code}\n{trial.last_words()}".rstrip()
+        return Check("starts again", Verdict.FAIL, found)
+    return Check("starts again", Verdict.OK, f"it ran for {trial.seconds:.1f} s")

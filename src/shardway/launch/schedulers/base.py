@@ -1,0 +1,41 @@
+"""What a scheduler contributes to a job script.
+
+Invariant: the functions are pure: a job in, lines out. This module must not talk to a scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardway.launch.job import Job
+from shardway.launch.script import Line
+
+
+@dataclass(frozen=True)
+class EachNode:
+    """How one command runs on every node of a job at once.
+
+    `words` are quoted already; the command follows them. `index` and `name` are shell that the command's own shell
+    evaluates on each node: the node's number from 0 on.
+    """
+
+    words: tuple[str, ...]
+    index: str
+
+
+@dataclass(frozen=True)
+class SchedulerScript:
+    """The scheduler's part of a job script.
+
+    `directives` are the lines that the scheduler reads; `shell` names the file of its functions (`launch/shell`);
+    `functions` those that a job needs; `each_node` starts one command a node. `warns`: it can be asked for a signal
+    before the wall-time ends. `launcher_variables` are patterns of what its starters tell a rank.
+    """
+
+    directives: Callable[[Job], tuple[Line, ...]]
+    shell: str
+    functions: Callable[[Job], tuple[str, ...]]
+    each_node: Callable[[Job], EachNode]
+    warns: bool
+    launcher_variables: tuple[str, ...]

@@ -1,0 +1,93 @@
+"""What each scheduler is told and asked, and how its answers are read: one table, scheduler -> functions.
+
+Invariant: every function is pure: words to run, or the reading of what they printed. This module must not run anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from shardway.launch.hosts.base import Done
+from shardway.launch.records import Asked, Explanation, JobRecord
+from shardway.launch.schedulers.local import query as local
+from shardway.launch.schedulers.pbs import query as pbs
+from shardway.launch.schedulers.pbs import reasons as pbs_reasons
+from shardway.launch.schedulers.pbs import refusals as pbs_refusals
+from shardway.launch.schedulers.slurm import query as slurm
+from shardway.launch.schedulers.slurm import reasons as slurm_reasons
+from shardway.launch.schedulers.slurm import refusals as slurm_refusals
+
+Words = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Client:
+    """The functions of one scheduler.
+
+    `submit(script, log, after)` are the words that submit a script, to start when the job `after` has ended ("": at
+    once). `find(name)` looks for jobs of that name, `query(jobs)` asks about jobs; the outputs of their commands go
+    to `read_found` and `read_records`.
+    """
+
+    submit: Callable[[str, str, str], Words]
+    cancel: Callable[[Sequence[str]], tuple[Words, ...]]
+    query: Callable[[Sequence[str]], tuple[Words, ...]]
+    read_records: Callable[[Sequence[str], Sequence[Done]], dict[str, JobRecord]]
+    find: Callable[[str], tuple[Words, ...]]
+    read_found: Callable[[Sequence[Done]], tuple[str, ...]]
+    read_job_id: Callable[[str], str]
+    explain_refusal: Callable[[Done, Asked], Explanation]
+    explain_pending: Callable[[JobRecord, Asked], Explanation | None]
+    explain_ending: Callable[[JobRecord, Asked], Explanation | None]
+
+
+def _sbatch(script: str, log: str, after: str) -> Words:
+    return ("sbatch", "--parsable", *([f"--dependency=afterany:{after}"] if after else []), script)
+
+
+def _qsub(script: str, log: str, after: str) -> Words:
+    return ("qsub", *(["-W", f"depend=afterany:{after}"] if after else []), script)
+
+
+CLIENTS: Mapping[str, Client] = MappingProxyType(
+    {
+        "slurm": Client(
+            submit=_sbatch,
+            cancel=lambda jobs: (("scancel", *jobs),),
+            query=slurm.query_commands,
+            read_records=slurm.parse_records,
+            find=slurm.find_commands,
+            read_found=slurm.parse_found,
+            read_job_id=slurm_refusals.parse_job_id,
+            explain_refusal=slurm_refusals.explain_refusal,
+            explain_pending=slurm_reasons.explain_pending,
+            explain_ending=slurm_reasons.explain_ending,
+        ),
+        "pbs": Client(
+            submit=_qsub,
+            cancel=lambda jobs: tuple(("qdel", job) for job in jobs),
+            query=pbs.query_commands,
+            read_records=pbs.parse_records,
+            find=pbs.find_commands,
+            read_found=pbs.parse_found,
+            read_job_id=pbs_refusals.parse_job_id,
+            explain_refusal=pbs_refusals.explain_refusal,
+            explain_pending=pbs_reasons.explain_pending,
+            explain_ending=pbs_reasons.explain_ending,
+        ),
+        "local": Client(
+            submit=local.submit_command,
+            cancel=local.cancel_commands,
+            query=local.query_commands,
+            read_records=local.parse_records,
+            find=local.find_commands,
+            read_found=local.parse_found,
+            read_job_id=local.parse_job_id,
+            explain_refusal=local.explain_refusal,
+            explain_pending=local.explain_pending,
+            explain_ending=local.explain_ending,
+        ),
+    }
+)

@@ -1,0 +1,127 @@
+"""Sentences for a scheduler's words, from the tables beside each scheduler.
+
+Invariant: a table decides, in its order: the first rule whose pattern is found gives the sentence, with the values
+that were asked for in it. This module must not know what a scheduler says, nor ask one.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+from shardway.launch.hosts.base import Done
+from shardway.launch.records import Asked, Explanation, JobRecord, Phase
+from shardway.units import render_bytes, render_seconds
+
+_UNNAMED = "(none was named)"
+_TRY_AGAIN = "wait: the submission is tried again, after a look whether the job got through"
+_ASK_ABOUT_WAIT = "wait, or ask the site's support with these words"
+_READ_LOG = "read the end of the job's output: shardway logs"
+_ASK_SITE = "read the job script with --dry-run, and ask the site's support with these words"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What stands for one kind of a scheduler's words.
+
+    `when` is a regular expression that is searched for; its named groups, the keys of `name_values` and `said` (the
+    scheduler's words in one line) may stand in braces in `sentence` and `remedy`.
+    """
+
+    code: str
+    when: re.Pattern[str]
+    sentence: str
+    remedy: str
+    hopeless: bool = False
+
+
+@cache
+def load_rules(table: str, part: str) -> tuple[Rule, ...]:
+    """The rules of one part of a table below this folder: `load_rules("slurm/reasons", "pending")`."""
+    text = files(__package__).joinpath(f"{table}.toml").read_text(encoding="utf-8")
+    return tuple(_parse_rule(entry) for entry in tomllib.loads(text)[part])
+
+
+def _parse_rule(entry: Mapping[str, str | bool]) -> Rule:
+    return Rule(
+        code=str(entry["code"]),
+        when=re.compile(str(entry["when"]), re.MULTILINE),
+        sentence=str(entry["sentence"]),
+        remedy=str(entry["remedy"]),
+        hopeless=bool(entry.get("hopeless", False)),
+    )
+
+
+def explain(rules: Sequence[Rule], text: str, asked: Asked, said: str = "") -> Explanation | None:
+    """The sentence for a text, or None where no rule is for it. `said` is the text without what was put around it."""
+    for rule in rules:
+        if match := rule.when.search(text):
+            found = {name: value.strip() for name, value in match.groupdict(default="").items()}
+            values = {**name_values(asked), "said": _one_line(said or text), **found}
+            sentence, remedy = rule.sentence.format_map(values), rule.remedy.format_map(values)
+            return Explanation(rule.code, sentence, remedy, rule.hopeless)
+    return None
+
+
+def name_values(asked: Asked) -> dict[str, str]:
+    """What was asked for as words of a sentence; "(none was named)" for what was not."""
+    texts = {
+        "name": asked.name,
+        "queue": asked.queue,
+        "account": asked.account,
+        "qos": asked.qos,
+        "constraint": asked.constraint,
+        "reservation": asked.reservation,
+        "script": asked.script,
+    }
+    numbers = {"nodes": asked.nodes, "cores": asked.cores, "accelerators": asked.accelerators}
+    return {
+        **{name: f'"{text}"' if text else _UNNAMED for name, text in texts.items()},
+        **{name: _UNNAMED if number is None else str(number) for name, number in numbers.items()},
+        "walltime": _UNNAMED if asked.walltime_s is None else render_seconds(asked.walltime_s),
+        "memory": _UNNAMED if asked.memory is None else render_bytes(asked.memory),
+    }
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def explain_refusal(rules: Sequence[Rule], done: Done, asked: Asked) -> Explanation:
+    """Why a submission failed: by the rule for "exit CODE" and what was printed below it, or in its own words."""
+    program = done.words[0] if done.words else "the scheduler"
+    if done.timed_out:
+        sentence = f"{program} did not answer in time; it may have taken the job all the same."
+        return Explanation("scheduler_timeout", sentence, _TRY_AGAIN)
+    said = _one_line(done.err or done.out) or "nothing"
+    found = explain(rules, f"exit {done.code}\n{done.err}\n{done.out}", asked, said)
+    sentence = f"{program} refused the job with exit code {done.code} and said: {said}"
+    return found or Explanation("refused", sentence, _ASK_SITE, hopeless=True)
+
+
+def explain_pending(rules: Sequence[Rule], record: JobRecord, asked: Asked) -> Explanation | None:
+    """Why a job waits: by the rule for "STATE REASON", or in the scheduler's own words; None for one that does not."""
+    if record.phase is not Phase.QUEUED:
+        return None
+    said = record.reason or record.state
+    found = explain(rules, f"{record.state} {record.reason}", asked, said)
+    return found or Explanation("pending", f"The scheduler lets the job wait and says: {said}", _ASK_ABOUT_WAIT)
+
+
+def explain_ending(rules: Sequence[Rule], record: JobRecord, asked: Asked) -> Explanation | None:
+    """How a job ended: by the rule of a scheduler, then by those that hold for all; None for one that has not.
+
+    The text that is searched has "STATE EXIT_TEXT", "ending ...", "exit N", "signal N" and the reason in a line each.
+    """
+    if record.phase is not Phase.ENDED or record.ending is None:
+        return None
+    facts = [f"{record.state} {record.exit_text}", f"ending {record.ending}"]
+    facts += [f"exit {record.exit_code}"] if record.exit_code is not None else []
+    facts += [f"signal {record.signal}"] if record.signal else []
+    said = " ".join(part for part in (record.state, record.exit_text, record.reason) if part)
+    found = explain([*rules, *load_rules("endings", "ending")], "\n".join([*facts, record.reason]), asked, said)
+    return found or Explanation("ended", f"The scheduler says of the job's end: {said}", _READ_LOG)

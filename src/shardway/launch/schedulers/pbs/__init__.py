@@ -1,0 +1,1 @@
+"""PBS Pro and OpenPBS."""

@@ -1,0 +1,222 @@
+"""Asks PBS about jobs, and reads its answers.
+
+One job a call: asked for several, `qstat -f -F json` prints the first that it finds and exits 0. Its JSON is what the
+user's own values make of it (wrong types, doubled keys, bytes that are no UTF-8), so that where it cannot be read the
+few attributes that matter are picked from its lines.
+
+Invariant: `job_state` decides the phase before `Exit_status` is looked at, which a job that waits again still has.
+This module must not run a command.
+Sources: qstat(1B), PBS Professional Reference Guide "Job Attributes", "Job States" and "Job Exit Codes", OpenPBS
+src/include/job.h; transcripts of OpenPBS 23.06.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from shardway.launch.hosts.base import Done
+from shardway.launch.records import JobRecord, Phase, SchedulerEnding, SchedulerSilent
+from shardway.launch.schedulers.answers import describe_silence, merge_tasks
+
+_PHASES = {
+    **dict.fromkeys("HQTW", Phase.QUEUED),
+    **dict.fromkeys("BERSU", Phase.RUNNING),
+    **dict.fromkeys("FX", Phase.ENDED),
+    "M": Phase.UNKNOWN,
+}
+_ENDINGS = {
+    -20: SchedulerEnding.NODE_FAILURE,
+    -26: SchedulerEnding.OUT_OF_MEMORY,
+    -27: SchedulerEnding.OUT_OF_MEMORY,
+    -29: SchedulerEnding.TIMEOUT,
+    -24: SchedulerEnding.FAILED,
+    -25: SchedulerEnding.FAILED,
+    -28: SchedulerEnding.FAILED,
+}
+"""Exit_status below 0 of jobs that ran; any other says that the job was not started."""
+
+_SIGNAL = 256
+"""Exit_status from here on: this, and the signal that ended the job."""
+
+_DELETED, _FAILED = 91, 93
+_UNDELIVERED = 0
+_UNKNOWN_JOB = re.compile(r"Unknown Job Id|Unknown queue destination", re.IGNORECASE)
+_ID = re.compile(r"\d+(\[\d*\])?(\.[\w.-]+)?")
+_ATTRIBUTES = (
+    *("job_state", "substate", "Exit_status", "Stageout_status", "run_count", "stime", "obittime", "mtime"),
+    *("exec_host", "comment", "Hold_Types", "Job_Name", "array", "depend"),
+)
+_HEAD_OF_ANSWER = re.compile(r'"pbs_version"')
+_LINE = re.compile(r'^(?:\t{3}| {12})"(\w+)"\s*:\s*(.*?),?\s*$')
+_HEAD = re.compile(r'^(?:\t{2}| {8})"(\d+(?:\[\d*\])?[\w.-]*)"\s*:\s*\{\s*$')
+
+_LOST_OUTPUT = "PBS could not deliver the job's output files; they stayed on its node"
+_FAILED_BY_PBS = "PBS counts it as failed though its script ended with 0: it may have lost a node while it ran"
+
+
+def query_commands(jobs: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """One command a job, whose outputs `parse_records` reads in the same order."""
+    return tuple(("qstat", "-x", *(("-t",) if "[]" in job else ()), "-f", "-F", "json", job) for job in jobs)
+
+
+def find_commands(token: str) -> tuple[tuple[str, ...], ...]:
+    """The command whose output `parse_found` reads: jobs of this name, finished ones too."""
+    return (("qselect", "-x", "-N", token),)
+
+
+def parse_records(jobs: Sequence[str], answers: Sequence[Done]) -> dict[str, JobRecord]:
+    """A record of each of these jobs for which an answer came; one that PBS does not know is UNKNOWN.
+
+    Raises SchedulerSilent where no answer came for any of them.
+    """
+    records = {job: _parse_answer(job, done) for job, done in zip(jobs, answers, strict=True)}
+    known = {job: record for job, record in records.items() if record}
+    if jobs and not known:
+        raise SchedulerSilent(describe_silence(answers[0]))
+    return known
+
+
+def parse_found(answers: Sequence[Done]) -> tuple[str, ...]:
+    """Ids of the jobs of a name, oldest first. Raises SchedulerSilent where qselect did not answer."""
+    (done,) = answers
+    if not done.ok:
+        raise SchedulerSilent(describe_silence(done))
+    found = [line.strip() for line in done.out.splitlines() if _ID.fullmatch(line.strip())]
+    return tuple(sorted(found, key=lambda job: int(re.split(r"[\[.]", job)[0])))
+
+
+def _parse_answer(job: str, done: Done) -> JobRecord | None:
+    """What one call says of its job; None where it says nothing."""
+    if done.timed_out:
+        return None
+    tables = _parse_jobs(done.out)
+    parents = [table for table in tables.values() if table.get("array") == "True"]
+    others = {name: table for name, table in tables.items() if table.get("array") != "True"}
+    if parents:
+        return _array_record(job, parents[0], [_record(name, table) for name, table in others.items()])
+    if others:
+        return _record(job, others.get(job) or next(iter(others.values())))
+    if _UNKNOWN_JOB.search(done.err):
+        return JobRecord(job, Phase.UNKNOWN)
+    if done.ok and _HEAD_OF_ANSWER.search(done.out):
+        return JobRecord(job, Phase.UNKNOWN, note="PBS answered but shows nothing of it: it may be another user's job")
+    return None
+
+
+def _parse_jobs(text: str) -> dict[str, Mapping[str, Any]]:
+    """Job id -> its attributes, of every job that an answer has."""
+    with contextlib.suppress(ValueError, RecursionError):
+        answer = json.loads(text)
+        jobs = answer.get("Jobs") if isinstance(answer, dict) else None
+        tables = jobs if isinstance(jobs, dict) else {}
+        return {job: table for job, table in tables.items() if isinstance(table, dict) and table.get("job_state")}
+    return _pick_jobs(text)
+
+
+def _pick_jobs(text: str) -> dict[str, Mapping[str, Any]]:
+    """The same from the lines of a text that is no JSON. A job's own attributes are known by their indentation, which
+    a value in `Variable_List` cannot forge."""
+    found: dict[str, dict[str, Any]] = {}
+    job = ""
+    for line in text.splitlines():
+        if head := _HEAD.match(line):
+            job = head[1]
+        elif (match := _LINE.match(line)) and job and match[1] in _ATTRIBUTES:
+            found.setdefault(job, {})[match[1]] = _parse_value(match[2])
+    return {job: table for job, table in found.items() if table.get("job_state")}
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text.strip('"')
+
+
+def _array_record(job: str, parent: Mapping[str, Any], tasks: Sequence[JobRecord]) -> JobRecord:
+    """An array: its phase is the parent's, its ending that of its tasks, as the parent's Exit_status is not."""
+    record = _record(job, parent)
+    if not tasks or record.phase is not Phase.ENDED:
+        return record
+    over = [task for task in tasks if task.phase is Phase.ENDED]
+    return replace(merge_tasks(job, over or tasks), phase=Phase.ENDED, state=record.state, reason=record.reason)
+
+
+def _record(job: str, table: Mapping[str, Any]) -> JobRecord:
+    state = str(table["job_state"])
+    phase = _PHASES.get(state, Phase.RUNNING)
+    runs = _int(table, "run_count") or 0
+    record = JobRecord(
+        job=job,
+        phase=phase,
+        state=state,
+        reason=_reason(state, table),
+        started=None if phase is Phase.QUEUED else _parse_time(table.get("stime")),
+        nodes=str(table.get("exec_host", "")),
+        restarts=runs if phase is Phase.QUEUED else max(runs - 1, 0),
+        name=str(table.get("Job_Name", "")),
+    )
+    return _ended(record, table) if phase is Phase.ENDED else record
+
+
+def _reason(state: str, table: Mapping[str, Any]) -> str:
+    """The comment; where a job is held without one, the attributes that hold it."""
+    comment = " ".join(str(table.get("comment", "")).split())
+    if comment or state != "H":
+        return comment
+    depend = f", depend = {table['depend']}" if table.get("depend") else ""
+    return f"Hold_Types = {table.get('Hold_Types', '')}{depend}"
+
+
+def _ended(record: JobRecord, table: Mapping[str, Any]) -> JobRecord:
+    status = _int(table, "Exit_status")
+    ending, note = _ending(status, table)
+    if _int(table, "Stageout_status") == _UNDELIVERED:
+        note = "; ".join(part for part in (note, _LOST_OUTPUT) if part)
+    signal = status - _SIGNAL if status is not None and status >= _SIGNAL else 0
+    return replace(
+        record,
+        ending=ending,
+        exit_code=status if status is not None and 0 <= status < _SIGNAL else None,
+        signal=signal,
+        ended=_parse_time(table.get("obittime")) or _parse_time(table.get("mtime")),
+        note=note,
+        exit_text="" if status is None else str(status),
+    )
+
+
+def _ending(status: int | None, table: Mapping[str, Any]) -> tuple[SchedulerEnding, str]:
+    """How a job ended, and what is odd about that; one that was deleted may have any exit status."""
+    substate = _int(table, "substate")
+    if substate == _DELETED:
+        return SchedulerEnding.CANCELLED, ""
+    if status is None:
+        ran = bool(table.get("exec_host"))
+        return (SchedulerEnding.UNCLEAR if ran else SchedulerEnding.NEVER_STARTED), ""
+    if status < 0:
+        return _ENDINGS.get(status, SchedulerEnding.NEVER_STARTED), ""
+    if status == 0 and substate == _FAILED:
+        return SchedulerEnding.UNCLEAR, _FAILED_BY_PBS
+    return (SchedulerEnding.FAILED if status else SchedulerEnding.COMPLETED), ""
+
+
+def _int(table: Mapping[str, Any], name: str) -> int | None:
+    """An attribute as a number; PBS writes some as text."""
+    try:
+        return int(table[name])
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+
+
+def _parse_time(value: Any) -> float | None:
+    """Unix seconds from local time such as "Sat Nov 21 06:11:15 2026"; None for anything else."""
+    try:
+        return datetime.datetime.strptime(str(value), "%a %b %d %H:%M:%S %Y").timestamp()
+    except (ValueError, OverflowError):
+        return None

@@ -1,0 +1,1 @@
+"""Slurm, 22.05 and later."""

@@ -1,0 +1,104 @@
+"""Slurm's part of a job script: #SBATCH lines and srun.
+
+Invariant: srun is always told nodes, tasks and cores, because inside a job it takes what it is not told from the
+variables of the job, and since 22.05 it does not take cores a task from there at all. This module must not talk to
+Slurm.
+
+Sources: sbatch(1) "OPTIONS", srun(1) "OPTIONS" and "--cpus-per-task".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardway.launch.job import Job
+from shardway.launch.schedulers.base import EachNode, SchedulerScript
+from shardway.launch.schedulers.options import render_options
+from shardway.launch.script import Line, quote
+
+
+def directives(job: Job) -> tuple[Line, ...]:
+    """The #SBATCH lines."""
+    return tuple(Line(f"#SBATCH {line.text}", line.purpose) for line in _options(job))
+
+
+def _options(job: Job) -> Iterator[Line]:
+    terms, shape = job.terms, job.shape
+    yield Line(f"--job-name={job.scheduler_name}", "the run, its attempt, and what makes it unique")
+    if terms.account:
+        yield Line(f"--account={quote(terms.account)}", "who is charged, and where the job waits")
+    if terms.partition:
+        yield Line(f"--partition={quote(terms.partition)}", "who is charged, and where the job waits")
+    if terms.qos:
+        yield Line(f"--qos={quote(terms.qos)}", "who is charged, and where the job waits")
+    if terms.constraint:
+        yield Line(f"--constraint={quote(terms.constraint)}", "the kind of node")
+    yield Line(f"--nodes={shape.nodes}", "nodes, and what is wanted of each")
+    yield Line(f"--ntasks-per-node={shape.ranks_per_node if job.starter != 'torchrun' else 1}")
+    if shape.cores_per_node:
+        yield Line(f"--cpus-per-task={cores_of_task(job)}")
+    yield from _accelerators(job)
+    if shape.memory_bytes:
+        yield Line(f"--mem={shape.memory_bytes // 2**20}M")
+    if shape.whole_nodes:
+        yield Line("--exclusive")
+    yield Line(f"--time={_render_time(terms.walltime_s)}", "wall-time of this attempt")
+    if job.warn_s:
+        yield Line(f"--signal=B:USR2@{round(job.warn_s)}", "warns this script before the wall-time ends")
+    yield Line(
+        "--no-requeue", "an attempt that loses its nodes ends; the next attempt goes on from the last checkpoint"
+    )
+    yield Line("--open-mode=append", "what it prints")
+    yield Line(f"--output={job.log_for_scheduler}")
+    for words in render_options(terms.options):
+        yield Line(words, "options of this run or site that Shardway has no name for")
+
+
+def _accelerators(job: Job) -> Iterator[Line]:
+    count = job.shape.accelerators_per_node
+    if count and job.terms.accelerators == "gres":
+        yield Line(f"--gres=gpu:{count}")
+    if count and job.terms.accelerators == "gpus-per-node":
+        yield Line(f"--gpus-per-node={count}")
+
+
+def _render_time(seconds: float) -> str:
+    """Slurm counts whole minutes; a part of one counts as one (sbatch(1), --time)."""
+    minutes = max(1, -(-round(seconds) // 60))
+    days, rest = divmod(minutes, 24 * 60)
+    return f"{days}-{rest // 60:02d}:{rest % 60:02d}:00"
+
+
+def cores_of_task(job: Job) -> int:
+    """Cores of one task: of a rank, or of the agent that starts all ranks of a node."""
+    cores = job.shape.cores_per_node or 1
+    return cores if job.starter == "torchrun" else job.shape.cores_per_rank or 1
+
+
+def srun(job: Job, tasks_per_node: int) -> tuple[str, ...]:
+    """The words of an srun that starts so many tasks on each node."""
+    cores = (job.shape.cores_per_node or 0) // tasks_per_node
+    words = [
+        "srun",
+        f"--nodes={job.shape.nodes}",
+        f"--ntasks={job.shape.nodes * tasks_per_node}",
+        f"--ntasks-per-node={tasks_per_node}",
+        *([f"--cpus-per-task={max(1, cores)}"] if cores else []),
+        "--kill-on-bad-exit=1",
+        *map(quote, job.start.srun_options),
+    ]
+    return tuple(words)
+
+
+def _each_node(job: Job) -> EachNode:
+    return EachNode(srun(job, 1), "$SLURM_NODEID")
+
+
+SLURM = SchedulerScript(
+    directives=directives,
+    shell="slurm",
+    functions=lambda job: ("begin", "ask_ending", "submit_after", "cancel_job"),
+    each_node=_each_node,
+    warns=True,
+    launcher_variables=("SLURM_*", "PMI_*", "PMIX_*"),
+)

@@ -1,0 +1,116 @@
+"""A job script as a value: lines with their purpose, and the one place where shell is quoted.
+
+Invariant: `quote` gives a word that bash hands on unchanged, whatever is in it. This module must not know schedulers,
+starters or containers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+_PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_VARIABLE = re.compile(r"(\$[A-Za-z_][A-Za-z0-9_]*|\$\{[A-Za-z_][A-Za-z0-9_]*\})")
+_PLACE = re.compile(r"~(/|$)|\$[A-Za-z_{]")
+_ESCAPES = {"\n": "\\n", "\t": "\\t", "\r": "\\r", "'": "\\'", "\\": "\\\\"}
+_WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line (or one command over several lines) of a script, and what it is for.
+
+    Lines in a row with the same purpose share one comment; an empty purpose is that of the line before.
+    """
+
+    text: str
+    purpose: str = ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Lines of a script that belong together, under a heading; an empty heading prints none."""
+
+    heading: str
+    lines: tuple[Line, ...]
+
+
+def quote(word: str) -> str:
+    """One word for bash: as it is where that is safe, else in quotes; control characters as `$'...'`.
+
+    Raises ValueError for a NUL, which no argument of a program can hold.
+    """
+    if "\x00" in word:
+        raise ValueError("a NUL character cannot be part of an argument")
+    if _PLAIN.fullmatch(word):
+        return word
+    if _CONTROL.search(word):
+        inside = "".join(_ESCAPES.get(c) or (f"\\x{ord(c):02x}" if _CONTROL.match(c) else c) for c in word)
+        return f"$'{inside}'"
+    return "'" + word.replace("'", "'\\''") + "'"
+
+
+def quote_shell(text: str) -> str:
+    """Shell for another bash, as one word that keeps its lines: for our own text, not for what people wrote."""
+    return "'" + text.replace("'", "'\\''") + "'"
+
+
+def quote_expanding(text: str) -> str:
+    """A word in which bash replaces `$NAME` and `${NAME}`, and a `~/` at its start, and nothing else."""
+    home, rest = ("$HOME", text[1:]) if text == "~" or text.startswith("~/") else ("", text)
+    if _CONTROL.search(rest):
+        raise ValueError("a text whose $NAMES are replaced cannot hold control characters")
+    parts = [part if _VARIABLE.fullmatch(part) else _escape(part) for part in _VARIABLE.split(rest)]
+    return f'"{home}{"".join(parts)}"'
+
+
+def quote_place(path: str) -> str:
+    """A path as a person or a site writes it: from `~/` or a `$NAME` at its start, which the job replaces, or as it is."""
+    return quote_expanding(path) if _PLACE.match(path) and not _CONTROL.search(path) else quote(path)
+
+
+def _escape(text: str) -> str:
+    """Text between double quotes of bash, taken literally."""
+    return re.sub(r'([\\"$`])', r"\\\1", text)
+
+
+def quote_all(words: Iterable[str]) -> str:
+    """Words for bash, with a blank between them."""
+    return " ".join(map(quote, words))
+
+
+def wrap_command(words: Sequence[str], indent: str = "  ") -> str:
+    """Words that are quoted already as one command, cut at about 100 columns with backslashes."""
+    lines, line = [], ""
+    for word in words:
+        if line and len(line) + 1 + len(word.split("\n")[0]) > _WIDTH:
+            lines.append(f"{line} \\")
+            line = indent + word
+        else:
+            line = f"{line} {word}" if line else word
+    return "\n".join([*lines, line])
+
+
+def render_function(name: str, parts: Iterable[Part]) -> Line:
+    """Parts as the body of a shell function."""
+    body = "\n".join(f"  {line}" if line else "" for line in render_script(parts).splitlines())
+    return Line(f"{name}() {{\n{body}\n}}")
+
+
+def render_script(parts: Iterable[Part]) -> str:
+    """The text of a script: each new purpose as a comment above its line, a blank line between parts."""
+    blocks = []
+    for part in parts:
+        if not part.lines:
+            continue
+        lines = [f"# --- {part.heading}"] if part.heading else []
+        purpose = ""
+        for line in part.lines:
+            if line.purpose and line.purpose != purpose:
+                lines.append(f"# {line.purpose}")
+            purpose = line.purpose or purpose
+            lines.append(line.text)
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks) + "\n"

@@ -1,0 +1,104 @@
+"""Carries out a submission: the last looks, the snapshot, the attempt's folder, the scheduler, the registry.
+
+Invariant: what is refused leaves nothing behind, and a submission that was interrupted goes on where it was. This
+module must not print nor build scripts.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from shardway.errors import check_no_problems
+from shardway.launch.checks.places import list_host_problems
+from shardway.launch.hosts.base import Host
+from shardway.launch.job import Job
+from shardway.launch.ledger import read_ledger
+from shardway.launch.prepare import Order, Prepared, prepare
+from shardway.launch.registry import Known, remember
+from shardway.launch.snapshot import SnapshotPlan, take_snapshot
+from shardway.launch.standing import describe_active, read_standing
+from shardway.launch.submit import Fill, Submitted, Submitter, check_nothing_runs
+from shardway.rundir.attempts import Attempt
+from shardway.rundir.directory import RunDir
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A submission that the scheduler has taken. `found`: an earlier try had got through after all."""
+
+    prepared: Prepared
+    job: str
+    host: str = ""
+    found: bool = False
+    further: tuple[str, ...] = ()
+
+    @property
+    def reference(self) -> str:
+        """How other verbs name the run."""
+        run = str(self.prepared.job.run)
+        return f"{self.host}:{run}" if self.host else run
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        job = self.prepared.job
+        return {
+            "job": self.job,
+            "attempt": job.attempt,
+            "run": str(job.run),
+            "host": self.host,
+            "site": job.site,
+            "scheduler": job.scheduler,
+            "script": str(job.folder.job_script),
+            "found": self.found,
+            "further": list(self.further),
+        }
+
+
+def send(order: Order, host: Host, submitter: Submitter | None = None) -> Sent:
+    """Submit the next attempt of a run, or go on with one whose submission was interrupted.
+
+    Raises UserError where something is wrong or refused, SiteError where the scheduler does not answer.
+    """
+    submitter = submitter or Submitter(host)
+    prepared = prepare(order, host)
+    run = prepared.job.run
+    check_no_problems(f"the job for {prepared.job.site}", list_host_problems(prepared.wish, host))
+    ledger = read_ledger(host, run)
+    check_nothing_runs(run, describe_active(read_standing(host, ledger)))
+    remember(Known(str(run), host.name, prepared.job.site))
+    if ledger.last is not None and ledger.last.is_unsent:
+        found = submitter.recover(prepared.job, ledger.last)
+        if found is not None:
+            return Sent(prepare(order, host, ledger.last.number), found.job, host.name, found=True)
+        prepared = prepare(order, host)
+    host.run(("rm", "-f", str(RunDir(run).stop_path)))  # obeyed by an earlier attempt; this one is wanted
+    submitted = submitter.submit(prepared.job, prepared.files, fill=_snapshot_taker(host, prepared.snapshot))
+    return Sent(prepared, submitted.job, host.name, submitted.found, _send_ahead(submitter, prepared.job, submitted))
+
+
+def _send_ahead(submitter: Submitter, job: Job, first: Submitted) -> tuple[str, ...]:
+    """The links of a chain whose jobs may not submit jobs: all of them now, each after the one before."""
+    jobs, link, before = [], job, first.job
+    while job.chain.until_done and job.chain.ahead and link.attempt < job.chain.max_attempts:
+        link = link.successor()
+        before = submitter.submit(link, {}, after=before).job
+        jobs.append(before)
+    return tuple(jobs)
+
+
+def _snapshot_taker(host: Host, plan: SnapshotPlan | None) -> Fill:
+    def take(attempt: Attempt) -> None:
+        if plan is None:
+            return
+        if not host.name:
+            take_snapshot(plan, attempt.code)
+            return
+        with tempfile.TemporaryDirectory() as scratch:
+            local = Attempt(Path(scratch) / attempt.path.name)
+            take_snapshot(plan, local.code)
+            host.copy_tree(local.code, PurePosixPath(attempt.code))
+
+    return take

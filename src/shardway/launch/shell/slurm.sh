@@ -1,0 +1,38 @@
+#: begin: what Slurm says of this job; the end of the wall-time as it stands now, or else from what was asked
+begin() {
+  local end
+  job=$SLURM_JOB_ID
+  mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+  started=$(date +%s)
+  end=$(squeue --noheader --jobs "$job" --format %e 2>/dev/null)
+  case $end in
+    [0-9]*T*) deadline=$(date --date "$end" +%s) ;;
+    *) deadline=$((started + walltime)) ;;
+  esac
+}
+
+#: ask_ending JOB: how a job ended, in our words
+ask_ending() {
+  local state
+  state=$(scontrol --oneliner show job "$1" 2>/dev/null | sed -n 's/.* JobState=\([A-Z_]*\).*/\1/p')
+  [ -n "$state" ] || state=$(sacct --noheader --parsable2 --allocations --jobs "$1" --format State 2>/dev/null | tail -n 1)
+  case $state in
+    CANCELLED*) echo stopped ;;
+    PREEMPTED*) echo preempted ;;
+    NODE_FAIL* | BOOT_FAIL*) echo node_failure ;;
+    TIMEOUT*) echo deadline ;;
+    OUT_OF_ME*) echo out_of_memory ;;
+    *) echo lost ;;
+  esac
+}
+
+#: submit_after SCRIPT: to start when this job has ended, however it ends; prints the job id
+submit_after() {
+  local id
+  id=$(sbatch --parsable --dependency "afterany:$job" "$1" 2>&1) || { say "sbatch: $id" >&2; return 1; }
+  id=${id##*$'\n'}
+  echo "${id%%;*}"
+}
+
+#: cancel_job JOB
+cancel_job() { scancel "$1"; }

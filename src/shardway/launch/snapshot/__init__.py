@@ -1,0 +1,32 @@
+"""A copy of the code that an attempt runs, so that editing the working tree while it is queued does no harm.
+
+Invariant: first a plan, which is a value that can be shown, then its effect. This package must not submit anything.
+"""
+
+from __future__ import annotations
+
+from shardway.launch.snapshot.plan import plan_snapshot
+from shardway.launch.snapshot.take import take_snapshot
+from shardway.launch.snapshot.values import (
+    CopiedFile,
+    LeftOut,
+    LinkedPath,
+    Revision,
+    Snapshot,
+    SnapshotLimits,
+    SnapshotPlan,
+    Submodule,
+)
+
+__all__ = [
+    "CopiedFile",
+    "LeftOut",
+    "LinkedPath",
+    "Revision",
+    "Snapshot",
+    "SnapshotLimits",
+    "SnapshotPlan",
+    "Submodule",
+    "plan_snapshot",
+    "take_snapshot",
+]

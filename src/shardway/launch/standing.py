@@ -1,0 +1,102 @@
+"""Where the attempts of a run stand: what they wrote, and what the scheduler says of those that wrote no end.
+
+Invariant: a scheduler that does not answer makes an attempt's standing unknown, never ended. This module must not
+change anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardway.launch.hosts.base import Host, HostUnreachable
+from shardway.launch.ledger import Entry, Ledger
+from shardway.launch.records import Asked, Explanation, JobRecord, Phase, SchedulerSilent
+from shardway.launch.schedulers.clients import CLIENTS
+from shardway.launch.verdict import decide
+from shardway.rundir.attempts import BY_SIGNAL, Result
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One attempt now. `record` is None where the scheduler was not asked or did not answer (`silence` says why);
+    `result` is how it ended, None while it has not; `why` explains its waiting or its end."""
+
+    entry: Entry
+    record: JobRecord | None = None
+    result: Result | None = None
+    why: Explanation | None = None
+    silence: str = ""
+
+    @property
+    def word(self) -> str:
+        """In one word: prepared, queued, running, an ending, or unknown."""
+        if self.result is not None:
+            return str(self.result.state)
+        if self.entry.is_unsent:
+            return "prepared"
+        if self.record is None or self.record.phase is Phase.UNKNOWN:
+            return "unknown"
+        return str(self.record.phase)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether its job waits, runs, or may do so for all that is known."""
+        return self.result is None and not self.entry.is_unsent
+
+
+def read_standing(host: Host, ledger: Ledger) -> list[Standing]:
+    """The attempts of one run, oldest first; the scheduler is asked once, and only of those that are open."""
+    return read_standings(host, [ledger])[0]
+
+
+def read_standings(host: Host, ledgers: Sequence[Ledger]) -> list[list[Standing]]:
+    """The attempts of several runs on one host; each scheduler is asked once."""
+    wanted: dict[str, list[str]] = {}
+    for ledger in ledgers:
+        for entry in ledger.entries:
+            if entry.submission and entry.job and _is_open(entry):
+                wanted.setdefault(entry.submission.scheduler, []).append(entry.job)
+    answers = {scheduler: _ask(host, scheduler, jobs) for scheduler, jobs in wanted.items()}
+    return [[_stand(entry, answers) for entry in ledger.entries] for ledger in ledgers]
+
+
+def describe_active(standings: Sequence[Standing]) -> str:
+    """What still waits or runs: "attempt 2 queued as job 17"; empty for nothing."""
+    active = [standing for standing in standings if standing.is_active]
+    return ", ".join(f"attempt {entry.entry.number} {entry.word} as job {entry.entry.job}" for entry in active)
+
+
+def _is_open(entry: Entry) -> bool:
+    """Whether the scheduler has something to add: nobody wrote how it ended, or who did could not know why."""
+    result = entry.result
+    if result is None or result.failure == BY_SIGNAL:
+        return True
+    return result.by == "job script" and result.exit_code not in (0, None)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    records: dict[str, JobRecord]
+    silence: str = ""
+
+
+def _ask(host: Host, scheduler: str, jobs: Sequence[str]) -> _Answer:
+    client = CLIENTS[scheduler]
+    try:
+        return _Answer(client.read_records(jobs, host.run_many(client.query(jobs))))
+    except (SchedulerSilent, HostUnreachable) as error:
+        return _Answer({}, str(error).splitlines()[0])
+
+
+def _stand(entry: Entry, answers: dict[str, _Answer]) -> Standing:
+    scheduler = entry.submission.scheduler if entry.submission else ""
+    answer = answers.get(scheduler, _Answer({}))
+    record = answer.records.get(entry.job)
+    result = decide(entry.result, record) if entry.job or entry.result else None
+    why = None
+    if record is not None and scheduler:
+        client, asked = CLIENTS[scheduler], Asked()
+        ending = client.explain_ending(record, asked) if result is None or result.by != "rank 0" else None
+        why = client.explain_pending(record, asked) or ending
+    return Standing(entry, record, result, why, answer.silence if record is None else "")

@@ -1,0 +1,51 @@
+"""torchrun: one agent on each node starts the ranks there.
+
+The agents meet by the c10d rendezvous. Who hosts its store is said (`is_host`) and not guessed: torch compares the
+endpoint with the node's own names, and where these mean another network nobody hosts and all wait until they give up.
+For the same reason each agent is told its own address on the network for computing (`--local-addr`), which the ranks
+get as MASTER_ADDR.
+
+Invariant: whichever node an agent is on, it gets the same endpoint and its own address from the list that the job
+script made. This module must not know schedulers beyond how they start one command on each node.
+
+Sources: torchrun's manual, "Multi-node multi-worker"; pytorch/pytorch#73656.
+"""
+
+from __future__ import annotations
+
+from shardway.launch.job import Job
+from shardway.launch.schedulers.base import SchedulerScript
+from shardway.launch.script import quote_all, quote_shell
+from shardway.launch.starters.base import Started
+
+SHOWN_RANKS = 16
+"""A larger job shows the output of one rank of each node; that of each rank is in its own file in any case."""
+
+
+def start(job: Job, scheduler: SchedulerScript) -> Started:
+    """One torchrun on each node."""
+    each_node = scheduler.each_node(job)
+    inside = ("bash", "-c", quote_shell(_agent(job, each_node.index)), "agent", *program_words(job))
+    return Started(each_node.words, inside)
+
+
+def program_words(job: Job) -> tuple[str, ...]:
+    """The program as torchrun takes it: a script or `-m module`, or any program after `--no-python`."""
+    words = job.program.words if job.program.python else ("--no-python", *job.program.words)
+    return tuple(quote_all([word]) for word in words)
+
+
+def _agent(job: Job, index: str) -> str:
+    """What the shell of one node runs; the program follows as its arguments."""
+    shape = job.shape
+    shown = "--tee=3" if shape.ranks <= SHOWN_RANKS else "--redirects=3 --tee=0:3"
+    lines = (
+        f"node={index}; addresses=($SHARDWAY_NODES); host=false",
+        "  [ $node != 0 ] || host=true",
+        '  export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="\\${rank}: "',
+        f"  exec python3 -m torch.distributed.run --nnodes={shape.nodes} --nproc-per-node={shape.ranks_per_node} \\",
+        '    --rdzv-backend=c10d --rdzv-id="$SHARDWAY_JOB" --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" \\',
+        '    --rdzv-conf="is_host=$host" --local-addr="${addresses[$node]}" \\',
+        f'    --log-dir="$SHARDWAY_ATTEMPT_DIR/log/node-$node" {shown} "$@"',
+    )
+    return "\n".join(lines)

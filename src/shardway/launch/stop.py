@@ -1,0 +1,82 @@
+"""Ends a run: gracefully through its stop file, or at once through the scheduler.
+
+Gracefully: the stop file is touched, so that the ranks finish their step, save and leave in order; jobs that only
+wait are taken out of the queue. Killing a job in the middle of a collective loses the work since the last checkpoint
+and, on some machines, takes nodes out of service until somebody resets them.
+
+Invariant: no job is cancelled that was not shown to be of this run. This module must not ask the person.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+
+from shardway.errors import SiteError
+from shardway.launch.hosts.base import Host
+from shardway.launch.ledger import Entry, Ledger, read_ledger
+from shardway.launch.records import Phase
+from shardway.launch.schedulers.clients import CLIENTS
+from shardway.launch.standing import Standing, read_standing
+
+POLLS_S = (1.0, 2.0, 4.0, 8.0, 15.0)
+"""Pauses between two looks while waiting; the last one stays. Sites dislike being asked often."""
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """What a stop did: which attempts were asked, and which jobs left the queue or were killed."""
+
+    asked: tuple[Entry, ...] = ()
+    cancelled: tuple[Entry, ...] = ()
+
+
+@dataclass(frozen=True)
+class Stopper:
+    """Stops one run on its host; `pause` waits between two looks."""
+
+    host: Host
+    pause: Callable[[float], None] = field(default=time.sleep)
+
+    def ask(self, ledger: Ledger) -> Stopping:
+        """Touch the stop file of a run and take what waits out of the queue. Raises SiteError where that is refused."""
+        standings = read_standing(self.host, ledger)
+        running = tuple(standing.entry for standing in standings if standing.is_active and not _waits(standing))
+        waiting = tuple(standing.entry for standing in standings if standing.is_active and _waits(standing))
+        if running or waiting:
+            self.host.write_files({PurePosixPath(ledger.run.stop_path): "stopped by `shardway stop`\n"})
+        self._cancel(waiting)
+        return Stopping(running, waiting)
+
+    def cancel(self, ledger: Ledger) -> Stopping:
+        """Kill every job of the run that waits or runs. Raises SiteError where the scheduler refuses."""
+        active = tuple(standing.entry for standing in read_standing(self.host, ledger) if standing.is_active)
+        self._cancel(tuple(reversed(active)))  # successors first, else they would start
+        return Stopping(cancelled=active)
+
+    def wait(self, ledger: Ledger, timeout_s: float) -> list[Standing]:
+        """The attempts once none of them is active, or when the time is over."""
+        end, polls = time.monotonic() + timeout_s, iter(POLLS_S)
+        pause = POLLS_S[0]
+        while True:
+            standings = read_standing(self.host, read_ledger(self.host, ledger.run.path))
+            if not any(standing.is_active for standing in standings) or time.monotonic() > end:
+                return standings
+            pause = next(polls, pause)
+            self.pause(pause)
+
+    def _cancel(self, entries: Sequence[Entry]) -> None:
+        for scheduler in dict.fromkeys(entry.submission.scheduler for entry in entries if entry.submission):
+            jobs = [entry.job for entry in entries if entry.submission and entry.submission.scheduler == scheduler]
+            for done in self.host.run_many(CLIENTS[scheduler].cancel(jobs)):
+                if not done.ok and "nknown" not in done.err and "has finished" not in done.err:
+                    raise SiteError(
+                        f"{done.words[0]} could not end {', '.join(jobs)}: {(done.err or done.out).strip()}\n"
+                        "  To do: try again, or end them with the scheduler's own command."
+                    )
+
+
+def _waits(standing: Standing) -> bool:
+    return standing.record is not None and standing.record.phase is Phase.QUEUED

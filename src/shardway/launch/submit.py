@@ -1,0 +1,197 @@
+"""Submits one attempt of a run: writes its folder, hands its script to the scheduler, and knows what became of that.
+
+The order makes a lost answer harmless. The folder of an attempt is made by `mkdir`, which only one can do; who it is
+for is written there (with a name that no other job has) before the scheduler is asked; and when an answer is lost, the
+scheduler is asked for a job of that name before the script is handed over again. Should a job be there twice all the
+same, the second finds the attempt claimed and does nothing.
+
+Invariant: an attempt has at most one job that does anything. This module must not build scripts nor judge a wish.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+
+from shardway.errors import SiteError, UserError
+from shardway.launch.hosts.base import Done, Host, HostUnreachable
+from shardway.launch.job import Job
+from shardway.launch.job_script import render_job_script
+from shardway.launch.ledger import Entry, write_submission
+from shardway.launch.records import Asked, Explanation, SchedulerSilent
+from shardway.launch.schedulers.clients import CLIENTS, Client
+from shardway.rundir.attempts import Attempt, Submission
+
+TRIES = 6
+FIRST_PAUSE_S = 2.0
+"""A scheduler that does not answer is asked again after 2, 4, 8, 16 and 32 seconds."""
+
+SUBMIT_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A job that the scheduler has taken. `found`: its answer was lost, and the job was found by its name."""
+
+    attempt: Attempt
+    job: str
+    found: bool = False
+
+
+Fill = Callable[[Attempt], None]
+
+
+def _nothing(attempt: Attempt) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Submitter:
+    """Where submissions go, and how a pause is made between two tries (tests make none)."""
+
+    host: Host
+    pause: Callable[[float], None] = time.sleep
+
+    def submit(self, job: Job, files: dict[Path, str], after: str = "", fill: Fill = _nothing) -> Submitted:
+        """Submit an attempt whose folder does not exist yet, with these files and what `fill` puts into it.
+
+        Raises UserError where the folder is there or the scheduler refuses, SiteError where it does not answer.
+        """
+        attempt = job.folder
+        self.make_folder(attempt)
+        submission = Submission(job.scheduler, job.token, host=self.host.name, after=after, submitted=time.time())
+        try:
+            texts = {attempt.job_script: render_job_script(job), **files}
+            self.host.write_files({PurePosixPath(path): text for path, text in texts.items()})
+            fill(attempt)
+            write_submission(self.host, attempt, submission)
+        except BaseException:
+            self._remove(attempt)
+            raise
+        return self.send(job, submission)
+
+    def make_folder(self, attempt: Attempt) -> None:
+        """Make the folder of an attempt. Raises UserError where somebody else just did, or the file system refuses."""
+        runs = str(attempt.path.parent)
+        made, mine = self.host.run_many([("mkdir", "-p", runs), ("mkdir", str(attempt.path))])
+        if made.ok and mine.ok:
+            made = self.host.run(("mkdir", str(attempt.log_folder)))
+        if "File exists" in mine.err:
+            raise UserError(
+                f"attempt {attempt.number} of {attempt.path.parents[1]} was made by somebody else just now.\n"
+                "  Nothing was submitted. To do: look with `shardway status`, then submit again."
+            )
+        if not (made.ok and mine.ok):
+            raise UserError(
+                f"{attempt.path} cannot be made: {(made.err or mine.err).strip()}\n"
+                "  Nothing was submitted. To do: make room or ask for permission there, or choose another folder with "
+                "--dir or run.root."
+            )
+
+    def send(self, job: Job, submission: Submission) -> Submitted:
+        """Hand a prepared attempt to the scheduler, again where it does not answer. Raises as `submit` does."""
+        client, pause = CLIENTS[job.scheduler], FIRST_PAUSE_S
+        refusal: Explanation | None = None
+        for number in range(TRIES):
+            if number:
+                self.pause(pause)
+                pause *= 2
+                found = self._find(client, job)
+                if found:
+                    return self._note(job, submission, found, found=True)
+            done = self._try(client, job, submission.after)
+            if done is None:
+                continue
+            taken = client.read_job_id(done.out) if done.ok else ""
+            if taken:
+                return self._note(job, submission, taken)
+            refusal = client.explain_refusal(done, asked_of(job))
+            if refusal.hopeless:
+                self._remove(job.folder)
+                raise UserError(_render_refusal(job, refusal))
+        raise SiteError(_render_silence(job, refusal))
+
+    def recover(self, job: Job, entry: Entry) -> Submitted | None:
+        """What became of an attempt whose submission was interrupted: its job where it got through, or None, and then
+        its folder is gone. Raises SchedulerSilent or HostUnreachable where nobody knows."""
+        submission = entry.submission
+        if submission is not None:
+            named = replace(job, attempt=entry.number, token=submission.token)
+            found = CLIENTS[job.scheduler].read_found(
+                self.host.run_many(CLIENTS[job.scheduler].find(named.scheduler_name))
+            )
+            if found:
+                return self._note(named, submission, found[0], found=True)
+        self._remove(entry.attempt)
+        return None
+
+    def _try(self, client: Client, job: Job, after: str) -> Done | None:
+        """One try; None where nothing is known of what became of it."""
+        words = client.submit(str(job.folder.job_script), str(job.folder.job_log), after)
+        try:
+            done = self.host.run(words, timeout_s=SUBMIT_TIMEOUT_S)
+        except HostUnreachable:
+            return None
+        return None if done.timed_out else done
+
+    def _find(self, client: Client, job: Job) -> str:
+        """The id of a job with the name of this one; empty where the scheduler knows none or is silent."""
+        try:
+            found = client.read_found(self.host.run_many(client.find(job.scheduler_name)))
+        except (SchedulerSilent, HostUnreachable):
+            return ""
+        return found[0] if found else ""
+
+    def _note(self, job: Job, submission: Submission, taken: str, *, found: bool = False) -> Submitted:
+        write_submission(self.host, job.folder, replace(submission, job=taken))
+        return Submitted(job.folder, taken, found)
+
+    def _remove(self, attempt: Attempt) -> None:
+        """Take back a folder that no job will ever use."""
+        self.host.run(("rm", "-rf", str(attempt.path)))
+
+
+def asked_of(job: Job) -> Asked:
+    """What a job asks of its scheduler, for sentences about it."""
+    terms, shape = job.terms, job.shape
+    return Asked(
+        name=job.scheduler_name,
+        queue=terms.queue or terms.partition,
+        account=terms.account,
+        qos=terms.qos,
+        constraint=terms.constraint,
+        walltime_s=terms.walltime_s,
+        nodes=shape.nodes,
+        cores=shape.cores_per_node,
+        accelerators=shape.accelerators_per_node,
+        memory=shape.memory_bytes,
+        script=str(job.folder.job_script),
+    )
+
+
+def check_nothing_runs(run: Path, active: str) -> None:
+    """Raise UserError where a job of this run is queued or running; `active` says which."""
+    if active:
+        raise UserError(
+            f"{run} has {active}.\n"
+            "  Two jobs of one run would wait for each other. To do: let it go on (`shardway status` shows it), or end "
+            f"it first with `shardway stop {run}`."
+        )
+
+
+def _render_refusal(job: Job, refusal: Explanation) -> str:
+    return (
+        f"{job.scheduler} on {job.site} refused the job: {refusal.sentence}\n"
+        f"  Nothing was submitted. To do: {refusal.remedy}"
+    )
+
+
+def _render_silence(job: Job, refusal: Explanation | None) -> str:
+    why = f"its last words: {refusal.sentence}" if refusal else "there was no answer at all"
+    return (
+        f"{job.scheduler} on {job.site} did not take the job in {TRIES} tries; {why}\n"
+        f"  Attempt {job.attempt} is prepared in {job.folder.path}. To do: run the same command again later; it first "
+        "looks whether the job got through, so that it is never submitted twice."
+    )

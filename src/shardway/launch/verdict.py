@@ -1,0 +1,109 @@
+"""How an attempt ended: by what the job wrote, then by what the scheduler says.
+
+Invariant: `decide` looks at nothing but its two arguments, has an answer for every pair of them, and never overrules a
+result that a rank wrote, unless the rank only knew that a signal came. This module must not read a log nor an exit code's meaning out of one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardway.launch.records import JobRecord, Phase, SchedulerEnding
+from shardway.rundir.attempts import BY_SIGNAL, Ending, Result
+
+_ENDINGS = {
+    SchedulerEnding.COMPLETED: Ending.LOST,
+    SchedulerEnding.FAILED: Ending.CRASHED,
+    SchedulerEnding.TIMEOUT: Ending.DEADLINE,
+    SchedulerEnding.CANCELLED: Ending.STOPPED,
+    SchedulerEnding.PREEMPTED: Ending.PREEMPTED,
+    SchedulerEnding.OUT_OF_MEMORY: Ending.OUT_OF_MEMORY,
+    SchedulerEnding.NODE_FAILURE: Ending.NODE_FAILURE,
+    SchedulerEnding.NEVER_STARTED: Ending.CRASHED,
+    SchedulerEnding.UNCLEAR: Ending.LOST,
+}
+"""What an ending is where the job wrote nothing. Exit code 0 alone does not say that the work is done: whoever did it
+would have written so."""
+
+_REASONS = {
+    SchedulerEnding.COMPLETED: "the job ended with exit code 0, but wrote no result",
+    SchedulerEnding.FAILED: "the job failed and wrote no result",
+    SchedulerEnding.TIMEOUT: "killed when the wall-time was over",
+    SchedulerEnding.CANCELLED: "cancelled",
+    SchedulerEnding.PREEMPTED: "the scheduler took the nodes for another job",
+    SchedulerEnding.OUT_OF_MEMORY: "a node ran out of the memory that was asked for",
+    SchedulerEnding.NODE_FAILURE: "a node failed",
+    SchedulerEnding.NEVER_STARTED: "the job ended without having run",
+    SchedulerEnding.UNCLEAR: "the job is over, and the scheduler does not say how",
+}
+
+_CAUSES = frozenset(
+    (
+        SchedulerEnding.TIMEOUT,
+        SchedulerEnding.CANCELLED,
+        SchedulerEnding.PREEMPTED,
+        SchedulerEnding.OUT_OF_MEMORY,
+        SchedulerEnding.NODE_FAILURE,
+    )
+)
+"""Endings of which the job script sees only an exit code, and the scheduler knows why."""
+
+_REPEATS = frozenset((Ending.CRASHED, Ending.OUT_OF_MEMORY, Ending.DEADLINE))
+"""Endings that come again where nothing is changed, so that they need a signature."""
+
+_SCRIPT = "job script"
+_UNSURE = frozenset((Ending.CRASHED, Ending.LOST))
+
+
+def decide(result: Result | None, record: JobRecord | None) -> Result | None:
+    """How an attempt ended; None where it is not over, or nobody answered and the job has written nothing.
+
+    `result` is what the job wrote, `record` what the scheduler says now (None: it was not asked, or did not answer).
+    A job script that says no more than that its ranks failed is believed less than a scheduler that knows why, and
+    waits for it while the job is still there.
+    """
+    if result is None:
+        return _from_scheduler(record)
+    signalled = result.failure == BY_SIGNAL
+    if record is None or not (signalled or (result.by == _SCRIPT and result.state in _UNSURE)):
+        return result
+    if record.phase in (Phase.QUEUED, Phase.RUNNING):
+        return result if signalled else None
+    return _refine(result, record)
+
+
+def _from_scheduler(record: JobRecord | None) -> Result | None:
+    if record is None or record.phase in (Phase.QUEUED, Phase.RUNNING):
+        return None
+    if record.phase is Phase.UNKNOWN:
+        reason = "the scheduler does not know the job (any more), and it wrote no result"
+        return Result(Ending.LOST, reason=reason, job=record.job, by="scheduler")
+    ending = record.ending or SchedulerEnding.UNCLEAR
+    state = _ENDINGS[ending]
+    reason = _describe(ending, record)
+    return Result(
+        state=state,
+        reason=reason,
+        exit_code=record.exit_code,
+        failure=reason if state in _REPEATS else "",
+        job=record.job,
+        by="scheduler",
+        ended=record.ended or 0.0,
+    )
+
+
+def _refine(result: Result, record: JobRecord) -> Result:
+    """The job script's word with the scheduler's reason, where that knows one."""
+    if record.ending not in _CAUSES:
+        return result
+    state, reason = _ENDINGS[record.ending], _describe(record.ending, record)
+    failure = reason if state in _REPEATS else ""
+    return replace(result, state=state, reason=reason, failure=failure, by="scheduler")
+
+
+def _describe(ending: SchedulerEnding, record: JobRecord) -> str:
+    """A reason without what differs between two jobs that failed alike, such as nodes and times."""
+    status = f" (signal {record.signal})" if record.signal else ""
+    if record.exit_code:
+        status = f" (exit code {record.exit_code})"
+    return _REASONS[ending] + (status if ending in (SchedulerEnding.FAILED, SchedulerEnding.UNCLEAR) else "")

@@ -1,0 +1,231 @@
+"""From what a person asked for and what the site is to the job that is asked of its scheduler.
+
+Invariant: every value of the job comes from the run file, the command line, the site's profile or a stated default;
+nothing is looked up on the machine. This module must not refuse: that is `launch.checks`, which sees the same wish.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+from shardway.hardware.catalogue import load_accelerators
+from shardway.launch.job import Chain, ContainerUse, Job, Meeting, Mount, Program, QueueTerms, Shape, Surroundings
+from shardway.launch.job_script import LAUNCHERS
+from shardway.runfile.load import Loaded
+from shardway.runfile.schema import SiteSection
+from shardway.sites.schema import CPU, Queue, SiteProfile
+
+DEFAULT_WALLTIME_S = 24 * 3600.0
+"""Wall-time on a machine without a scheduler, where nothing else says one."""
+
+_OFFLINE = MappingProxyType(
+    {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "offline"}
+)
+"""Without these, libraries try for minutes to reach hosts that compute nodes cannot reach."""
+
+_NO_NAME = re.compile(r"[^A-Za-z0-9._-]+")
+_LONGEST_NAME = 180
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a job is made of: the run with its site's defaults, the site, and what the verb was told.
+
+    `run` is the run directory and `workdir` the folder of the ranks, both on the host where the job runs; `here` is
+    the Python environment that submits.
+    """
+
+    loaded: Loaded
+    profile: SiteProfile
+    run: Path
+    workdir: Path
+    program: Program
+    chain: Chain = field(default_factory=Chain)
+    token: str = "0000"
+    here: str = ""
+    secret_names: tuple[str, ...] = ()
+
+    @property
+    def section(self) -> SiteSection:
+        """What the run says of the machine."""
+        return self.loaded.values.site
+
+    @property
+    def queue(self) -> Queue | None:
+        """The queue that is meant; None where the profile does not know it."""
+        name, queues = self.section.queue, self.profile.queues
+        if not name:
+            return queues[0] if queues else None
+        return next((queue for queue in queues if queue.name == name), None)
+
+
+def with_site_defaults(loaded: Loaded, profile: SiteProfile) -> Loaded:
+    """The run with the profile's [defaults] where it sets none of these keys. Raises UserError for a wrong value."""
+    for name, value in profile.defaults.items():
+        loaded = loaded.with_default(f"site.{name}", value, f"site {profile.name}, defaults.{name}")
+    return loaded
+
+
+def shape_of(wish: Wish) -> Shape:
+    """Nodes and what of each is wanted."""
+    section, node = wish.section, wish.profile.node
+    accelerators = node.accelerators_per_node or 0 if node.accelerator != CPU else 0
+    ranks = section.ranks_per_node if section.ranks_per_node != "auto" else max(1, accelerators)
+    whole = ranks >= accelerators
+    cores = node.cores
+    if cores is None and wish.profile.scheduler != "local":
+        cores = int(ranks)  # a scheduler that is told nothing gives one core, which all ranks of a node would share
+    elif cores and not whole:  # a part of a node comes with the same part of its cores
+        cores = max(1, (cores or 1) * int(ranks) // accelerators)
+    return Shape(
+        nodes=section.nodes,
+        ranks_per_node=int(ranks),
+        cores_per_node=cores,
+        accelerators_per_node=min(int(ranks), accelerators),
+        memory_bytes=_memory(wish, int(ranks), accelerators),
+        whole_nodes=bool(wish.profile.request.whole_nodes) and whole,
+    )
+
+
+def _memory(wish: Wish, ranks: int, accelerators: int) -> int | None:
+    asked, node = wish.section.memory, wish.profile.node
+    if asked != "auto":
+        return int(asked)
+    if not wish.profile.request.memory or node.memory is None:
+        return None
+    return node.memory if ranks >= accelerators else node.memory * ranks // accelerators
+
+
+def walltime_of(wish: Wish) -> float | None:
+    """Wall-time of an attempt in seconds; None where nothing says one."""
+    if wish.section.walltime != "auto":
+        return float(wish.section.walltime)
+    if wish.queue is not None and wish.queue.max_walltime is not None:
+        return wish.queue.max_walltime
+    return DEFAULT_WALLTIME_S if wish.profile.scheduler == "local" else None
+
+
+def starter_of(wish: Wish) -> str:
+    """The starter: as asked, or the site's, or the first that goes with its scheduler."""
+    if wish.section.starter != "auto":
+        return wish.section.starter
+    possible = LAUNCHERS[wish.profile.scheduler]
+    return wish.profile.starter if wish.profile.starter in possible else possible[0]
+
+
+def runtime_of(wish: Wish) -> str:
+    """The container runtime: as asked, or the site's where an image is named, or none."""
+    if wish.section.container != "auto":
+        return wish.section.container
+    return wish.profile.container or "none" if wish.section.image else "none"
+
+
+def name_of(wish: Wish) -> str:
+    """The run's name as schedulers take it: letters, digits, dots, dashes, underlines."""
+    name = _NO_NAME.sub("-", wish.run.name).strip("-.")[:_LONGEST_NAME]
+    return name if name[:1].isalpha() else f"run-{name}".rstrip("-")
+
+
+def build_job(wish: Wish, attempt: int) -> Job:
+    """The job of one attempt. What is missing stands at a harmless value, which `launch.checks` refuses first."""
+    profile, program = wish.profile, wish.program
+    walltime = walltime_of(wish) or 0.0
+    return Job(
+        name=name_of(wish),
+        token=wish.token,
+        site=profile.name,
+        scheduler=profile.scheduler,
+        starter=starter_of(wish),
+        run=wish.run,
+        attempt=attempt,
+        program=program,
+        shape=shape_of(wish),
+        terms=_terms(wish, walltime),
+        around=_around(wish),
+        container=_container(wish),
+        meeting=Meeting(profile.network.host_suffix or "", profile.network.resolve == "ipv4"),
+        start=profile.start,
+        chain=wish.chain,
+        warn_s=0.0 if program.meets_by_itself else warn_before(walltime),
+    )
+
+
+def warn_before(walltime_s: float) -> float:
+    """How long before the end a program is warned that does not look at the clock: a tenth, one to ten minutes."""
+    return min(max(60.0, walltime_s / 10), 600.0, walltime_s / 2)
+
+
+def _terms(wish: Wish, walltime: float) -> QueueTerms:
+    section, request, queue = wish.section, wish.profile.request, wish.queue
+    name = section.queue or (queue.name if queue else "")
+    partition = name if queue is None or queue.partition is None else queue.partition
+    usual = {"slurm": "gres", "pbs": "ngpus"}.get(wish.profile.scheduler, "none")
+    return QueueTerms(
+        walltime_s=walltime,
+        queue=name,
+        partition=partition,
+        qos=(queue.qos if queue else None) or "",
+        account=section.account,
+        constraint=request.constraint or "",
+        accelerators=request.accelerators or usual,
+        options={**request.options, **section.options},
+    )
+
+
+def _around(wish: Wish) -> Surroundings:
+    section, profile = wish.section, wish.profile
+    return Surroundings(
+        workdir=wish.workdir,
+        venv=_venv(wish),
+        modules=(*profile.modules.load, *section.modules),
+        purge_modules=profile.modules.purge,
+        expanded={**_internet(profile), **profile.environment},
+        literal={name: str(value) for name, value in section.environment.items()},
+        secret_names=wish.secret_names,
+    )
+
+
+def _venv(wish: Wish) -> str:
+    asked = wish.section.venv
+    if asked == "auto":
+        return wish.here if runtime_of(wish) == "none" else ""
+    return "" if asked == "none" else asked
+
+
+def _internet(profile: SiteProfile) -> Mapping[str, str]:
+    internet = profile.internet
+    if internet.nodes == "none":
+        return _OFFLINE
+    if internet.nodes != "proxy" or not internet.proxy:
+        return {}
+    proxy = dict.fromkeys(("http_proxy", "https_proxy"), internet.proxy)
+    return {**proxy, **({"no_proxy": internet.no_proxy} if internet.no_proxy else {})}
+
+
+def _container(wish: Wish) -> ContainerUse:
+    runtime, profile = runtime_of(wish), wish.profile
+    if runtime == "none":
+        return ContainerUse()
+    part = load_accelerators().get(profile.node.accelerator or CPU)
+    mounts = (*profile.containers.mounts, *wish.section.mounts)
+    rules = profile.containers if runtime == profile.container else type(profile.containers)()
+    return ContainerUse(
+        runtime=runtime,
+        image=wish.section.image,
+        mounts=tuple(mount for mount in map(parse_mount, mounts) if mount is not None),
+        rules=rules,
+        vendor=part.vendor.lower() if part else "",
+    )
+
+
+def parse_mount(text: str) -> Mount | None:
+    """SOURCE:TARGET or SOURCE:TARGET:ro; a SOURCE alone is seen under the same name. None for anything else."""
+    source, _, rest = text.partition(":")
+    target, _, mode = rest.partition(":")
+    if not source or mode not in ("", "ro", "rw"):
+        return None
+    return Mount(source, target or re.sub(r"^~(?=/|$)", "$HOME", source), read_only=mode == "ro")

@@ -1,0 +1,170 @@
+"""Checks of a node's network: interfaces that variables name, the master's address, InfiniBand ports.
+
+Invariant: a name is looked up, nothing is connected to: that is `rollcall`. Verdicts are functions of what was read.
+
+Sources: NCCL environment variables (NCCL_SOCKET_IFNAME: prefixes, "=" exact, "^" not these); gloo in torch
+(GLOO_SOCKET_IFNAME: exact names); RFC 1122 section 3.2.1.3 on 127/8.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+from shardway.hardware.catalogue import load_links
+from shardway.hardware.links import Interface, Port, list_interfaces
+from shardway.ranks.doctor.finding import Finding, bad, good, poor, unknown
+from shardway.ranks.doctor.surroundings import Surroundings
+
+_VIRTUAL = ("docker", "virbr", "veth", "br-", "podman", "cni", "lo")
+
+
+def check_interfaces(around: Surroundings) -> Finding:
+    """Whether the interfaces that NCCL and gloo are told to use exist and are up."""
+    return judge_interfaces(around, list_interfaces())
+
+
+def judge_interfaces(around: Surroundings, found: tuple[Interface, ...]) -> Finding:
+    """The first variable that leaves no usable interface decides."""
+    said = []
+    for name, exact in (("NCCL_SOCKET_IFNAME", False), ("GLOO_SOCKET_IFNAME", True)):
+        text = around.environ.get(name, "")
+        if not text:
+            continue
+        chosen = _choose(text, found, exact=exact)
+        up = [each.name for each in chosen if each.up]
+        usable = ", ".join(each.name for each in found if each.up and not each.name.startswith(_VIRTUAL)) or "none"
+        remedy = f"unset {name}, or name one that is up here: {usable}"
+        if not chosen:
+            return bad(f"{name}={text}: {around.host} has no such interface", remedy)
+        if not up:
+            return bad(f"{name}={text}: {', '.join(each.name for each in chosen)} is down", remedy)
+        if around.several_nodes and all(each.startswith(_VIRTUAL) for each in up):
+            return bad(f"{name}={text}: {', '.join(up)} leads to no other node", remedy)
+        said.append(f"{name}={text}: {', '.join(up)}")
+    if said:
+        return good("; ".join(said))
+    names = [each.name for each in found if each.up and not each.name.startswith(_VIRTUAL)]
+    if not names:
+        return good("only the loopback is up") if not around.several_nodes else _alone(around)
+    return good(f"no variable chooses; up: {', '.join(names)}")
+
+
+def _alone(around: Surroundings) -> Finding:
+    remedy = (
+        "in a container: start it with the host's network (podman run --network=host); else tell the site's support"
+    )
+    return bad(f"{around.host} has no interface that is up, and ranks are on several nodes", remedy)
+
+
+def _choose(text: str, found: tuple[Interface, ...], *, exact: bool) -> list[Interface]:
+    """Interfaces that a variable selects, in NCCL's notation or (`exact`) gloo's."""
+    negated = text.startswith("^") and not exact
+    rest = text[1:] if negated else text
+    literal = exact or rest.startswith("=")
+    names = [name.strip() for name in (rest[1:] if rest.startswith("=") else rest).split(",") if name.strip()]
+
+    def selects(interface: Interface) -> bool:
+        hit = interface.name in names if literal else interface.name.startswith(tuple(names))
+        return hit != negated
+
+    return [interface for interface in found if selects(interface)]
+
+
+def check_master(around: Surroundings) -> Finding:
+    """Whether the address at which ranks meet is known here, and is one that other nodes can use."""
+    if around.placement is None:
+        return unknown("this rank does not know its place")
+    if around.placement.world == 1:
+        return good("one rank meets nobody")
+    return judge_master(around, look_up(around.placement.master_addr))
+
+
+def check_hostname(around: Surroundings) -> Finding:
+    """Whether this node's own name leads to an address that others can use: gloo tells it to them."""
+    if not around.several_nodes:
+        return unknown("all ranks are on one node")
+    return judge_hostname(around, look_up(around.host))
+
+
+def judge_hostname(around: Surroundings, addresses: tuple[str, ...]) -> Finding:
+    """Where gloo cannot use the name it falls back to the loopback, and the ranks of other nodes wait in vain."""
+    chosen = around.environ.get("GLOO_SOCKET_IFNAME", "")
+    if chosen:
+        return good(f"gloo uses {chosen}, not the name of the host")
+    remedy = "export GLOO_SOCKET_IFNAME with the interface that joins the nodes (ip -br addr), or mend /etc/hosts"
+    if not addresses:
+        return bad(f"{around.host} does not know its own name, by which gloo tells others where it is", remedy)
+    if all(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in addresses):
+        return bad(f"{around.host} takes its own name for {addresses[0]}, which gloo would tell others", remedy)
+    return good(f"{around.host} is {addresses[0]}")
+
+
+def look_up(name: str) -> tuple[str, ...]:
+    """Addresses of a name, IPv4 first; empty where it is not known. May take as long as the resolver likes."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return ()
+    return tuple(dict.fromkeys(str(each[4][0]) for each in sorted(found, key=lambda each: each[0] != socket.AF_INET)))
+
+
+def judge_master(around: Surroundings, addresses: tuple[str, ...]) -> Finding:
+    """A loopback address leads every node to itself; the profile may ask for a suffix."""
+    name = around.placement.master_addr if around.placement else ""
+    if not addresses:
+        remedy = "export MASTER_ADDR with a name or an IPv4 address that every node knows (getent hosts NAME)"
+        return bad(f"{around.host} does not know {name}", remedy)
+    first = addresses[0]
+    if around.several_nodes and ipaddress.ip_address(first.partition("%")[0]).is_loopback:
+        remedy = "export MASTER_ADDR with the address of rank 0's network interface; 127.x is each node's own"
+        return bad(f"{name} is {first} on {around.host}: every node would meet itself", remedy, master_address=first)
+    suffix = around.site.network.host_suffix
+    named = not name.replace(".", "").isdigit() and ":" not in name
+    if around.several_nodes and suffix and named and not name.partition(".")[0].endswith(suffix):
+        remedy = f"export MASTER_ADDR={name.partition('.')[0]}{suffix}"
+        said = f"{name} is {first}: on {around.site.name} the fast network's name ends in {suffix}"
+        return poor(said, remedy, master_address=first)
+    if ":" in first:
+        remedy = "export MASTER_ADDR with an IPv4 address; many libraries meet by IPv4 alone"
+        return poor(f"{name} has no IPv4 address, only {first}", remedy, master_address=first)
+    return good(name if name == first else f"{name} is {first}", master_address=first)
+
+
+def check_infiniband(around: Surroundings) -> Finding:
+    """Whether InfiniBand ports are active, as many and as fast as the profile says."""
+    return judge_infiniband(around, around.fast_ports)
+
+
+def judge_infiniband(around: Surroundings, ports: tuple[Port, ...]) -> Finding:
+    """A node may have ports without a cable; it is short of some only where the profile says how many it uses."""
+    network, active = around.site.network, [port for port in ports if port.active]
+    wanted = network.adapters_per_node or 0
+    down = ", ".join(f"{port.device}/{port.port} {port.state or 'unknown'}" for port in ports if not port.active)
+    remedy = f"leave this node out (Slurm: --exclude={around.host}) and tell the site's support"
+    if not ports:
+        return _judge_no_ports(around)
+    if not active:
+        return bad(f"no InfiniBand port is active: {down}", remedy)
+    rates = sorted((port.rate_gbit_s for port in active), reverse=True)
+    said = f"{len(active)} of {len(ports)} ports active, {' '.join(f'{rate:g}' for rate in rates)} Gbit/s"
+    if len(active) < wanted:
+        return bad(f"{said}; the profile has {wanted}: {down or 'the others are not there'}", remedy)
+    expected = _expected_gbit_s(around)
+    if expected and rates[max(wanted, 1) - 1] < 0.9 * expected:
+        return poor(f"{said}, where the profile has {expected:g}", remedy)
+    return good(said)
+
+
+def _judge_no_ports(around: Surroundings) -> Finding:
+    link = around.site.network.link or ""
+    if around.several_nodes and link.startswith(("hdr", "ndr", "edr", "xdr")):
+        remedy = "in a container: bind /dev/infiniband and /sys into it; otherwise leave this node out"
+        return poor(f"no InfiniBand adapter is visible, and {around.site.name} has {link}", remedy)
+    return unknown("no InfiniBand here")
+
+
+def _expected_gbit_s(around: Surroundings) -> float | None:
+    link = load_links().get(around.site.network.link or "")
+    rate = link.bandwidth_bytes_per_s if link else None
+    return rate * 8 / 1e9 if rate else None

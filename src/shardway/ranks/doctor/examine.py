@@ -1,0 +1,218 @@
+"""The doctor's visit: each rank looks at itself, rank 0 hears all of them and lets them try things together.
+
+Invariant: it ends within its limits whatever happens, and never raises for what it finds; where ranks do not come
+together, each of them says what it tried. This module must not judge nor print.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shardway.ranks.doctor import torch_verdicts, world
+from shardway.ranks.doctor.checks.storage import find_existing
+from shardway.ranks.doctor.finding import Finding, Report, Verdict, parse_finding, unknown
+from shardway.ranks.doctor.rollcall import Answer, Point, PortTaken, RollCall, attend, find_point
+from shardway.ranks.doctor.runner import run_checks
+from shardway.ranks.doctor.surroundings import Surroundings
+from shardway.ranks.doctor.table import CHECKS
+from shardway.ranks.doctor.torch_probe import Task, measure
+
+SEEN_WITHIN_S = 5.0
+_PROBE_S = 100.0
+_START_S = 30.0
+_SUM_BYTES, _DEEP_SUM_BYTES = 4 * 2**20, 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What is known after the visit. `speaks`: this rank has something to tell; the others leave it to rank 0."""
+
+    reports: tuple[Report, ...]
+    together: tuple[Finding, ...] = ()
+    missing: tuple[int, ...] = ()
+    speaks: bool = True
+
+
+def run_preflight(around: Surroundings) -> list[Finding]:
+    """The quick checks of this rank alone: under five seconds, without torch and without meeting anybody."""
+    return run_checks(CHECKS, around, quick=True)
+
+
+def examine(around: Surroundings, *, quick: bool = False, wait_s: float = 60.0) -> Diagnosis:
+    """Look at this machine and, where there are several ranks, at all of them together.
+
+    `quick`: the checks of a preflight, and the meeting, but no torch. `wait_s`: how long ranks wait for each other.
+    """
+    own = Report(around.rank, around.host, tuple(run_checks(CHECKS, around, quick=quick)))
+    if around.placement is None or around.world == 1:
+        return Diagnosis((own,), () if quick else tuple(_probe_alone(around)))
+    point = find_point(around.placement, around.job)
+    if around.rank:
+        return _follow(around, own, point, wait_s)
+    return _Visit(around, own, RollCall(point, around.world)).lead(wait_s, quick=quick)
+
+
+def _follow(around: Surroundings, own: Report, point: Point, wait_s: float) -> Diagnosis:
+    """The part of every rank but 0."""
+    hello = {"rank": own.rank, "host": own.host, "findings": [finding.as_json() for finding in own.findings]}
+    attended = attend(point, hello, _answer, wait_s)
+    verdict = world.judge_attendance(around, attended, point, wait_s)
+    told = replace(verdict, check="world.meeting")
+    return Diagnosis((own,), (told,), speaks=verdict.verdict is not Verdict.OK)
+
+
+def _answer(question: Answer) -> Answer:
+    """Do what rank 0 asks for."""
+    match question.get("ask"):
+        case "look":
+            return {"after": _look_for(Path(question["path"]), question["token"], question["limit_s"])}
+        case "measure":
+            return measure(Task(**question["task"]), _PROBE_S)
+    return {}
+
+
+def _look_for(path: Path, token: str, limit_s: float) -> float | None:
+    """Seconds until the file was there with its content; None for never."""
+    start = time.monotonic()
+    while (after := time.monotonic() - start) <= limit_s:
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            if path.read_text(encoding="utf-8") == token:
+                return after
+        time.sleep(0.05)
+    return None
+
+
+def _probe_alone(around: Surroundings) -> list[Finding]:
+    """torch on one rank: where there is a device to try, or on request."""
+    device = "cuda" if around.devices and around.wanted.device != "cpu" else "cpu"
+    if not around.in_job or (device == "cpu" and not around.deep):
+        return []
+    found = {0: measure(Task(device, 0, _START_S, around.deep), _PROBE_S)}
+    return _judge_probes(around, found, {0: around.host}, device)
+
+
+def _judge_probes(
+    around: Surroundings, probes: dict[int, dict[str, Any]], hosts: dict[int, str], device: str
+) -> list[Finding]:
+    verdicts = {
+        "torch.start": torch_verdicts.judge_start(probes, hosts),
+        "torch.import": torch_verdicts.judge_import(probes, hosts),
+    }
+    if around.world > 1:
+        verdicts["torch.allreduce"] = torch_verdicts.judge_sum(probes, device)
+    if around.deep:
+        verdicts["torch.peers"] = torch_verdicts.judge_peers(probes, hosts)
+        verdicts["torch.matmul"] = torch_verdicts.judge_matmul(probes, hosts)
+    return [replace(verdict, check=name) for name, verdict in verdicts.items()]
+
+
+class _Visit:
+    """Rank 0's part."""
+
+    def __init__(self, around: Surroundings, own: Report, call: RollCall) -> None:
+        self._around, self._own, self._call = around, own, call
+        self._found: list[Finding] = []
+
+    def lead(self, wait_s: float, *, quick: bool) -> Diagnosis:
+        """Gather the ranks, compare them, and let them go."""
+        call, point = self._call, self._call.point
+        try:
+            call.gather(wait_s)
+        except PortTaken as error:
+            self._add("world.port", world.judge_port(point, str(error)))
+            self._add("world.meeting", unknown("not tried, since rank 0 cannot listen"))
+            return Diagnosis((self._own,), tuple(self._found), tuple(call.missing))
+        missing = tuple(call.missing)
+        try:
+            reports = self._compare(missing, wait_s)
+            if not quick:
+                self._try_torch(reports, missing)
+        finally:
+            call.end()
+        return Diagnosis(tuple(reports), tuple(self._found), missing)
+
+    def _add(self, name: str, finding: Finding) -> None:
+        self._found.append(replace(finding, check=name))
+
+    def _compare(self, missing: Sequence[int], wait_s: float) -> list[Report]:
+        call, point = self._call, self._call.point
+        reports = [self._own, *(_parse_report(rank, call.reports[rank]) for rank in sorted(call.reports))]
+        self._add("world.port", world.judge_port(point, ""))
+        self._add("world.meeting", world.judge_meeting(self._around, reports, missing, point, wait_s))
+        self._add("world.nodes", world.judge_nodes(reports))
+        self._add("world.versions", world.judge_versions(reports))
+        self._add("world.master", world.judge_master(reports))
+        others = self._first_of_others(reports)
+        clocks = call.compare_clocks(others)
+        self._add("world.clock", world.judge_clocks({others[rank]: clock for rank, clock in clocks.items()}))
+        self._add("world.visible", self._show_file(others))
+        return reports
+
+    def _first_of_others(self, reports: Sequence[Report]) -> dict[int, str]:
+        """One rank of each node but ours -> its host."""
+        first: dict[str, int] = {}
+        for report in reports:
+            first.setdefault(report.host, report.rank)
+        return {rank: host for host, rank in first.items() if host != self._own.host}
+
+    def _show_file(self, others: dict[int, str]) -> Finding:
+        """Write a file where the run writes, and ask each other node for it."""
+        if self._around.wanted.folder is None:
+            return unknown("no run file or --dir says where the run writes")
+        folder, token = find_existing(self._around.wanted.folder), uuid.uuid4().hex
+        path = folder / f".doctor-seen-{token}"
+        try:
+            path.write_text(token, encoding="utf-8")
+        except OSError as error:
+            return unknown(f"the first node cannot write to {folder}: {error.strerror}")
+        question = {"ask": "look", "path": str(path), "token": token, "limit_s": SEEN_WITHIN_S}
+        try:
+            answers = self._call.ask(dict.fromkeys(others, question), SEEN_WITHIN_S + 5.0)
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        seen = {host: answers.get(rank, {}).get("after") for rank, host in others.items()}
+        return world.judge_visible(str(folder), seen, SEEN_WITHIN_S)
+
+    def _try_torch(self, reports: Sequence[Report], missing: Sequence[int]) -> None:
+        """Let all ranks start torch at once."""
+        if missing:
+            self._add("torch.start", unknown("not tried, since ranks are missing"))
+            return
+        device = self._choose_device(reports)
+        size = _DEEP_SUM_BYTES if self._around.deep else _SUM_BYTES
+        task = Task(device, size, _START_S, self._around.deep)
+        probes: dict[int, dict[str, Any]] = {}
+        question = {"ask": "measure", "task": asdict(task)}
+        ranks = range(1, self._around.world)
+        answers = self._call.ask(
+            dict.fromkeys(ranks, question), _PROBE_S + 5.0, lambda: probes.update({0: measure(task, _PROBE_S)})
+        )
+        for rank in ranks:
+            probes[rank] = answers.get(rank) or {"stage": "python", "error": "the rank was lost"}
+        self._found += _judge_probes(self._around, probes, {each.rank: each.host for each in reports}, device)
+
+    def _choose_device(self, reports: Sequence[Report]) -> str:
+        """CUDA where every node has a device for each of its ranks, so that all ranks take the same."""
+        if self._around.wanted.device == "cpu":
+            return "cpu"
+        ranks: dict[str, int] = {}
+        for report in reports:
+            ranks[report.host] = ranks.get(report.host, 0) + 1
+        gpus = {report.host: int(fact) for report in reports if (fact := report.fact("gpus")) is not None}
+        return "cuda" if all(gpus.get(host, 0) >= count for host, count in ranks.items()) else "cpu"
+
+
+def _parse_report(rank: int, hello: Answer) -> Report:
+    """A rank's own words; findings of another version that cannot be read are left out."""
+    findings = []
+    for table in hello.get("findings", ()):
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            findings.append(parse_finding(table))
+    return Report(rank, str(hello.get("host", "n/a")), tuple(findings))

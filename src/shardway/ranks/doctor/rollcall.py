@@ -1,0 +1,248 @@
+"""Ranks report to rank 0 over plain TCP, so that it is known who came, who did not, and what each of them tried.
+
+Why not torch's store: it says how many are missing, not which; and torch may be what is broken.
+
+Invariant: rank 0 asks and the others answer, each wait has a limit, and a rank that is lost takes nobody along. The
+meeting point is that of the launch: the master's address, and the port at which training will meet. torchrun's agent
+listens there already, so under torchrun the port is another, which every rank derives from it. This module must not
+judge.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardway.ranks.doctor.wire import Wire
+from shardway.ranks.launcher import Placement
+from shardway.ranks.meeting import FIRST_PORT, PORTS
+
+_CONNECT_S = 3.0
+_HELLO_S = 5.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+_CLOCK_ROUNDS = 5
+_SILENCE_S = 600.0
+"""Longer than anything that rank 0 does between two questions; the end of its connection tells sooner."""
+
+Answer = dict[str, Any]
+Answerer = Callable[[Answer], Answer]
+"""Does what rank 0 asks, and returns what to tell it."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where the ranks of one launch report; `launch` tells its ranks from those of others."""
+
+    address: str
+    port: int
+    launch: str
+
+    def __str__(self) -> str:
+        return f"{self.address}:{self.port}"
+
+
+def find_point(placement: Placement, job: str) -> Point:
+    """The meeting point of a launch, the same on each of its ranks."""
+    launch = f"{job} {placement.world} {placement.master_addr}:{placement.master_port}"
+    if placement.launcher != "torchrun":
+        return Point(placement.master_addr, placement.master_port, launch)
+    port = FIRST_PORT + zlib.crc32(f"doctor {placement.master_port}".encode()) % PORTS
+    return Point(placement.master_addr, port, launch)
+
+
+class PortTaken(Exception):
+    """Rank 0 cannot listen at the meeting point; the message is the system's."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """How far a rank's clock is ahead of rank 0's, in seconds, and how sure that is (half the round trip)."""
+
+    ahead_s: float
+    error_s: float
+
+
+@dataclass
+class RollCall:
+    """Rank 0's side."""
+
+    point: Point
+    world: int
+    reports: dict[int, Answer] = field(default_factory=dict)
+    """What each rank said when it came."""
+    took_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._wires: dict[int, Wire] = {}
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks other than 0 that did not come."""
+        return [rank for rank in range(1, self.world) if rank not in self.reports]
+
+    @property
+    def here(self) -> list[int]:
+        """Ranks that came and are still there."""
+        return sorted(self._wires)
+
+    def gather(self, wait_s: float) -> None:
+        """Wait for every rank, at most `wait_s` seconds. Raises PortTaken."""
+        start = time.monotonic()
+        try:
+            listener = _listen(self.point)
+        except OSError as error:
+            raise PortTaken(error.strerror or str(error)) from None
+        with listener:
+            while self.missing and (left := start + wait_s - time.monotonic()) > 0:
+                listener.settimeout(left)
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    continue
+                self._greet(Wire(connection))
+        self.took_s = time.monotonic() - start
+
+    def _greet(self, wire: Wire) -> None:
+        """Take in a rank of this launch; somebody else is told nothing."""
+        try:
+            hello = wire.receive(_HELLO_S)
+            rank = hello.get("rank")
+            if hello.get("launch") != self.point.launch or not isinstance(rank, int) or not 0 < rank < self.world:
+                raise ConnectionError("not of this launch")
+            wire.send({"welcome": True})
+        except OSError:
+            wire.close()
+            return
+        self._wires[rank] = wire
+        self.reports[rank] = hello
+
+    def compare_clocks(self, ranks: Iterable[int]) -> dict[int, Clock]:
+        """Clocks of ranks against ours, from the quickest of a few exchanges (as NTP does, RFC 5905 section 8)."""
+        clocks = {}
+        for rank in ranks:
+            rounds = [found for _ in range(_CLOCK_ROUNDS) if (found := self._ask_clock(rank)) is not None]
+            if rounds:
+                clocks[rank] = min(rounds, key=lambda clock: clock.error_s)
+        return clocks
+
+    def _ask_clock(self, rank: int) -> Clock | None:
+        before, start = time.time(), time.monotonic()
+        answer = self.ask({rank: {"ask": "clock"}}, 5.0).get(rank)
+        trip = time.monotonic() - start
+        if answer is None or not isinstance(answer.get("time"), int | float):
+            return None
+        return Clock(float(answer["time"]) - (before + trip / 2), trip / 2)
+
+    def ask(
+        self, questions: Mapping[int, Answer], limit_s: float, meanwhile: Callable[[], None] | None = None
+    ) -> dict[int, Answer]:
+        """Ask ranks, do something of our own, and take their answers; a rank that gives none is let go."""
+        deadline = time.monotonic() + limit_s
+        asked = [rank for rank, question in questions.items() if self._tell(rank, question)]
+        if meanwhile is not None:
+            meanwhile()
+        answers = {}
+        for rank in asked:
+            try:
+                answers[rank] = self._wires[rank].receive(max(0.2, deadline - time.monotonic()))
+            except OSError:
+                self._wires.pop(rank).close()
+        return answers
+
+    def _tell(self, rank: int, question: Answer) -> bool:
+        try:
+            self._wires[rank].send(question)
+        except (OSError, KeyError):
+            return False
+        return True
+
+    def end(self) -> None:
+        """Let every rank go."""
+        for rank in self.here:
+            self._tell(rank, {"ask": "end"})
+            self._wires[rank].close()
+        self._wires.clear()
+
+
+def _listen(point: Point) -> socket.socket:
+    """At every address of this host: the master's name may mean another of them here than elsewhere."""
+    listener = socket.socket(socket.AF_INET6 if ":" in point.address else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("", point.port))
+        listener.listen(4096)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+@dataclass(frozen=True)
+class Attendance:
+    """How a rank other than 0 fared: `met`, or what each of its tries ended with, commonest first."""
+
+    met: bool
+    tries: Mapping[str, int] = field(default_factory=dict)
+
+
+def attend(point: Point, hello: Answer, answer: Answerer, wait_s: float) -> Attendance:
+    """Report to rank 0 and do what it asks until it lets us go."""
+    start, tries, pause = time.monotonic(), Counter[str](), _FIRST_PAUSE_S
+    while (left := start + wait_s - time.monotonic()) > 0:
+        try:
+            wire = _connect(point, hello, left)
+        except OSError as error:
+            tries[explain_error(error)] += 1
+            time.sleep(max(0.0, min(pause, start + wait_s - time.monotonic())))
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            continue
+        try:
+            _obey(wire, answer, wait_s)
+        except OSError as error:
+            return Attendance(True, {f"then rank 0 was lost: {explain_error(error)}": 1})
+        finally:
+            wire.close()
+        return Attendance(True)
+    return Attendance(False, dict(tries.most_common()))
+
+
+def _connect(point: Point, hello: Answer, limit_s: float) -> Wire:
+    wire = Wire(socket.create_connection((point.address, point.port), timeout=min(limit_s, _CONNECT_S)))
+    try:
+        wire.send({"launch": point.launch, **hello})
+        wire.receive(min(limit_s, 2 * _HELLO_S))  # rank 0 may have to hear a stranger out first
+    except OSError as error:
+        wire.close()
+        raise ConnectionError("something answered that is not rank 0 of this launch") from error
+    return wire
+
+
+def _obey(wire: Wire, answer: Answerer, wait_s: float) -> None:
+    """Answer until told to end; rank 0 may be waiting for others for as long as we would."""
+    while True:
+        question = wire.receive(wait_s + _SILENCE_S)
+        if question.get("ask") == "end":
+            return
+        wire.send({"time": time.time()} if question.get("ask") == "clock" else answer(question))
+
+
+_WORDS = {
+    errno.ECONNREFUSED: "connection refused: nothing listens there",
+    errno.EHOSTUNREACH: "no route to that host",
+    errno.ENETUNREACH: "no network leads there",
+}
+
+
+def explain_error(error: OSError) -> str:
+    """What an error of a connection means."""
+    if isinstance(error, socket.gaierror):
+        return "the name is not known here"
+    if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
+        return "no answer: a firewall, or an address that leads elsewhere"
+    return _WORDS.get(error.errno or 0) or error.strerror or str(error)

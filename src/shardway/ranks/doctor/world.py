@@ -1,0 +1,164 @@
+"""Verdicts over all ranks: who came, whether nodes are alike, whether clocks and files agree.
+
+Invariant: a node is compared with its peers, not with a number that another kind of machine would have. Everything here
+is a function of what was gathered; this module must not open a connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from shardway.errors import list_some
+from shardway.ranks.doctor.checks.software import VERSIONS
+from shardway.ranks.doctor.finding import Finding, Report, bad, good, poor, unknown
+from shardway.ranks.doctor.rollcall import Attendance, Clock, Point
+from shardway.ranks.doctor.surroundings import Surroundings
+from shardway.units import render_seconds
+
+_SKEW_S = 1.0
+_SHOWN = 8
+
+
+def judge_meeting(
+    around: Surroundings, reports: Sequence[Report], missing: Sequence[int], point: Point, wait_s: float
+) -> Finding:
+    """Rank 0's view: who reported in time, and which nodes no rank reported from."""
+    if not missing:
+        hosts = len({report.host for report in reports})
+        return good(f"all {around.world} ranks on {hosts} node{'s' * (hosts != 1)} met at {point}")
+    came = list_some([f"{report.rank} ({report.host})" for report in reports], _SHOWN)
+    absent = list_absent_hosts(around, reports)
+    from_where = f"; no rank came from {list_some(absent, _SHOWN)}" if absent else ""
+    said = f"rank{'s' * (len(missing) > 1)} {list_ranks(missing)} of {around.world} did not come to {point} within "
+    remedy = (
+        "look at the output of these ranks: they were not started, or say there why they could not reach this address; "
+        f"from their node: getent hosts {point.address}; nc -zv {point.address} {point.port}"
+    )
+    if absent:
+        remedy += f"; leave a node out with --exclude={absent[0]}"
+    return bad(f"{said}{render_seconds(wait_s)}; came: {came}{from_where}", remedy)
+
+
+def list_ranks(ranks: Sequence[int]) -> str:
+    """Ranks in short: [1, 2, 3, 7] -> "1-3, 7"."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    return list_some([f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts], _SHOWN)
+
+
+def list_absent_hosts(around: Surroundings, reports: Sequence[Report]) -> list[str]:
+    """Nodes of the job that no rank reported from; short names are compared, since schedulers differ in domains."""
+    came = {report.host.partition(".")[0] for report in reports}
+    return [host for host in around.hosts if host.partition(".")[0] not in came]
+
+
+def judge_attendance(around: Surroundings, attended: Attendance, point: Point, wait_s: float) -> Finding:
+    """The view of a rank that wanted to report."""
+    tries = "; ".join(f"{count} x {words}" for words, count in attended.tries.items())
+    if attended.met:
+        return good(f"met rank 0 at {point}") if not tries else bad(f"met rank 0 at {point}, {tries}", _SEE_FIRST)
+    said = f"rank {around.rank} on {around.host} could not reach rank 0 at {point} within {render_seconds(wait_s)}"
+    remedy = (
+        "if others reach it, this node's network or firewall is wrong: leave the node out; if none does, rank 0 was "
+        f"not started, or MASTER_ADDR is no address of its node: getent hosts {point.address} on both"
+    )
+    return bad(f"{said}: {tries or 'no try was possible'}", remedy)
+
+
+_SEE_FIRST = "look at the output of rank 0"
+
+
+def judge_port(point: Point, trouble: str) -> Finding:
+    """Rank 0 listens where training will, so a taken port is known before."""
+    if not trouble:
+        return good(f"rank 0 listens at port {point.port}")
+    remedy = "export MASTER_PORT with another port for all ranks, or ask for whole nodes (--exclusive)"
+    return bad(f"rank 0 cannot listen at port {point.port}: {trouble}", remedy)
+
+
+def judge_nodes(reports: Sequence[Report]) -> Finding:
+    """Whether nodes have as many GPUs as each other."""
+    counts = {report.host: fact for report in reports if (fact := report.fact("gpus")) is not None}
+    if len(counts) < 2:
+        return unknown("one node has no peers")
+    usual = median(float(count) for count in counts.values())
+    odd = [
+        f"{host} has {count:g}" for host, count in counts.items() if isinstance(count, int | float) and count != usual
+    ]
+    if odd:
+        remedy = "ask for one kind of node (--constraint, or another queue), or leave these out"
+        return bad(f"GPUs of a node: {usual:g}, but {list_some(odd, _SHOWN)}", remedy)
+    return good(f"{len(counts)} nodes with {usual:g} GPUs each")
+
+
+def judge_versions(reports: Sequence[Report]) -> Finding:
+    """Whether Python, torch, Shardway, the driver and the processor are the same everywhere."""
+    told = [report for report in reports if report.fact("python") is not None]
+    if len(told) < 2:
+        return unknown("one node has no peers")
+    differ = []
+    for name in VERSIONS:
+        found: dict[str, list[str]] = {}
+        for report in told:
+            found.setdefault(str(report.fact(name) or "none"), []).append(report.host)
+        if len(found) > 1:
+            differ.append(
+                f"{name}: " + ", ".join(f"{value} on {list_some(hosts, 3)}" for value, hosts in sorted(found.items()))
+            )
+    if not differ:
+        return good(f"equal on {len(told)} nodes")
+    remedy = "start all ranks in the same environment: one venv or image on a shared file system"
+    only_driver = all(line.startswith("driver") for line in differ)
+    return (poor if only_driver else bad)("; ".join(differ), remedy)
+
+
+def judge_master(reports: Sequence[Report]) -> Finding:
+    """Whether MASTER_ADDR means one address."""
+    found: dict[str, list[str]] = {}
+    for report in reports:
+        address = report.fact("master_address")
+        if address is not None:
+            found.setdefault(str(address), []).append(report.host)
+    if not found:
+        return unknown("no node looked it up")
+    if len(found) == 1:
+        return good(f"{next(iter(found))} on every node")
+    said = ", ".join(f"{address} on {list_some(hosts, 3)}" for address, hosts in sorted(found.items()))
+    return poor(said, "export MASTER_ADDR with the IPv4 address of rank 0's fast interface instead of a name")
+
+
+def judge_clocks(clocks: Mapping[str, Clock]) -> Finding:
+    """Whether clocks agree as far as the network lets us know."""
+    if not clocks:
+        return unknown("one node has one clock")
+    off = {host: clock for host, clock in clocks.items() if abs(clock.ahead_s) - clock.error_s > _SKEW_S}
+    if off:
+        said = list_some([f"{host} {render_skew(clock)}" for host, clock in off.items()], _SHOWN)
+        return poor(f"against rank 0: {said}", "tell the site's support: time synchronisation (chrony) fails there")
+    largest = max(clocks.values(), key=lambda clock: abs(clock.ahead_s))
+    return good(f"within {1000 * (abs(largest.ahead_s) + largest.error_s):.2g} ms on {len(clocks) + 1} nodes")
+
+
+def render_skew(clock: Clock) -> str:
+    """In words: "3.20 s ahead"."""
+    return f"{abs(clock.ahead_s):.2f} s {'ahead' if clock.ahead_s > 0 else 'behind'}"
+
+
+def judge_visible(folder: str, seen: Mapping[str, float | None], limit_s: float) -> Finding:
+    """Whether each other node saw a new file of the first node's, and after how long."""
+    if not seen:
+        return unknown("one node sees its own files")
+    blind = [host for host, after in seen.items() if after is None]
+    if blind:
+        remedy = (
+            "choose a run directory on a file system that all nodes share (--dir, run.root), and mount it in containers"
+        )
+        said = f"a file that the first node wrote in {folder} is not there within {limit_s:g} s on"
+        return bad(f"{said} {list_some(blind, _SHOWN)}", remedy)
+    slowest = max(after for after in seen.values() if after is not None)
+    return good(f"{folder}: {len(seen)} other node{'s' * (len(seen) > 1)} saw a new file after {slowest:.2f} s at most")

@@ -1,0 +1,51 @@
+"""How a rank leaves after an error that nobody caught: at once, without the tidying up of an interpreter.
+
+Invariant: only where other ranks share the process group, and only after the error was shown as it always is. What a
+process group does when the interpreter ends can wait for ever for a peer that is gone, and a job whose ranks wait so
+keeps its nodes. This module must not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from types import TracebackType
+
+from shardway.errors import ShardwayError
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+UNKNOWN, INTERRUPTED = 1, 130
+"""Exit codes of Python for an error, and of a shell for Ctrl-C."""
+
+
+@contextlib.contextmanager
+def left_at_once(world: int) -> Iterator[None]:
+    """Where an error leaves this context and nobody catches it, end the process without tidying up; not with one rank.
+
+    The command line has a way of its own to end; this is for scripts that own their loop.
+    """
+    try:
+        yield
+    except (Exception, KeyboardInterrupt):
+        if world > 1:
+            sys.excepthook = _leave_after(sys.excepthook)
+        raise
+
+
+def _leave_after(show: Hook) -> Hook:
+    def leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        show(kind, error, trace)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_exit_code(error))
+
+    return leave
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, ShardwayError):
+        return error.exit_code
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else UNKNOWN

@@ -1,0 +1,56 @@
+"""The keys of a run file about the process and the machine: [run] and [site].
+
+Invariant: as in `schema`: strict keys, each with its sentence. This module must not check one key against another.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from shardway.runfile.section import PositiveInt, Section, key
+from shardway.runfile.types import Auto, BytesField, SecondsField, SettingsField
+
+
+class RunSection(Section):
+    """The process: where it writes, on what it runs, how long it waits."""
+
+    name: str = key("auto", "Name of the run; auto = the run file's name.", pattern=r"^[^/\x00]*[^/\x00.][^/\x00]*$")
+    root: str = key("runs", "Folder of run directories; the run directory is root/name unless --dir is given.")
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "Device of the model; auto = cuda where there is one.")
+    threads: PositiveInt | Auto = key("auto", "CPU threads a rank; auto = usable cores / ranks on the node.")
+    start_timeout: SecondsField = key(600.0, "How long ranks wait for each other at the start.")
+    collective_timeout: SecondsField = key(300.0, "How long a collective waits before the job is ended.")
+    stop_timeout: SecondsField = key(900.0, "How long a graceful stop may take before ranks are killed.")
+    stop_margin: SecondsField | Auto = key(
+        "auto", "How long before the end of the wall-time the run stops; auto = from the time that saves take."
+    )
+
+
+class SiteSection(Section):
+    """The machine, and what is asked of it."""
+
+    name: str = key("laptop", "A shipped profile, one of your own, or the path of one.")
+    nodes: PositiveInt = key(1, "Nodes of a job.")
+    ranks_per_node: PositiveInt | Auto = key(
+        "auto", "Ranks on each node; auto = its accelerators, or 1 where it has none."
+    )
+    walltime: SecondsField | Auto = key("auto", "Wall-time of one attempt; auto = the longest that the queue allows.")
+    queue: str = key("", "Queue or partition; empty = the first of the site.")
+    account: str = key("", "Account, project or budget that is charged.")
+    memory: BytesField | Auto = key("auto", "Memory of a node; auto = all of it where the site wants it said.")
+    starter: Literal["auto", "torchrun", "srun", "mpirun"] = key("auto", "What starts the ranks; auto = the site's.")
+    container: Literal["auto", "none", "pyxis", "enroot", "apptainer", "podman", "charliecloud"] = key(
+        "auto", "Container runtime; auto = the site's where image is set, or else none."
+    )
+    image: str = key("", "Container image: a file on the site, or a URI where the runtime takes one.")
+    mounts: list[str] = key([], "SOURCE:TARGET[:ro] of folders that the container sees besides those of the run.")
+    modules: list[str] = key([], "Environment modules to load after those of the site, with versions.")
+    venv: str = key(
+        "auto",
+        'Python environment of the ranks: folder of a venv, "conda:NAME", or "none"; auto = the one that submits, but '
+        "none in a container.",
+    )
+    environment: SettingsField = key({}, "Environment variables of the job; no secrets, which come from a file.")
+    options: SettingsField = key(
+        {}, 'Options of the scheduler that no key names, such as {reservation = "x", exclusive = true}.'
+    )

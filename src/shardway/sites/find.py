@@ -1,0 +1,127 @@
+"""Where a site's profile is: shipped with Shardway, in the user's own folder, or at a path.
+
+Invariant: a name means one file. A file of the user's that has the name of a shipped profile is found before it, and
+says that it `shadows`. This module must not read what is in a profile beyond its text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Literal
+
+from shardway.errors import UserError
+
+Origin = Literal["shipped", "yours", "file"]
+
+_SUFFIX = ".toml"
+
+
+@dataclass(frozen=True)
+class ProfileFile:
+    """One profile: its name (a path for `origin` "file") and where it comes from.
+
+    `path` is None for a shipped one. `shadows`: a shipped profile has the same name.
+    """
+
+    name: str
+    origin: Origin
+    path: Path | None = None
+    shadows: bool = False
+
+    @property
+    def title(self) -> str:
+        """What to call it in messages."""
+        return f"site profile {self.path if self.origin == 'yours' else self.name}"
+
+    def read_text(self) -> str:
+        """Its text. Raises UserError where the file cannot be read."""
+        if self.path is None:
+            return files(__package__).joinpath(f"{self.name}{_SUFFIX}").read_text("utf-8")
+        try:
+            return self.path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise UserError(
+                f"cannot read the {self.title}: {reason}\n"
+                f"  allowed: a readable TOML file, or one of {', '.join(list_sites())}\n"
+                "  to do: correct the path"
+            ) from error
+
+
+def own_folder() -> Path | None:
+    """$XDG_CONFIG_HOME/shardway/sites, or that below ~/.config (XDG Base Directory Specification); None for an account
+    without a home."""
+    base = Path(os.environ.get("XDG_CONFIG_HOME", ""))
+    if not base.is_absolute():
+        with contextlib.suppress(RuntimeError):
+            base = Path.home() / ".config"
+    return base / "shardway/sites" if base.is_absolute() else None
+
+
+def list_shipped() -> tuple[str, ...]:
+    """Names of the profiles that come with Shardway, sorted."""
+    names = (entry.name for entry in files(__package__).iterdir())
+    return tuple(sorted(name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX)))
+
+
+def list_profiles() -> tuple[ProfileFile, ...]:
+    """What every name means, sorted by name: profiles of the user's own folder, and shipped ones that none shadows."""
+    shipped = {name: ProfileFile(name, "shipped") for name in list_shipped()}
+    found = {**shipped, **{path.stem: _own(path, shipped) for path in _own_files()}}
+    return tuple(found[name] for name in sorted(found))
+
+
+def list_sites() -> tuple[str, ...]:
+    """Names of all profiles, shipped and the user's own, sorted."""
+    return tuple(profile.name for profile in list_profiles())
+
+
+def find_profile(name_or_path: str, beside: Path | None = None) -> ProfileFile:
+    """The profile of that name, or at that path (with a "/" or ending in .toml), which is relative to `beside`.
+
+    Raises UserError for a name that no profile has.
+    """
+    if "/" in name_or_path or name_or_path.endswith(_SUFFIX):
+        path = Path(name_or_path).expanduser()
+        return ProfileFile(name_or_path, "file", beside / path if beside else path)
+    found = next((profile for profile in list_profiles() if profile.name == name_or_path), None)
+    if found is None:
+        raise UserError(_render_unknown_site(name_or_path))
+    return found
+
+
+def find_parent(name_or_path: str, child: ProfileFile) -> ProfileFile:
+    """The profile that `child` extends; its own name means the shipped one. Raises UserError."""
+    if child.origin == "yours" and child.shadows and name_or_path == child.name:
+        return ProfileFile(child.name, "shipped")
+    return find_profile(name_or_path, child.path.parent if child.path else None)
+
+
+def find_nearest(word: str, words: Iterable[str]) -> str | None:
+    """The word that was probably meant, or None where none is similar."""
+    return next(iter(difflib.get_close_matches(word, list(words), n=1)), None)
+
+
+def _own_files() -> list[Path]:
+    folder = own_folder()
+    return sorted(path for path in folder.glob(f"*{_SUFFIX}") if not path.name.startswith(".")) if folder else []
+
+
+def _own(path: Path, shipped: Iterable[str]) -> ProfileFile:
+    return ProfileFile(path.stem, "yours", path, shadows=path.stem in shipped)
+
+
+def _render_unknown_site(name: str) -> str:
+    nearest = find_nearest(name, list_sites())
+    hint = f'write "{nearest}"' if nearest else "choose one of these"
+    return (
+        f'there is no site "{name}"\n'
+        f"  allowed: {', '.join(list_sites())}, or the path of a profile (with a / or ending in .toml)\n"
+        f"  to do: {hint}, or write a profile for your site: `shardway sites probe`"
+    )

@@ -1,0 +1,110 @@
+"""`shardway rehearse`: its words, what it prints, and its exit code. The rehearsal itself is played here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command_line import Shardway
+
+from shardway.launch.rehearsal import rehearse as course
+from shardway.launch.rehearsal.checks import Check, Verdict
+from shardway.launch.rehearsal.rehearse import Piece
+
+GOOD = [Check("trains", Verdict.OK, "9 steps"), Check("same losses", Verdict.UNKNOWN, "no events")]
+BAD = [GOOD[0], Check("same losses", Verdict.FAIL, "loss of step 3 is 1.0\nand more", "look for state")]
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> list[Piece]:
+    """The pieces that were rehearsed."""
+    pieces: list[Piece] = []
+
+    def play(piece: Piece, folder: Path) -> Iterator[Check]:
+        assert folder.is_dir()
+        assert list(folder.iterdir()) == []
+        (folder / "left").touch()
+        pieces.append(piece)
+        yield from GOOD
+
+    monkeypatch.setattr(course, "rehearse", play)
+    return pieces
+
+
+def test_a_run_file_is_trained_with_its_words(shardway: Shardway, played: list[Piece], tmp_path: Path) -> None:
+    words = ("train.seed=3", "--deadline", "1m30s", "--nproc", "2", "--steps", "40")
+    ended = shardway("rehearse", *words)
+    assert (ended.code, ended.err) == (0, "")
+    (piece,) = played
+    assert (piece.deadline_s, piece.whole) == (90.0, True)
+    command = list(piece.words(tmp_path / "x"))
+    assert command[1:] == [
+        *("-m", "shardway", "train", "train.seed=3", "train.steps=40", "--nproc", "2"),
+        *("--dir", f"{tmp_path}/x"),
+    ]
+    first, *lines = ended.out.splitlines()
+    assert first.startswith("rehearsing in runs/rehearsal-")
+    assert lines == [f"{'ok':8}{'trains':28}9 steps", f"{'unknown':8}{'same losses':28}no events"]
+    assert list((tmp_path / "runs").iterdir()) == [], "the scratch folder is removed"
+
+
+def test_a_command_stays_as_it_is(shardway: Shardway, played: list[Piece], tmp_path: Path) -> None:
+    ended = shardway("rehearse", "--keep", "--", "torchrun", "--nproc-per-node", "2", "my script.py", "--lr=3")
+    assert ended.code == 0
+    (piece,) = played
+    assert (piece.deadline_s, piece.whole) == (30.0, False)
+    assert list(piece.words(tmp_path)) == ["torchrun", "--nproc-per-node", "2", "my script.py", "--lr=3"]
+    (kept,) = (tmp_path / "runs").iterdir()
+    assert (kept / "left").exists()
+
+
+def test_a_difference_is_an_error_of_the_job(
+    shardway: Shardway, played: list[Piece], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(course, "rehearse", lambda piece, folder: iter(BAD))
+    ended = shardway("rehearse")
+    assert ended.code == 4
+    assert ended.out.splitlines()[2:] == [
+        f"{'fail':8}{'same losses':28}loss of step 3 is 1.0",
+        f"{'':36}and more",
+        f"{'':36}to do: look for state",
+    ]
+    assert ended.err == (
+        "shardway: the rehearsal failed: same losses: loss of step 3 is 1.0\n"
+        "  To do: rehearse with --keep to look at what was written.\n"
+    )
+
+
+def test_facts_for_programs(shardway: Shardway, played: list[Piece]) -> None:
+    ended = shardway("rehearse", "--json")
+    assert ended.code == 0
+    assert [(check["name"], check["verdict"]) for check in json.loads(ended.out)["checks"]] == [
+        ("trains", "ok"),
+        ("same losses", "unknown"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--deadline", "soon"), 'shardway: --deadline: "soon" is not a time;'),
+        (("--nproc", "2", "--", "python", "x.py"), "shardway: --nproc and --steps belong to a run file;"),
+        (("train.stps=4",), "shardway: 1 problem in "),
+        (("absent.toml",), "shardway: "),
+    ],
+)
+def test_mistakes_are_told_before_anything_starts(
+    words: tuple[str, ...], told: str, shardway: Shardway, played: list[Piece], tmp_path: Path
+) -> None:
+    ended = shardway("rehearse", *words)
+    assert (ended.code, played) == (2, [])
+    assert ended.err.startswith(told)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_command_that_is_not_there_is_told(shardway: Shardway, tmp_path: Path) -> None:
+    ended = shardway("rehearse", "--", "no-such-program")
+    assert ended.code == 2
+    assert ended.err.startswith("shardway: the command cannot be started: No such file or directory (no-such-program)")

@@ -1,0 +1,250 @@
+# say LINE: with the time
+say() { printf '%s shardway: %s\n' "$(date '+%F %T')" "$*"; }
+# field FILE KEY: a value of a JSON file that has one key a line
+field() {
+  sed -n "s/^ *\"$2\": \"\{0,1\}\(.*[^\",]\)\"\{0,1\},\{0,1\}\$/\1/p" "$1" 2>/dev/null | head -n 1
+}
+# in_json TEXT: as it stands between the quotes of JSON
+in_json() { printf '%s' "$1" | tr '\n\t\r' '   ' | tr -d '\000-\037' | sed 's/[\\"]/\\&/g'; }
+# whole FILE: standard input becomes the file, complete or not at all
+whole() { cat > "$1.$$.tmp" && mv "$1.$$.tmp" "$1"; }
+# write_result ATTEMPT STATE REASON [EXIT_CODE FAILURE JOB]: unless somebody has said how it ended
+write_result() {
+  local folder=$run/attempts/$1 step
+  [ ! -e "$folder/result.json" ] || return 0
+  step=$(field "$run/status.json" step)
+  {
+    printf '{\n "format": 1,\n "state": "%s",\n "reason": "%s",\n' "$2" "$(in_json "$3")"
+    printf ' "step": %s,\n "exit_code": %s,\n "failure": "%s",\n' "${step:-0}" "${4:-null}" "$(in_json "${5:-}")"
+    printf ' "job": "%s",\n "host": "%s",\n "by": "job script",\n' "${6:-$job}" "$(hostname)"
+    printf ' "ended": %s\n}\n' "$(date +%s)"
+  } > "$folder/.result.$$"
+  ln "$folder/.result.$$" "$folder/result.json" 2>/dev/null # refuses where a rank was quicker
+  rm -f "$folder/.result.$$"
+}
+# ask_to_stop STATE REASON: touches the stop file, which rank 0 looks for between steps
+ask_to_stop() {
+  [ -e "$run/stop" ] || printf '%s\n' "$*" | whole "$run/stop"
+  asked=$1
+}
+# cancel_later REASON: takes the attempts after this one out of the queue
+cancel_later() {
+  local folder number id
+  for folder in "$run"/attempts/[0-9]*/; do
+    number=$(basename "$folder")
+    [ $((10#$number)) -gt $((10#$attempt)) ] || continue
+    id=$(field "$folder/submission.json" job)
+    [ -n "$id" ] && cancel_job "$id" || continue
+    write_result "$number" not_needed "attempt $attempt: $1" null "" "$id"
+    say "took job $id (attempt $number) out of the queue"
+  done
+}
+# claim: one job alone runs an attempt, should it have been submitted twice
+claim() {
+  if ! ln -s "$job" "$here/claim" 2>/dev/null && [ "$(readlink "$here/claim")" != "$job" ]; then
+    say "attempt $attempt belongs to job $(readlink "$here/claim"); this job does nothing"
+    exit 0
+  fi
+}
+# note_start: what the ranks and `shardway status` read; times in seconds since 1970
+note_start() {
+  {
+    printf '{\n "format": 1,\n "job": "%s",\n "host": "%s",\n "nodes": "%s",\n' "$job" "$(hostname)" "${nodes[*]}"
+    printf ' "started": %s,\n "deadline": %s\n}\n' "$started" "$deadline"
+  } | whole "$here/started.json"
+  say "attempt $attempt is job $job on ${nodes[*]}"
+}
+# check_stop: somebody may have asked for a stop while the job was queued
+check_stop() {
+  [ -e "$run/stop" ] || return 0
+  write_result "$attempt" stopped "a stop was asked for before it began"
+  say "nothing to do: a stop was asked for"
+  cancel_later stopped
+  exit 0
+}
+# fail REASON: ends this job before its ranks have started
+fail() {
+  write_result "$attempt" crashed "$1" 1 "$1"
+  status=1
+  finish
+}
+# wait_for PROCESS: to its end, whatever signals this script gets meanwhile; sets `status` to its exit code
+wait_for() {
+  wait "$1"
+  status=$?
+  while kill -0 "$1" 2>/dev/null; do
+    wait "$1"
+    status=$?
+  done
+}
+# finish: says how the attempt ended, unless a rank has, and ends the job
+finish() {
+  local state reason="the program ended with exit code $status"
+  case ${asked:-$([ ! -e "$run/stop" ] || echo stopped)}-$status in
+    deadline-*) write_result "$attempt" deadline "asked to stop, $reason" "$status" ;;
+    signal-*) write_result "$attempt" stopped "after SIGTERM $reason" "$status" signal ;;
+    stopped-*) write_result "$attempt" stopped "asked to stop, $reason" "$status" ;;
+    -0) write_result "$attempt" finished "$reason" 0 ;;
+    *) write_result "$attempt" crashed "$reason" "$status" "exit code $status" ;;
+  esac
+  [ "$counts_steps" = yes ] || rm -f "$run/stop" # obeyed; the ranks of a run file take it away themselves
+  state=$(field "$here/result.json" state)
+  say "attempt $attempt: $state: $(field "$here/result.json" reason)"
+  case $state in
+    finished) cancel_later "$state" ;;
+    stopped) [ "$(field "$here/result.json" failure)" = signal ] || cancel_later "$state" ;;
+    deadline | preempted) ;;
+    *) exit $((status ? status : 1)) ;;
+  esac
+  exit 0
+}
+# leave REASON: ends this job, which has nothing to do
+leave() {
+  write_result "$attempt" not_needed "$1"
+  say "nothing to do: $1"
+  cancel_later "$1"
+  exit 0
+}
+# settle ATTEMPT: writes down how an attempt ended that could not say so itself
+settle() {
+  local folder=$run/attempts/$1 before
+  [ ! -e "$folder/result.json" ] || return 0
+  before=$(field "$folder/started.json" job)
+  write_result "$1" "$(ask_ending "$before")" "it ended without a word" null "ended without a word" "$before"
+}
+# state_of ATTEMPT: how it ended; one that obeyed a signal was stopped, unless the scheduler sent that for its own ends
+state_of() {
+  local folder=$run/attempts/$1 state
+  state=$(field "$folder/result.json" state)
+  if [ "$state" = stopped ] && [ "$(field "$folder/result.json" failure)" = signal ]; then
+    case $(ask_ending "$(field "$folder/started.json" job)") in
+      preempted) state=preempted ;;
+      deadline) state=deadline ;;
+      node_failure) state=node_failure ;;
+    esac
+  fi
+  printf '%s' "$state"
+}
+# same_end ATTEMPT ATTEMPT: whether two ended alike at the same step, so that a third would as well
+same_end() {
+  local first=$run/attempts/$1/result.json second=$run/attempts/$2/result.json key
+  case $(field "$second" state) in
+    crashed | lost | out_of_memory) ;;
+    deadline) [ "$counts_steps" = yes ] || return 1 ;;
+    *) return 1 ;;
+  esac
+  for key in state step failure; do
+    [ -e "$first" ] && [ "$(field "$first" $key)" = "$(field "$second" $key)" ] || return 1
+  done
+}
+# check_chain: a link of a chain runs only where the attempt before it left work to do
+check_chain() {
+  local before state
+  [ "$after" != 0000 ] || return 0
+  settle "$after"
+  state=$(state_of "$after")
+  case $state in
+    finished | stopped | not_needed) leave "attempt $after: $state" ;;
+  esac
+  before=$(printf '%04d' $((10#$after - 1)))
+  if same_end "$before" "$after"; then
+    leave "attempts $before and $after ended alike ($state at step $(field "$run/attempts/$after/result.json" step))"
+  fi
+}
+# queue_next: submits the next attempt, to start when this job has ended; meanwhile it ages in the queue
+queue_next() {
+  local next folder id
+  next=$(printf '%04d' $((10#$attempt + 1)))
+  folder=$run/attempts/$next
+  if [ $((10#$next)) -gt "$last_attempt" ]; then
+    say "attempt $attempt is the last that was asked for"
+    return
+  fi
+  mkdir "$folder" 2>/dev/null || return # it is there: this job was requeued, or somebody submitted by hand
+  mkdir "$folder/log"
+  sed -e "/^#/s/\.$attempt\.$token\$/.$next.$token/" -e "/^#/s|/attempts/$attempt/log/job.out\$|/attempts/$next/log/job.out|" \
+    -e "s/^attempt=$attempt\$/attempt=$next/" -e "s/^after=$after\$/after=$attempt/" "$here/job.sh" > "$folder/job.sh"
+  if id=$(submit_after "$folder/job.sh") && [ -n "$id" ]; then
+    {
+      printf '{\n "format": 1,\n "scheduler": "%s",\n "token": "%s",\n "job": "%s",\n' "$scheduler" "$token" "$id"
+      printf ' "host": "%s",\n "after": "%s",\n "submitted": %s\n}\n' "$(hostname)" "$job" "$(date +%s)"
+    } | whole "$folder/submission.json"
+    say "queued attempt $next as job $id, to follow this one"
+  else
+    rm -r "$folder"
+    say "attempt $next could not be queued from here: \`shardway resume\` queues it when this attempt has ended"
+  fi
+}
+# begin: what PBS says of this job, which does not know its own wall-time; PBS's commands need not be on the PATH
+begin() {
+  if [ -r "${PBS_CONF_FILE:-/etc/pbs.conf}" ]; then
+    PBS_EXEC=$(sed -n 's/^PBS_EXEC=//p' "${PBS_CONF_FILE:-/etc/pbs.conf}")
+    PATH=$PATH:$PBS_EXEC/bin
+  fi
+  job=$PBS_JOBID
+  mapfile -t nodes < <(awk '!seen[$0]++' "$PBS_NODEFILE")
+  started=$(date +%s)
+  deadline=$((started + walltime))
+}
+# ask_ending JOB: how a job ended, in our words, by PBS's exit status
+ask_ending() {
+  case $(qstat -x -f "$1" 2>/dev/null | sed -n 's/^ *Exit_status = //p') in
+    271) echo stopped ;;
+    -20) echo node_failure ;;
+    -29) echo deadline ;;
+    -27) echo out_of_memory ;;
+    *) echo lost ;;
+  esac
+}
+# submit_after SCRIPT: to start when this job has ended, however it ends; prints the job id
+submit_after() {
+  local id
+  id=$(qsub -W "depend=afterany:$job" "$1" 2>&1) || { say "qsub: $id" >&2; return 1; }
+  echo "${id##*$'\n'}"
+}
+# cancel_job JOB
+cancel_job() { qdel "$1"; }
+# on_each_node COMMAND: at once on every node, with the variables of `carried`; ends as soon as one of them fails
+on_each_node() {
+  local carry=() name index=0 ended=0
+  for name in "${carried[@]}"; do
+    [ -z "${!name+set}" ] || carry+=("$name=${!name}")
+  done
+  for name in "${nodes[@]}"; do
+    # secrets are read there again: as words of this command everybody would see them
+    pbs_tmrsh "$name" /usr/bin/env "${carry[@]}" NODE="$index" /bin/bash -c \
+      '[ ! -r "$0" ] || { set -a; . "$0"; set +a; }; exec "$@"' "$secrets" "$@" &
+    index=$((index + 1))
+  done
+  while [ "$index" -gt 0 ]; do
+    wait -n || { ended=$?; break; }
+    index=$((index - 1))
+  done
+  return "$ended"
+}
+# address NODE: its name on the network for computing, or its number there
+address() {
+  local name=${1%%.*}$suffix
+  [ -n "$suffix" ] || name=$1
+  if [ "$resolve" = yes ]; then
+    getent ahostsv4 "$name" | awk 'NR == 1 { print $1 }'
+  else
+    echo "$name"
+  fi
+}
+# meet: MASTER_ADDR is the first node as all others name it, MASTER_PORT follows from the job's id
+meet() {
+  local node found
+  SHARDWAY_NODES=
+  for node in "${nodes[@]}"; do
+    found=$(address "$node")
+    [ -n "$found" ] || say "the address of $node on the network for computing ($node$suffix) is not known"
+    SHARDWAY_NODES+=${SHARDWAY_NODES:+ }${found:-$node}
+  done
+  [ "${#nodes[@]}" -gt 1 ] || SHARDWAY_NODES=127.0.0.1
+  MASTER_ADDR=${SHARDWAY_NODES%% *}
+  MASTER_PORT=$((15000 + $(printf %s "$job" | cksum | cut -d' ' -f1) % 15000))
+  export SHARDWAY_NODES MASTER_ADDR MASTER_PORT
+}
+
+main

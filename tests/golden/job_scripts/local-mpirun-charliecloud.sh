@@ -1,0 +1,71 @@
+#!/bin/bash
+# Written by Shardway VERSION for test. To submit it by hand: bash THIS_FILE
+# local base.0001.a1b2c3
+# output /scratch/alice/runs/base/attempts/0001/log/job.out
+# the process that this job follows, if there is one
+predecessor=${1:-}
+
+# --- this run and this attempt
+# the run directory
+run=/scratch/alice/runs/base
+# this attempt, the one that it goes on from (0000: none), and the last
+attempt=0001
+after=0000
+last_attempt=1
+# who runs the job, what makes its name unique, its wall-time in seconds
+scheduler=local
+token=a1b2c3
+walltime=7200
+# whether the program obeys the stop file and says itself how it ended
+counts_steps=no
+# what it was asked by a signal, and how it ended
+asked="" status=0
+here=$run/attempts/$attempt
+# what the ranks read and write
+export SHARDWAY_ATTEMPT_DIR=$here SHARDWAY_STOP_FILE=$run/stop
+
+# --- what this job does, in order; the functions are below
+main() {
+  # --- begin
+  # which job this is, its nodes, when its wall-time ends
+  begin
+  export SHARDWAY_JOB=$job
+  claim
+  note_start
+  check_stop
+  # signals become the stop file
+  trap 'ask_to_stop deadline the wall-time is about to end' USR2
+  trap 'ask_to_stop signal SIGTERM came, as schedulers send it before they kill' TERM
+  # warns this script before the wall-time ends, which the scheduler does not
+  (sleep $((deadline - started - 600)) && kill -USR2 $$) > /dev/null 2>&1 &
+
+  # --- what the ranks find
+  # threads of a rank
+  export OMP_NUM_THREADS=8
+  # passwords and tokens stand in a file of your own alone
+  secrets="$HOME/.config/shardway/secrets.env"
+  [ ! -r "$secrets" ] || { set -a; . "$secrets"; set +a; } # shellcheck disable=SC1090
+  # where the ranks meet: rules of this site for the name of a node on the network for computing
+  suffix='' resolve=no
+  meet
+  # the code that was submitted
+  cd /scratch/alice/runs/base/attempts/0001/code || fail 'there is no folder to run in'
+
+  # --- run
+  # mpirun gives other nodes the variables that are named
+  mpirun_options=()
+  for name in SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PATH LD_LIBRARY_PATH VIRTUAL_ENV; do [ -z "${!name+set}" ] || mpirun_options+=(-x "$name"); done
+  # the ranks, and how they ended
+  mpirun -n 4 --map-by ppr:4:node:PE=8 --tag-output "${mpirun_options[@]}" ch-run \
+    --bind /scratch/alice/runs/base:/scratch/alice/runs/base \
+    --bind /scratch/alice/runs/base/attempts/0001/code:/scratch/alice/runs/base/attempts/0001/code \
+    --bind /data:/data --cd /scratch/alice/runs/base/attempts/0001/code /images/torch.sqfs -- bash -c \
+    'export RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK; exec "$@"' \
+    rank python3 train.py --lr 3e-4 &
+  wait_for $!
+
+  # --- end
+  # how this attempt ended, and what comes next
+  finish
+}
+

@@ -1,0 +1,99 @@
+#!/bin/bash
+# Written by Shardway VERSION for aspire2a-plus. To submit it by hand: qsub THIS_FILE
+# the run, its attempt, and what makes it unique
+#PBS -N base.0001.a1b2c3
+# who is charged, and where the job waits
+#PBS -P proj1
+#PBS -q normal
+# nodes, and what is wanted of each
+#PBS -l select=2:ncpus=112:mpiprocs=8:ngpus=8:mem=1925120mb:container_engine=enroot
+#PBS -l place=scatter
+# the container that PBS makes on each node
+#PBS -l container_image=/images/torch.sqsh
+#PBS -l container_name=base
+# wall-time of this attempt
+#PBS -l walltime=120:00:00
+# an attempt that loses its nodes ends; the next attempt goes on from the last checkpoint
+#PBS -r n
+# the shell of this script, whatever the login shell is
+#PBS -S /bin/bash
+# what it prints, at once and not when it has ended
+#PBS -j oe
+#PBS -k oed
+#PBS -o /scratch/alice/runs/base/attempts/0001/log/job.out
+
+# --- this run and this attempt
+# the run directory
+run=/scratch/alice/runs/base
+# this attempt, the one that it goes on from (0000: none), and the last
+attempt=0001
+after=0000
+last_attempt=1
+# who runs the job, what makes its name unique, its wall-time in seconds
+scheduler=pbs
+token=a1b2c3
+walltime=432000
+# whether the program obeys the stop file and says itself how it ended
+counts_steps=yes
+# what it was asked by a signal, and how it ended
+asked="" status=0
+here=$run/attempts/$attempt
+# what the ranks read and write
+export SHARDWAY_ATTEMPT_DIR=$here SHARDWAY_STOP_FILE=$run/stop
+
+# --- what this job does, in order; the functions are below
+main() {
+  # --- begin
+  # which job this is, its nodes, when its wall-time ends
+  begin
+  export SHARDWAY_JOB=$job
+  claim
+  note_start
+  check_stop
+  # signals become the stop file
+  trap 'ask_to_stop deadline the wall-time is about to end' USR2
+  trap 'ask_to_stop signal SIGTERM came, as schedulers send it before they kill' TERM
+
+  # --- what the ranks find
+  # threads of a rank
+  export OMP_NUM_THREADS=14
+  # variables of the site
+  export http_proxy="http://10.104.4.124:10104"
+  export https_proxy="http://10.104.4.124:10104"
+  export no_proxy="localhost,127.0.0.1,10.104.0.0/21"
+  # passwords and tokens stand in a file of your own alone
+  secrets="$HOME/.config/shardway/secrets.env"
+  [ ! -r "$secrets" ] || { set -a; . "$secrets"; set +a; } # shellcheck disable=SC1090
+  # where the ranks meet: rules of this site for the name of a node on the network for computing
+  suffix='' resolve=no
+  meet
+  # the code that was submitted
+  cd /home/alice/code || fail 'there is no folder to run in'
+
+  # --- run
+  # mpirun gives other nodes the variables that are named
+  mpirun_options=()
+  for name in SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS http_proxy https_proxy no_proxy PATH LD_LIBRARY_PATH VIRTUAL_ENV; do [ -z "${!name+set}" ] || mpirun_options+=(-x "$name"); done
+  # the nodes, and who starts its daemons there
+  mpirun_options+=(--hostfile "$PBS_NODEFILE")
+  ompi_info 2> /dev/null | grep -q 'MCA plm: tm' || { remote_shell; mpirun_options+=(--mca plm_rsh_agent "$here/remote_shell"); }
+  # where this job's containers are, on the node's own disk
+  export ENROOT_DATA_PATH="/raid/local/containers/enroot-data/$PBS_JOBID"
+  # the ranks, and how they ended
+  /usr/mpi/gcc/openmpi-4.1.7a1/bin/mpirun -n 16 --map-by ppr:8:node:PE=14 --tag-output \
+    "${mpirun_options[@]}" enroot start --root --rw \
+    --mount /scratch/alice/runs/base:/scratch/alice/runs/base \
+    --mount /home/alice/code:/home/alice/code --mount /etc/hosts:/etc/hosts:ro \
+    --env SHARDWAY_ATTEMPT_DIR --env SHARDWAY_STOP_FILE --env SHARDWAY_JOB --env SHARDWAY_NODES \
+    --env MASTER_ADDR --env MASTER_PORT --env OMP_NUM_THREADS --env http_proxy --env https_proxy \
+    --env no_proxy --env OMPI_COMM_WORLD_RANK --env OMPI_COMM_WORLD_SIZE \
+    --env OMPI_COMM_WORLD_LOCAL_RANK --env OMPI_COMM_WORLD_LOCAL_SIZE base bash -c \
+    'cd "$0" && exec "$@"' /home/alice/code python3 -m shardway train \
+    /scratch/alice/runs/base/attempts/0001/run.toml --dir /scratch/alice/runs/base &
+  wait_for $!
+
+  # --- end
+  # how this attempt ended, and what comes next
+  finish
+}
+

@@ -1,0 +1,81 @@
+#!/bin/bash
+# Written by Shardway VERSION for generic-pbs. To submit it by hand: qsub THIS_FILE
+# the run, its attempt, and what makes it unique
+#PBS -N base.0001.a1b2c3
+# who is charged, and where the job waits
+#PBS -P proj1
+# nodes, and what is wanted of each
+#PBS -l select=2:ncpus=1:mpiprocs=1
+#PBS -l place=scatter
+# wall-time of this attempt
+#PBS -l walltime=02:00:00
+# an attempt that loses its nodes ends; the next attempt goes on from the last checkpoint
+#PBS -r n
+# the shell of this script, whatever the login shell is
+#PBS -S /bin/bash
+# what it prints, at once and not when it has ended
+#PBS -j oe
+#PBS -k oed
+#PBS -o /scratch/alice/runs/base/attempts/0001/log/job.out
+
+# --- this run and this attempt
+# the run directory
+run=/scratch/alice/runs/base
+# this attempt, the one that it goes on from (0000: none), and the last
+attempt=0001
+after=0000
+last_attempt=1
+# who runs the job, what makes its name unique, its wall-time in seconds
+scheduler=pbs
+token=a1b2c3
+walltime=7200
+# whether the program obeys the stop file and says itself how it ended
+counts_steps=yes
+# what it was asked by a signal, and how it ended
+asked="" status=0
+here=$run/attempts/$attempt
+# what the ranks read and write
+export SHARDWAY_ATTEMPT_DIR=$here SHARDWAY_STOP_FILE=$run/stop
+
+# --- what this job does, in order; the functions are below
+main() {
+  # --- begin
+  # which job this is, its nodes, when its wall-time ends
+  begin
+  export SHARDWAY_JOB=$job
+  claim
+  note_start
+  check_stop
+  # signals become the stop file
+  trap 'ask_to_stop deadline the wall-time is about to end' USR2
+  trap 'ask_to_stop signal SIGTERM came, as schedulers send it before they kill' TERM
+
+  # --- what the ranks find
+  # Python and its packages
+  . /home/alice/venv/bin/activate
+  # passwords and tokens stand in a file of your own alone
+  secrets="$HOME/.config/shardway/secrets.env"
+  [ ! -r "$secrets" ] || { set -a; . "$secrets"; set +a; } # shellcheck disable=SC1090
+  # where the ranks meet: rules of this site for the name of a node on the network for computing
+  suffix='' resolve=no
+  meet
+  # the code that was submitted
+  cd /home/alice/code || fail 'there is no folder to run in'
+
+  # --- run
+  # mpirun gives other nodes the variables that are named
+  mpirun_options=()
+  for name in SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PATH LD_LIBRARY_PATH VIRTUAL_ENV; do [ -z "${!name+set}" ] || mpirun_options+=(-x "$name"); done
+  # the nodes, and who starts its daemons there
+  mpirun_options+=(--hostfile "$PBS_NODEFILE")
+  ompi_info 2> /dev/null | grep -q 'MCA plm: tm' || { remote_shell; mpirun_options+=(--mca plm_rsh_agent "$here/remote_shell"); }
+  # the ranks, and how they ended
+  mpirun -n 2 --map-by ppr:1:node --tag-output "${mpirun_options[@]}" python3 -m shardway train \
+    /scratch/alice/runs/base/attempts/0001/run.toml --dir /scratch/alice/runs/base &
+  wait_for $!
+
+  # --- end
+  # how this attempt ended, and what comes next
+  finish
+}
+

@@ -1,0 +1,90 @@
+#!/bin/bash
+# Written by Shardway VERSION for test. To submit it by hand: sbatch THIS_FILE
+# the run, its attempt, and what makes it unique
+#SBATCH --job-name=base.0001.a1b2c3
+# who is charged, and where the job waits
+#SBATCH --account=proj1
+#SBATCH --partition=gpu
+# nodes, and what is wanted of each
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --cpus-per-task=8
+#SBATCH --gres=gpu:4
+#SBATCH --mem=491520M
+#SBATCH --exclusive
+# wall-time of this attempt
+#SBATCH --time=0-02:00:00
+# warns this script before the wall-time ends
+#SBATCH --signal=B:USR2@600
+# an attempt that loses its nodes ends; the next attempt goes on from the last checkpoint
+#SBATCH --no-requeue
+# what it prints
+#SBATCH --open-mode=append
+#SBATCH --output=/scratch/alice/runs/base/attempts/0001/log/job.out
+
+# --- this run and this attempt
+# the run directory
+run=/scratch/alice/runs/base
+# this attempt, the one that it goes on from (0000: none), and the last
+attempt=0001
+after=0000
+last_attempt=1
+# who runs the job, what makes its name unique, its wall-time in seconds
+scheduler=slurm
+token=a1b2c3
+walltime=7200
+# whether the program obeys the stop file and says itself how it ended
+counts_steps=no
+# what it was asked by a signal, and how it ended
+asked="" status=0
+here=$run/attempts/$attempt
+# what the ranks read and write
+export SHARDWAY_ATTEMPT_DIR=$here SHARDWAY_STOP_FILE=$run/stop
+
+# --- what this job does, in order; the functions are below
+main() {
+  # --- begin
+  # which job this is, its nodes, when its wall-time ends
+  begin
+  export SHARDWAY_JOB=$job
+  claim
+  note_start
+  check_stop
+  # signals become the stop file
+  trap 'ask_to_stop deadline the wall-time is about to end' USR2
+  trap 'ask_to_stop signal SIGTERM came, as schedulers send it before they kill' TERM
+
+  # --- what the ranks find
+  # threads of a rank
+  export OMP_NUM_THREADS=8
+  # passwords and tokens stand in a file of your own alone
+  secrets="$HOME/.config/shardway/secrets.env"
+  [ ! -r "$secrets" ] || { set -a; . "$secrets"; set +a; } # shellcheck disable=SC1090
+  # where the ranks meet: rules of this site for the name of a node on the network for computing
+  suffix='' resolve=no
+  meet
+  # the code that was submitted
+  cd /scratch/alice/runs/base/attempts/0001/code || fail 'there is no folder to run in'
+
+  # --- run
+  # mpirun gives other nodes the variables that are named
+  mpirun_options=()
+  for name in SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PATH LD_LIBRARY_PATH VIRTUAL_ENV; do [ -z "${!name+set}" ] || mpirun_options+=(-x "$name"); done
+  # the ranks, and how they ended
+  mpirun -n 8 --map-by ppr:4:node:PE=8 --tag-output "${mpirun_options[@]}" \
+    podman run --rm --network=host --ipc=host --security-opt=label=disable --device nvidia.com/gpu=all \
+    --env SHARDWAY_ATTEMPT_DIR --env SHARDWAY_STOP_FILE --env SHARDWAY_JOB --env SHARDWAY_NODES \
+    --env MASTER_ADDR --env MASTER_PORT --env OMP_NUM_THREADS --env 'SLURM_*' --env 'PMI_*' \
+    --env 'PMIX_*' --env 'OMPI_*' --volume /scratch/alice/runs/base:/scratch/alice/runs/base \
+    --volume /scratch/alice/runs/base/attempts/0001/code:/scratch/alice/runs/base/attempts/0001/code \
+    --volume /data:/data:ro --volume /etc/hosts:/etc/hosts:ro \
+    --workdir /scratch/alice/runs/base/attempts/0001/code docker.io/library/torch:2 bash -c \
+    'export RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK; exec "$@"' \
+    rank python3 train.py --lr 3e-4 &
+  wait_for $!
+
+  # --- end
+  # how this attempt ended, and what comes next
+  finish
+}
+

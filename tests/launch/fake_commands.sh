@@ -1,0 +1,161 @@
+#!/bin/bash
+# Commands of clusters, as far as a job script uses them: each notes its words, then does what its namesake does with
+# them. Links to this file bear the names. $FAKES is a folder: calls/ takes the words of each call, ranks/ words and
+# variables of each rank, and files in it say how a fake behaves:
+#   program    shell that a rank runs (its last command's exit code is the rank's)
+#   jobs       one line a job: ID STATE, as scontrol and qstat tell it
+#   refuse     what sbatch and qsub say, and then fail
+me=${0##*/}
+words=("$me" "$@")
+call=$(mktemp "$FAKES/calls/$me.XXXXXX")
+printf '%s\0' "${words[@]}" > "$call"
+
+state() { sed -n "s/^$1 //p" "$FAKES/jobs" 2>/dev/null | tail -n 1; }
+next_job() {
+  if [ -e "$FAKES/refuse" ]; then
+    cat "$FAKES/refuse" >&2
+    exit 1
+  fi
+  echo x >> "$FAKES/submitted"
+  echo "$((100 + $(wc -l < "$FAKES/submitted")))$1"
+}
+run_rank() {
+  local note
+  note=$(mktemp -d "$FAKES/ranks/XXXXXX")
+  printf '%s\0' "$@" > "$note/words"
+  env -0 > "$note/variables"
+  pwd > "$note/folder"
+  [ ! -e "$FAKES/program" ] || . "$FAKES/program"
+}
+# Runs "$@" with the variables that are named, or fit a pattern NAME*, and PATH and FAKES; as containers do.
+with_variables() {
+  local kept=("PATH=$PATH" "FAKES=$FAKES") name each
+  while [ "$1" != -- ]; do
+    case $1 in
+      *'*') for each in $(compgen -e "${1%'*'}"); do kept+=("$each=${!each}"); done ;;
+      *) [ -z "${!1+set}" ] || kept+=("$1=${!1}") ;;
+    esac
+    shift
+  done
+  shift
+  exec env -i "${kept[@]}" "$@"
+}
+case $me in
+  python3)
+    if [ "$1 $2" = "-m torch.distributed.run" ]; then
+      shift 2
+      while [[ ${1-} == --* ]]; do
+        if [ "$1" = --no-python ]; then shift; exec rank-program "$@"; fi
+        shift
+      done
+      set -- python3 "$@"
+    else
+      set -- python3 "$@"
+    fi
+    run_rank "$@"
+    ;;
+  rank-program) run_rank "$@" ;;
+  srun)
+    nodes=1 tasks=1 names=()
+    while [[ $1 == --* ]]; do
+      case $1 in
+        --nodes=*) nodes=${1#*=} ;;
+        --ntasks=*) tasks=${1#*=} ;;
+        --container-env=*) IFS=, read -ra names <<< "${1#*=}" ;;
+      esac
+      shift
+    done
+    ended=0
+    for ((task = 0; task < tasks; task++)); do
+      export SLURM_PROCID=$task SLURM_NTASKS=$tasks SLURM_NODEID=$((task / (tasks / nodes)))
+      export SLURM_LOCALID=$((task % (tasks / nodes)))
+      "$@" || ended=$?
+    done
+    exit "$ended"
+    ;;
+  mpirun)
+    tasks=1
+    while [[ $1 == -* ]]; do
+      case $1 in
+        -n) tasks=$2; shift ;;
+        --mca) shift 2 ;;
+        --map-by | --hostfile | -x) shift ;;
+      esac
+      shift
+    done
+    ended=0
+    for ((task = 0; task < tasks; task++)); do
+      OMPI_COMM_WORLD_RANK=$task OMPI_COMM_WORLD_SIZE=$tasks OMPI_COMM_WORLD_LOCAL_RANK=$task "$@" || ended=$?
+    done
+    exit "$ended"
+    ;;
+  pbs_tmrsh)
+    shift
+    exec env -i PATH="$PATH" FAKES="$FAKES" HOME="$HOME" "$@"
+    ;;
+  scontrol)
+    case $* in
+      "show hostnames "*) tr , '\n' <<< "$3" ;;
+      "--oneliner show job "*) [ -z "$(state "$4")" ] || echo "JobId=$4 JobName=x JobState=$(state "$4") Reason=None" ;;
+    esac
+    ;;
+  squeue) [ ! -e "$FAKES/end" ] || cat "$FAKES/end" ;;
+  sacct) exit 1 ;;
+  sbatch) next_job "" ;;
+  qsub) next_job .server ;;
+  qstat) echo "    Exit_status = $(state "${*: -1}")" ;;
+  scancel | qdel | ompi_info) ;;
+  apptainer | singularity)
+    [ "$1" = exec ] || exit 64
+    shift
+    while [[ $1 == --* ]]; do
+      case $1 in
+        --pwd) cd "$2" || exit 65; shift ;;
+        --bind) shift ;;
+      esac
+      shift
+    done
+    shift
+    exec "$@"
+    ;;
+  ch-run)
+    while [ "$1" != -- ]; do
+      [ "$1" != --cd ] || cd "$2" || exit 65
+      shift
+    done
+    shift
+    exec "$@"
+    ;;
+  podman)
+    [ "$1 $2" = "run --rm" ] || exit 64
+    shift 2
+    names=()
+    while [[ $1 == --* ]]; do
+      case $1 in
+        --env) names+=("$2"); shift ;;
+        --workdir) cd "$2" || exit 65; shift ;;
+        --volume | --device | --group-add) shift ;;
+      esac
+      shift
+    done
+    shift
+    with_variables "${names[@]}" -- "$@"
+    ;;
+  enroot)
+    case $1 in
+      create | remove) exit 0 ;;
+      start) shift ;;
+      *) exit 64 ;;
+    esac
+    names=()
+    while [[ $1 == --* ]]; do
+      case $1 in
+        --env) names+=("$2"); shift ;;
+        --mount) shift ;;
+      esac
+      shift
+    done
+    shift
+    with_variables "${names[@]}" -- "$@"
+    ;;
+esac

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transcripts_of_probes import read
+
+from shardway.launch.probe import pbs
+from shardway.launch.probe.findings import Findings
+
+QUEUES = read("pbs", "qstat-queues-server.Q.json")
+SERVER = read("pbs", "qstat-queues-server.B.json")
+NODES = read("pbs", "pbsnodes-states.a.json")
+
+
+def values(found: Findings) -> dict[str, object]:
+    return {".".join(fact.path): fact.value for fact in found.facts}
+
+
+def nodes_json(**vnodes: dict[str, Any]) -> str:
+    return json.dumps({"nodes": {name: {"resources_available": table} for name, table in vnodes.items()}})
+
+
+def test_queues_that_everybody_can_send_jobs_to() -> None:
+    found = pbs.describe_queues(pbs.parse_queues(QUEUES), pbs.parse_default_queue(SERVER))
+    assert values(found) == {
+        "queues.workq.name": "workq",
+        "queues.short.name": "short",
+        "queues.short.max_walltime": 1800.0,
+        "queues.short.default_walltime": 300.0,
+        "queues.oneatatime.name": "oneatatime",
+        "queues.routed.name": "routed",
+    }
+    assert found.notes == (
+        "Queue notstarted is left out: it starts no jobs (started).",
+        "Queue disabled is left out: it takes no jobs (enabled).",
+        "Queue private is left out: it is for some users only: bob.",
+        "Queue fromroute is left out: jobs come there from other queues only.",
+    )
+
+
+def test_the_default_queue_is_the_first() -> None:
+    assert pbs.parse_default_queue(SERVER) == "workq"
+    found = pbs.describe_queues(pbs.parse_queues(QUEUES), "short")
+    assert found.facts[0].path == ("queues", "short", "name")
+
+
+def test_limits_in_nodes_as_numbers_or_texts() -> None:
+    limits = {"resources_max": {"nodect": "16", "walltime": 3600}, "resources_min": {"nodect": 2}}
+    text = json.dumps({"Queue": {"q.1": {"enabled": "True", "started": "True", **limits}}})
+    [queue] = pbs.parse_queues(text)
+    assert (queue.max_nodes, queue.min_nodes, queue.max_walltime) == (16, 2, 3600.0)
+    assert {fact.path[1] for fact in pbs.describe_queues([queue], "").facts} == {"q.1"}
+
+
+def test_nodes_of_a_real_server() -> None:
+    nodes = pbs.parse_nodes(NODES)
+    assert [(node.name, node.cores, node.gpus) for node in nodes] == [("p1", 4, 4), ("p2", 4, 4), ("p3", 4, 4)]
+    found = pbs.describe_nodes(nodes)
+    assert values(found) == {
+        "node.cores": 4,
+        "node.memory": 24684084 * 1024,
+        "node.accelerators_per_node": 4,
+        "request.accelerators": "ngpus",
+    }
+    assert found.notes == ()
+    assert pbs.parse_server(NODES) == "pbshead"
+
+
+def test_vnodes_of_a_host_are_one_node_and_kinds_are_told() -> None:
+    text = nodes_json(
+        **{
+            "g1[0]": {"host": "g1", "ncpus": 56, "ngpus": 4, "mem": "1tb", "container_engine": "enroot"},
+            "g1[1]": {"host": "g1", "ncpus": "56", "ngpus": "4", "mem": "1tb"},
+        },
+        c1={"host": "c1", "ncpus": 128, "mem": "256gb"},
+        c2={"host": "c2", "ncpus": 128, "mem": "256gb"},
+    )
+    found = pbs.describe_nodes(pbs.parse_nodes(text))
+    assert values(found) == {
+        "node.cores": 112,
+        "node.memory": 2 * 2**40,
+        "node.accelerators_per_node": 8,
+        "request.accelerators": "ngpus",
+        "containers.by_scheduler": True,
+    }
+    assert found.notes == ("Other kinds of nodes, which are not described here: 128 cores, 0 GPUs.",)
+
+
+def test_nodes_without_accelerators() -> None:
+    found = pbs.describe_nodes(pbs.parse_nodes(nodes_json(c1={"ncpus": 8, "mem": "16gb"})))
+    assert values(found) == {
+        "node.cores": 8,
+        "node.memory": 16 * 2**30,
+        "node.accelerator": "cpu",
+        "node.accelerators_per_node": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("24684084kb", 24684084 * 1024), ("2TB", 2 * 2**40), ("512", 512), ("8mw", None), ("", None), ("gb", None)],
+)
+def test_sizes(text: str, size: int | None) -> None:
+    assert pbs.parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "no json", "[1]", '{"Queue": 3, "nodes": [], "Server": {"s": 1}}', "[" * 100000])
+def test_what_is_no_answer_says_nothing(text: str) -> None:
+    assert pbs.parse_queues(text) == []
+    assert pbs.parse_nodes(text) == []
+    assert pbs.parse_default_queue(text) == ""
+    assert pbs.describe_nodes([]) == Findings()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=2),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=20)
+@given(st.dictionaries(st.sampled_from(["resources_max", "resources_available", "enabled", "started", "mem"]), JSON))
+def test_no_value_makes_a_parser_fail(table: dict[str, Any]) -> None:
+    text = json.dumps({"Queue": {"q": table}, "nodes": {"n": table, "m": {"resources_available": table}}})
+    assert [queue.name for queue in pbs.parse_queues(text)] == ["q"]
+    pbs.describe_nodes(pbs.parse_nodes(text))

@@ -1,0 +1,148 @@
+"""The course of a rehearsal with a command that takes a moment a step instead of training."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shardway.launch.rehearsal import rehearse as course
+from shardway.launch.rehearsal import trial as trials
+from shardway.launch.rehearsal.checks import Check, Verdict
+from shardway.launch.rehearsal.rehearse import Piece, rehearse
+from shardway.launch.rehearsal.trial import Limits, run_trial
+from shardway.rundir.attempts import Ending
+from shardway.rundir.directory import RunDir
+
+TRAINER = str(Path(__file__).with_name("trainer.py"))
+OK, FAIL, UNKNOWN = Verdict.OK, Verdict.FAIL, Verdict.UNKNOWN
+
+
+@pytest.fixture(autouse=True)
+def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "POLL_S", 0.01)
+    monkeypatch.setattr(course, "RESERVE_S", 0.6)
+
+
+def words(*flaw: str, steps: int = 60, pace: float = 0.02) -> list[str]:
+    return [sys.executable, TRAINER, str(steps), str(pace), *flaw]
+
+
+def checks_of(folder: Path, command: list[str], *, deadline: float = 60.0, whole: bool = True) -> list[Check]:
+    return list(rehearse(Piece(lambda run: command, deadline, whole), folder))
+
+
+def verdicts(checks: list[Check]) -> list[tuple[str, Verdict]]:
+    return [(check.name, check.verdict) for check in checks]
+
+
+# --- one attempt
+
+
+def test_an_attempt_is_started_as_a_job_starts_it(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    trial = run_trial(words(steps=2), run, Limits(deadline_s=60.0))
+    assert (trial.code, trial.killed, trial.steps, trial.first_step, trial.last_step) == (0, False, [1, 2], 0, 2)
+    assert trial.result is not None
+    assert trial.result.state is Ending.FINISHED
+    started = trial.attempt.read_started()
+    assert started is not None
+    assert started.deadline == pytest.approx(started.started + 60.0)
+    assert trial.left_s == pytest.approx(60.0 - trial.seconds)
+    again = run_trial(words(steps=3), run, Limits())
+    assert (again.attempt.number, again.steps, again.first_step) == (2, [3], 2)
+    assert again.attempt.read_started().deadline == 0.0  # type: ignore[union-attr]
+
+
+def test_nothing_outlives_its_deadline(tmp_path: Path) -> None:
+    """Nor what the command has started, nor what ignores SIGTERM."""
+    script = "trap '' TERM; sleep 60 & echo $! > child; wait; sleep 60"
+    folder = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trials, "KILL_AFTER_S", 0.1)
+        patch.chdir(tmp_path)
+        trial = run_trial(["sh", "-c", script], RunDir(folder), Limits(deadline_s=0.3))
+    assert trial.killed
+    assert trial.code == -9
+    assert trial.seconds < 30
+    child = int((tmp_path / "child").read_text())
+    until = time.monotonic() + 10
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_what_a_command_said_last_is_kept(tmp_path: Path) -> None:
+    trial = run_trial(["sh", "-c", "seq 9; echo bad >&2; exit 3"], RunDir(tmp_path / "run"), Limits())
+    assert (trial.code, trial.killed) == (3, False)
+    assert trial.last_words() == "6\n7\n8\n9\nbad"
+
+
+# --- the whole course
+
+GOOD = ["trains", "attempt 1 stops in time", "attempt 1 saves", "attempt 2 resumes", "same losses"]
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_as_it_should(tmp_path: Path) -> None:
+    """It is shorter than the deadline that was asked for: the deadline falls into it all the same."""
+    checks = checks_of(tmp_path, words())
+    assert verdicts(checks) == [(name, OK) for name in GOOD]
+    assert checks[-1].found == "loss, grad_norm, lr of 60 steps are the same bit for bit"
+
+
+@pytest.mark.slow
+def test_a_long_run_is_cut_as_often_as_its_deadline_says(tmp_path: Path) -> None:
+    """What runs without a break is stopped after as long, and compared as far as it came."""
+    checks = checks_of(tmp_path, words(steps=100000), deadline=2.0, whole=False)
+    names = [check.name for check in checks]
+    assert {check.verdict for check in checks} == {OK}, checks
+    assert names[:4] == GOOD[:4]
+    assert names[-1] == "same losses"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flaw", "last", "found"),
+    [
+        ("drift", "same losses", "loss of step "),
+        ("broken", "attempt 2 resumes", "it ended with exit code 1 after "),
+        ("deaf", "attempt 1 stops in time", "it was still running at its deadline of "),
+    ],
+)
+def test_the_first_failure_ends_it(
+    flaw: str, last: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(course, "TRIES", 1)
+    checks = checks_of(
+        tmp_path, words(flaw, steps=100 if flaw != "deaf" else 100000), deadline=2.0, whole=flaw != "deaf"
+    )
+    assert [check.name for check in checks if check.verdict is FAIL] == [last]
+    assert checks[-1].name == last
+    assert checks[-1].found.startswith(found)
+
+
+def test_a_command_that_does_not_train_fails_at_once(tmp_path: Path) -> None:
+    checks = checks_of(tmp_path, ["sh", "-c", "echo no such model; exit 2"])
+    assert verdicts(checks) == [("trains", FAIL)]
+    assert checks[0].found.endswith("no such model")
+
+
+@pytest.mark.slow
+def test_a_command_that_writes_no_events_is_seen_from_outside(tmp_path: Path) -> None:
+    checks = checks_of(tmp_path, words("silent", steps=100000), deadline=1.0, whole=False)
+    assert verdicts(checks) == [
+        ("obeys the stop file", OK),
+        ("ends before its deadline", OK),
+        ("starts again", OK),
+        ("same losses", UNKNOWN),
+    ]
+
+
+def test_a_command_that_obeys_nothing(tmp_path: Path) -> None:
+    checks = list(rehearse(Piece(lambda run: ["sleep", "60"], 0.2, patience_s=0.2), tmp_path))
+    assert verdicts(checks) == [("obeys the stop file", FAIL)]
+    assert "stop` of the run directory" in checks[0].remedy

@@ -1,0 +1,494 @@
+"""How attempts begin, end and follow each other, by the shell that does it, with fake commands of Slurm and PBS."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from job_cases import OWN, Cluster, Ran, chained, make_job
+
+from shardway.launch.blocks import read_block
+from shardway.launch.job import Job
+from shardway.launch.job_script import render_job_script
+from shardway.launch.schedulers.local import query
+from shardway.rundir.attempts import Attempt, Ending, Result, parse_result, parse_started, parse_submission
+
+FINISH = 'printf \'{\\n "format": 1,\\n "state": "finished",\\n "reason": "all steps",\\n "step": 9,\\n "by": "rank 0"\\n}\\n\' > "$SHARDWAY_ATTEMPT_DIR/result.json"'
+
+
+@dataclass
+class Chain:
+    """A chain of attempts among fakes; jobs start when a test says so, with the ids that sbatch gave them."""
+
+    cluster: Cluster
+    job: Job
+
+    def attempt(self, number: int) -> Attempt:
+        """The folder of an attempt."""
+        return replace(self.job, attempt=number).folder
+
+    def run(self, number: int = 1, program: str = "", job_id: str = "") -> Ran:
+        """Run an attempt to its end with ranks that do this."""
+        self.cluster.write("program", program)
+        return self.cluster.run(replace(self.job, attempt=number), job_id or str(100 + number))
+
+    def says(self, number: int, state: str, failure: str = "", step: int = 0) -> str:
+        """What a rank of Shardway's own does to say how an attempt ended."""
+        result = Result(Ending(state), step=step, failure=failure, by="rank 0")
+        text = json.dumps({"format": 1, **result.__dict__}, indent=1)
+        (self.cluster.path / f"said{number}").write_text(text)
+        return f'cp "$FAKES/said{number}" "$SHARDWAY_ATTEMPT_DIR/result.json"'
+
+    @property
+    def cancelled(self) -> list[str]:
+        """Jobs that were taken out of the queue."""
+        return [words[1] for name in ("scancel", "qdel") for words in self.cluster.list_calls(name)]
+
+    @property
+    def submitted(self) -> int:
+        """Jobs that were submitted from jobs."""
+        return sum(len(self.cluster.list_calls(name)) for name in ("sbatch", "qsub"))
+
+
+def begin_chain(path: Path, scheduler: str = "slurm", most: int = 5, own: bool = True) -> Chain:
+    cluster = Cluster.make(path / "cluster")
+    run = cluster.path / "run"
+    job = make_job(scheduler, run=run, attempt=1)
+    job = replace(job, around=replace(job.around, workdir=run, venv=""), warn_s=0.0)
+    job = chained(replace(job, program=replace(OWN, meets_by_itself=own)), most=most)
+    cluster.prepare(job)
+    return Chain(cluster, job)
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Chain:
+    """A chain of five attempts at most under Slurm, of a program that says how it ended."""
+    return begin_chain(tmp_path)
+
+
+# --- one attempt
+
+
+def test_an_attempt_that_finishes_needs_no_successor(chain: Chain) -> None:
+    ran = chain.run(1, chain.says(1, "finished", step=9))
+    assert (ran.code, ran.state) == (0, "finished")
+    assert ran.result is not None and ran.result.by == "rank 0"
+    assert chain.cancelled == ["101"]  # what sbatch called the successor
+    assert (second := chain.attempt(2).read_result()) is not None
+    assert (second.state, second.job) == (Ending.NOT_NEEDED, "101")
+    started = chain.attempt(1).read_started()
+    assert started is not None and (started.job, started.nodes) == ("101", "localhost localhost2")
+    assert started.deadline - started.started == 2 * 3600
+
+
+@pytest.mark.slow
+def test_ranks_that_only_end_well_have_finished(chain: Chain) -> None:
+    ran = chain.run(1, "exit 0")
+    assert ran.result is not None
+    assert (ran.code, ran.state, ran.result.by, ran.result.exit_code) == (0, "finished", "job script", 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
+def test_a_crash_is_told_with_its_exit_code(scheduler: str, tmp_path: Path) -> None:
+    chain = begin_chain(tmp_path, scheduler)
+    ran = chain.run(1, "exit 7")
+    assert ran.result is not None
+    assert (ran.code, ran.state, ran.result.exit_code, ran.result.failure) == (7, "crashed", 7, "exit code 7")
+    assert chain.cancelled == []  # the next attempt is for this case
+    assert chain.submitted == 1
+
+
+@pytest.mark.slow
+def test_what_a_rank_wrote_stays(chain: Chain) -> None:
+    ran = chain.run(1, chain.says(1, "crashed", failure="NaN", step=3) + "; exit 9")
+    assert ran.result is not None
+    assert (ran.code, ran.result.failure, ran.result.step, ran.result.by) == (9, "NaN", 3, "rank 0")
+
+
+@pytest.mark.slow
+def test_no_folder_to_run_in_is_a_crash(chain: Chain) -> None:
+    text = chain.attempt(1).job_script.read_text()
+    chain.attempt(1).job_script.write_text(text.replace(f"cd {chain.job.run} ", "cd /gone "))
+    ran = chain.run(1)
+    assert (ran.code, ran.state, chain.cluster.list_ranks()) == (1, "crashed", [])
+    assert "there is no folder to run in" in ran.said
+
+
+@pytest.mark.slow
+def test_the_end_of_the_wall_time_is_slurms(chain: Chain) -> None:
+    chain.cluster.write("end", "2031-02-03T04:05:06\n")
+    chain.run(1, "exit 0")
+    started = chain.attempt(1).read_started()
+    assert started is not None
+    assert started.deadline == time.mktime((2031, 2, 3, 4, 5, 6, 0, 0, -1))
+
+
+# --- one attempt after another
+
+
+def walk(chain: Chain, programs: list[str], most: int = 9) -> tuple[list[str], str]:
+    """Run attempt after attempt with these programs; their states, and what the last job said."""
+    states, said = [], ""
+    for number, program in enumerate(programs, 1):
+        if not chain.attempt(number).job_script.exists():
+            break
+        said = chain.run(number, program).said
+        result = chain.attempt(number).read_result()
+        states.append(str(result.state) if result else "")
+    return states, said
+
+
+def test_the_same_failure_twice_stops_the_chain(chain: Chain) -> None:
+    crash = [chain.says(number, "crashed", "IndexError", 4) + "; exit 1" for number in (1, 2)]
+    states, said = walk(chain, [*crash, "exit 0"])
+    assert states == ["crashed", "crashed", "not_needed"]
+    assert "attempts 0001 and 0002 ended alike (crashed at step 4)" in said
+    assert len(chain.cluster.list_ranks()) == 4  # two nodes, two attempts
+    assert not chain.attempt(4).path.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "second", "goes_on"),
+    [
+        (("crashed", "NaN", 4), ("crashed", "NaN", 5), True),
+        (("crashed", "NaN", 4), ("crashed", "KeyError", 4), True),
+        (("crashed", "NaN", 4), ("out_of_memory", "NaN", 4), True),
+        (("out_of_memory", "OOM", 4), ("out_of_memory", "OOM", 4), False),
+        (("deadline", "", 4), ("deadline", "", 8), True),
+        (("deadline", "", 4), ("deadline", "", 4), False),
+        (("preempted", "", 4), ("preempted", "", 4), True),
+        (("node_failure", "", 4), ("node_failure", "", 4), True),
+        (("finished", "", 4), None, False),
+        (("stopped", "", 4), None, False),
+    ],
+)
+def test_when_a_chain_goes_on(
+    chain: Chain, first: tuple[str, str, int], second: tuple[str, str, int] | None, goes_on: bool
+) -> None:
+    """Each attempt says how it ended; the job after them runs its ranks or leaves."""
+    ends = [end for end in (first, second) if end is not None]
+    walk(chain, [chain.says(number, *end) for number, end in enumerate(ends, 1)])
+    last = len(ends) + 1
+    before = len(chain.cluster.list_ranks())
+    ran = chain.run(last, "exit 0") if chain.attempt(last).job_script.exists() else None
+    assert ran is not None
+    assert (len(chain.cluster.list_ranks()) > before) is goes_on, ran.said
+    assert ran.code == 0
+
+
+@pytest.mark.slow
+def test_a_script_without_steps_may_reach_its_deadline_again(tmp_path: Path) -> None:
+    """Nobody can say whether it moved; only --max-attempts bounds it."""
+    chain = begin_chain(tmp_path, own=False)
+    states, _ = walk(chain, [*[chain.says(number, "deadline") for number in (1, 2, 3)], "exit 0"])
+    assert states == ["deadline", "deadline", "deadline", "finished"]
+
+
+@pytest.mark.slow
+def test_the_last_attempt_queues_nobody(tmp_path: Path) -> None:
+    chain = begin_chain(tmp_path, most=1)
+    ran = chain.run(1, "exit 3")
+    assert (ran.state, chain.submitted) == ("crashed", 0)
+    assert "attempt 0001 is the last that was asked for" in ran.said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
+def test_a_successor_that_is_refused_leaves_nothing(scheduler: str, tmp_path: Path) -> None:
+    chain = begin_chain(tmp_path, scheduler)
+    chain.cluster.write("refuse", "Job violates accounting/QOS policy\n")
+    ran = chain.run(1, "exit 3")
+    assert (ran.code, ran.state, chain.attempt(2).path.exists()) == (3, "crashed", False)
+    assert "Job violates accounting/QOS policy" in ran.said
+    assert "`shardway resume` queues it" in ran.said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheduler", "job_id"), [("slurm", "101"), ("pbs", "101.server")])
+def test_how_the_successor_is_submitted(scheduler: str, job_id: str, tmp_path: Path) -> None:
+    chain = begin_chain(tmp_path, scheduler)
+    chain.run(1, "exit 3", job_id="55")
+    (words,) = [*chain.cluster.list_calls("sbatch"), *chain.cluster.list_calls("qsub")]
+    assert words[-1] == str(chain.attempt(2).job_script)
+    assert "afterany:55" in " ".join(words)
+    submission = chain.attempt(2).read_submission()
+    assert submission is not None
+    assert (submission.job, submission.after, submission.token) == (job_id, "55", chain.job.token)
+    assert submission.scheduler == scheduler
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
+def test_a_successors_script_is_the_one_that_python_renders(scheduler: str, tmp_path: Path) -> None:
+    """It differs in the four places that name the attempt, whatever stands in the arguments."""
+    cluster = Cluster.make(tmp_path)
+    words = ("a\nattempt=0001\nafter=0000\n#SBATCH x.0001.a1b2c3\n", f"{tmp_path}/run/attempts/0001/log/job.out", ".0001.a1b2c3")
+    job = make_job(scheduler, run=tmp_path / "run")
+    job = chained(replace(job, program=replace(OWN, words=words), around=replace(job.around, workdir=tmp_path, venv="")))
+    cluster.prepare(job)
+    cluster.write("program", "exit 3")
+    cluster.run(job)
+    made = job.successor().folder.job_script.read_text()
+    assert made == render_job_script(job.successor())
+    old = render_job_script(job).splitlines()
+    changed = [(line, new) for line, new in zip(old, made.splitlines(), strict=True) if line != new]
+    assert len(changed) == 4
+
+
+# --- stops
+
+
+@pytest.mark.slow
+def test_a_stop_while_queued_runs_nothing(chain: Chain) -> None:
+    (chain.job.run / "stop").write_text("stopped by a person\n")
+    ran = chain.run(1)
+    assert (ran.code, ran.state, chain.cluster.list_ranks(), chain.submitted) == (0, "stopped", [], 0)
+    assert "a stop was asked for" in ran.said
+
+
+@pytest.mark.slow
+def test_a_stop_by_a_person_cancels_later_attempts(chain: Chain) -> None:
+    ran = chain.run(1, 'echo stopped > "$SHARDWAY_STOP_FILE"; ' + chain.says(1, "stopped", step=2))
+    assert (ran.code, ran.state, chain.cancelled) == (0, "stopped", ["101"])
+    second = chain.attempt(2).read_result()
+    assert second is not None and second.state == Ending.NOT_NEEDED
+
+
+@pytest.mark.slow
+def test_a_script_that_is_stopped_frees_the_stop_file(tmp_path: Path) -> None:
+    """Nobody else takes it away, and it would stop the next attempt."""
+    chain = begin_chain(tmp_path, own=False)
+    ran = chain.run(1, 'echo stopped > "$SHARDWAY_STOP_FILE"; exit 0')
+    assert (ran.state, (chain.job.run / "stop").exists()) == ("stopped", False)
+
+
+def send(chain: Chain, number: int, program: str, what: signal.Signals) -> Ran:
+    """Run an attempt and signal its script as soon as the ranks run."""
+    chain.cluster.write("program", f'touch "$FAKES/running{number}"; {program}')
+    job = replace(chain.job, attempt=number)
+    process = chain.cluster.start(job, str(100 + number))
+    wait_until(lambda: (chain.cluster.path / f"running{number}").exists())
+    os.kill(process.pid, what)
+    out, _ = process.communicate(timeout=60)
+    return Ran(process.returncode, out, job.folder.read_result())
+
+
+def wait_until(condition: object, limit_s: float = 30.0) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+WAIT_FOR_STOP = 'while [ ! -e "$SHARDWAY_STOP_FILE" ]; do sleep 0.02; done; '
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("told", "goes_on"), [("PREEMPTED", True), ("NODE_FAIL", True), ("CANCELLED by 0", False)])
+def test_after_sigterm_the_scheduler_says_what_it_meant(chain: Chain, told: str, goes_on: bool) -> None:
+    ran = send(chain, 1, WAIT_FOR_STOP + 'rm "$SHARDWAY_STOP_FILE"; exit 1', signal.SIGTERM)
+    assert ran.state == "stopped" and ran.result is not None and ran.result.failure == "signal"
+    assert (ran.code, chain.cancelled) == (0, [])  # the successor finds out
+    chain.cluster.write("jobs", f"101 {told.split()[0]}\n")
+    before = len(chain.cluster.list_ranks())
+    second = chain.run(2, "exit 0")
+    assert (len(chain.cluster.list_ranks()) > before) is goes_on, second.said
+    assert second.state == ("finished" if goes_on else "not_needed")
+
+
+@pytest.mark.slow
+def test_the_warning_before_the_wall_time_is_a_deadline(tmp_path: Path) -> None:
+    chain = begin_chain(tmp_path, own=False)
+    ran = send(chain, 1, WAIT_FOR_STOP + "exit 0", signal.SIGUSR2)
+    assert (ran.code, ran.state) == (0, "deadline")
+    assert not (chain.job.run / "stop").exists()
+    assert chain.run(2, "exit 0").state == "finished"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("told", "scheduler", "expected"),
+    [
+        ("OUT_OF_MEMORY", "slurm", "out_of_memory"),
+        ("TIMEOUT", "slurm", "deadline"),
+        ("NODE_FAIL", "slurm", "node_failure"),
+        ("PREEMPTED", "slurm", "preempted"),
+        ("COMPLETED", "slurm", "lost"),
+        ("271", "pbs", "stopped"),
+        ("-20", "pbs", "node_failure"),
+        ("-29", "pbs", "deadline"),
+        ("-27", "pbs", "out_of_memory"),
+        ("137", "pbs", "lost"),
+    ],
+)
+def test_an_attempt_that_was_killed_is_settled_by_its_successor(
+    told: str, scheduler: str, expected: str, tmp_path: Path
+) -> None:
+    chain = begin_chain(tmp_path, scheduler)
+    chain.cluster.write("program", 'touch "$FAKES/running"; sleep 60')
+    process = chain.cluster.start(chain.job, "101")
+    wait_until(lambda: (chain.cluster.path / "running").exists())
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=30)
+    chain.cluster.write("jobs", f"101 {told}\n")
+    chain.run(2, "exit 0")
+    first = chain.attempt(1).read_result()
+    assert first is not None and (first.state, first.job, first.by) == (expected, "101", "job script")
+
+
+# --- two jobs of one attempt
+
+
+@pytest.mark.slow
+def test_a_second_job_of_an_attempt_does_nothing(chain: Chain) -> None:
+    chain.run(1, "exit 3", job_id="101")
+    before = chain.attempt(1).result_path.read_text()
+    ran = chain.run(1, "exit 0", job_id="102")
+    assert ran.code == 0
+    assert "attempt 0001 belongs to job 101" in ran.said
+    assert chain.attempt(1).result_path.read_text() == before
+    assert len(chain.cluster.list_ranks()) == 2
+
+
+@pytest.mark.slow
+def test_a_requeued_job_goes_on(chain: Chain) -> None:
+    """Its id is the same; the successor that it queued the first time is there."""
+    chain.cluster.write("program", 'touch "$FAKES/running"; sleep 60')
+    process = chain.cluster.start(chain.job, "101")
+    wait_until(lambda: (chain.cluster.path / "running").exists())
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=30)
+    ran = chain.run(1, "exit 0", job_id="101")
+    assert (ran.code, ran.state, chain.submitted) == (0, "finished", 1)
+
+
+# --- what is written
+
+
+def write_by_shell(folder: Path, state: str, reason: str, failure: str) -> Result | None:
+    names = ("field", "in_json", "write_result")
+    script = "\n".join([*(read_block("control", name).text for name in names), 'write_result 0001 "$1" "$2" 1 "$3" "$4"'])
+    (folder / "attempts/0001").mkdir(parents=True, exist_ok=True)
+    (folder / "attempts/0001/result.json").unlink(missing_ok=True)
+    subprocess.run(["bash", "-c", script, "x", state, reason, failure, "7"], env={"run": str(folder), "PATH": os.environ["PATH"]}, check=True)  # fmt: skip
+    return parse_result((folder / "attempts/0001/result.json").read_text())
+
+
+TEXT = st.text(st.characters(blacklist_characters="\x00", blacklist_categories=("Cs",)), max_size=30)
+
+
+@settings(max_examples=5)
+@example(reason='say "it\'s"\nC:\\new\ttab\x07 é', failure="'; $(x) `y`, }")
+@given(reason=TEXT, failure=TEXT)
+def test_a_result_of_the_shell_is_whole(
+    tmp_path_factory: pytest.TempPathFactory, reason: str, failure: str
+) -> None:
+    result = write_by_shell(tmp_path_factory.mktemp("run"), "crashed", reason, failure)
+    assert result is not None
+
+    def plain(text: str) -> str:
+        return "".join(" " if c in "\n\t\r" else c for c in text if c >= " " or c in "\n\t\r")
+
+    assert (result.state, result.reason, result.failure) == (Ending.CRASHED, plain(reason), plain(failure))
+    assert (result.exit_code, result.job, result.by) == (1, "7", "job script")
+
+
+def read_field(file: Path, key: str) -> str:
+    script = f'{read_block("control", "field").text}\nfield "$1" "$2"'
+    done = subprocess.run(["bash", "-c", script, "x", str(file), key], capture_output=True, text=True, check=True)
+    return done.stdout.removesuffix("\n")
+
+
+def test_shell_reads_what_python_writes(tmp_path: Path) -> None:
+    attempt = Attempt(tmp_path / "attempts/0001")
+    attempt.make()
+    attempt.write_result(Result(Ending.CRASHED, reason="a, b", step=12, failure="KeyError: 'x'", exit_code=1, job="7"))
+    found = {key: read_field(attempt.result_path, key) for key in ("state", "step", "failure", "reason", "job")}
+    assert found == {"state": "crashed", "step": "12", "failure": "KeyError: 'x'", "reason": "a, b", "job": "7"}
+
+
+def test_python_reads_what_shell_writes(chain: Chain) -> None:
+    chain.run(1, "exit 3")
+    texts = {path.name: path.read_text() for path in chain.attempt(1).path.glob("*.json")}
+    assert parse_started(texts["started.json"]) is not None
+    assert parse_result(texts["result.json"]) is not None
+    assert parse_submission(chain.attempt(2).submission_path.read_text()) is not None
+
+
+# --- this machine as the scheduler, for real
+
+
+@dataclass
+class Local:
+    """Jobs of this machine, with the commands that the client would give it."""
+
+    chain: Chain
+
+    def submit(self) -> str:
+        """Start the first attempt's script as `submit` does; its job id."""
+        words = query.submit_command(str(self.chain.attempt(1).job_script), str(self.chain.attempt(1).job_log), "")
+        env = self.chain.cluster.variables("")
+        done = subprocess.run(words, env=env, capture_output=True, text=True, check=True, timeout=60)
+        return query.parse_job_id(done.stdout)
+
+    def settle(self, number: int) -> Result:
+        """How an attempt ended, waited for."""
+        wait_until(lambda: self.chain.attempt(number).read_result() is not None)
+        result = self.chain.attempt(number).read_result()
+        assert result is not None
+        return result
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Iterator[Local]:
+    """Real processes; none is left behind."""
+    chain = begin_chain(tmp_path, "local")
+    yield Local(chain)
+    wait_until(lambda: not list_processes(str(tmp_path)))
+
+
+def list_processes(mark: str) -> list[str]:
+    """Command lines of processes that name this folder in their words."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().decode(errors="replace").replace("\0", " ")
+        except OSError:
+            continue
+        if mark in words:
+            found.append(words)
+    return found
+
+
+@pytest.mark.slow
+def test_a_chain_of_this_machine(local: Local) -> None:
+    """The first attempt reaches its deadline, the second finishes, the third is not needed."""
+    first, second = (local.chain.says(1, "deadline", step=1), local.chain.says(2, "finished", step=2))
+    local.chain.cluster.write("program", f"case $SHARDWAY_ATTEMPT_DIR in *1) {first} ;; *) {second} ;; esac")
+    job = local.submit()
+    assert [local.settle(number).state for number in (1, 2, 3)] == ["deadline", "finished", "not_needed"]
+    started = local.chain.attempt(1).read_started()
+    assert started is not None and started.job == job
+
+
+@pytest.mark.slow
+def test_the_wall_time_of_this_machine_ends(tmp_path: Path) -> None:
+    chain = begin_chain(tmp_path, "local", most=1)
+    chain.job = replace(chain.job, terms=replace(chain.job.terms, walltime_s=1.0))
+    chain.attempt(1).job_script.write_text(render_job_script(chain.job))
+    local = Local(chain)
+    chain.cluster.write("program", WAIT_FOR_STOP + "exit 5")
+    local.submit()
+    result = local.settle(1)
+    assert (result.state, result.failure) == ("stopped", "signal")
+    wait_until(lambda: not list_processes(str(tmp_path)))

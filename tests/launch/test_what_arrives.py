@@ -1,0 +1,183 @@
+"""Names, paths, arguments and values go through real job scripts in a real bash, with fake commands of a cluster."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import strategies as st
+from job_cases import Cluster, Ran, Rank, list_combinations, make_job
+
+from shardway.launch.job import ContainerUse, Job, Mount, Program
+from shardway.launch.script import quote, quote_expanding, quote_place
+from speed import mostly_slow
+
+AWKWARD = (
+    "",
+    " ",
+    "two words",
+    "it's",
+    'say "hi"',
+    "$(touch hurt)",
+    "`touch hurt`",
+    "$HOME ${HOME} $0",
+    "; touch hurt &",
+    "back\\slash\\",
+    "a\nattempt=0001\nafter=0000",
+    "#SBATCH --exclusive",
+    "#PBS -q other",
+    "\ttab\rreturn\x07bell\x7f",
+    "*",
+    "~",
+    "{a,b}",
+    "!!",
+    "a,b=c",
+    "-x",
+    "--nodes=5",
+    "é 漢字 🚀",
+    "%j",
+)
+TEXTS = st.text(st.characters(blacklist_characters="\x00", blacklist_categories=("Cs",)), max_size=20)
+WORDS = st.lists(TEXTS | st.sampled_from(AWKWARD), max_size=6)
+LOOP = settings(
+    phases=[Phase.explicit, Phase.generate],  # a script is too slow for shrinking
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+COMBINATIONS = {f"{s}-{starter}-{runtime}": (s, starter, runtime) for s, starter, runtime in list_combinations()}
+FAST = ("slurm-srun-podman",)
+
+Run = Callable[..., tuple[Ran, list[Rank], Cluster]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    """Run a job's script among fakes of its own; nothing that a word says may be done."""
+    numbers = count()
+
+    def run_job(job: Job, run: str = "runs/base", secrets: str = "") -> tuple[Ran, list[Rank], Cluster]:
+        cluster = Cluster.make(tmp_path / f"cluster{next(numbers)}")
+        if secrets:
+            cluster.secrets.write_text(secrets)
+        path = cluster.path / run
+        job = replace(job, run=path, around=replace(job.around, workdir=path / "attempts/0001/code", venv=""))
+        cluster.prepare(job)
+        return cluster.run(job), cluster.list_ranks(), cluster
+
+    yield run_job
+    assert not list(tmp_path.rglob("hurt"))
+
+
+@example(list(AWKWARD))
+@given(WORDS)
+@settings(max_examples=20, deadline=None)
+def test_quoted_words_arrive_unchanged(words: list[str]) -> None:
+    script = f"printf '%s\\0' {' '.join(map(quote, words))}" if words else ":"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, check=True)
+    assert done.stdout.decode().split("\0")[:-1] == words
+
+
+def test_a_nul_is_refused() -> None:
+    with pytest.raises(ValueError, match="NUL"):
+        quote("a\0b")
+
+
+@pytest.mark.parametrize("text", ["$HOME/$(id)`id`\"'\\", "${HOME}", "~/x y", "a$1b$$", "$NONE."])
+def test_only_names_are_replaced(text: str) -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"printf %s {quote_expanding(text)}"], env={"HOME": "/h"}, capture_output=True, check=True
+    )
+    expected = text.replace("${HOME}", "/h").replace("$HOME", "/h").replace("$NONE", "")
+    assert done.stdout.decode() == ("/h" + expected[1:] if expected.startswith("~/") else expected)
+
+
+@pytest.mark.parametrize(
+    ("path", "seen"), [("~/a b", "/h/a b"), ("$HOME/x:/y", "/h/x:/y"), ("/a/$HOME", "/a/$HOME"), ("a~", "a~"), ("~x", "~x")]
+)
+def test_a_place_may_begin_with_a_name(path: str, seen: str) -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"printf %s {quote_place(path)}"], env={"HOME": "/h"}, capture_output=True, check=True
+    )
+    assert done.stdout.decode() == seen
+
+
+# --- through whole scripts
+
+
+def arrived(ranks: list[Rank], job: Job, words: list[str], values: dict[str, str]) -> None:
+    """Every rank (or agent of torchrun) has the words and the values, where the code is."""
+    assert len(ranks) == (job.shape.nodes if job.starter == "torchrun" else job.shape.ranks)
+    for rank in ranks:
+        assert rank.words == ["python3", "train.py", *words]
+        assert {name: rank.variables.get(name) for name in values} == values
+
+
+@pytest.mark.parametrize("name", mostly_slow(COMBINATIONS, *FAST))
+def test_words_and_values_arrive_everywhere(name: str, run: Run) -> None:
+    words, values = list(AWKWARD), {f"VALUE_{number}": value for number, value in enumerate(AWKWARD)}
+    job = make_job(*COMBINATIONS[name])
+    job = replace(job, program=Program(("train.py", *words)), around=replace(job.around, literal=values))
+    ran, ranks, cluster = run(job, run="my runs/it's $HOME 100%, \"x\"")
+    assert ran.state == "finished", ran.said
+    path = cluster.path / "my runs/it's $HOME 100%, \"x\""
+    arrived(ranks, job, words, {**values, "SHARDWAY_STOP_FILE": f"{path}/stop"})
+    if job.starter != "torchrun":
+        assert sorted(int(rank.variables["RANK"]) for rank in ranks) == list(range(job.shape.ranks))
+    assert {rank.variables["MASTER_ADDR"] for rank in ranks} == {"127.0.0.1" if job.shape.nodes == 1 else "localhost"}
+    if job.container.runtime != "pyxis":  # which changes the folder in the container, not here
+        assert {rank.folder for rank in ranks} == {path / "attempts/0001/code"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheduler", ["slurm", "pbs", "local"])
+@LOOP
+@given(words=WORDS, values=st.lists(TEXTS, max_size=4), folder=TEXTS, program=st.booleans())
+def test_any_word_arrives(
+    scheduler: str, run: Run, words: list[str], values: list[str], folder: str, program: bool
+) -> None:
+    named = {f"V{number}": value for number, value in enumerate(values)}
+    job = make_job(scheduler)
+    words = ["./a.out", *words] if program else ["train.py", *words]
+    job = replace(job, program=Program(tuple(words), python=not program), around=replace(job.around, literal=named))
+    plain = folder.encode()[:40].decode(errors="ignore").replace("/", "_").strip("\n")
+    ran, ranks, _ = run(job, run=f"runs/{'_' + plain}")
+    assert ran.state == "finished", ran.said
+    for rank in ranks:
+        assert rank.words == (words if program else ["python3", *words])
+        assert {name: rank.variables[name] for name in named} == named
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runtime", ["pyxis", "apptainer", "podman", "charliecloud", "enroot"])
+def test_mounts_and_images_arrive(runtime: str, run: Run) -> None:
+    image = "/my images/it's.sqsh"
+    use = ContainerUse(runtime, image, (Mount("/a b", "/c;d", read_only=True), Mount("$HOME/x", "/y")))
+    ran, _, cluster = run(make_job("slurm", "srun", runtime, container=use))
+    assert ran.state == "finished", ran.said
+    calls = [words for command in ("srun", "podman", "enroot") for words in cluster.list_calls(command)]
+    said = "\n".join(word for words in calls for word in words)
+    assert image in said
+    assert ("/a b:/c;d:ro" in said) is (runtime != "charliecloud")
+    assert f"{cluster.path}/home/x:/y" in said
+
+
+# --- secrets
+
+SECRET = "hf_verysecret'\"$x"
+
+
+@pytest.mark.parametrize("name", mostly_slow(COMBINATIONS, "pbs-torchrun-none"))
+def test_a_secret_reaches_the_ranks_and_nobody_else(name: str, run: Run) -> None:
+    """It is in no file of the run and in no word of a process."""
+    job = make_job(*COMBINATIONS[name])
+    job = replace(job, around=replace(job.around, secret_names=("HF_TOKEN",)))
+    ran, ranks, cluster = run(job, secrets=f"HF_TOKEN={quote(SECRET)}\n")
+    assert ran.state == "finished", ran.said
+    assert {rank.variables.get("HF_TOKEN") for rank in ranks} == {SECRET}
+    assert not [words for words in cluster.list_calls() if any("verysecret" in word for word in words)]
+    kept = [path for path in (cluster.path / "runs").rglob("*") if path.is_file() and "verysecret" in path.read_text()]
+    assert (kept, "verysecret" in ran.said) == ([], False)

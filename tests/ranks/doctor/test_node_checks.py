@@ -1,0 +1,291 @@
+from __future__ import annotations
+
+import resource
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_machines import check, make, make_placement, make_site
+
+from shardway.hardware.command import Answer
+from shardway.hardware.links import Interface, Port
+from shardway.hardware.mounts import Mount
+from shardway.ranks.doctor.checks import host, network, software, storage
+from shardway.ranks.doctor.surroundings import Wanted
+
+GIB = 2**30
+LOCAL = make_site(scheduler="local")
+UNLIMITED = resource.RLIM_INFINITY
+IB = Port("mlx5_0", "1", "ACTIVE", "InfiniBand", 200.0)
+
+
+@pytest.mark.parametrize(
+    ("usable", "cores", "environ", "verdict", "words"),
+    [
+        (1, 64, {}, "fail", ("1 of 64", "SRUN_CPUS_PER_TASK", "--bind-to none")),
+        (1, 1, {}, "ok", ()),
+        (1, 2, {}, "ok", ()),
+        (16, 64, {}, "ok", ("16 of 64",)),
+        (8, 64, {"SLURM_CPUS_PER_TASK": "16"}, "warn", ("where the scheduler gave 16",)),
+        (16, 64, {"SLURM_CPUS_ON_NODE": "64"}, "ok", ()),
+        (15, 64, {"NCPUS": "64"}, "warn", ("gave 16",)),
+    ],
+)
+def test_cores_of_a_rank(
+    usable: int, cores: int, environ: dict[str, str], verdict: str, words: tuple[str, ...]
+) -> None:
+    check(host.judge_affinity(make(environ=environ, machine_cores=cores), usable), verdict, *words)
+
+
+@pytest.mark.parametrize(
+    ("text", "usable", "per_node", "verdict", "words"),
+    [
+        ("", 16, 4, "warn", ("export OMP_NUM_THREADS=16",)),
+        ("", 64, 4, "warn", ("export OMP_NUM_THREADS=16",)),  # not bound: the ranks share all cores
+        ("", 64, 1, "ok", ()),
+        ("16", 16, 4, "ok", ()),
+        ("17", 16, 4, "warn", ("16 cores",)),
+        ("64", 64, 4, "warn", ("export OMP_NUM_THREADS=16",)),
+        ("4,2", 16, 4, "ok", ()),
+        ("many", 16, 4, "fail", ("no number",)),
+        ("0", 16, 4, "fail", ("no number",)),
+    ],
+)
+def test_threads(text: str, usable: int, per_node: int, verdict: str, words: tuple[str, ...]) -> None:
+    around = make(usable_cores=usable, placement=make_placement(per_node=per_node))
+    check(host.judge_threads(around, text), verdict, *words)
+
+
+@pytest.mark.parametrize(
+    ("size", "free", "changes", "verdict", "words"),
+    [
+        (64 * 2**20, 64 * 2**20, {}, "fail", ("--shm-size",)),
+        (64 * GIB, 0, {}, "fail", ("remove what an earlier job left",)),
+        (4 * GIB, 4 * GIB, {}, "warn", ("4.0 of 4.0",)),
+        (4 * GIB, 4 * GIB, {"site": LOCAL}, "ok", ()),
+        (64 * GIB, 63 * GIB, {}, "ok", ()),
+    ],
+)
+def test_shared_memory(size: int, free: int, changes: dict[str, Any], verdict: str, words: tuple[str, ...]) -> None:
+    check(host.judge_shm(make(**changes), size, free), verdict, *words)
+
+
+def test_no_shared_memory_at_all(tmp_path: Path) -> None:
+    check(host.check_shm(make(root=tmp_path)), "fail", "/dev/shm: No such file")
+
+
+def test_limits() -> None:
+    check(host.judge_memlock(make(ports=(IB,)), 64 * 1024), "fail", "64 KiB", "unlimited")
+    check(host.judge_memlock(make(ports=(IB,)), UNLIMITED), "ok")
+    check(host.judge_memlock(make(), 64 * 1024), "ok", "no InfiniBand")
+    check(host.judge_files(1024, 65536), "warn", "ulimit -n 65536")
+    check(host.judge_files(1024, 2048), "warn", "ask the site for more than 2048")
+    check(host.judge_files(4096, 4096), "ok")
+    check(host.judge_files(UNLIMITED, UNLIMITED), "ok")
+
+
+def test_the_folder_for_temporary_files(tmp_path: Path) -> None:
+    check(host.check_tmp(make(environ={"TMPDIR": str(tmp_path / "gone")})), "fail", "gone", "export TMPDIR")
+    check(host.check_tmp(make(environ={"TMPDIR": str(tmp_path)})), "ok", str(tmp_path))
+
+
+ETH, DOWN, DOCKER = Interface("eth0", True, 1500), Interface("ib1", False, 2044), Interface("docker0", True, 1500)
+FOUND = (DOCKER, ETH, Interface("ib0", True, 2044), DOWN, Interface("lo", True, 65536))
+
+
+@pytest.mark.parametrize(
+    ("environ", "verdict", "words"),
+    [
+        ({}, "ok", ("up: eth0, ib0",)),
+        ({"NCCL_SOCKET_IFNAME": "ib"}, "ok", ("NCCL_SOCKET_IFNAME=ib: ib0",)),
+        ({"NCCL_SOCKET_IFNAME": "hsn0,hsn1"}, "fail", ("n1 has no such interface", "eth0, ib0")),
+        ({"NCCL_SOCKET_IFNAME": "=ib"}, "fail", ("no such interface",)),
+        ({"NCCL_SOCKET_IFNAME": "ib1"}, "fail", ("ib1 is down",)),
+        ({"NCCL_SOCKET_IFNAME": "^docker,lo"}, "ok", ("eth0, ib0",)),
+        ({"NCCL_SOCKET_IFNAME": "docker0"}, "fail", ("leads to no other node",)),
+        ({"GLOO_SOCKET_IFNAME": "ib"}, "fail", ("GLOO_SOCKET_IFNAME=ib: n1 has no such interface",)),
+        ({"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0"}, "ok", ("GLOO_SOCKET_IFNAME=ib0: ib0",)),
+        ({"GLOO_SOCKET_IFNAME": "lo"}, "fail", ("leads to no other node",)),
+    ],
+)
+def test_interfaces(environ: dict[str, str], verdict: str, words: tuple[str, ...]) -> None:
+    check(network.judge_interfaces(make(environ=environ), FOUND), verdict, *words)
+
+
+def test_one_node_needs_no_network() -> None:
+    only = (Interface("lo", True, 65536),)
+    check(network.judge_interfaces(make(placement=make_placement(world=4)), only), "ok", "loopback")
+    check(network.judge_interfaces(make(), only), "fail", "--network=host")
+
+
+@pytest.mark.parametrize(
+    ("name", "addresses", "suffix", "verdict", "words"),
+    [
+        ("n1", ("10.0.0.1",), None, "ok", ("n1 is 10.0.0.1",)),
+        ("n1", (), None, "fail", ("n1 does not know n1", "getent")),
+        ("n1", ("127.0.1.1",), None, "fail", ("every node would meet itself",)),
+        ("n1", ("::1",), None, "fail", ("every node would meet itself",)),
+        ("n1", ("fe80::1%eth0",), None, "warn", ("no IPv4",)),
+        ("n1.site", ("10.0.0.1",), "i", "warn", ("export MASTER_ADDR=n1i",)),
+        ("n1i.site", ("10.0.0.1",), "i", "ok", ()),
+        ("10.0.0.1", ("10.0.0.1",), "i", "ok", ()),
+    ],
+)
+def test_the_master(
+    name: str, addresses: tuple[str, ...], suffix: str | None, verdict: str, words: tuple[str, ...]
+) -> None:
+    site = make_site(network={"host_suffix": suffix} if suffix else {})
+    around = make(site, placement=make_placement(master_addr=name))
+    check(network.judge_master(around, addresses), verdict, *words)
+
+
+def test_one_node_may_meet_at_the_loopback() -> None:
+    around = make(placement=make_placement(world=4, master_addr="localhost"))
+    check(network.judge_master(around, network.look_up("localhost")), "ok")
+    check(network.check_hostname(around), "n/a")
+
+
+def test_the_name_of_the_node_itself() -> None:
+    check(network.judge_hostname(make(), ()), "fail", "n1 does not know its own name", "GLOO_SOCKET_IFNAME")
+    check(network.judge_hostname(make(), ("127.0.1.1",)), "fail", "127.0.1.1")
+    check(network.judge_hostname(make(), ("127.0.1.1", "10.0.0.1")), "ok")
+    check(network.judge_hostname(make(environ={"GLOO_SOCKET_IFNAME": "ib0"}), ()), "ok", "ib0")
+
+
+@pytest.mark.parametrize(
+    ("states", "rate", "network_table", "verdict", "words"),
+    [
+        ("AAAA", 200.0, {"adapters_per_node": 4, "link": "hdr200"}, "ok", ("4 of 4",)),
+        ("AAADD", 200.0, {"adapters_per_node": 4, "link": "hdr200"}, "fail", ("the profile has 4", "mlx5_3/1 DOWN")),
+        ("AD", 200.0, {}, "ok", ("1 of 2",)),
+        ("DD", 200.0, {}, "fail", ("no InfiniBand port is active",)),
+        ("AA", 100.0, {"adapters_per_node": 2, "link": "hdr200"}, "warn", ("where the profile has 200",)),
+        ("", 0.0, {"link": "hdr200"}, "warn", ("no InfiniBand adapter is visible",)),
+        ("", 0.0, {}, "n/a", ()),
+    ],
+)
+def test_infiniband(
+    states: str, rate: float, network_table: dict[str, Any], verdict: str, words: tuple[str, ...]
+) -> None:
+    ports = tuple(
+        Port(f"mlx5_{index}", "1", "ACTIVE" if state == "A" else "DOWN", "InfiniBand", rate)
+        for index, state in enumerate(states)
+    )
+    check(network.judge_infiniband(make(make_site(network=network_table)), ports), verdict, *words)
+
+
+@pytest.mark.parametrize(
+    ("free", "inodes", "size", "verdict"),
+    [
+        (100, None, None, "ok"),
+        (0.5, None, None, "warn"),
+        (100, 9_999, None, "fail"),
+        (19.9, 10**6, 10, "fail"),
+        (20, 10**6, 10, "warn"),
+        (39.9, 10**6, 10, "warn"),
+        (40, 10**6, 10, "ok"),
+    ],
+)
+def test_room_for_checkpoints(free: float, inodes: int | None, size: float | None, verdict: str) -> None:
+    wanted = Wanted(checkpoint_bytes=size and size * GIB, keep=3)
+    check(storage.judge_space(make(wanted=wanted), "/scratch", int(free * GIB), inodes), verdict, "/scratch")
+
+
+def test_writing_leaves_nothing_behind(tmp_path: Path) -> None:
+    around = make(wanted=Wanted(folder=tmp_path / "runs/not/yet/there"))
+    check(storage.check_write(around), "ok", str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+    gone = make(wanted=Wanted(folder=Path("/proc/nowhere/run")))
+    check(storage.check_write(gone), "fail", "/proc", "--dir")
+    check(storage.check_write(make()), "n/a")
+
+
+def test_file_systems_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = {"home": "$HOME", "scratch": "${S}/a", "project": "$UNSET/x"}
+    around = make(make_site(storage=tables), {"HOME": str(tmp_path), "S": "/no/such"})
+    assert storage.list_places(around) == [str(tmp_path), "/no/such/a"]
+    check(storage.check_mounts(around), "warn", "not there: /no/such/a")
+    monkeypatch.setattr(storage, "run_commands", lambda words, limit: [Answer(-9, hung=True) for _ in words])
+    check(storage.check_mounts(around), "fail", "did not answer", "--exclude=n1")
+    check(storage.check_mounts(make()), "n/a")
+
+
+def test_caches_and_python() -> None:
+    site = make_site(storage={"home": "$HOME", "scratch": "/scratch/a"})
+    check(storage.check_caches(make(site, {"HOME": "/home/a"})), "warn", "HF_HOME", "/scratch/a/huggingface")
+    there = {"HOME": "/home/a", "XDG_CACHE_HOME": "/scratch/a/.cache", "HF_HOME": "/scratch/a/hf"}
+    check(storage.check_caches(make(site, there)), "ok")
+    check(storage.check_caches(make(site, {**there, "TRITON_CACHE_DIR": "/home/a/t"})), "warn", "TRITON_CACHE_DIR")
+    check(storage.check_caches(make(LOCAL, there)), "n/a")
+    check(storage.check_python(make(mounts=(Mount(PurePosixPath("/"), "lustre", "x"),))), "warn", "lustre")
+    check(storage.check_python(make(mounts=(Mount(PurePosixPath("/"), "ext4", "x"),))), "ok")
+
+
+OFFLINE = make_site(internet={"nodes": "none"})
+TOLD = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict", "words"),
+    [
+        ({}, "n/a", ()),
+        ({"site": make_site(internet={"nodes": "direct"})}, "ok", ()),
+        ({"site": OFFLINE, "environ": TOLD}, "ok", ()),
+        ({"site": OFFLINE}, "warn", ("export HF_HUB_OFFLINE=1 WANDB_MODE=offline",)),
+        ({"site": OFFLINE, "wanted": Wanted(uses_hub=True)}, "fail", ("HF_HUB_OFFLINE",)),
+        ({"site": OFFLINE, "wanted": Wanted(uses_hub=True), "environ": {**TOLD, "HF_HUB_OFFLINE": "0"}}, "fail", ()),
+        ({"site": OFFLINE, "wanted": Wanted(uses_hub=True), "environ": {"HF_HUB_OFFLINE": "1"}}, "warn", ("WANDB",)),
+    ],
+)
+def test_libraries_know_of_no_internet(changes: dict[str, Any], verdict: str, words: tuple[str, ...]) -> None:
+    check(software.check_offline(make(**changes)), verdict, *words)
+
+
+def test_a_proxy_is_set_and_its_password_not_told() -> None:
+    site = make_site(internet={"nodes": "proxy", "proxy": "http://p:10104", "no_proxy": "localhost"})
+    check(software.check_proxy(make(site)), "warn", "https_proxy=http://p:10104", "no_proxy=localhost")
+    found = software.check_proxy(make(site, {"https_proxy": "http://me:secret@p:1"}))
+    check(found, "ok", "https_proxy")
+    assert "secret" not in str(found)
+
+
+def test_containers(tmp_path: Path) -> None:
+    for environ, name in (
+        ({"APPTAINER_CONTAINER": "/x.sif"}, "apptainer"),
+        ({"container": "podman"}, "podman"),
+        ({"CH_RUNNING": "Weird Al Yankovic"}, "charliecloud"),
+    ):
+        check(software.check_container(make(environ=environ, root=tmp_path)), "ok", f"inside {name}")
+    check(software.check_container(make(root=tmp_path)), "ok", "no container")
+    wanted = Wanted(container="pyxis")
+    check(software.check_container(make(root=tmp_path, wanted=wanted)), "fail", "pyxis")
+    overlay = (Mount(PurePosixPath("/"), "overlay", "overlay"),)
+    check(software.check_container(make(root=tmp_path, wanted=wanted, mounts=overlay)), "ok", "a container")
+
+
+def test_the_scheduler_and_the_account() -> None:
+    check(software.judge_scheduler("slurm", Answer(0, "gpu\n")), "ok")
+    check(software.judge_scheduler("slurm", Answer(1, "", "Unable to contact slurm controller")), "fail", "Unable")
+    check(software.judge_scheduler("pbs", Answer(-9, hung=True)), "fail", "qstat -Q", "did not answer")
+    check(software.judge_account("Proj1", Answer(0, "proj1\nproj2\nproj1\n")), "ok")
+    check(software.judge_account("proj3", Answer(0, "proj1\nproj2\n")), "fail", "proj1, proj2")
+    check(software.judge_account("proj3", Answer(0, "")), "n/a")
+    check(software.judge_account("proj3", Answer(127, err="No such file")), "n/a", "No such file")
+    needed = make_site(request={"account": "required", "account_command": "jutil user projects"})
+    check(software.check_account(make(needed)), "warn", "jutil user projects")
+    check(software.check_account(make()), "n/a")
+
+
+@settings(settings.get_profile("brief"))
+@given(st.text(max_size=30))
+def test_any_value_of_a_variable_gets_a_verdict(text: str) -> None:
+    from shardway.ranks.doctor.checks import gpu
+
+    names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES", "SLURM_CPUS_PER_TASK", "NCPUS")
+    around = make(environ=dict.fromkeys(names, text))
+    network.judge_interfaces(around, FOUND)
+    gpu.check_visible(around)
+    host.judge_threads(around, text)
+    host.judge_affinity(around, 16)

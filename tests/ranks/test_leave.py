@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from shardway.errors import UserError
+
+CODE = """
+import atexit
+from shardway.errors import UserError
+from shardway.ranks.leave import left_at_once
+atexit.register(print, "tidied up")
+print("before", end=" ")
+{line}
+"""
+RAISE = "with left_at_once({world}): raise {error}"
+
+
+def run(line: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", CODE.format(line=line)], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        ("KeyError(3)", 1),
+        pytest.param("UserError('wrong')", UserError.exit_code, marks=pytest.mark.slow),
+        pytest.param("KeyboardInterrupt", 130, marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_among_others_leaves_at_once(error: str, code: int) -> None:
+    """What it printed and its traceback are there; what would run at the end of an interpreter does not."""
+    ended = run(RAISE.format(world=2, error=error))
+    assert (ended.returncode, ended.stdout) == (code, "before ")
+    assert ended.stderr.startswith("Traceback (most recent call last):")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        (RAISE.format(world=1, error="KeyError(3)"), 1),
+        ("with left_at_once(2): pass", 0),
+        ("with left_at_once(2): raise SystemExit(7)", 7),
+        ("try:\n  with left_at_once(2): raise KeyError(3)\nexcept KeyError: pass", 0),
+    ],
+    ids=["alone", "well", "exit", "caught"],
+)
+def test_others_end_as_always(line: str, code: int) -> None:
+    ended = run(line)
+    assert (ended.returncode, ended.stdout) == (code, "before tidied up\n")
