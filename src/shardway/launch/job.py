@@ -162,7 +162,8 @@ class Job:
     chain: Chain = Chain()
     warn_s: float = 0.0
     """How long before the end of the wall-time the job script asks the program to stop; 0: the program looks itself."""
-    preflight: bool = False
+    preflight: Program | None = None
+    """What looks at the nodes before the program starts."""
 
     @property
     def folder(self) -> Attempt:

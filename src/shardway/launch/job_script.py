@@ -11,6 +11,7 @@ run outside the container. This module must not read files of the person nor sta
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from shardway.launch.blocks import read_block
@@ -117,6 +118,8 @@ def _names(job: Job) -> tuple[Line, ...]:
 
 def _functions(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
     control = list(_IN_EVERY_SCRIPT)
+    if job.scheduler == "local" or (job.warn_s and not scheduler.warns):
+        control.append("in_time")
     if job.chain.until_done:
         control += [*_OF_A_CHAIN, *([] if job.chain.ahead else ["queue_next"])]
     return (
@@ -140,7 +143,7 @@ def _begin(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
         Line("trap 'ask_to_stop signal SIGTERM came, as schedulers send it before they kill' TERM"),
     ]
     if job.warn_s and not scheduler.warns:
-        clock = f"(sleep $((deadline - started - {round(job.warn_s)})) && kill -USR2 $$) > /dev/null 2>&1 &"
+        clock = f"in_time $((deadline - started - {round(job.warn_s)})) kill -USR2 $$"
         lines.append(Line(clock, "warns this script before the wall-time ends, which the scheduler does not"))
     return tuple(lines)
 
@@ -184,20 +187,28 @@ def _modules(job: Job) -> list[Line]:
 
 
 def _run(job: Job, scheduler: SchedulerScript, runtime: Runtime) -> tuple[Line, ...]:
-    started = STARTERS[job.starter](job, scheduler)
-    outside = (*started.outside, *runtime.of_starter(job, scheduler))
-    inside = (*_venv_inside(job), *started.inside)
-    command = wrap_command((*outside, *runtime.wrap(job, scheduler), *inside))
     lines = [*_mpirun_options(job)] if job.starter == "mpirun" else []
     if "on_each_node" in scheduler.functions(job):
         names = " ".join((*job.variables, *_PATHS))
         lines.append(Line(f"carried=({names})", "variables that the other nodes get"))
     lines += runtime.setup(job, scheduler)
+    if job.preflight is not None:
+        doctor = _command(replace(job, program=job.preflight), scheduler, runtime)
+        lines.append(Line(f'{doctor} > "$here/log/doctor.out" 2>&1', "what the nodes are like; it stops nothing"))
+        lines.append(Line('grep -E "(warn|fail) " "$here/log/doctor.out"'))
     lines += [
-        Line(f"{command} &", "the ranks, and how they ended"),
+        Line(f"{_command(job, scheduler, runtime)} &", "the ranks, and how they ended"),
         Line("wait_for $!"),
     ]
     return tuple(lines)
+
+
+def _command(job: Job, scheduler: SchedulerScript, runtime: Runtime) -> str:
+    """What starts the program on every rank: starter, container, environment, program."""
+    started = STARTERS[job.starter](job, scheduler)
+    outside = (*started.outside, *runtime.of_starter(job, scheduler))
+    inside = (*_venv_inside(job), *started.inside)
+    return wrap_command((*outside, *runtime.wrap(job, scheduler), *inside))
 
 
 def _venv_inside(job: Job) -> tuple[str, ...]:

@@ -78,6 +78,7 @@ def prepare(order: Order, host: Host, attempt: int | None = None) -> Prepared:
         workdir=snapshot.start_folder(folder.code) if snapshot else _folder_without_code(order, host, run),
         program=read_program(order.command) if order.command else _train_program(folder.run_file, run),
         chain=_chain(order, profile, number),
+        project=snapshot.root if snapshot and snapshot.links else None,
         token=secrets.token_hex(3),
         here=sys.prefix if not host.name and sys.prefix != sys.base_prefix else "",
     )

@@ -13,8 +13,8 @@ from shardway.launch.hosts.base import Host, HostUnreachable
 from shardway.launch.ledger import Entry, Ledger
 from shardway.launch.records import Asked, Explanation, JobRecord, Phase, SchedulerSilent
 from shardway.launch.schedulers.clients import CLIENTS
-from shardway.launch.verdict import decide
-from shardway.rundir.attempts import BY_SIGNAL, Result
+from shardway.launch.verdict import CONSEQUENCES, decide
+from shardway.rundir.attempts import Result
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def describe_active(standings: Sequence[Standing]) -> str:
 def _is_open(entry: Entry) -> bool:
     """Whether the scheduler has something to add: nobody wrote how it ended, or who did could not know why."""
     result = entry.result
-    if result is None or result.failure == BY_SIGNAL:
+    if result is None or result.failure.startswith(CONSEQUENCES):
         return True
     return result.by == "job script" and result.exit_code not in (0, None)
 

@@ -1,7 +1,7 @@
 """How an attempt ended: by what the job wrote, then by what the scheduler says.
 
 Invariant: `decide` looks at nothing but its two arguments, has an answer for every pair of them, and never overrules a
-result that a rank wrote, unless the rank only knew that a signal came. This module must not read a log nor an exit code's meaning out of one.
+result that a rank wrote, unless the rank only knew that a signal came or that another rank was gone. This module must not read a log nor an exit code's meaning out of one.
 """
 
 from __future__ import annotations
@@ -51,6 +51,9 @@ _CAUSES = frozenset(
 _REPEATS = frozenset((Ending.CRASHED, Ending.OUT_OF_MEMORY, Ending.DEADLINE))
 """Endings that come again where nothing is changed, so that they need a signature."""
 
+CONSEQUENCES = (BY_SIGNAL, "LostContact")
+"""Failures of a rank that are what something else did to it; the scheduler may know what."""
+
 _SCRIPT = "job script"
 _UNSURE = frozenset((Ending.CRASHED, Ending.LOST))
 
@@ -64,7 +67,7 @@ def decide(result: Result | None, record: JobRecord | None) -> Result | None:
     """
     if result is None:
         return _from_scheduler(record)
-    signalled = result.failure == BY_SIGNAL
+    signalled = result.failure.startswith(CONSEQUENCES)
     if record is None or not (signalled or (result.by == _SCRIPT and result.state in _UNSURE)):
         return result
     if record.phase in (Phase.QUEUED, Phase.RUNNING):

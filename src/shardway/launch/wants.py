@@ -48,6 +48,8 @@ class Wish:
     token: str = "0000"
     here: str = ""
     secret_names: tuple[str, ...] = ()
+    project: Path | None = None
+    """The folder that a snapshot was taken of, where links in the snapshot lead back to it."""
 
     @property
     def section(self) -> SiteSection:
@@ -150,8 +152,15 @@ def build_job(wish: Wish, attempt: int) -> Job:
         meeting=Meeting(profile.network.host_suffix or "", profile.network.resolve == "ipv4"),
         start=profile.start,
         chain=wish.chain,
+        preflight=_preflight(wish),
         warn_s=0.0 if program.meets_by_itself else warn_before(walltime),
     )
+
+
+def _preflight(wish: Wish) -> Program | None:
+    if not wish.section.preflight:
+        return None
+    return Program(("-m", "shardway", "doctor", "--preflight"), meets_by_itself=True)
 
 
 def warn_before(walltime_s: float) -> float:
@@ -212,11 +221,12 @@ def _container(wish: Wish) -> ContainerUse:
         return ContainerUse()
     part = load_accelerators().get(profile.node.accelerator or CPU)
     mounts = (*profile.containers.mounts, *wish.section.mounts)
+    project = (Mount(str(wish.project), str(wish.project)),) if wish.project else ()
     rules = profile.containers if runtime == profile.container else type(profile.containers)()
     return ContainerUse(
         runtime=runtime,
         image=wish.section.image,
-        mounts=tuple(mount for mount in map(parse_mount, mounts) if mount is not None),
+        mounts=(*project, *(mount for mount in map(parse_mount, mounts) if mount is not None)),
         rules=rules,
         vendor=part.vendor.lower() if part else "",
     )

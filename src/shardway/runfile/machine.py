@@ -50,6 +50,7 @@ class SiteSection(Section):
         'Python environment of the ranks: folder of a venv, "conda:NAME", or "none"; auto = the one that submits, but '
         "none in a container.",
     )
+    preflight: bool = key(False, "Let `shardway doctor` look at the nodes of each attempt before its ranks start.")
     environment: SettingsField = key({}, "Environment variables of the job; no secrets, which come from a file.")
     options: SettingsField = key(
         {}, 'Options of the scheduler that no key names, such as {reservation = "x", exclusive = true}.'

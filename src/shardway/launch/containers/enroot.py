@@ -31,7 +31,7 @@ def _wrap(job: Job, scheduler: SchedulerScript) -> tuple[str, ...]:
 
 def _starter_variables(job: Job) -> tuple[str, ...]:
     """enroot passes on what is named, and knows no patterns."""
-    ranks = {
+    ranks: dict[str, tuple[str, ...]] = {
         "srun": (
             *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS"),
             *("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
@@ -39,7 +39,7 @@ def _starter_variables(job: Job) -> tuple[str, ...]:
         "mpirun": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     }
     agents = {"slurm": ("SLURM_NODEID",), "pbs": ("NODE",)}
-    return ranks.get(job.starter) or agents.get(job.scheduler, ())
+    return ranks[job.starter] if job.starter in ranks else agents.get(job.scheduler, ())
 
 
 def _in_folder(job: Job) -> tuple[str, ...]:

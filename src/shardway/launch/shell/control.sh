@@ -146,9 +146,23 @@ note_start() {
   say "attempt $attempt is job $job on ${nodes[*]}"
 }
 
+#: in_time SECONDS COMMAND: then, unless this script has ended by that time
+in_time() {
+  (
+    trap 'kill "$sleeping"; exit' TERM
+    sleep "$1" & sleeping=$!
+    wait "$sleeping" && "${@:2}"
+  ) > /dev/null 2>&1 &
+  clocks+=($!)
+  trap 'kill "${clocks[@]}" 2>/dev/null' EXIT
+}
+
 #: check_stop: somebody may have asked for a stop while the job was queued
 check_stop() {
   [ -e "$run/stop" ] || return 0
+  case $(head -n 1 "$run/stop") in
+    deadline* | preempted* | signal*) rm -f "$run/stop"; return 0 ;; # meant for the attempt before
+  esac
   write_result "$attempt" stopped "a stop was asked for before it began"
   say "nothing to do: a stop was asked for"
   cancel_later stopped

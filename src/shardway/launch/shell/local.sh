@@ -7,13 +7,8 @@ begin() {
   nodes=("$(hostname)")
   started=$(date +%s)
   deadline=$((started + walltime))
-  (
-    trap 'kill "$clock"' TERM
-    sleep "$walltime" & clock=$!; wait "$clock" && kill -TERM $$
-    sleep 30 & clock=$!; wait "$clock" && kill -KILL -- -$$
-  ) > /dev/null 2>&1 &
-  watchdog=$!
-  trap 'kill "$watchdog" 2>/dev/null' EXIT
+  in_time "$walltime" kill -TERM $$
+  in_time $((walltime + 30)) kill -KILL -- -$$
 }
 
 #: ask_ending JOB: a process leaves no record of how it ended

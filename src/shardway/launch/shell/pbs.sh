@@ -32,8 +32,8 @@ submit_after() {
 cancel_job() { qdel "$1"; }
 
 #: on_each_node COMMAND: at once on every node, with the variables of `carried`; ends as soon as one of them fails
-on_each_node() {
-  local carry=() name index=0 ended=0
+on_each_node() (
+  local carry=() name index=0 ended=0 # in a shell of its own, which waits for nothing else
   for name in "${carried[@]}"; do
     [ -z "${!name+set}" ] || carry+=("$name=${!name}")
   done
@@ -47,8 +47,8 @@ on_each_node() {
     wait -n || { ended=$?; break; }
     index=$((index - 1))
   done
-  return "$ended"
-}
+  exit "$ended"
+)
 
 #: remote_shell: Open MPI without support for PBS starts its daemons through this
 remote_shell() {
