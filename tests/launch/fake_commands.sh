@@ -5,6 +5,10 @@
 #   program    shell that a rank runs (its last command's exit code is the rank's)
 #   jobs       one line a job: ID STATE, as scontrol and qstat tell it
 #   refuse     what sbatch and qsub say, and then fail
+#   answers    one line for each call of sbatch: ok, lost (taken, but the answer says otherwise), hang (taken, and no
+#              answer), down, account; ok when there are no more lines
+#   queue      what was taken, as squeue tells it
+#   silent     squeue and sacct do not answer
 me=${0##*/}
 words=("$me" "$@")
 call=$(mktemp "$FAKES/calls/$me.XXXXXX")
@@ -16,8 +20,31 @@ next_job() {
     cat "$FAKES/refuse" >&2
     exit 1
   fi
+  local answer id
+  answer=$(head -n 1 "$FAKES/answers" 2>/dev/null)
+  [ -z "$answer" ] || sed -i 1d "$FAKES/answers"
+  case $answer in
+    down) echo 'sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)' >&2; exit 1 ;;
+    account) echo 'sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified' >&2; exit 1 ;;
+  esac
   echo x >> "$FAKES/submitted"
-  echo "$((100 + $(wc -l < "$FAKES/submitted")))$1"
+  id=$((100 + $(wc -l < "$FAKES/submitted")))$1
+  echo "$id|$id|PENDING|N/A|N/A||Priority|$(sed -n 's/^#SBATCH --job-name=//p' "${words[-1]}")" >> "$FAKES/queue"
+  case $answer in
+    lost) echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2; exit 1 ;;
+    hang) sleep 60 ;;
+  esac
+  echo "$id"
+}
+in_queue() {
+  [ ! -e "$FAKES/silent" ] || exit 1
+  local name=
+  while [ $# -gt 0 ]; do
+    [ "$1" != -n ] || name=$2
+    shift
+  done
+  grep -F "|$name" "$FAKES/queue" 2>/dev/null
+  exit 0
 }
 run_rank() {
   local note
@@ -99,8 +126,8 @@ case $me in
       "--oneliner show job "*) [ -z "$(state "$4")" ] || echo "JobId=$4 JobName=x JobState=$(state "$4") Reason=None" ;;
     esac
     ;;
-  squeue) [ ! -e "$FAKES/end" ] || cat "$FAKES/end" ;;
-  sacct) exit 1 ;;
+  squeue) [ "$1" != -h ] || in_queue "$@"; [ ! -e "$FAKES/end" ] || cat "$FAKES/end" ;;
+  sacct) [ ! -e "$FAKES/silent" ] ;;
   sbatch) next_job "" ;;
   qsub) next_job .server ;;
   qstat) echo "    Exit_status = $(state "${*: -1}")" ;;

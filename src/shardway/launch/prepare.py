@@ -17,6 +17,7 @@ from pathlib import Path
 from shardway.errors import Problem, UserError, check_no_problems
 from shardway.hardware.catalogue import load_accelerators
 from shardway.launch.checks import numbers, places, words
+from shardway.launch.checks.words import SECRETS
 from shardway.launch.hosts.base import Host
 from shardway.launch.job import Chain, Job, Program
 from shardway.launch.job_script import render_job_script
@@ -28,6 +29,8 @@ from shardway.runfile.load import DEFAULT, Loaded, load_run
 from shardway.runfile.write import render_run
 from shardway.sites.load import load_site
 from shardway.sites.schema import CPU, SiteProfile
+
+_NAMES = r"s/^\(export \)\{0,1\}\([A-Za-z_][A-Za-z0-9_]*\)=.*/\2/p"
 
 OPEN_CHAIN = 100
 """Most attempts of a chain whose length nobody said; each link submits the next, so that none waits in vain."""
@@ -80,6 +83,7 @@ def prepare(order: Order, host: Host, attempt: int | None = None) -> Prepared:
         chain=_chain(order, profile, number),
         project=snapshot.root if snapshot and snapshot.links else None,
         token=secrets.token_hex(3),
+        secret_names=read_secret_names(host),
         here=sys.prefix if not host.name and sys.prefix != sys.base_prefix else "",
     )
     problems = [*_list_problems(wish), *places.list_local_problems(wish, order.command, order.here)]
@@ -123,6 +127,12 @@ def parse_order(text: str, run: Path, run_file: Path | None) -> Order | None:
         )
     except (ValueError, KeyError, TypeError):
         return None
+
+
+def read_secret_names(host: Host) -> tuple[str, ...]:
+    """Names of the variables in the secrets file on the host; their values never leave it."""
+    done = host.run(("sed", "-n", _NAMES, str(host.expand(SECRETS))))
+    return tuple(dict.fromkeys(done.out.split())) if done.ok else ()
 
 
 def read_program(command: tuple[str, ...]) -> Program:

@@ -10,12 +10,13 @@ Invariant: an attempt has at most one job that does anything. This module must n
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from shardway.errors import SiteError, UserError
+from shardway.errors import ShardwayError, SiteError, UserError
 from shardway.launch.hosts.base import Done, Host, HostUnreachable
 from shardway.launch.job import Job
 from shardway.launch.job_script import render_job_script
@@ -29,6 +30,12 @@ FIRST_PAUSE_S = 2.0
 """A scheduler that does not answer is asked again after 2, 4, 8, 16 and 32 seconds."""
 
 SUBMIT_TIMEOUT_S = 60.0
+
+UNDER_WAY_S = 120.0
+"""An attempt that was prepared less long ago, and of which nobody said that it was given up, is being submitted."""
+
+_CERTAINLY_NOT_TAKEN = ("scheduler_down", "max_jobs_queued")
+"""Codes of refusals after which no job can be there."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,8 @@ class Submitter:
         made, mine = self.host.run_many([("mkdir", "-p", runs), ("mkdir", str(attempt.path))])
         if made.ok and mine.ok:
             made = self.host.run(("mkdir", str(attempt.log_folder)))
+        if mine.ok and not made.ok:
+            self._remove(attempt)
         if "File exists" in mine.err:
             raise UserError(
                 f"attempt {attempt.number} of {attempt.path.parents[1]} was made by somebody else just now.\n"
@@ -92,8 +101,19 @@ class Submitter:
 
     def send(self, job: Job, submission: Submission) -> Submitted:
         """Hand a prepared attempt to the scheduler, again where it does not answer. Raises as `submit` does."""
+        try:
+            return self._hand_over(job, submission)
+        except UserError:
+            raise  # and the folder is gone
+        except BaseException:
+            with contextlib.suppress(ShardwayError):  # nobody is at it any more
+                write_submission(self.host, job.folder, replace(submission, submitted=0.0))
+            raise
+
+    def _hand_over(self, job: Job, submission: Submission) -> Submitted:
         client, pause = CLIENTS[job.scheduler], FIRST_PAUSE_S
         refusal: Explanation | None = None
+        unsure = False
         for number in range(TRIES):
             if number:
                 self.pause(pause)
@@ -101,8 +121,11 @@ class Submitter:
                 found = self._find(client, job)
                 if found:
                     return self._note(job, submission, found, found=True)
+                if found is None and unsure:
+                    continue
             done = self._try(client, job, submission.after)
             if done is None:
+                unsure = True
                 continue
             taken = client.read_job_id(done.out) if done.ok else ""
             if taken:
@@ -111,12 +134,20 @@ class Submitter:
             if refusal.hopeless:
                 self._remove(job.folder)
                 raise UserError(_render_refusal(job, refusal))
+            unsure = unsure or refusal.code not in _CERTAINLY_NOT_TAKEN
         raise SiteError(_render_silence(job, refusal))
 
     def recover(self, job: Job, entry: Entry) -> Submitted | None:
         """What became of an attempt whose submission was interrupted: its job where it got through, or None, and then
-        its folder is gone. Raises SchedulerSilent or HostUnreachable where nobody knows."""
+        its folder is gone. Raises SchedulerSilent or HostUnreachable where nobody knows, UserError where it is being
+        submitted at this moment."""
         submission = entry.submission
+        if self._is_under_way(entry):
+            raise UserError(
+                f"attempt {entry.number} of {job.run} is being submitted just now, by somebody else or from elsewhere.\n"
+                "  Nothing was submitted. To do: look with `shardway status`; should nobody be at it, submit again in "
+                f"{UNDER_WAY_S:.0f} seconds."
+            )
         if submission is not None:
             named = replace(job, attempt=entry.number, token=submission.token)
             found = CLIENTS[job.scheduler].read_found(
@@ -136,16 +167,28 @@ class Submitter:
             return None
         return None if done.timed_out else done
 
-    def _find(self, client: Client, job: Job) -> str:
-        """The id of a job with the name of this one; empty where the scheduler knows none or is silent."""
+    def _is_under_way(self, entry: Entry) -> bool:
+        if entry.submission is not None:
+            return time.time() - entry.submission.submitted < UNDER_WAY_S
+        minutes = f"-{round(UNDER_WAY_S / 60)}"  # by the clock of the host
+        return bool(self.host.run(("find", str(entry.attempt.path), "-maxdepth", "0", "-mmin", minutes)).out)
+
+    def _find(self, client: Client, job: Job) -> str | None:
+        """The id of a job with the name of this one; empty where the scheduler knows none, None where it is silent."""
         try:
             found = client.read_found(self.host.run_many(client.find(job.scheduler_name)))
         except (SchedulerSilent, HostUnreachable):
-            return ""
+            return None
         return found[0] if found else ""
 
     def _note(self, job: Job, submission: Submission, taken: str, *, found: bool = False) -> Submitted:
-        write_submission(self.host, job.folder, replace(submission, job=taken))
+        try:
+            write_submission(self.host, job.folder, replace(submission, job=taken))
+        except UserError as error:
+            raise UserError(
+                f"job {taken} was submitted, but its id could not be noted: {error}\n"
+                "  It will run. To submit again finds it by its name, and does not double it."
+            ) from None
         return Submitted(job.folder, taken, found)
 
     def _remove(self, attempt: Attempt) -> None:

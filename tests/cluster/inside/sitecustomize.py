@@ -1,7 +1,7 @@
 """What a test does to the ranks of a job: Python reads this file at its start where its folder is in PYTHONPATH.
 
     TEST_PAUSE_S=0.2              a pause in every step, so that a tiny run takes time but no processor
-    TEST_FAULT=error:1:12         rank 1 fails in step 12 of the run: error, memory (takes all there is)
+    TEST_FAULT=error:1:12         rank 1 fails in step 12: error, or memory (it takes all there is)
     TEST_MARKS=FOLDER             each rank writes a file there: its host, its system, a variable of a module
 
 Invariant: without these variables nothing changes. This module must not import torch, which costs every process
@@ -13,6 +13,7 @@ from __future__ import annotations
 import builtins
 import os
 import platform
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,46 +22,45 @@ _BLOCK = 64 * 2**20
 _import = builtins.__import__
 
 
-def _pause_and_fail(run: type[Any]) -> None:
-    plain, fault = run.step, os.environ.get("TEST_FAULT", "")
-    kind, rank, at = fault.split(":") if fault else ("", "-1", "-1")
+def _import_and_patch(name: str, *words: Any, **named: Any) -> Any:
+    """Import as ever, and change the class of runs once its module is complete."""
+    found = _import(name, *words, **named)
+    module = sys.modules.get("shardway.train.run")
+    if module is not None and hasattr(module, "open_run"):
+        builtins.__import__ = _import
+        module.Run.step = _disturbed(module.Run.step)
+    return found
 
-    def step(self: Any, *words: Any) -> float:
+
+def _disturbed(plain: Any) -> Any:
+    kind, rank, at = os.environ.get("TEST_FAULT", "none:0:0").split(":")
+
+    def step(run: Any, *words: Any) -> Any:
+        here = run.session.ranks.placement.rank
+        _leave_mark(here)
         time.sleep(float(os.environ.get("TEST_PAUSE_S", "0")))
-        if self.rank == int(rank) and self._loop.moment().step == int(at):
+        if kind != "none" and here == int(rank) and run.find_holder().steps + 1 == int(at):
             _fail(kind)
-        return plain(self, *words)  # type: ignore[no-any-return]
+        return plain(run, *words)
 
-    run.step = step
+    return step
 
 
 def _fail(kind: str) -> None:
     if kind == "error":
         raise RuntimeError("injected by the test")
-    taken = []
+    taken: list[bytearray] = []
     while True:
-        taken.append(bytearray(os.urandom(1)) * _BLOCK)
+        taken.append(bytearray(b"x" * _BLOCK))
 
 
-def _leave_mark(folder: Path, rank: int) -> None:
-    told = platform.freedesktop_os_release()
-    packages = os.environ.get("PYTHONPATH", "")
-    module = os.environ.get("TEST_MODULE_Toolchain", "")
-    system = Path("/usr/bin/sbatch").exists()
-    (folder / str(rank)).write_text(f"{platform.node()}|{told['ID']}|{system}|{packages}|{module}")
+def _leave_mark(rank: int) -> None:
+    folder, system = os.environ.get("TEST_MARKS"), Path("/usr/bin/sbatch").exists()
+    if folder:
+        module = os.environ.get("TEST_MODULE_Toolchain", "")
+        text = f"{platform.node()} {'host' if system else 'image'} {module}".rstrip()
+        Path(folder, f"rank-{rank}").write_text(text)
 
 
-def _patch_later(name: str, *words: Any, **named: Any) -> Any:
-    """Import as ever, and change the class of runs once its module is there."""
-    import sys
-
-    found = _import(name, *words, **named)
-    module = sys.modules.get("shardway.train.run")
-    if module is not None and hasattr(module, "open_run"):
-        builtins.__import__ = _import
-        _pause_and_fail(module.Run)
-    return found
-
-
-if os.environ.get("TEST_PAUSE_S") or os.environ.get("TEST_FAULT"):
-    builtins.__import__ = _patch_later
+if any(name in os.environ for name in ("TEST_PAUSE_S", "TEST_FAULT", "TEST_MARKS")):
+    builtins.__import__ = _import_and_patch

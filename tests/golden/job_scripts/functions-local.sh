@@ -57,6 +57,9 @@ note_start() {
 # check_stop: somebody may have asked for a stop while the job was queued
 check_stop() {
   [ -e "$run/stop" ] || return 0
+  case $(head -n 1 "$run/stop") in
+    deadline* | preempted* | signal*) rm -f "$run/stop"; return 0 ;; # meant for the attempt before
+  esac
   write_result "$attempt" stopped "a stop was asked for before it began"
   say "nothing to do: a stop was asked for"
   cancel_later stopped
@@ -97,6 +100,16 @@ finish() {
     *) exit $((status ? status : 1)) ;;
   esac
   exit 0
+}
+# in_time SECONDS COMMAND: then, unless this script has ended by that time
+in_time() {
+  (
+    trap 'kill "$sleeping"; exit' TERM
+    sleep "$1" & sleeping=$!
+    wait "$sleeping" && "${@:2}"
+  ) > /dev/null 2>&1 &
+  clocks+=($!)
+  trap 'kill "${clocks[@]}" 2>/dev/null' EXIT
 }
 # leave REASON: ends this job, which has nothing to do
 leave() {
@@ -184,13 +197,8 @@ begin() {
   nodes=("$(hostname)")
   started=$(date +%s)
   deadline=$((started + walltime))
-  (
-    trap 'kill "$clock"' TERM
-    sleep "$walltime" & clock=$!; wait "$clock" && kill -TERM $$
-    sleep 30 & clock=$!; wait "$clock" && kill -KILL -- -$$
-  ) > /dev/null 2>&1 &
-  watchdog=$!
-  trap 'kill "$watchdog" 2>/dev/null' EXIT
+  in_time "$walltime" kill -TERM $$
+  in_time $((walltime + 30)) kill -KILL -- -$$
 }
 # ask_ending JOB: a process leaves no record of how it ended
 ask_ending() { echo lost; }

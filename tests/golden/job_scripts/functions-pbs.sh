@@ -57,6 +57,9 @@ note_start() {
 # check_stop: somebody may have asked for a stop while the job was queued
 check_stop() {
   [ -e "$run/stop" ] || return 0
+  case $(head -n 1 "$run/stop") in
+    deadline* | preempted* | signal*) rm -f "$run/stop"; return 0 ;; # meant for the attempt before
+  esac
   write_result "$attempt" stopped "a stop was asked for before it began"
   say "nothing to do: a stop was asked for"
   cancel_later stopped
@@ -97,6 +100,16 @@ finish() {
     *) exit $((status ? status : 1)) ;;
   esac
   exit 0
+}
+# in_time SECONDS COMMAND: then, unless this script has ended by that time
+in_time() {
+  (
+    trap 'kill "$sleeping"; exit' TERM
+    sleep "$1" & sleeping=$!
+    wait "$sleeping" && "${@:2}"
+  ) > /dev/null 2>&1 &
+  clocks+=($!)
+  trap 'kill "${clocks[@]}" 2>/dev/null' EXIT
 }
 # leave REASON: ends this job, which has nothing to do
 leave() {
@@ -204,24 +217,25 @@ submit_after() {
 }
 # cancel_job JOB
 cancel_job() { qdel "$1"; }
-# on_each_node COMMAND: at once on every node, with the variables of `carried`; ends as soon as one of them fails
-on_each_node() {
-  local carry=() name index=0 ended=0
+# on_each_node COMMAND: at once on every node, in this folder, with the variables of `carried`; ends as one of them fails
+on_each_node() (
+  trap '' TERM # the ranks get their own, and this waits until they have left in order
+  carry=() index=0 ended=0
   for name in "${carried[@]}"; do
     [ -z "${!name+set}" ] || carry+=("$name=${!name}")
   done
-  for name in "${nodes[@]}"; do
+  for node in "${nodes[@]}"; do
     # secrets are read there again: as words of this command everybody would see them
-    pbs_tmrsh "$name" /usr/bin/env "${carry[@]}" NODE="$index" /bin/bash -c \
-      '[ ! -r "$0" ] || { set -a; . "$0"; set +a; }; exec "$@"' "$secrets" "$@" &
+    pbs_tmrsh "$node" /usr/bin/env "${carry[@]}" NODE="$index" /bin/bash -c \
+      '[ ! -r "$0" ] || { set -a; . "$0"; set +a; }; cd "$1" && shift && exec "$@"' "$secrets" "$PWD" "$@" &
     index=$((index + 1))
   done
   while [ "$index" -gt 0 ]; do
     wait -n || { ended=$?; break; }
     index=$((index - 1))
   done
-  return "$ended"
-}
+  exit "$ended"
+)
 # address NODE: its name on the network for computing, or its number there
 address() {
   local name=${1%%.*}$suffix

@@ -57,6 +57,9 @@ note_start() {
 # check_stop: somebody may have asked for a stop while the job was queued
 check_stop() {
   [ -e "$run/stop" ] || return 0
+  case $(head -n 1 "$run/stop") in
+    deadline* | preempted* | signal*) rm -f "$run/stop"; return 0 ;; # meant for the attempt before
+  esac
   write_result "$attempt" stopped "a stop was asked for before it began"
   say "nothing to do: a stop was asked for"
   cancel_later stopped

@@ -51,7 +51,7 @@ main() {
   trap 'ask_to_stop deadline the wall-time is about to end' USR2
   trap 'ask_to_stop signal SIGTERM came, as schedulers send it before they kill' TERM
   # warns this script before the wall-time ends, which the scheduler does not
-  (sleep $((deadline - started - 600)) && kill -USR2 $$) > /dev/null 2>&1 &
+  in_time $((deadline - started - 600)) kill -USR2 $$
 
   # --- what the ranks find
   # Python and its packages
@@ -60,7 +60,7 @@ main() {
   export OMP_NUM_THREADS=8
   # passwords and tokens stand in a file of your own alone
   secrets="$HOME/.config/shardway/secrets.env"
-  [ ! -r "$secrets" ] || { set -a; . "$secrets"; set +a; } # shellcheck disable=SC1090
+  [ ! -r "$secrets" ] || { set -a; . "$secrets"; set +a; }
   # where the ranks meet: rules of this site for the name of a node on the network for computing
   suffix='' resolve=no
   meet

@@ -53,9 +53,11 @@ main() {
   # --- what the ranks find
   # Python and its packages
   . /home/alice/venv/bin/activate
+  # threads of a rank
+  export OMP_NUM_THREADS=1
   # passwords and tokens stand in a file of your own alone
   secrets="$HOME/.config/shardway/secrets.env"
-  [ ! -r "$secrets" ] || { set -a; . "$secrets"; set +a; } # shellcheck disable=SC1090
+  [ ! -r "$secrets" ] || { set -a; . "$secrets"; set +a; }
   # where the ranks meet: rules of this site for the name of a node on the network for computing
   suffix='' resolve=no
   meet
@@ -70,7 +72,7 @@ main() {
   mpirun_options+=(--hostfile "$PBS_NODEFILE")
   ompi_info 2> /dev/null | grep -q 'MCA plm: tm' || { remote_shell; mpirun_options+=(--mca plm_rsh_agent "$here/remote_shell"); }
   # the ranks, and how they ended
-  mpirun -n 2 --map-by ppr:1:node --tag-output "${mpirun_options[@]}" python3 -m shardway train \
+  mpirun -n 2 --map-by ppr:1:node:PE=1 --tag-output "${mpirun_options[@]}" python3 -m shardway train \
     /scratch/alice/runs/base/attempts/0001/run.toml --dir /scratch/alice/runs/base &
   wait_for $!
 

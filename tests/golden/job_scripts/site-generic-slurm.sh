@@ -7,6 +7,7 @@
 # nodes, and what is wanted of each
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=1
 # wall-time of this attempt
 #SBATCH --time=0-02:00:00
 # an attempt that loses its nodes ends; the next attempt goes on from the last checkpoint
@@ -50,9 +51,11 @@ main() {
   # --- what the ranks find
   # Python and its packages
   . /home/alice/venv/bin/activate
+  # threads of a rank
+  export OMP_NUM_THREADS=1
   # passwords and tokens stand in a file of your own alone
   secrets="$HOME/.config/shardway/secrets.env"
-  [ ! -r "$secrets" ] || { set -a; . "$secrets"; set +a; } # shellcheck disable=SC1090
+  [ ! -r "$secrets" ] || { set -a; . "$secrets"; set +a; }
   # where the ranks meet: rules of this site for the name of a node on the network for computing
   suffix='' resolve=no
   meet
@@ -61,7 +64,7 @@ main() {
 
   # --- run
   # the ranks, and how they ended
-  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c \
+  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1 --kill-on-bad-exit=1 bash -c \
     'node=$SLURM_NODEID; addresses=($SHARDWAY_NODES); host=false
     [ $node != 0 ] || host=true
     export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="\${rank}: "

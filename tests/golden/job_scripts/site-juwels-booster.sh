@@ -66,7 +66,7 @@ main() {
   export NCCL_IB_HCA="mlx5_0,mlx5_1,mlx5_2,mlx5_3"
   # passwords and tokens stand in a file of your own alone
   secrets="$HOME/.config/shardway/secrets.env"
-  [ ! -r "$secrets" ] || { set -a; . "$secrets"; set +a; } # shellcheck disable=SC1090
+  [ ! -r "$secrets" ] || { set -a; . "$secrets"; set +a; }
   # where the ranks meet: rules of this site for the name of a node on the network for computing
   suffix=i resolve=yes
   meet

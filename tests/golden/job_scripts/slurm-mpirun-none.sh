@@ -61,7 +61,7 @@ main() {
   export OMP_NUM_THREADS=8
   # passwords and tokens stand in a file of your own alone
   secrets="$HOME/.config/shardway/secrets.env"
-  [ ! -r "$secrets" ] || { set -a; . "$secrets"; set +a; } # shellcheck disable=SC1090
+  [ ! -r "$secrets" ] || { set -a; . "$secrets"; set +a; }
   # where the ranks meet: rules of this site for the name of a node on the network for computing
   suffix='' resolve=no
   meet

@@ -38,6 +38,9 @@ def a_wall_time_is_known_and_within_the_limit(wish: Wish) -> Iterator[Problem]:
 def nodes_are_within_the_limits(wish: Wish) -> Iterator[Problem]:
     """More nodes than a queue gives out are never found."""
     nodes, queue = wish.section.nodes, wish.queue
+    if wish.profile.scheduler == "local" and nodes > 1:
+        remedy = "leave it at 1, or name a site that has nodes: --on SITE"
+        yield problem(wish, "nodes", f"{nodes} nodes, and {wish.profile.name} is one machine", "1", remedy)
     if queue is not None and queue.max_nodes is not None and nodes > queue.max_nodes:
         larger = [q.name for q in wish.profile.queues if (q.max_nodes or nodes) >= nodes and q is not queue]
         remedy = f"choose another queue: {', '.join(larger)}" if larger else "ask for fewer nodes"

@@ -31,16 +31,17 @@ submit_after() {
 #: cancel_job JOB
 cancel_job() { qdel "$1"; }
 
-#: on_each_node COMMAND: at once on every node, with the variables of `carried`; ends as soon as one of them fails
+#: on_each_node COMMAND: at once on every node, in this folder, with the variables of `carried`; ends as one of them fails
 on_each_node() (
-  local carry=() name index=0 ended=0 # in a shell of its own, which waits for nothing else
+  trap '' TERM # the ranks get their own, and this waits until they have left in order
+  carry=() index=0 ended=0
   for name in "${carried[@]}"; do
     [ -z "${!name+set}" ] || carry+=("$name=${!name}")
   done
-  for name in "${nodes[@]}"; do
+  for node in "${nodes[@]}"; do
     # secrets are read there again: as words of this command everybody would see them
-    pbs_tmrsh "$name" /usr/bin/env "${carry[@]}" NODE="$index" /bin/bash -c \
-      '[ ! -r "$0" ] || { set -a; . "$0"; set +a; }; exec "$@"' "$secrets" "$@" &
+    pbs_tmrsh "$node" /usr/bin/env "${carry[@]}" NODE="$index" /bin/bash -c \
+      '[ ! -r "$0" ] || { set -a; . "$0"; set +a; }; cd "$1" && shift && exec "$@"' "$secrets" "$PWD" "$@" &
     index=$((index + 1))
   done
   while [ "$index" -gt 0 ]; do
