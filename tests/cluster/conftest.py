@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from real_cluster import Cluster, Image, bring_up, take_down
+from submitting import Person, settle_in
 
 CLUSTERS = Path("/var/lib/shardway-cluster")
 CACHE = Path("/var/cache/shardway-cluster")
@@ -56,6 +57,19 @@ def cluster(running_cluster: Cluster) -> Iterator[Cluster]:
     """The cluster with every host up and without jobs, also after the test."""
     yield running_cluster
     running_cluster.clear()
+
+
+@pytest.fixture(scope="module")
+def busy_alice(running_cluster: Cluster) -> Iterator[Person]:
+    """Alice in a folder of her own, for jobs that several tests of a module look at while others run beside them."""
+    yield settle_in(running_cluster, "module")
+    running_cluster.clear()
+
+
+@pytest.fixture
+def alice(cluster: Cluster) -> Person:
+    """Alice in a folder of her own; whatever she leaves in the queue is cancelled."""
+    return settle_in(cluster, "work")
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from real_cluster import Cluster, ClusterError, wait_for
+
 from shardway.rundir.attempts import Result
 from shardway.rundir.directory import RunDir
 
@@ -119,6 +120,11 @@ class Submitted:
         log = self.directory.attempt(attempt).job_log
         return log.read_text(errors="replace") if log.exists() else ""
 
+    def queued(self) -> list[str]:
+        """The ids of the jobs of this run that wait or run."""
+        lines = self.cluster.output("squeue", "--me", "-h", "-o", "%A %j").splitlines()
+        return [job for job, name in map(str.split, lines) if name.startswith(f"{self.path.name}.")]
+
     def marks(self) -> dict[str, str]:
         """What the ranks left where `marking` told them: "rank-0" -> "n1 image"."""
         return {path.name: path.read_text() for path in sorted((self.path.parent / "marks").iterdir())}
@@ -148,9 +154,9 @@ class Person:
         assert "Traceback" not in done.stderr
         return done.stderr
 
-    def facts(self, *words: object, folder: Path | None = None) -> Any:
+    def facts(self, verb: str, *words: object, folder: Path | None = None) -> Any:
         """What a verb says with --json."""
-        return json.loads(self.told(*words, "--json", folder=folder))
+        return json.loads(self.told(verb, "--json", *words, folder=folder))
 
     def write(self, name: str, text: str) -> Path:
         """A file in the person's folder."""
@@ -167,11 +173,6 @@ class Person:
     def train(self, name: str, *words: object) -> Submitted:
         """Submit the tiny run file under a name."""
         return self.submit("tiny.toml", f"run.name={name}", *words)
-
-    def jobs(self) -> list[str]:
-        """Names of all of the person's jobs that wait or run, without attempt and token."""
-        names = self.cluster.output("squeue", "--me", "-h", "-o", "%j").split()
-        return sorted(name.rsplit(".", 2)[0] for name in names)
 
 
 def settle_in(cluster: Cluster, name: str) -> Person:

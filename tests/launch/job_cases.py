@@ -18,7 +18,19 @@ from shardway.launch.job_script import LAUNCHERS, RUNTIMES, render_job_script
 from shardway.rundir.attempts import Result
 
 COMMANDS = (
-    *("python3", "rank-program", "srun", "mpirun", "pbs_tmrsh", "scontrol", "squeue", "sacct", "sbatch", "qsub", "qstat"),
+    *(
+        "python3",
+        "rank-program",
+        "srun",
+        "mpirun",
+        "pbs_tmrsh",
+        "scontrol",
+        "squeue",
+        "sacct",
+        "sbatch",
+        "qsub",
+        "qstat",
+    ),
     *("scancel", "qdel", "ompi_info", "apptainer", "singularity", "ch-run", "podman", "enroot"),
 )
 RUN = Path("/scratch/alice/runs/base")

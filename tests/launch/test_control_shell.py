@@ -232,9 +232,15 @@ def test_how_the_successor_is_submitted(scheduler: str, job_id: str, tmp_path: P
 def test_a_successors_script_is_the_one_that_python_renders(scheduler: str, tmp_path: Path) -> None:
     """It differs in the four places that name the attempt, whatever stands in the arguments."""
     cluster = Cluster.make(tmp_path)
-    words = ("a\nattempt=0001\nafter=0000\n#SBATCH x.0001.a1b2c3\n", f"{tmp_path}/run/attempts/0001/log/job.out", ".0001.a1b2c3")
+    words = (
+        "a\nattempt=0001\nafter=0000\n#SBATCH x.0001.a1b2c3\n",
+        f"{tmp_path}/run/attempts/0001/log/job.out",
+        ".0001.a1b2c3",
+    )
     job = make_job(scheduler, run=tmp_path / "run")
-    job = chained(replace(job, program=replace(OWN, words=words), around=replace(job.around, workdir=tmp_path, venv="")))
+    job = chained(
+        replace(job, program=replace(OWN, words=words), around=replace(job.around, workdir=tmp_path, venv=""))
+    )
     cluster.prepare(job)
     cluster.write("program", "exit 3")
     cluster.run(job)
@@ -378,7 +384,9 @@ def test_a_requeued_job_goes_on(chain: Chain) -> None:
 
 def write_by_shell(folder: Path, state: str, reason: str, failure: str) -> Result | None:
     names = ("field", "in_json", "write_result")
-    script = "\n".join([*(read_block("control", name).text for name in names), 'write_result 0001 "$1" "$2" 1 "$3" "$4"'])
+    script = "\n".join(
+        [*(read_block("control", name).text for name in names), 'write_result 0001 "$1" "$2" 1 "$3" "$4"']
+    )
     (folder / "attempts/0001").mkdir(parents=True, exist_ok=True)
     (folder / "attempts/0001/result.json").unlink(missing_ok=True)
     subprocess.run(["bash", "-c", script, "x", state, reason, failure, "7"], env={"run": str(folder), "PATH": os.environ["PATH"]}, check=True)  # fmt: skip
@@ -391,9 +399,7 @@ TEXT = st.text(st.characters(blacklist_characters="\x00", blacklist_categories=(
 @settings(max_examples=5)
 @example(reason='say "it\'s"\nC:\\new\ttab\x07 é', failure="'; $(x) `y`, }")
 @given(reason=TEXT, failure=TEXT)
-def test_a_result_of_the_shell_is_whole(
-    tmp_path_factory: pytest.TempPathFactory, reason: str, failure: str
-) -> None:
+def test_a_result_of_the_shell_is_whole(tmp_path_factory: pytest.TempPathFactory, reason: str, failure: str) -> None:
     result = write_by_shell(tmp_path_factory.mktemp("run"), "crashed", reason, failure)
     assert result is not None
 

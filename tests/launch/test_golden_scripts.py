@@ -51,7 +51,9 @@ def special_jobs() -> dict[str, Job]:
         literal={"GREETING": "it's $HOME", "LINES": "a\nb"},
     )
     mounts = (Mount("/data", "/data", read_only=True), Mount("/a b", "/c d"))
-    by_pbs = ContainerUse("enroot", "/images/t.sqsh", mounts, ContainerRules(by_scheduler=True, data_path="/raid/$PBS_JOBID"))
+    by_pbs = ContainerUse(
+        "enroot", "/images/t.sqsh", mounts, ContainerRules(by_scheduler=True, data_path="/raid/$PBS_JOBID")
+    )
     return {
         "special-until-done": chained(replace(slurm, program=OWN, warn_s=0.0)),
         "special-second-link": chained(replace(slurm, program=OWN, warn_s=0.0)).successor(),
@@ -166,7 +168,10 @@ def test_shellcheck_has_nothing_to_say(tmp_path: Path) -> None:
     scripts = {name: render_job_script(job) for name, job in SPECIAL.items()}
     paths = write_scripts(tmp_path, {**chains, **scripts})
     done = subprocess.run(
-        [find_shellcheck(), "-S", "warning", "-e", NOT_OURS, "-f", "gcc", *paths], capture_output=True, text=True, check=False
+        [find_shellcheck(), "-S", "warning", "-e", NOT_OURS, "-f", "gcc", *paths],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.stdout == ""
     assert done.returncode == 0

@@ -46,7 +46,9 @@ TEXTS = st.text(st.characters(blacklist_characters="\x00", blacklist_categories=
 WORDS = st.lists(TEXTS | st.sampled_from(AWKWARD), max_size=6)
 LOOP = settings(
     phases=[Phase.explicit, Phase.generate],  # a script is too slow for shrinking
-    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=6,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 COMBINATIONS = {f"{s}-{starter}-{runtime}": (s, starter, runtime) for s, starter, runtime in list_combinations()}
 FAST = ("slurm-srun-podman",)
@@ -96,7 +98,8 @@ def test_only_names_are_replaced(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "seen"), [("~/a b", "/h/a b"), ("$HOME/x:/y", "/h/x:/y"), ("/a/$HOME", "/a/$HOME"), ("a~", "a~"), ("~x", "~x")]
+    ("path", "seen"),
+    [("~/a b", "/h/a b"), ("$HOME/x:/y", "/h/x:/y"), ("/a/$HOME", "/a/$HOME"), ("a~", "a~"), ("~x", "~x")],
 )
 def test_a_place_may_begin_with_a_name(path: str, seen: str) -> None:
     done = subprocess.run(
@@ -121,9 +124,9 @@ def test_words_and_values_arrive_everywhere(name: str, run: Run) -> None:
     words, values = list(AWKWARD), {f"VALUE_{number}": value for number, value in enumerate(AWKWARD)}
     job = make_job(*COMBINATIONS[name])
     job = replace(job, program=Program(("train.py", *words)), around=replace(job.around, literal=values))
-    ran, ranks, cluster = run(job, run="my runs/it's $HOME 100%, \"x\"")
+    ran, ranks, cluster = run(job, run='my runs/it\'s $HOME 100%, "x"')
     assert ran.state == "finished", ran.said
-    path = cluster.path / "my runs/it's $HOME 100%, \"x\""
+    path = cluster.path / 'my runs/it\'s $HOME 100%, "x"'
     arrived(ranks, job, words, {**values, "SHARDWAY_STOP_FILE": f"{path}/stop"})
     if job.starter != "torchrun":
         assert sorted(int(rank.variables["RANK"]) for rank in ranks) == list(range(job.shape.ranks))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -99,16 +99,25 @@ def _look(group: Sequence[Known], *, alone: bool) -> list[_Shown]:
         typer.echo(f"shardway: {error}", err=True)
         return []
     return [
-        _Shown(known, ledger, attempts, None if known.host else _summarise(ledger))
+        _Shown(known, ledger, attempts, None if known.host else _summarise(ledger, attempts))
         for known, ledger, attempts in zip(readable, ledgers, standings, strict=True)
         if alone or not known.host or attempts or ledger.status  # elsewhere, one that is gone is no news
     ]
 
 
-def _summarise(ledger: Ledger) -> RunSummary | None:
-    from shardway.watch.summary import summarise
+def _summarise(ledger: Ledger, attempts: Sequence[Standing]) -> RunSummary | None:
+    """What the run wrote; its state is that of a job where one goes on with it, or where ranks could not say why."""
+    from shardway.watch.summary import GONE, summarise
 
-    return summarise(ledger.run) if ledger.run.exists() else None
+    if not ledger.run.exists():
+        return None
+    summary, last = summarise(ledger.run), attempts[-1] if attempts else None
+    active = next((attempt for attempt in attempts if attempt.is_active), None)
+    if active is not None and summary.state != "running":
+        return replace(summary, state=active.word, reason="")
+    if last is not None and last.result is not None and summary.reason == GONE:
+        return replace(summary, reason=last.result.reason)
+    return summary
 
 
 def _is_readable(path: Path, *, alone: bool) -> bool:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardway.cli.options import JsonOption
+from shardway.errors import UserError
 
 if TYPE_CHECKING:
     from shardway.launch.ledger import Entry, Ledger
@@ -67,8 +68,19 @@ def _warn(ledger: Ledger, yes: bool) -> None:
     step = ledger.status.get("step")
     saved = f" (it is at step {step})" if step else ""
     typer.echo(WARNING.format(run=ledger.run.path, saved=saved), err=True)
-    if not yes:
-        typer.confirm("Kill them?", abort=True, err=True)
+    if not yes and not _agrees():
+        raise UserError(
+            f"{ledger.run.path}: nothing was killed.\n"
+            "  To do: leave out --now, so that it saves and leaves in order, or say --yes where nobody can be asked."
+        )
+
+
+def _agrees() -> bool:
+    try:
+        return typer.confirm("Kill them?", err=True)
+    except typer.Abort:  # nobody is there to answer
+        typer.echo(err=True)
+        return False
 
 
 def _wait(stopper: Stopper, ledger: Ledger, seconds: float) -> dict[str, str]:

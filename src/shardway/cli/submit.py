@@ -41,7 +41,6 @@ def submit(
     """Submit a run file, or with `-- COMMAND...` any script that torchrun can run."""
     from shardway.launch.hosts import find_host, parse_target
     from shardway.launch.prepare import prepare
-    from shardway.launch.send import send
 
     target = parse_target(on) if on else None
     order = read_order(ctx, [*(words or []), *_set(nodes, walltime)], target.site if target else "", directory)
@@ -52,6 +51,8 @@ def submit(
         warn(prepared)
         typer.echo(prepared.script, nl=False)
         return
+    from shardway.launch.send import send
+
     sent = send(order, host)
     print_sent(sent, as_json)
 
@@ -88,6 +89,8 @@ def warn(prepared: Prepared) -> None:
 
 def print_sent(sent: Sent, as_json: bool) -> None:
     """Say what was submitted and how to watch it."""
+    from shardway.launch.script import quote
+
     warn(sent.prepared)
     if as_json:
         typer.echo(json.dumps(sent.as_json(), indent=1))
@@ -96,4 +99,5 @@ def print_sent(sent: Sent, as_json: bool) -> None:
     found = " (it had got through before)" if sent.found else ""
     typer.echo(f"job            {sent.job}{where}, attempt {job.attempt}{found}")
     typer.echo(f"run directory  {job.run}")
-    typer.echo(f"to watch       shardway status {sent.reference}   shardway logs -f {sent.reference}")
+    reference = quote(sent.reference)
+    typer.echo(f"to watch       shardway status {reference}   shardway logs -f {reference}")

@@ -23,7 +23,11 @@ def find_known(word: str, registry: Path | None = None) -> Known:
     path = Path(word)
     if is_run(path):
         return Known(word)
-    named = [known for known in read_known(registry) if Path(known.run).name == word or known.run == word]
+    named = [
+        known
+        for known in read_known(registry)
+        if (Path(known.run).name == word or known.run == word) and (known.host or is_run(Path(known.run)))
+    ]
     if len(named) == 1:
         return named[0]
     if named:

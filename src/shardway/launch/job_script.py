@@ -187,10 +187,14 @@ def _modules(job: Job) -> list[Line]:
 
 
 def _run(job: Job, scheduler: SchedulerScript, runtime: Runtime) -> tuple[Line, ...]:
-    lines = [*_mpirun_options(job)] if job.starter == "mpirun" else []
+    lines = []
+    if _inherits_nothing(job):
+        names = " ".join(job.variables)
+        keep = f'declare -p {names} > "$here/environment.sh" 2> /dev/null'
+        lines.append(Line(keep, "variables of the job, for ranks that do not inherit them; no secrets"))
+    lines += _mpirun_options(job) if job.starter == "mpirun" else []
     if "on_each_node" in scheduler.functions(job):
-        names = " ".join((*job.variables, *_PATHS))
-        lines.append(Line(f"carried=({names})", "variables that the other nodes get"))
+        lines.append(Line(f"carried=({' '.join(_PATHS)})", "what other nodes need to find programs"))
     lines += runtime.setup(job, scheduler)
     if job.preflight is not None:
         doctor = _command(replace(job, program=job.preflight), scheduler, runtime)
@@ -203,24 +207,32 @@ def _run(job: Job, scheduler: SchedulerScript, runtime: Runtime) -> tuple[Line, 
     return tuple(lines)
 
 
+def _inherits_nothing(job: Job) -> bool:
+    """Whether ranks are in a container, whose image may set the same names, or on nodes that get no environment."""
+    return job.container.runtime != "none" or job.starter == "mpirun" or job.scheduler == "pbs"
+
+
 def _command(job: Job, scheduler: SchedulerScript, runtime: Runtime) -> str:
     """What starts the program on every rank: starter, container, environment, program."""
     started = STARTERS[job.starter](job, scheduler)
     outside = (*started.outside, *runtime.of_starter(job, scheduler))
-    inside = (*_venv_inside(job), *started.inside)
+    inside = (*_prepared(job), *started.inside)
     return wrap_command((*outside, *runtime.wrap(job, scheduler), *inside))
 
 
-def _venv_inside(job: Job) -> tuple[str, ...]:
-    """A virtual environment that ranks in a container use: it was named, and made with the Python of the image."""
-    if job.container.runtime == "none" or not job.around.venv or job.around.venv.startswith("conda:"):
-        return ()
-    return ("bash", "-c", quote('. "$0" && exec "$@"'), quote_place(f"{job.around.venv}/bin/activate"))
+def _prepared(job: Job) -> tuple[str, ...]:
+    """Words before a rank's program that give it the job's variables, and in a container its virtual environment: one
+    that was named, and made with the Python of the image."""
+    inside = job.container.runtime != "none"
+    files = ['"$here/environment.sh"'] if inside or job.starter == "mpirun" else []
+    if inside and job.around.venv and not job.around.venv.startswith("conda:"):
+        files.append(quote_place(f"{job.around.venv}/bin/activate"))
+    return tuple(word for file in files for word in ("bash", "-c", quote('. "$0" && exec "$@"'), file))
 
 
 def _mpirun_options(job: Job) -> list[Line]:
     """Variables go by name, so that no value is seen in the list of processes."""
-    names = (*job.variables, *job.around.secret_names, *_PATHS[:3])
+    names = (*job.around.secret_names, *_PATHS)
     lines = [
         Line("mpirun_options=()", "mpirun gives other nodes the variables that are named"),
         Line(f'for name in {" ".join(names)}; do [ -z "${{!name+set}}" ] || mpirun_options+=(-x "$name"); done'),

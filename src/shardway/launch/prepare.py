@@ -23,7 +23,9 @@ from shardway.launch.job import Chain, Job, Program
 from shardway.launch.job_script import render_job_script
 from shardway.launch.snapshot import SnapshotPlan, plan_snapshot
 from shardway.launch.wants import Wish, build_job, shape_of, with_site_defaults
+from shardway.resolve.build import resolve
 from shardway.resolve.request import Request, resolve_request
+from shardway.resolve.resolved import Circumstances
 from shardway.rundir.directory import RunDir
 from shardway.runfile.load import DEFAULT, Loaded, load_run
 from shardway.runfile.write import render_run
@@ -217,6 +219,25 @@ def _list_problems(wish: Wish) -> Iterator[Problem]:
 
 def _check_run(order: Order, wish: Wish) -> None:
     """The rules of the run file itself, for the ranks and the machine that the job will have."""
+    values, profile, shape = wish.loaded.values, wish.profile, shape_of(wish)
+    if values.parallel.layout == "auto" or values.model.hf:
+        _check_planned(order, wish)
+        return
+    unknown = shape.ranks_per_node if values.run.device == "cuda" else 0
+    accelerators = profile.node.accelerators_per_node
+    circumstances = Circumstances(
+        ranks=shape.ranks,
+        ranks_per_node=shape.ranks_per_node,
+        usable_cores=profile.node.cores or os.cpu_count() or 1,
+        accelerators=unknown if accelerators is None else accelerators,
+        site=profile.name,
+        own_model=order.request.own_model,
+    )
+    resolve(wish.loaded, circumstances)  # the planner, which is slow to import, would only pick a micro-batch
+
+
+def _check_planned(order: Order, wish: Wish) -> None:
+    """The same where the layout is the planner's, or a checkpoint's config has to be read."""
     shape, profile = shape_of(wish), wish.profile
     part = load_accelerators().get(profile.node.accelerator or CPU)
     known = part is not None and part.memory_bytes and part.peak_flops and profile.node.accelerators_per_node

@@ -67,7 +67,7 @@ def quote_expanding(text: str) -> str:
 
 
 def quote_place(path: str) -> str:
-    """A path as a person or a site writes it: from `~/` or a `$NAME` at its start, which the job replaces, or as it is."""
+    """A path as a person or a site writes it: `~/` or a `$NAME` at its start is replaced by the job, nothing else."""
     return quote_expanding(path) if _PLACE.match(path) and not _CONTROL.search(path) else quote(path)
 
 

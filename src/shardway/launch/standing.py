@@ -7,7 +7,7 @@ change anything.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from shardway.launch.hosts.base import Host, HostUnreachable
 from shardway.launch.ledger import Entry, Ledger
@@ -58,7 +58,7 @@ def read_standings(host: Host, ledgers: Sequence[Ledger]) -> list[list[Standing]
             if entry.submission and entry.job and _is_open(entry):
                 wanted.setdefault(entry.submission.scheduler, []).append(entry.job)
     answers = {scheduler: _ask(host, scheduler, jobs) for scheduler, jobs in wanted.items()}
-    return [[_stand(entry, answers) for entry in ledger.entries] for ledger in ledgers]
+    return [[_stand(entry, answers, _asked(ledger, entry)) for entry in ledger.entries] for ledger in ledgers]
 
 
 def describe_active(standings: Sequence[Standing]) -> str:
@@ -89,14 +89,24 @@ def _ask(host: Host, scheduler: str, jobs: Sequence[str]) -> _Answer:
         return _Answer({}, str(error).splitlines()[0])
 
 
-def _stand(entry: Entry, answers: dict[str, _Answer]) -> Standing:
+def _asked(ledger: Ledger, entry: Entry) -> Asked:
+    """What an attempt asked for; of a link that a job submitted, what the one before it did."""
+    known = {name.name for name in fields(Asked)}
+    for earlier in reversed(ledger.entries):
+        asked = earlier.submission.asked if earlier.submission else None
+        if asked and earlier.number <= entry.number:
+            return Asked(**{name: value for name, value in asked.items() if name in known})
+    return Asked()
+
+
+def _stand(entry: Entry, answers: dict[str, _Answer], asked: Asked) -> Standing:
     scheduler = entry.submission.scheduler if entry.submission else ""
     answer = answers.get(scheduler, _Answer({}))
     record = answer.records.get(entry.job)
     result = decide(entry.result, record) if entry.job or entry.result else None
     why = None
     if record is not None and scheduler:
-        client, asked = CLIENTS[scheduler], Asked()
+        client = CLIENTS[scheduler]
         ending = client.explain_ending(record, asked) if result is None or result.by != "rank 0" else None
         why = client.explain_pending(record, asked) or ending
     return Standing(entry, record, result, why, answer.silence if record is None else "")

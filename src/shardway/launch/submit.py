@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from shardway.errors import ShardwayError, SiteError, UserError
@@ -68,7 +68,8 @@ class Submitter:
         """
         attempt = job.folder
         self.make_folder(attempt)
-        submission = Submission(job.scheduler, job.token, host=self.host.name, after=after, submitted=time.time())
+        asked = asdict(asked_of(job))
+        submission = Submission(job.scheduler, job.token, "", self.host.name, after, time.time(), asked)
         try:
             texts = {attempt.job_script: render_job_script(job), **files}
             self.host.write_files({PurePosixPath(path): text for path, text in texts.items()})

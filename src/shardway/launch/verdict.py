@@ -1,7 +1,8 @@
 """How an attempt ended: by what the job wrote, then by what the scheduler says.
 
 Invariant: `decide` looks at nothing but its two arguments, has an answer for every pair of them, and never overrules a
-result that a rank wrote, unless the rank only knew that a signal came or that another rank was gone. This module must not read a log nor an exit code's meaning out of one.
+result that a rank wrote, unless the rank only knew that a signal came or that another rank was gone. This module must
+not read a log nor an exit code's meaning out of one.
 """
 
 from __future__ import annotations
@@ -54,6 +55,9 @@ _REPEATS = frozenset((Ending.CRASHED, Ending.OUT_OF_MEMORY, Ending.DEADLINE))
 CONSEQUENCES = (BY_SIGNAL, "LostContact")
 """Failures of a rank that are what something else did to it; the scheduler may know what."""
 
+_LEFT_IN_TIME = "a signal asked for a stop, and nobody cancelled the job: the scheduler wanted its nodes"
+"""A job that saves and leaves during the time of grace is one that completed, as far as its scheduler knows."""
+
 _SCRIPT = "job script"
 _UNSURE = frozenset((Ending.CRASHED, Ending.LOST))
 
@@ -72,6 +76,8 @@ def decide(result: Result | None, record: JobRecord | None) -> Result | None:
         return result
     if record.phase in (Phase.QUEUED, Phase.RUNNING):
         return result if signalled else None
+    if signalled and record.ending is SchedulerEnding.COMPLETED:
+        return replace(result, state=Ending.PREEMPTED, reason=_LEFT_IN_TIME, failure="", by="scheduler")
     return _refine(result, record)
 
 

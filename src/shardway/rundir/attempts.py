@@ -20,7 +20,7 @@ import json
 import os
 import uuid
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -85,7 +85,8 @@ class Submission:
     """What was asked of a scheduler for one attempt.
 
     `token` is unique and is part of what the scheduler is told, so that a submission whose answer was lost is found
-    again. `job` is empty until the scheduler has answered.
+    again. `job` is empty until the scheduler has answered. `asked` is what the job asks for, for sentences about it
+    (keys of `launch.records.Asked`); a link of a chain that its job submitted asks for what the one before it did.
     """
 
     scheduler: str
@@ -94,6 +95,7 @@ class Submission:
     host: str = ""
     after: str = ""
     submitted: float = 0.0
+    asked: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -120,18 +120,21 @@ leave() {
 }
 # settle ATTEMPT: writes down how an attempt ended that could not say so itself
 settle() {
-  local folder=$run/attempts/$1 before
+  local folder=$run/attempts/$1 before state
   [ ! -e "$folder/result.json" ] || return 0
   before=$(field "$folder/started.json" job)
-  write_result "$1" "$(ask_ending "$before")" "it ended without a word" null "ended without a word" "$before"
+  state=$(ask_ending "$before")
+  [ "$state" != completed ] || state=lost # exit code 0 alone does not say that the work is done
+  write_result "$1" "$state" "it ended without a word" null "ended without a word" "$before"
 }
-# state_of ATTEMPT: how it ended; one that obeyed a signal was stopped, unless the scheduler sent that for its own ends
+# state_of ATTEMPT: how it ended; one that obeyed a signal was stopped where its job was cancelled, or nobody knows;
+# a job that left in time when the scheduler wanted its nodes counts as completed there
 state_of() {
   local folder=$run/attempts/$1 state
   state=$(field "$folder/result.json" state)
   if [ "$state" = stopped ] && [ "$(field "$folder/result.json" failure)" = signal ]; then
     case $(ask_ending "$(field "$folder/started.json" job)") in
-      preempted) state=preempted ;;
+      preempted | completed) state=preempted ;;
       deadline) state=deadline ;;
       node_failure) state=node_failure ;;
     esac

@@ -120,18 +120,21 @@ leave() {
 }
 # settle ATTEMPT: writes down how an attempt ended that could not say so itself
 settle() {
-  local folder=$run/attempts/$1 before
+  local folder=$run/attempts/$1 before state
   [ ! -e "$folder/result.json" ] || return 0
   before=$(field "$folder/started.json" job)
-  write_result "$1" "$(ask_ending "$before")" "it ended without a word" null "ended without a word" "$before"
+  state=$(ask_ending "$before")
+  [ "$state" != completed ] || state=lost # exit code 0 alone does not say that the work is done
+  write_result "$1" "$state" "it ended without a word" null "ended without a word" "$before"
 }
-# state_of ATTEMPT: how it ended; one that obeyed a signal was stopped, unless the scheduler sent that for its own ends
+# state_of ATTEMPT: how it ended; one that obeyed a signal was stopped where its job was cancelled, or nobody knows;
+# a job that left in time when the scheduler wanted its nodes counts as completed there
 state_of() {
   local folder=$run/attempts/$1 state
   state=$(field "$folder/result.json" state)
   if [ "$state" = stopped ] && [ "$(field "$folder/result.json" failure)" = signal ]; then
     case $(ask_ending "$(field "$folder/started.json" job)") in
-      preempted) state=preempted ;;
+      preempted | completed) state=preempted ;;
       deadline) state=deadline ;;
       node_failure) state=node_failure ;;
     esac
@@ -202,6 +205,7 @@ begin() {
 # ask_ending JOB: how a job ended, in our words, by PBS's exit status
 ask_ending() {
   case $(qstat -x -f "$1" 2>/dev/null | sed -n 's/^ *Exit_status = //p') in
+    0) echo completed ;;
     271) echo stopped ;;
     -20) echo node_failure ;;
     -29) echo deadline ;;
@@ -227,7 +231,8 @@ on_each_node() (
   for node in "${nodes[@]}"; do
     # secrets are read there again: as words of this command everybody would see them
     pbs_tmrsh "$node" /usr/bin/env "${carry[@]}" NODE="$index" /bin/bash -c \
-      '[ ! -r "$0" ] || { set -a; . "$0"; set +a; }; cd "$1" && shift && exec "$@"' "$secrets" "$PWD" "$@" &
+      '[ ! -r "$0" ] || { set -a; . "$0"; set +a; }; . "$1" && cd "$2" && shift 2 && exec "$@"' \
+      "$secrets" "$here/environment.sh" "$PWD" "$@" &
     index=$((index + 1))
   done
   while [ "$index" -gt 0 ]; do

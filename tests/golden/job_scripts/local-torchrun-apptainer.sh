@@ -52,11 +52,12 @@ main() {
   cd /scratch/alice/runs/base/attempts/0001/code || fail 'there is no folder to run in'
 
   # --- run
+  # variables of the job, for ranks that do not inherit them; no secrets
+  declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS > "$here/environment.sh" 2> /dev/null
   # the ranks, and how they ended
-  apptainer exec --nv --bind /scratch/alice/runs/base:/scratch/alice/runs/base \
-    --bind /scratch/alice/runs/base/attempts/0001/code:/scratch/alice/runs/base/attempts/0001/code \
-    --bind /data:/data:ro --pwd /scratch/alice/runs/base/attempts/0001/code /images/torch.sif bash -c \
-    'node=0; addresses=($SHARDWAY_NODES); host=false
+  apptainer exec --nv --bind /scratch/alice/runs/base:/scratch/alice/runs/base --bind /data:/data:ro \
+    --pwd /scratch/alice/runs/base/attempts/0001/code /images/torch.sif bash -c '. "$0" && exec "$@"' \
+    "$here/environment.sh" bash -c 'node=0; addresses=($SHARDWAY_NODES); host=false
     [ $node != 0 ] || host=true
     export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="\${rank}: "
     exec python3 -m torch.distributed.run --nnodes=1 --nproc-per-node=4 \

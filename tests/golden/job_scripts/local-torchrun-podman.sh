@@ -52,14 +52,14 @@ main() {
   cd /scratch/alice/runs/base/attempts/0001/code || fail 'there is no folder to run in'
 
   # --- run
+  # variables of the job, for ranks that do not inherit them; no secrets
+  declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS > "$here/environment.sh" 2> /dev/null
   # the ranks, and how they ended
   podman run --rm --network=host --ipc=host --security-opt=label=disable --device nvidia.com/gpu=all \
-    --env SHARDWAY_ATTEMPT_DIR --env SHARDWAY_STOP_FILE --env SHARDWAY_JOB --env SHARDWAY_NODES \
-    --env MASTER_ADDR --env MASTER_PORT --env OMP_NUM_THREADS --env 'OMPI_*' --env 'PMIX_*' \
-    --env 'PMI_*' --volume /scratch/alice/runs/base:/scratch/alice/runs/base \
-    --volume /scratch/alice/runs/base/attempts/0001/code:/scratch/alice/runs/base/attempts/0001/code \
-    --volume /data:/data:ro --volume /etc/hosts:/etc/hosts:ro \
-    --workdir /scratch/alice/runs/base/attempts/0001/code docker.io/library/torch:2 bash -c \
+    --env 'OMPI_*' --env 'PMIX_*' --env 'PMI_*' \
+    --volume /scratch/alice/runs/base:/scratch/alice/runs/base --volume /data:/data:ro \
+    --volume /etc/hosts:/etc/hosts:ro --workdir /scratch/alice/runs/base/attempts/0001/code \
+    docker.io/library/torch:2 bash -c '. "$0" && exec "$@"' "$here/environment.sh" bash -c \
     'node=0; addresses=($SHARDWAY_NODES); host=false
     [ $node != 0 ] || host=true
     export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="\${rank}: "

@@ -66,25 +66,26 @@ main() {
   cd /scratch/alice/runs/base/attempts/0001/code || fail 'there is no folder to run in'
 
   # --- run
+  # variables of the job, for ranks that do not inherit them; no secrets
+  declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS > "$here/environment.sh" 2> /dev/null
   # mpirun gives other nodes the variables that are named
   mpirun_options=()
-  for name in SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PATH LD_LIBRARY_PATH VIRTUAL_ENV; do [ -z "${!name+set}" ] || mpirun_options+=(-x "$name"); done
+  for name in PATH LD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX ENROOT_DATA_PATH; do [ -z "${!name+set}" ] || mpirun_options+=(-x "$name"); done
   # the nodes, and who starts its daemons there
   mpirun_options+=(--hostfile "$PBS_NODEFILE")
   ompi_info 2> /dev/null | grep -q 'MCA plm: tm' || { remote_shell; mpirun_options+=(--mca plm_rsh_agent "$here/remote_shell"); }
-  # variables that the other nodes get
-  carried=(SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PATH LD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX ENROOT_DATA_PATH)
+  # what other nodes need to find programs
+  carried=(PATH LD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX ENROOT_DATA_PATH)
   # the container of this job, on every node
-  on_each_node enroot create --force --name "shardway-$SHARDWAY_JOB" /images/torch.sqsh || fail 'the container could not be created'
+  on_each_node enroot create --name "shardway-$SHARDWAY_JOB" /images/torch.sqsh || fail 'the container could not be created'
   # the ranks, and how they ended
   mpirun -n 8 --map-by ppr:4:node:PE=8 --tag-output "${mpirun_options[@]}" enroot start --root --rw \
-    --mount /scratch/alice/runs/base:/scratch/alice/runs/base \
-    --mount /scratch/alice/runs/base/attempts/0001/code:/scratch/alice/runs/base/attempts/0001/code \
-    --mount /data:/data:ro --mount /etc/hosts:/etc/hosts:ro --env SHARDWAY_ATTEMPT_DIR \
-    --env SHARDWAY_STOP_FILE --env SHARDWAY_JOB --env SHARDWAY_NODES --env MASTER_ADDR \
-    --env MASTER_PORT --env OMP_NUM_THREADS --env OMPI_COMM_WORLD_RANK --env OMPI_COMM_WORLD_SIZE \
-    --env OMPI_COMM_WORLD_LOCAL_RANK --env OMPI_COMM_WORLD_LOCAL_SIZE "shardway-$SHARDWAY_JOB" bash -c \
-    'cd "$0" && exec "$@"' /scratch/alice/runs/base/attempts/0001/code bash -c \
+    --mount /scratch/alice/runs/base:/scratch/alice/runs/base:x-create=auto,rbind \
+    --mount /data:/data:x-create=auto,rbind,ro --mount /etc/hosts:/etc/hosts:x-create=auto,rbind,ro \
+    --env OMPI_COMM_WORLD_RANK --env OMPI_COMM_WORLD_SIZE --env OMPI_COMM_WORLD_LOCAL_RANK \
+    --env OMPI_COMM_WORLD_LOCAL_SIZE "shardway-$SHARDWAY_JOB" bash -c 'cd "$0" && exec "$@"' \
+    /scratch/alice/runs/base/attempts/0001/code bash -c '. "$0" && exec "$@"' "$here/environment.sh" \
+    bash -c \
     'export RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK; exec "$@"' \
     rank python3 train.py --lr 3e-4 &
   wait_for $!

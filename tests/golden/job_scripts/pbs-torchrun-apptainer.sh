@@ -66,12 +66,14 @@ main() {
   cd /scratch/alice/runs/base/attempts/0001/code || fail 'there is no folder to run in'
 
   # --- run
-  # variables that the other nodes get
-  carried=(SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PATH LD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX ENROOT_DATA_PATH)
+  # variables of the job, for ranks that do not inherit them; no secrets
+  declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS > "$here/environment.sh" 2> /dev/null
+  # what other nodes need to find programs
+  carried=(PATH LD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX ENROOT_DATA_PATH)
   # the ranks, and how they ended
   on_each_node apptainer exec --nv --bind /scratch/alice/runs/base:/scratch/alice/runs/base \
-    --bind /scratch/alice/runs/base/attempts/0001/code:/scratch/alice/runs/base/attempts/0001/code \
     --bind /data:/data:ro --pwd /scratch/alice/runs/base/attempts/0001/code /images/torch.sif bash -c \
+    '. "$0" && exec "$@"' "$here/environment.sh" bash -c \
     'node=$NODE; addresses=($SHARDWAY_NODES); host=false
     [ $node != 0 ] || host=true
     export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="\${rank}: "

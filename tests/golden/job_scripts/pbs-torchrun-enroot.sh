@@ -66,18 +66,19 @@ main() {
   cd /scratch/alice/runs/base/attempts/0001/code || fail 'there is no folder to run in'
 
   # --- run
-  # variables that the other nodes get
-  carried=(SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PATH LD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX ENROOT_DATA_PATH)
+  # variables of the job, for ranks that do not inherit them; no secrets
+  declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS > "$here/environment.sh" 2> /dev/null
+  # what other nodes need to find programs
+  carried=(PATH LD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX ENROOT_DATA_PATH)
   # the container of this job, on every node
-  on_each_node enroot create --force --name "shardway-$SHARDWAY_JOB" /images/torch.sqsh || fail 'the container could not be created'
+  on_each_node enroot create --name "shardway-$SHARDWAY_JOB" /images/torch.sqsh || fail 'the container could not be created'
   # the ranks, and how they ended
-  on_each_node enroot start --root --rw --mount /scratch/alice/runs/base:/scratch/alice/runs/base \
-    --mount /scratch/alice/runs/base/attempts/0001/code:/scratch/alice/runs/base/attempts/0001/code \
-    --mount /data:/data:ro --mount /etc/hosts:/etc/hosts:ro --env SHARDWAY_ATTEMPT_DIR \
-    --env SHARDWAY_STOP_FILE --env SHARDWAY_JOB --env SHARDWAY_NODES --env MASTER_ADDR \
-    --env MASTER_PORT --env OMP_NUM_THREADS --env NODE "shardway-$SHARDWAY_JOB" bash -c \
-    'cd "$0" && exec "$@"' /scratch/alice/runs/base/attempts/0001/code bash -c \
-    'node=$NODE; addresses=($SHARDWAY_NODES); host=false
+  on_each_node enroot start --root --rw \
+    --mount /scratch/alice/runs/base:/scratch/alice/runs/base:x-create=auto,rbind \
+    --mount /data:/data:x-create=auto,rbind,ro --mount /etc/hosts:/etc/hosts:x-create=auto,rbind,ro \
+    --env NODE "shardway-$SHARDWAY_JOB" bash -c 'cd "$0" && exec "$@"' \
+    /scratch/alice/runs/base/attempts/0001/code bash -c '. "$0" && exec "$@"' "$here/environment.sh" \
+    bash -c 'node=$NODE; addresses=($SHARDWAY_NODES); host=false
     [ $node != 0 ] || host=true
     export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="\${rank}: "
     exec python3 -m torch.distributed.run --nnodes=2 --nproc-per-node=4 \

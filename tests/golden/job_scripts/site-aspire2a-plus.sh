@@ -71,9 +71,11 @@ main() {
   cd /home/alice/code || fail 'there is no folder to run in'
 
   # --- run
+  # variables of the job, for ranks that do not inherit them; no secrets
+  declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS http_proxy https_proxy no_proxy > "$here/environment.sh" 2> /dev/null
   # mpirun gives other nodes the variables that are named
   mpirun_options=()
-  for name in SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS http_proxy https_proxy no_proxy PATH LD_LIBRARY_PATH VIRTUAL_ENV; do [ -z "${!name+set}" ] || mpirun_options+=(-x "$name"); done
+  for name in PATH LD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX ENROOT_DATA_PATH; do [ -z "${!name+set}" ] || mpirun_options+=(-x "$name"); done
   # the nodes, and who starts its daemons there
   mpirun_options+=(--hostfile "$PBS_NODEFILE")
   ompi_info 2> /dev/null | grep -q 'MCA plm: tm' || { remote_shell; mpirun_options+=(--mca plm_rsh_agent "$here/remote_shell"); }
@@ -82,14 +84,13 @@ main() {
   # the ranks, and how they ended
   /usr/mpi/gcc/openmpi-4.1.7a1/bin/mpirun -n 16 --map-by ppr:8:node:PE=14 --tag-output \
     "${mpirun_options[@]}" enroot start --root --rw \
-    --mount /scratch/alice/runs/base:/scratch/alice/runs/base \
-    --mount /home/alice/code:/home/alice/code --mount /etc/hosts:/etc/hosts:ro \
-    --env SHARDWAY_ATTEMPT_DIR --env SHARDWAY_STOP_FILE --env SHARDWAY_JOB --env SHARDWAY_NODES \
-    --env MASTER_ADDR --env MASTER_PORT --env OMP_NUM_THREADS --env http_proxy --env https_proxy \
-    --env no_proxy --env OMPI_COMM_WORLD_RANK --env OMPI_COMM_WORLD_SIZE \
-    --env OMPI_COMM_WORLD_LOCAL_RANK --env OMPI_COMM_WORLD_LOCAL_SIZE base bash -c \
-    'cd "$0" && exec "$@"' /home/alice/code python3 -m shardway train \
-    /scratch/alice/runs/base/attempts/0001/run.toml --dir /scratch/alice/runs/base &
+    --mount /scratch/alice/runs/base:/scratch/alice/runs/base:x-create=auto,rbind \
+    --mount /home/alice/code:/home/alice/code:x-create=auto,rbind \
+    --mount /etc/hosts:/etc/hosts:x-create=auto,rbind,ro --env OMPI_COMM_WORLD_RANK \
+    --env OMPI_COMM_WORLD_SIZE --env OMPI_COMM_WORLD_LOCAL_RANK --env OMPI_COMM_WORLD_LOCAL_SIZE base \
+    bash -c 'cd "$0" && exec "$@"' /home/alice/code bash -c '. "$0" && exec "$@"' \
+    "$here/environment.sh" python3 -m shardway train /scratch/alice/runs/base/attempts/0001/run.toml \
+    --dir /scratch/alice/runs/base &
   wait_for $!
 
   # --- end

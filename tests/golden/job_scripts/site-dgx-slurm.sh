@@ -62,13 +62,14 @@ main() {
   cd /home/alice/code || fail 'there is no folder to run in'
 
   # --- run
+  # variables of the job, for ranks that do not inherit them; no secrets
+  declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS > "$here/environment.sh" 2> /dev/null
   # the ranks, and how they ended
   srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=112 --kill-on-bad-exit=1 \
     --container-image=/images/torch.sqsh \
     --container-mounts=/scratch/alice/runs/base:/scratch/alice/runs/base,/home/alice/code:/home/alice/code \
-    --container-workdir=/home/alice/code \
-    --container-env=SHARDWAY_ATTEMPT_DIR,SHARDWAY_STOP_FILE,SHARDWAY_JOB,SHARDWAY_NODES,MASTER_ADDR,MASTER_PORT,OMP_NUM_THREADS \
-    bash -c 'node=$SLURM_NODEID; addresses=($SHARDWAY_NODES); host=false
+    --container-workdir=/home/alice/code bash -c '. "$0" && exec "$@"' "$here/environment.sh" bash -c \
+    'node=$SLURM_NODEID; addresses=($SHARDWAY_NODES); host=false
     [ $node != 0 ] || host=true
     export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="\${rank}: "
     exec python3 -m torch.distributed.run --nnodes=2 --nproc-per-node=8 \

@@ -67,11 +67,13 @@ main() {
   cd /scratch/alice/runs/base/attempts/0001/code || fail 'there is no folder to run in'
 
   # --- run
+  # variables of the job, for ranks that do not inherit them; no secrets
+  declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS > "$here/environment.sh" 2> /dev/null
   # the ranks, and how they ended
   srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=8 --kill-on-bad-exit=1 --label \
-    apptainer exec --nv --bind /scratch/alice/runs/base:/scratch/alice/runs/base \
-    --bind /scratch/alice/runs/base/attempts/0001/code:/scratch/alice/runs/base/attempts/0001/code \
-    --bind /data:/data:ro --pwd /scratch/alice/runs/base/attempts/0001/code /images/torch.sif bash -c \
+    apptainer exec --nv --bind /scratch/alice/runs/base:/scratch/alice/runs/base --bind /data:/data:ro \
+    --pwd /scratch/alice/runs/base/attempts/0001/code /images/torch.sif bash -c '. "$0" && exec "$@"' \
+    "$here/environment.sh" bash -c \
     'export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID; exec "$@"' rank \
     python3 train.py --lr 3e-4 &
   wait_for $!

@@ -67,21 +67,22 @@ main() {
   cd /scratch/alice/runs/base/attempts/0001/code || fail 'there is no folder to run in'
 
   # --- run
+  # variables of the job, for ranks that do not inherit them; no secrets
+  declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS > "$here/environment.sh" 2> /dev/null
   # the container of this job, on every node
-  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 --kill-on-bad-exit=1 \
-    enroot create --force --name "shardway-$SHARDWAY_JOB" /images/torch.sqsh || fail 'the container could not be created'
+  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 --kill-on-bad-exit=1 enroot create \
+    --name "shardway-$SHARDWAY_JOB" /images/torch.sqsh || fail 'the container could not be created'
   # the ranks, and how they ended
   srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=8 --kill-on-bad-exit=1 --label \
-    enroot start --root --rw --mount /scratch/alice/runs/base:/scratch/alice/runs/base \
-    --mount /scratch/alice/runs/base/attempts/0001/code:/scratch/alice/runs/base/attempts/0001/code \
-    --mount /data:/data:ro --mount /etc/hosts:/etc/hosts:ro --env SHARDWAY_ATTEMPT_DIR \
-    --env SHARDWAY_STOP_FILE --env SHARDWAY_JOB --env SHARDWAY_NODES --env MASTER_ADDR \
-    --env MASTER_PORT --env OMP_NUM_THREADS --env SLURM_JOB_ID --env SLURM_STEP_ID --env SLURM_PROCID \
-    --env SLURM_LOCALID --env SLURM_NODEID --env SLURM_NTASKS --env SLURM_STEP_NUM_TASKS \
-    --env SLURM_STEP_TASKS_PER_NODE "shardway-$SHARDWAY_JOB" bash -c 'cd "$0" && exec "$@"' \
-    /scratch/alice/runs/base/attempts/0001/code bash -c \
-    'export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID; exec "$@"' rank \
-    python3 train.py --lr 3e-4 &
+    enroot start --root --rw \
+    --mount /scratch/alice/runs/base:/scratch/alice/runs/base:x-create=auto,rbind \
+    --mount /data:/data:x-create=auto,rbind,ro --mount /etc/hosts:/etc/hosts:x-create=auto,rbind,ro \
+    --env SLURM_JOB_ID --env SLURM_STEP_ID --env SLURM_PROCID --env SLURM_LOCALID --env SLURM_NODEID \
+    --env SLURM_NTASKS --env SLURM_STEP_NUM_TASKS --env SLURM_STEP_TASKS_PER_NODE \
+    "shardway-$SHARDWAY_JOB" bash -c 'cd "$0" && exec "$@"' \
+    /scratch/alice/runs/base/attempts/0001/code bash -c '. "$0" && exec "$@"' "$here/environment.sh" \
+    bash -c 'export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID; exec "$@"' \
+    rank python3 train.py --lr 3e-4 &
   wait_for $!
 
   # --- end

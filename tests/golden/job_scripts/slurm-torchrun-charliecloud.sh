@@ -67,11 +67,13 @@ main() {
   cd /scratch/alice/runs/base/attempts/0001/code || fail 'there is no folder to run in'
 
   # --- run
+  # variables of the job, for ranks that do not inherit them; no secrets
+  declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS > "$here/environment.sh" 2> /dev/null
   # the ranks, and how they ended
   srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 --kill-on-bad-exit=1 ch-run \
-    --bind /scratch/alice/runs/base:/scratch/alice/runs/base \
-    --bind /scratch/alice/runs/base/attempts/0001/code:/scratch/alice/runs/base/attempts/0001/code \
-    --bind /data:/data --cd /scratch/alice/runs/base/attempts/0001/code /images/torch.sqfs -- bash -c \
+    --bind /scratch/alice/runs/base:/scratch/alice/runs/base --bind /data:/data \
+    --cd /scratch/alice/runs/base/attempts/0001/code /images/torch.sqfs -- bash -c \
+    '. "$0" && exec "$@"' "$here/environment.sh" bash -c \
     'node=$SLURM_NODEID; addresses=($SHARDWAY_NODES); host=false
     [ $node != 0 ] || host=true
     export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="\${rank}: "

@@ -67,8 +67,10 @@ main() {
   cd /scratch/alice/runs/base/attempts/0001/code || fail 'there is no folder to run in'
 
   # --- run
-  # variables that the other nodes get
-  carried=(SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PATH LD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX ENROOT_DATA_PATH)
+  # variables of the job, for ranks that do not inherit them; no secrets
+  declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS > "$here/environment.sh" 2> /dev/null
+  # what other nodes need to find programs
+  carried=(PATH LD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX ENROOT_DATA_PATH)
   # the ranks, and how they ended
   on_each_node bash -c 'node=$NODE; addresses=($SHARDWAY_NODES); host=false
     [ $node != 0 ] || host=true

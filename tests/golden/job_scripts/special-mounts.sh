@@ -67,15 +67,16 @@ main() {
   cd /scratch/alice/runs/base/attempts/0001/code || fail 'there is no folder to run in'
 
   # --- run
+  # variables of the job, for ranks that do not inherit them; no secrets
+  declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS > "$here/environment.sh" 2> /dev/null
   # the ranks, and how they ended
   srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=8 --kill-on-bad-exit=1 --label \
-    podman run --rm --network=host --ipc=host --security-opt=label=disable --env SHARDWAY_ATTEMPT_DIR \
-    --env SHARDWAY_STOP_FILE --env SHARDWAY_JOB --env SHARDWAY_NODES --env MASTER_ADDR \
-    --env MASTER_PORT --env OMP_NUM_THREADS --env 'SLURM_*' --env 'PMI_*' --env 'PMIX_*' \
-    --env 'OMPI_*' --volume /scratch/alice/runs/base:/scratch/alice/runs/base \
-    --volume /scratch/alice/runs/base/attempts/0001/code:/scratch/alice/runs/base/attempts/0001/code \
-    --volume /data:/data:ro --volume '/a b:/c d' --volume /etc/hosts:/etc/hosts:ro \
-    --workdir /scratch/alice/runs/base/attempts/0001/code /images/t.sqsh bash -c \
+    podman run --rm --network=host --ipc=host --security-opt=label=disable --env 'SLURM_*' \
+    --env 'PMI_*' --env 'PMIX_*' --env 'OMPI_*' \
+    --volume /scratch/alice/runs/base:/scratch/alice/runs/base --volume /data:/data:ro \
+    --volume '/a b:/c d' --volume /etc/hosts:/etc/hosts:ro \
+    --workdir /scratch/alice/runs/base/attempts/0001/code /images/t.sqsh bash -c '. "$0" && exec "$@"' \
+    "$here/environment.sh" bash -c \
     'export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID; exec "$@"' rank \
     python3 train.py --lr 3e-4 &
   wait_for $!

@@ -26,7 +26,9 @@ def a_wall_time_is_known_and_within_the_limit(wish: Wish) -> Iterator[Problem]:
     """Schedulers let a job over the limit wait for ever, or refuse it without naming the limit."""
     walltime, queue = walltime_of(wish), wish.queue
     if walltime is None:
-        what = f"nothing says how long a job may run: the profile of {wish.profile.name} states no limit"
+        unknown = wish.section.queue and queue is None and wish.profile.queues
+        limit = f'does not know the queue "{wish.section.queue}"' if unknown else "states no limit"
+        what = f"nothing says how long a job may run: the profile of {wish.profile.name} {limit}"
         yield problem(wish, "walltime", what, 'a time such as "24h"', "set site.walltime, or give --walltime")
     elif queue is not None and queue.max_walltime is not None and walltime > queue.max_walltime:
         limit = render_seconds(queue.max_walltime)

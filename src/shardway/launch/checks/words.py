@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 from shardway.errors import Problem
 from shardway.launch.checks.numbers import NAMED_BY_KEYS, Check, problem
+from shardway.launch.containers.base import all_mounts
 from shardway.launch.job import OWN_VARIABLES
-from shardway.launch.wants import Wish, parse_mount, runtime_of
+from shardway.launch.wants import Wish, build_job, parse_mount, runtime_of
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PLAIN = re.compile(r"[A-Za-z0-9_@+=:,./%*-]*")
@@ -72,13 +73,22 @@ def names_are_plain(wish: Wish) -> Iterator[Problem]:
 
 
 def mounts_can_be_said(wish: Wish) -> Iterator[Problem]:
-    """SOURCE:TARGET[:ro], as every runtime takes it."""
+    """SOURCE:TARGET[:ro], as every runtime takes it; some take paths apart at more than the colon."""
     for text in wish.section.mounts:
         if parse_mount(text) is None:
             yield problem(wish, "mounts", f'"{text}" is no mount', "SOURCE:TARGET or SOURCE:TARGET:ro")
-        elif runtime_of(wish) == "pyxis" and "," in text:
-            yield problem(wish, "mounts", f'"{text}" holds a comma, which Pyxis takes for the end of a mount')
+    runtime = runtime_of(wish)
+    divider = _DIVIDERS.get(runtime, _COLON)
+    for mount in all_mounts(build_job(wish, 1)) if runtime != "none" else ():
+        for path in dict.fromkeys((mount.source, mount.target)):
+            if found := divider.search(path):
+                sign = {" ": "a blank", ",": "a comma", ":": "a colon"}.get(found[0], "a control character")
+                what = f'{runtime} cannot mount "{path}": it takes {sign} for the end of a path'
+                yield problem(wish, "container", what, remedy="choose a folder with a plain name (run.root, --dir)")
 
+
+_COLON = re.compile(r"[:\x00-\x1f]")
+_DIVIDERS = {"pyxis": re.compile(r"[:,\s]"), "enroot": re.compile(r"[:\s]"), "apptainer": re.compile(r"[:,]")}
 
 CHECKS: tuple[Check, ...] = (
     options_do_not_contradict_keys,

@@ -38,8 +38,9 @@ class Runtime:
 
 
 def all_mounts(job: Job, *more: Mount) -> tuple[Mount, ...]:
-    """What the container sees: the run and the working folder, what the run and the site name, each once."""
-    own = [Mount(str(folder), str(folder)) for folder in dict.fromkeys((job.run, job.around.workdir))]
+    """What the container sees: the run, the working folder, what the run and the site name, each once."""
+    folders = [job.run] if job.around.workdir.is_relative_to(job.run) else [job.run, job.around.workdir]
+    own = [Mount(str(folder), str(folder)) for folder in folders]
     return tuple(dict.fromkeys((*own, *job.container.mounts, *more)))
 
 

@@ -5,14 +5,14 @@ container_name), it is only started, under the name and from the folder that PBS
 
 Invariant: containers of two jobs never share a name or a folder. This module must not start anything.
 
-Sources: enroot's documentation, "enroot create", "enroot start" (--root, --rw, --mount, --env); ENROOT_DATA_PATH in
-"Configuration".
+Sources: enroot's documentation, "enroot create", "enroot start" (--root, --rw, --mount, --env), "Image format"
+(x-create); ENROOT_DATA_PATH in "Configuration".
 """
 
 from __future__ import annotations
 
 from shardway.launch.containers.base import HOST_NAMES, Runtime, all_mounts, command_of
-from shardway.launch.job import Job
+from shardway.launch.job import Job, Mount
 from shardway.launch.schedulers.base import SchedulerScript
 from shardway.launch.script import Line, quote, quote_expanding, quote_place, wrap_command
 
@@ -21,12 +21,17 @@ def _wrap(job: Job, scheduler: SchedulerScript) -> tuple[str, ...]:
     use, around = job.container, job.around
     return (
         f"{quote(command_of(use, 'enroot'))} start --root --rw",
-        *(f"--mount {quote_place(mount.render())}" for mount in all_mounts(job, HOST_NAMES)),
-        *(f"--env {name}" for name in (*job.variables, *around.secret_names, *_starter_variables(job))),
+        *(f"--mount {quote_place(_render(mount))}" for mount in all_mounts(job, HOST_NAMES)),
+        *(f"--env {name}" for name in (*around.secret_names, *_starter_variables(job))),
         *map(quote, use.rules.options),
         quote(job.name) if use.rules.by_scheduler else '"shardway-$SHARDWAY_JOB"',
         *_in_folder(job),
     )
+
+
+def _render(mount: Mount) -> str:
+    """A line of enroot's fstab with colons; what is not named there makes no mount point."""
+    return f"{mount.source}:{mount.target}:x-create=auto,rbind{',ro' if mount.read_only else ''}"
 
 
 def _starter_variables(job: Job) -> tuple[str, ...]:
@@ -55,7 +60,7 @@ def _setup(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
         lines.append(Line(f"export ENROOT_DATA_PATH={path}", "where this job's containers are, on the node's own disk"))
     if not rules.by_scheduler:
         each_node = scheduler.each_node(job).words
-        words = (f"{quote(command_of(job.container, 'enroot'))} create --force", '--name "shardway-$SHARDWAY_JOB"')
+        words = (f"{quote(command_of(job.container, 'enroot'))} create", '--name "shardway-$SHARDWAY_JOB"')
         create = wrap_command((*each_node, *words, quote_place(job.container.image)))
         lines.append(
             Line(f"{create} || fail 'the container could not be created'", "the container of this job, on every node")

@@ -1,7 +1,7 @@
 """Podman: a container of the host's network, removed when the rank has ended.
 
-Invariant: the container gets the variables that are named and those of the starter, and nothing else of the host's
-environment. This module must not start anything.
+Invariant: the container gets the secrets and what the starter tells a rank, and nothing else of the host's environment.
+This module must not start anything.
 
 Source: podman-run(1) (--env with a name or a pattern ending in *, --volume, --network, --device).
 """
@@ -26,7 +26,7 @@ def _wrap(job: Job, scheduler: SchedulerScript) -> tuple[str, ...]:
     return (
         f"{quote(command_of(use, 'podman'))} run --rm --network=host --ipc=host --security-opt=label=disable",
         *_ACCELERATORS.get(use.vendor, ()),
-        *(f"--env {name}" for name in (*job.variables, *around.secret_names)),
+        *(f"--env {name}" for name in around.secret_names),
         *(f"--env '{pattern}'" for pattern in patterns),
         *(f"--volume {quote_place(mount.render())}" for mount in all_mounts(job, HOST_NAMES)),
         f"--workdir {quote(str(around.workdir))}",

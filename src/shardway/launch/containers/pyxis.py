@@ -1,9 +1,9 @@
 """Pyxis: options of srun that run its tasks in an enroot container.
 
-Invariant: the job's variables win over those of the image (`--container-env`), as they do without a container. This
+Invariant: ranks find what Pyxis hands on of the environment, which is all that the image does not set itself. This
 module must not start anything.
 
-Source: Pyxis, README "Usage" (--container-image, --container-mounts, --container-workdir, --container-env).
+Source: Pyxis, README "Usage" (--container-image, --container-mounts, --container-workdir).
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ def _options(job: Job, scheduler: SchedulerScript) -> tuple[str, ...]:
         f"--container-image={quote_place(use.image)}",
         f"--container-mounts={','.join(quote_place(mount.render()) for mount in all_mounts(job))}",
         f"--container-workdir={quote(str(job.around.workdir))}",
-        f"--container-env={','.join((*job.variables, *job.around.secret_names))}",
         *map(quote, use.rules.options),
     )
 

@@ -62,9 +62,14 @@ def explain(rules: Sequence[Rule], text: str, asked: Asked, said: str = "") -> E
         if match := rule.when.search(text):
             found = {name: value.strip() for name, value in match.groupdict(default="").items()}
             values = {**name_values(asked), "said": _one_line(said or text), **found}
-            sentence, remedy = rule.sentence.format_map(values), rule.remedy.format_map(values)
+            sentence, remedy = (_fill(text, values) for text in (rule.sentence, rule.remedy))
             return Explanation(rule.code, sentence, remedy, rule.hopeless)
     return None
+
+
+def _fill(text: str, values: Mapping[str, str]) -> str:
+    """A text with its values; brackets around one that was not named go with it."""
+    return text.format_map(values).replace(f" ({_UNNAMED})", "")
 
 
 def name_values(asked: Asked) -> dict[str, str]:

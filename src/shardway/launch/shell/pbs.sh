@@ -13,6 +13,7 @@ begin() {
 #: ask_ending JOB: how a job ended, in our words, by PBS's exit status
 ask_ending() {
   case $(qstat -x -f "$1" 2>/dev/null | sed -n 's/^ *Exit_status = //p') in
+    0) echo completed ;;
     271) echo stopped ;;
     -20) echo node_failure ;;
     -29) echo deadline ;;
@@ -41,7 +42,8 @@ on_each_node() (
   for node in "${nodes[@]}"; do
     # secrets are read there again: as words of this command everybody would see them
     pbs_tmrsh "$node" /usr/bin/env "${carry[@]}" NODE="$index" /bin/bash -c \
-      '[ ! -r "$0" ] || { set -a; . "$0"; set +a; }; cd "$1" && shift && exec "$@"' "$secrets" "$PWD" "$@" &
+      '[ ! -r "$0" ] || { set -a; . "$0"; set +a; }; . "$1" && cd "$2" && shift 2 && exec "$@"' \
+      "$secrets" "$here/environment.sh" "$PWD" "$@" &
     index=$((index + 1))
   done
   while [ "$index" -gt 0 ]; do

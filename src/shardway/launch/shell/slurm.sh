@@ -17,6 +17,7 @@ ask_ending() {
   state=$(scontrol --oneliner show job "$1" 2>/dev/null | sed -n 's/.* JobState=\([A-Z_]*\).*/\1/p')
   [ -n "$state" ] || state=$(sacct --noheader --parsable2 --allocations --jobs "$1" --format State 2>/dev/null | tail -n 1)
   case $state in
+    COMPLETED) echo completed ;;
     CANCELLED*) echo stopped ;;
     PREEMPTED*) echo preempted ;;
     NODE_FAIL* | BOOT_FAIL*) echo node_failure ;;

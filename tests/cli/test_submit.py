@@ -1,0 +1,288 @@
+"""`shardway submit` as a person sees it: its messages as files under tests/golden/submit, and what it costs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from command_line import Shardway
+from test_login_node import CODE, LIBRARIES, run_python
+
+from golden_files import Golden, golden_names
+from shardway.launch.checks import numbers, words
+from shardway.launch.registry import registry_path
+from shardway.rundir.directory import RunDir
+from shardway.sites.load import list_sites, load_site
+from speed import mostly_slow
+
+Setup = Callable[[Path], object]
+
+JUPITER = ("submit", "--on", "jupiter", "site.account=proj1", "--dry-run")
+LEONARDO = ("submit", "--on", "leonardo-booster", "site.account=proj1", "--dry-run")
+PBS = ("submit", "--on", "aspire2a-plus", "site.account=proj1", "--dry-run")
+
+
+def nothing(folder: Path) -> None:
+    """No file is needed."""
+
+
+def file(name: str, text: str) -> Setup:
+    """A file with this content."""
+    return lambda folder: (folder / name).write_text(text)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command that is refused, and what it needs around it."""
+
+    name: str
+    words: tuple[str, ...]
+    setup: Setup = nothing
+    code: int = 2
+
+
+NUMBERS = [
+    Case("no-walltime", ("submit", "--on", "generic-slurm", "--dry-run")),
+    Case("walltime-over-limit", (*JUPITER, "--walltime", "25h")),
+    Case("too-many-nodes", (*LEONARDO, "--nodes", "65")),
+    Case("too-few-nodes", (*LEONARDO, "--nodes", "2", "site.queue=boost_qos_bprod")),
+    Case("nodes-of-a-laptop", ("submit", "--nodes", "2", "--dry-run")),
+    Case("no-account", ("submit", "--on", "jupiter", "--dry-run")),
+    Case("too-many-ranks", (*JUPITER, "site.ranks_per_node=8")),
+    Case("more-memory-than-a-node", (*JUPITER, "site.memory=2TiB")),
+    Case("srun-of-pbs", (*PBS, "site.starter=srun")),
+    Case("pyxis-and-mpirun", (*JUPITER, "site.starter=mpirun", "site.container=pyxis", "site.image=/i.sqsh")),
+    Case("image-and-no-container", (*JUPITER, "site.container=none", "site.image=/i.sqsh")),
+    Case("container-and-no-image", (*JUPITER, "site.container=apptainer")),
+    Case("pyxis-of-pbs", (*PBS, "site.container=pyxis", "site.image=/i.sqsh")),
+    Case("margin-over-walltime", (*JUPITER, "--walltime", "10min", "run.stop_margin=20min")),
+]
+WORDS = [
+    Case("option-that-is-a-key", (*JUPITER, 'site.options={time = "1h"}')),
+    Case("option-of-the-script", (*JUPITER, 'site.options={"--output" = "x"}')),
+    Case("select-as-an-option", (*PBS, 'site.options={l = "select=4"}')),
+    Case("option-of-two-lines", (*JUPITER, 'site.options={comment = "a\\nb"}')),
+    Case("variable-without-a-name", (*JUPITER, 'site.environment={"a b" = "1"}')),
+    Case("variable-of-a-rank", (*JUPITER, 'site.environment={RANK = "0", SLURM_PROCID = "0"}')),
+    Case("secret-in-the-run-file", (*JUPITER, 'site.environment={HF_TOKEN = "hf_x"}')),
+    Case("variable-that-is-a-table", (*JUPITER, "site.environment={A = [1, 2]}")),
+    Case("queue-with-a-blank", (*JUPITER, "site.queue=my queue")),
+    Case(
+        "mount-without-a-source", (*JUPITER, 'site.mounts=[":/data"]', "site.image=/i.sif", "site.container=apptainer")
+    ),
+    Case("mount-with-a-comma", (*JUPITER, 'site.mounts=["/a,b:/c"]', "site.image=/i.sqsh", "site.container=pyxis")),
+]
+PLACES = [
+    Case("no-such-script", (*JUPITER, "--", "python", "gone.py")),
+    Case("script-that-is-no-python", (*JUPITER, "--", "python", "bad.py"), file("bad.py", "x = 1\nif x\n    pass\n")),
+    Case("no-such-venv", ("submit", "site.venv=/gone/venv", "--dir", "r")),
+    Case("no-such-image", ("submit", "site.image=/gone.sif", "site.container=podman", "--dir", "r")),
+    Case(
+        "run-that-one-node-sees",
+        ("submit", "--on", "jupiter", "site.account=proj1", "site.venv=none", "--dir", "/tmp/x/run"),
+    ),
+]
+ORDERS = [
+    Case("launcher-as-command", (*JUPITER, "--", "torchrun", "--nproc-per-node=4", "train.py")),
+    Case("python-without-a-script", (*JUPITER, "--", "python", "-c", "1")),
+    Case("attempts-without-a-chain", ("submit", "--max-attempts", "3")),
+    Case("many-mistakes", ("submit", "--on", "jupiter", "--walltime", "99h", "site.ranks_per_node=9", "--dry-run")),
+    Case("unknown-site", ("submit", "--on", "jupyter", "--dry-run")),
+    Case(
+        "broken-profile",
+        ("submit", "--on", "./mine.toml", "--dry-run"),
+        file("mine.toml", 'format = 1\nname = "mine"\ntitle = "M"\nscheduler = "lsf"\n[node]\ncores = 0\n'),
+    ),
+]
+CASES = {case.name: case for case in (*NUMBERS, *WORDS, *PLACES, *ORDERS)}
+FAST = ("walltime-over-limit", "secret-in-the-run-file", "script-that-is-no-python", "many-mistakes")
+REFUSALS = ("refused-account", "no-sbatch", "still-queued")
+
+
+@pytest.fixture(autouse=True)
+def no_state_of_the_person(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No registry, no profiles, no environment of the person who tests."""
+    monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setattr(sys, "prefix", sys.base_prefix)
+
+
+def tell(folder: Path, words: tuple[str, ...], said: str, code: int) -> str:
+    """A command as a person sees it: a refusal's text does not say in which folder the test stood."""
+    quoted = " ".join(f"'{word}'" if re.search(r"[\s\[{:]", word) else word for word in words)
+    return f"$ shardway {quoted}\n{said}exit code {code}\n".replace(str(folder), "/home/alice/work")
+
+
+@pytest.mark.parametrize("name", mostly_slow(CASES, *FAST))
+def test_a_mistake_is_told_before_the_queue(name: str, shardway: Shardway, golden: Golden, tmp_path: Path) -> None:
+    case = CASES[name]
+    case.setup(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    ended = shardway(*case.words)
+    assert (ended.code, ended.out) == (case.code, "")
+    golden(tell(tmp_path, case.words, ended.err, ended.code), f"submit/{name}.txt")
+    assert sorted(tmp_path.rglob("*")) == before  # nothing was made
+
+
+def test_every_check_has_a_message() -> None:
+    """The number of checks, so that a new one brings its message."""
+    assert (len(numbers.CHECKS), len(words.CHECKS)) == (8, 4)
+    assert golden_names("submit") == {f"{name}.txt" for name in (*CASES, *REFUSALS, "idle-and-unknown")}
+
+
+def test_what_may_be_meant_is_a_sentence(shardway: Shardway, golden: Golden, tmp_path: Path) -> None:
+    command = (
+        "submit",
+        "--on",
+        "./whole.toml",
+        "site.queue=odd",
+        "site.ranks_per_node=2",
+        "--walltime",
+        "1h",
+        "--dry-run",
+    )
+    (tmp_path / "whole.toml").write_text(WHOLE)
+    ended = shardway(*command)
+    assert ended.code == 0
+    golden(tell(tmp_path, command, ended.err, ended.code), "submit/idle-and-unknown.txt")
+
+
+# --- a scheduler that answers
+
+
+SBATCH = "#!/bin/bash\n[ ! -e refuse ] || {{ cat refuse >&2; exit 1; }}\necho x >> {0}/taken\nwc -l < {0}/taken\n"
+SQUEUE = '#!/bin/bash\n[ ! -e {0}/taken ] || echo "1|1|PENDING|N/A|N/A||Priority|x"\n'
+PROFILE = 'format = 1\nname = "tiny"\ntitle = "Tiny"\nscheduler = "slurm"\nstarter = "torchrun"\n[node]\ncores = 4\n[[queues]]\nname = "cpu"\nmax_walltime = "2h"\n'
+GPUS = 'cores = 64\naccelerator = "a100-sxm4-40gb"\naccelerators_per_node = 4'
+WHOLE = PROFILE.replace("cores = 4", GPUS) + "[request]\nwhole_nodes = true\n"
+SUBMIT = ("submit", "--on", "./tiny.toml", "site.venv=none", "run.device=cpu", "--dir", "run")
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with sbatch and squeue, first on the PATH, and a profile of this Slurm."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    texts = {"sbatch": SBATCH, "squeue": SQUEUE, "sacct": "#!/bin/bash\n", "stat": "#!/bin/bash\necho lustre\n"}
+    for name, text in texts.items():
+        (tools / name).write_text(text.format(tmp_path))
+        (tools / name).chmod(stat.S_IRWXU)
+    monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
+    monkeypatch.setattr("shardway.launch.checks.places._OF_ONE_NODE", ())  # where tests write
+    (tmp_path / "tiny.toml").write_text(PROFILE)
+    return tmp_path
+
+
+def test_it_returns_with_the_job(slurm: Path, shardway: Shardway) -> None:
+    ended = shardway(*SUBMIT, "--json")
+    assert ended.code == 0
+    told = json.loads(ended.out)
+    folder = RunDir(slurm / "run").attempt(1)
+    assert (told["job"], told["attempt"], told["script"]) == ("1", 1, str(folder.job_script))
+    submission = folder.read_submission()
+    assert submission is not None and (submission.job, submission.scheduler) == ("1", "slurm")
+    assert folder.run_file.is_file()
+    registry = registry_path()
+    assert json.loads(registry.read_text())["run"] == str(slurm / "run")
+
+
+def test_the_dry_run_is_the_script(slurm: Path, shardway: Shardway) -> None:
+    """To the byte, but for the token in its name; and it makes nothing."""
+    dry = shardway(*SUBMIT, "--dry-run")
+    assert (dry.code, (slurm / "run").exists()) == (0, False)
+    assert shardway(*SUBMIT).code == 0
+    kept = RunDir(slurm / "run").attempt(1).job_script.read_text()
+    tokens = [re.search(r"^token=(\w+)$", text, re.MULTILINE) for text in (dry.out, kept)]
+    assert all(tokens)
+    assert dry.out.replace(tokens[0][1], "TOKEN") == kept.replace(tokens[1][1], "TOKEN")  # type: ignore[index]
+
+
+@pytest.mark.slow
+def test_a_second_submission_meets_the_first(slurm: Path, shardway: Shardway, golden: Golden) -> None:
+    assert shardway(*SUBMIT).code == 0
+    ended = shardway(*SUBMIT)
+    golden(tell(slurm, SUBMIT, ended.err, ended.code), "submit/still-queued.txt")
+    assert (slurm / "taken").read_text() == "x\n"
+
+
+@pytest.mark.slow
+def test_a_refusal_is_explained(slurm: Path, shardway: Shardway, golden: Golden) -> None:
+    said = "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified\n"
+    (slurm / "refuse").write_text(said)
+    ended = shardway(*SUBMIT, "site.account=wrong")
+    golden(tell(slurm, SUBMIT, ended.err, ended.code), "submit/refused-account.txt")
+    assert not RunDir(slurm / "run").attempt(1).path.exists()
+
+
+@pytest.mark.slow
+def test_no_sbatch_is_told(slurm: Path, shardway: Shardway, golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ls", "mkdir", "rm", "test", "sed", "find"):
+        (slurm / "tools" / name).symlink_to(f"/usr/bin/{name}")
+    (slurm / "tools/sbatch").unlink()
+    monkeypatch.setenv("PATH", str(slurm / "tools"))
+    ended = shardway(*SUBMIT)
+    golden(tell(slurm, SUBMIT, ended.err, ended.code), "submit/no-sbatch.txt")
+    assert not RunDir(slurm / "run").attempt(1).path.exists()
+
+
+@pytest.mark.slow
+def test_two_people_at_once_submit_one_job(slurm: Path) -> None:
+    """Two processes; the one that is late is told."""
+    ended = []
+    code = CODE.replace("\nmain()", "\nimport shardway.launch.checks.places as p; p._OF_ONE_NODE = ()\nmain()")
+
+    def work() -> None:
+        ended.append(run_python(slurm, code, *SUBMIT)[0])
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(done.returncode for done in ended) == [0, 2], [done.stderr for done in ended]
+    assert (slurm / "taken").read_text() == "x\n"
+    assert os.listdir(slurm / "run/attempts") == ["0001"]
+
+
+# --- on a login node
+
+LIMIT = 2.5
+"""What --dry-run may cost, in imports of its libraries: 0.4 CPU seconds where those take 0.16."""
+TRIES = 3
+
+
+def words_for(site: str, runtime: str) -> list[str]:
+    image = [] if runtime == "none" else [f"site.container={runtime}", "site.image=/images/torch.sqsh"]
+    return ["submit", "--on", site, "--dry-run", "--walltime", "1h", "site.account=proj1", *image]
+
+
+SITES = {f"{site}-{runtime}": (site, runtime) for site in list_sites() for runtime in ("none", "own")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SITES)
+def test_a_dry_run_is_quick_and_needs_no_torch(name: str, tmp_path: Path) -> None:
+    site, runtime = SITES[name]
+    own = load_site(site).container or "none"
+    if runtime == "own" and own == "none":
+        own = "apptainer"
+    line = words_for(site, own if runtime == "own" else "none")
+    tries, libraries = [], []
+    while len(tries) < TRIES and (not tries or min(tries) >= LIMIT * min(libraries)):
+        done, used_s = run_python(tmp_path, CODE, *line)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith("#!/bin/bash\n")
+        tries.append(used_s)
+        libraries.append(run_python(tmp_path, LIBRARIES)[1])
+    assert min(tries) < LIMIT * min(libraries)

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from real_cluster import Cluster, wait_for
+from submitting import Person, disturbed
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["site.account=nosuch"], ['"nosuch"', "account"]),
+        (["site.account=staff"], ['"staff"', "account"]),
+        (["site.queue=nosuch"], ['"nosuch"', "sinfo"]),
+        (["site.memory=1TiB"], ["memory", "site.memory"]),
+        (["site.options={qos = 'short'}", "--walltime", "10m"], ["wall-time", "QOS"]),
+    ],
+    ids=["no account", "another's account", "no partition", "memory", "limit of the QOS"],
+)
+def test_a_refusal_is_explained_and_leaves_nothing(alice: Person, words: list[str], told: list[str]) -> None:
+    said = alice.refused("submit", "tiny.toml", *words)
+    assert all(word in said for word in told), said
+    assert "Nothing was submitted. To do:" in said
+    assert not list(alice.folder.glob("runs/tiny/attempts/*"))
+    assert alice.facts("status") == [] or "tiny" not in alice.told("status")
+
+
+@pytest.mark.parametrize(
+    ("words", "reason", "told"),
+    [
+        (["--walltime", "5h"], "PartitionTimeLimit", ["never starts", "5 hours|5h"]),
+        (["site.queue=closed"], "PartitionDown", ["closed"]),
+        (["site.options={qos = 'waits'}", "--walltime", "10m"], "QOSMaxWallDurationPerJobLimit", ["never starts"]),
+        (["--nodes", "3", "site.options={exclusive = true}"], "Resources", ["nodes"]),
+    ],
+    ids=["wall-time over the limit", "closed partition", "limit of the QOS", "busy nodes"],
+)
+def test_status_says_why_a_job_waits(alice: Person, words: list[str], reason: str, told: list[str]) -> None:
+    if reason == "Resources":
+        alice.cluster.wait_until(alice.cluster.submit("#!/bin/bash\nsleep 100\n", "-w", "n1"), "RUNNING")
+    run = alice.train("waits", *words)
+    wait_for(f"the reason {reason}", lambda: alice.cluster.describe(run.job())["Reason"] == reason, 20)
+    (job,) = alice.facts("status", run.path)["jobs"]
+    assert (job["state"], job["scheduler_reason"]) == ("queued", reason)
+    assert all(re.search(word, job["explanation"]) for word in told), job["explanation"]
+    assert "none was named" not in job["explanation"] + job["remedy"]
+    shown = alice.told("status", run.path)
+    assert job["explanation"] in shown
+    assert f"to do: {job['remedy']}" in shown
+    alice.told("stop", run.path)
+    assert run.queued() == []
+
+
+def test_a_scheduler_that_is_down_loses_and_doubles_nothing(cluster: Cluster, alice: Person) -> None:
+    """A submission waits for it and goes through; meanwhile a status says that it does not know."""
+    other = alice.train("other", "site.nodes=1", "train.steps=400 steps", disturbed(PAUSE_S=0.25))
+    other.until_step(1)
+    cluster.stop_scheduler()
+    (job,) = alice.facts("status", other.path)["jobs"]
+    assert (job["state"], job["scheduler_state"]) == ("unknown", "")
+    assert job["silence"]
+    assert "the scheduler did not answer" in alice.told("status", other.path)
+    with ThreadPoolExecutor() as pool:
+        patient = pool.submit(alice.train, "patient", "site.nodes=1")
+        wait_for("the first try", lambda: (alice.folder / "runs/patient/attempts/0001/submission.json").exists(), 30)
+        time.sleep(4)  # sbatch gives up after three seconds
+        cluster.start_scheduler()
+        run = patient.result()
+    named = cluster.output("squeue", "--me", "-h", "-t", "all", "-o", "%A %j").splitlines()
+    assert [line.split()[0] for line in named if line.split()[1].startswith("patient.")] == [run.job()]
+    assert alice.facts("status", other.path)["jobs"][0]["state"] == "running"
+    said = alice.refused("submit", "tiny.toml", "run.name=patient", "site.nodes=1")
+    assert f"as job {run.job()}" in said
+    assert run.ended().state == "finished"
+
+
+def test_what_a_careless_person_does_is_told(alice: Person) -> None:
+    """Before the queue, all at once, and without a trace in the folder of runs."""
+    alice.write("bad.py", "def f(:\n")
+    for words, told in (
+        (("missing.toml",), "missing.toml"),
+        (("tiny.toml", "data.kind=text", "data.path=/nowhere/at/all"), "data.path"),
+        (("tiny.toml", 'site.venv="/nowhere/venv"'), "site.venv"),
+        (("tiny.toml", "run.root=/tmp/runs"), "run.root"),
+        (("tiny.toml", "site.options={partition='debug'}"), "site.queue"),
+        (("tiny.toml", "site.environment={API_TOKEN='x'}"), "secrets.env"),
+        (("tiny.toml", "site.container=apptainer", "site.image=/nowhere.sif"), "site.image"),
+        (("--on", "generic-slurm", "--walltime", "5m", "--", "python", "bad.py"), "bad.py, line 1"),
+        (("--on", "generic-slurm", "--walltime", "5m", "--", "torchrun", "bad.py"), "torchrun"),
+    ):
+        assert told in alice.refused("submit", *words)
+    assert not (alice.folder / "runs").exists()
+
+
+def test_a_run_whose_name_has_blanks_goes_its_way(alice: Person) -> None:
+    run = alice.train("my 'first' run, at 50%", "site.nodes=1", "train.steps=2 steps")
+    assert run.ended().state == "finished", run.printed()
+    assert "step 2/2" in run.printed()
