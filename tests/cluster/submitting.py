@@ -68,11 +68,6 @@ class Submitted:
         """The run directory."""
         return RunDir(self.path)
 
-    @property
-    def name(self) -> str:
-        """How a person names it from anywhere."""
-        return self.path.name
-
     def job(self, attempt: int = 1) -> str:
         """The id of an attempt's job; "" while it has none."""
         submission = self.directory.attempt(attempt).read_submission()
@@ -125,9 +120,13 @@ class Submitted:
         lines = self.cluster.output("squeue", "--me", "-h", "-o", "%A %j").splitlines()
         return [job for job, name in map(str.split, lines) if name.startswith(f"{self.path.name}.")]
 
-    def marks(self) -> dict[str, str]:
-        """What the ranks left where `marking` told them: "rank-0" -> "n1 image"."""
-        return {path.name: path.read_text() for path in sorted((self.path.parent / "marks").iterdir())}
+    def marks(self) -> list[list[str]]:
+        """What the ranks of the first attempt left: host, "host" or "image", a module."""
+        return [path.read_text().split() for path in sorted(self.directory.attempt(1).path.glob("mark-*"))]
+
+    def hurry(self) -> None:
+        """Let a run that was submitted with pauses go on without them."""
+        (self.path.parents[1] / f"{self.path.name}.slow").unlink()
 
 
 @dataclass(frozen=True)
@@ -166,6 +165,13 @@ class Person:
         os.chown(path, owner.st_uid, owner.st_gid)
         return path
 
+    def add_site(self, name: str, *lines: str) -> None:
+        """A profile of the person's own, on top of the one for any Slurm."""
+        folder = self.cluster.home() / ".config" / "shardway" / "sites"
+        text = "\n".join((f'extends = "generic-slurm"\nname = "{name}"', *lines, ""))
+        self.cluster.output("mkdir", "-p", folder)
+        self.cluster.output("cp", self.write(f"{name}.toml", text), folder)
+
     def submit(self, *words: object) -> Submitted:
         """Submit with these words; `tiny.toml` is there to be named."""
         return Submitted(self.cluster, Path(self.facts("submit", *words)["run"]))
@@ -173,6 +179,11 @@ class Person:
     def train(self, name: str, *words: object) -> Submitted:
         """Submit the tiny run file under a name."""
         return self.submit("tiny.toml", f"run.name={name}", *words)
+
+    def train_slowly(self, name: str, pause_s: float, *words: object) -> Submitted:
+        """The same with a pause in every step, until `hurry` is called."""
+        brake = self.write(f"{name}.slow", "")
+        return self.train(name, disturbed(PAUSE=f"{pause_s}:{brake}"), *words)
 
 
 def settle_in(cluster: Cluster, name: str) -> Person:
@@ -182,7 +193,10 @@ def settle_in(cluster: Cluster, name: str) -> Person:
     return person
 
 
-def disturbed(**variables: object) -> str:
-    """The key that lets ranks be disturbed as `inside/sitecustomize.py` says, for the command line of submit."""
-    table = {"PYTHONPATH": str(INSIDE), **{f"TEST_{name}": str(value) for name, value in variables.items()}}
+def disturbed(inside: Path = INSIDE, **variables: object) -> str:
+    """The key that lets ranks be disturbed as `inside/sitecustomize.py` says, for the command line of submit.
+
+    `inside` is where the ranks see that file's folder.
+    """
+    table = {"PYTHONPATH": str(inside), **{f"TEST_{name}": str(value) for name, value in variables.items()}}
     return "site.environment={" + ", ".join(f"{name} = {json.dumps(value)}" for name, value in table.items()) + "}"

@@ -11,25 +11,30 @@ from pathlib import Path
 
 import pytest
 from real_cluster import Cluster, Image
-from submitting import RUN_FILE, SHARDWAY, Person, Submitted, disturbed, settle_in
+from submitting import INSIDE, RUN_FILE, SHARDWAY, Person, Submitted, disturbed, settle_in
 
 
 def bound(image: Image) -> str:
     """The key that mounts what an image lacks."""
-    folders = ", ".join(f'"{outside}:{inside}"' for outside, inside in image.mounts.items())
+    folders = ", ".join(f'"{outside}:{inside}"' for outside, inside in (*image.mounts.items(), (INSIDE, "/mnt")))
     return f"site.mounts=[{folders}]"
 
 
 @pytest.fixture(scope="module")
 def contained(busy_alice: Person, image: Image, podman_image: str) -> dict[str, Submitted]:
-    """A training on two nodes inside each runtime."""
-    images = {"apptainer": image.squashfs, "charliecloud": image.squashfs, "podman": podman_image}
-    starters = {"apptainer": "torchrun", "charliecloud": "srun", "podman": "srun"}
+    """A training on two nodes inside each runtime; the nodes have no /dev/mqueue, which podman wants to share."""
+    own = "--ipc=private", "--volume=/dev/shm:/dev/shm"
+    busy_alice.add_site("podman", 'container = "podman"', "[containers]", f"options = {json.dumps(own)}")
+    ways = {
+        "apptainer": (image.squashfs, "torchrun", "generic-slurm"),
+        "charliecloud": (image.squashfs, "srun", "generic-slurm"),
+        "podman": (podman_image, "srun", "podman"),
+    }
     runs = {}
-    for runtime, name in images.items():
-        marks = busy_alice.folder / "runs" / runtime
-        words = (f"site.container={runtime}", f"site.image={name}", f"site.starter={starters[runtime]}", bound(image))
-        runs[runtime] = busy_alice.train(runtime, *words, disturbed(MARKS=marks))
+    for runtime, (name, starter, site) in ways.items():
+        words = (f"site.container={runtime}", f"site.image={name}", f"site.starter={starter}", bound(image))
+        marked = disturbed(Path("/mnt"), MARKS="yes")
+        runs[runtime] = busy_alice.train(runtime, "--on", site, *words, marked)
     return runs
 
 
@@ -37,14 +42,14 @@ def contained(busy_alice: Person, image: Image, podman_image: str) -> dict[str, 
 def test_ranks_on_two_nodes_train_inside_a_container(contained: dict[str, Submitted], runtime: str) -> None:
     run = contained[runtime]
     assert run.ended().state == "finished", run.printed()
-    marks = [(run.path / f"rank-{rank}").read_text().split() for rank in range(2)]
-    assert [system for _, system in marks] == ["image", "image"]
-    assert len({host for host, _ in marks}) == 2
+    assert [system for _, system in run.marks()] == ["image", "image"]
+    assert len({host for host, _ in run.marks()}) == 2
 
 
 def test_an_array_of_runs_is_found_from_another_folder(busy_alice: Person, contained: dict[str, Submitted]) -> None:
+    name = f"{busy_alice.folder.name}-seed"
     runs = [
-        busy_alice.train(f"seed-{seed}", f"train.seed={seed}", "site.nodes=1", "train.steps=5 steps")
+        busy_alice.train(f"{name}-{seed}", f"train.seed={seed}", "site.nodes=1", "train.steps=5 steps")
         for seed in (1, 2, 3)
     ]
     for run in runs:
@@ -52,14 +57,15 @@ def test_an_array_of_runs_is_found_from_another_folder(busy_alice: Person, conta
     assert len({tuple(run.losses().values()) for run in runs}) == 3
     found = {Path(facts["path"]): facts for facts in busy_alice.facts("status", folder=busy_alice.cluster.home())}
     assert {found[run.path]["state"] for run in runs} == {"finished"}
-    assert f"job {runs[1].job()}" in busy_alice.told("status", "seed-2", folder=busy_alice.cluster.home())
+    assert f"job {runs[1].job()}" in busy_alice.told("status", f"{name}-2", folder=busy_alice.cluster.home())
 
 
 def test_a_newer_slurm_is_submitted_to_and_asked(slurm24: Cluster) -> None:
     alice = settle_in(slurm24, "work")
-    run = alice.train("newer", disturbed(PAUSE_S=0.1))
+    run = alice.train_slowly("newer", 0.5)
     run.until_step(1)
     assert alice.facts("status", run.path)["jobs"][0]["state"] == "running"
+    run.hurry()
     assert run.ended().state == "finished", run.printed()
     waits = alice.train("waits", "site.queue=closed")
     (job,) = alice.facts("status", waits.path)["jobs"]
@@ -107,12 +113,19 @@ def laptop(login_ssh_config: Path, tmp_path: Path) -> Iterator[Laptop]:
 
 def test_a_laptop_submits_through_the_login_node(cluster: Cluster, laptop: Laptop) -> None:
     """submit, status, logs -f, stop and resume, all by ssh; the run directory is in the home there."""
-    name = cluster.folder("by-ssh").name
-    words = ("--on", "login:generic-slurm", "site.nodes=1", "site.starter=torchrun", f"run.root={name}")
-    slow = ("train.steps=60 steps", disturbed(PAUSE_S=0.25), f'site.venv="{sys.prefix}"')
-    sent = json.loads(laptop.told("submit", "--json", "tiny.toml", *words, *slow))
+    there = settle_in(cluster, "by-ssh")
+    words = (
+        "--on",
+        "login:generic-slurm",
+        "site.nodes=1",
+        "site.starter=torchrun",
+        f"run.root={there.folder.name}/runs",
+    )
+    slow = disturbed(PAUSE=f"0.3:{there.write('tiny.slow', '')}")
+    venv = f'site.venv="{sys.prefix}"'
+    sent = json.loads(laptop.told("submit", "--json", "tiny.toml", "train.steps=60 steps", *words, slow, venv))
     run = Submitted(cluster, Path(sent["run"]))
-    assert run.path == cluster.home() / name / "tiny"
+    assert run.path == there.folder / "runs" / "tiny"
     reference = f"login:{run.path}"
     run.until_step(2)
     follower = laptop.start("logs", "-f", reference)
@@ -124,7 +137,8 @@ def test_a_laptop_submits_through_the_login_node(cluster: Cluster, laptop: Lapto
     followed, said = follower.communicate(timeout=60)
     assert follower.returncode == 0, said
     assert f"saved step-{stopped.step:09d}" in followed, "it followed to the end, and ended"
-    laptop.told("resume", reference, disturbed(PAUSE_S=0))
+    run.hurry()
+    laptop.told("resume", reference)
     assert run.ended(2).state == "finished"
     assert f"{reference}  finished" in laptop.told("status")
     assert len(run.losses()) == 60

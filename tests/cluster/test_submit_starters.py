@@ -90,12 +90,9 @@ def test_a_plain_script_of_pytorch_runs_unedited(commands: dict[str, Submitted],
 
 
 def test_a_profile_of_ones_own_brings_account_and_modules(alice: Person) -> None:
-    sites = alice.cluster.home() / ".config" / "shardway" / "sites"
-    keys = ('extends = "generic-slurm"', 'name = "mine"', "[modules]", 'load = ["Toolchain/2025"]')
-    profile = "\n".join((*keys, "[defaults]", 'account = "chemistry"', ""))
-    alice.cluster.output("mkdir", "-p", sites, alice.folder / "marks")
-    alice.cluster.output("cp", alice.write("mine.toml", profile), sites)
-    run = alice.train("modules", "--on", "mine", "site.nodes=1", disturbed(MARKS=alice.folder / "marks"))
+    modules = ("[modules]", 'load = ["Toolchain/2025"]')
+    alice.add_site("mine", *modules, "[defaults]", 'account = "chemistry"')
+    run = alice.train("modules", "--on", "mine", "site.nodes=1", disturbed(MARKS="yes"))
     assert run.ended().state == "finished", run.printed()
-    assert (alice.folder / "marks" / "rank-0").read_text().split()[1:] == ["host", "2025"]
+    assert [mark[1:] for mark in run.marks()] == [["host", "2025"]]
     assert alice.cluster.accounted(run.job(), "Account")["Account"] == "chemistry"

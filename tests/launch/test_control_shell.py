@@ -16,13 +16,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from job_cases import OWN, Cluster, Ran, chained, make_job
 
-from shardway.launch.blocks import read_block
+from shardway.launch.blocks import read_block, read_blocks
 from shardway.launch.job import Job
 from shardway.launch.job_script import render_job_script
 from shardway.launch.schedulers.local import query
 from shardway.rundir.attempts import Attempt, Ending, Result, parse_result, parse_started, parse_submission
-
-FINISH = 'printf \'{\\n "format": 1,\\n "state": "finished",\\n "reason": "all steps",\\n "step": 9,\\n "by": "rank 0"\\n}\\n\' > "$SHARDWAY_ATTEMPT_DIR/result.json"'
+from speed import mostly_slow
 
 
 @dataclass
@@ -81,12 +80,14 @@ def chain(tmp_path: Path) -> Chain:
 def test_an_attempt_that_finishes_needs_no_successor(chain: Chain) -> None:
     ran = chain.run(1, chain.says(1, "finished", step=9))
     assert (ran.code, ran.state) == (0, "finished")
-    assert ran.result is not None and ran.result.by == "rank 0"
+    assert ran.result is not None
+    assert ran.result.by == "rank 0"
     assert chain.cancelled == ["101"]  # what sbatch called the successor
     assert (second := chain.attempt(2).read_result()) is not None
     assert (second.state, second.job) == (Ending.NOT_NEEDED, "101")
     started = chain.attempt(1).read_started()
-    assert started is not None and (started.job, started.nodes) == ("101", "localhost localhost2")
+    assert started is not None
+    assert (started.job, started.nodes) == ("101", "localhost localhost2")
     assert started.deadline - started.started == 2 * 3600
 
 
@@ -228,7 +229,7 @@ def test_how_the_successor_is_submitted(scheduler: str, job_id: str, tmp_path: P
     assert submission.scheduler == scheduler
 
 
-@pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
+@pytest.mark.parametrize("scheduler", mostly_slow(["slurm", "pbs"], "slurm"))
 def test_a_successors_script_is_the_one_that_python_renders(scheduler: str, tmp_path: Path) -> None:
     """It differs in the four places that name the attempt, whatever stands in the arguments."""
     cluster = Cluster.make(tmp_path)
@@ -267,7 +268,8 @@ def test_a_stop_by_a_person_cancels_later_attempts(chain: Chain) -> None:
     ran = chain.run(1, 'echo stopped > "$SHARDWAY_STOP_FILE"; ' + chain.says(1, "stopped", step=2))
     assert (ran.code, ran.state, chain.cancelled) == (0, "stopped", ["101"])
     second = chain.attempt(2).read_result()
-    assert second is not None and second.state == Ending.NOT_NEEDED
+    assert second is not None
+    assert second.state == Ending.NOT_NEEDED
 
 
 @pytest.mark.slow
@@ -304,7 +306,9 @@ WAIT_FOR_STOP = 'while [ ! -e "$SHARDWAY_STOP_FILE" ]; do sleep 0.02; done; '
 def test_after_sigterm_the_scheduler_says_what_it_meant(chain: Chain, told: str, goes_on: bool) -> None:
     obey = '[ "$SLURM_PROCID" = 0 ] || { rm "$SHARDWAY_STOP_FILE"; exit 1; }; '  # one rank after the other here
     ran = send(chain, 1, obey + WAIT_FOR_STOP + "exit 1", signal.SIGTERM)
-    assert ran.state == "stopped" and ran.result is not None and ran.result.failure == "signal"
+    assert ran.state == "stopped"
+    assert ran.result is not None
+    assert ran.result.failure == "signal"
     assert (ran.code, chain.cancelled) == (0, [])  # the successor finds out
     chain.cluster.write("jobs", f"101 {told.split()[0]}\n")
     before = len(chain.cluster.list_ranks())
@@ -350,7 +354,8 @@ def test_an_attempt_that_was_killed_is_settled_by_its_successor(
     chain.cluster.write("jobs", f"101 {told}\n")
     chain.run(2, "exit 0")
     first = chain.attempt(1).read_result()
-    assert first is not None and (first.state, first.job, first.by) == (expected, "101", "job script")
+    assert first is not None
+    assert (first.state, first.job, first.by) == (expected, "101", "job script")
 
 
 # --- two jobs of one attempt
@@ -383,13 +388,12 @@ def test_a_requeued_job_goes_on(chain: Chain) -> None:
 
 
 def write_by_shell(folder: Path, state: str, reason: str, failure: str) -> Result | None:
-    names = ("field", "in_json", "write_result")
-    script = "\n".join(
-        [*(read_block("control", name).text for name in names), 'write_result 0001 "$1" "$2" 1 "$3" "$4"']
-    )
+    blocks = [block.text for block in read_blocks("control").values()]
+    script = "\n".join([*blocks, 'write_result 0001 "$1" "$2" 1 "$3" "$4"'])
     (folder / "attempts/0001").mkdir(parents=True, exist_ok=True)
     (folder / "attempts/0001/result.json").unlink(missing_ok=True)
-    subprocess.run(["bash", "-c", script, "x", state, reason, failure, "7"], env={"run": str(folder), "PATH": os.environ["PATH"]}, check=True)  # fmt: skip
+    words = ["bash", "-c", script, "x", state, reason, failure, "7"]
+    subprocess.run(words, env={"run": str(folder), "PATH": os.environ["PATH"]}, check=True)
     return parse_result((folder / "attempts/0001/result.json").read_text())
 
 
@@ -424,6 +428,7 @@ def test_shell_reads_what_python_writes(tmp_path: Path) -> None:
     assert found == {"state": "crashed", "step": "12", "failure": "KeyError: 'x'", "reason": "a, b", "job": "7"}
 
 
+@pytest.mark.slow
 def test_python_reads_what_shell_writes(chain: Chain) -> None:
     chain.run(1, "exit 3")
     texts = {path.name: path.read_text() for path in chain.attempt(1).path.glob("*.json")}
@@ -485,7 +490,8 @@ def test_a_chain_of_this_machine(local: Local) -> None:
     job = local.submit()
     assert [local.settle(number).state for number in (1, 2, 3)] == ["deadline", "finished", "not_needed"]
     started = local.chain.attempt(1).read_started()
-    assert started is not None and started.job == job
+    assert started is not None
+    assert started.job == job
 
 
 @pytest.mark.slow

@@ -56,13 +56,13 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     """Fakes first on the PATH."""
     cluster = Cluster.make(tmp_path / "cluster")
     monkeypatch.setenv("PATH", f"{cluster.path}/bin:/usr/bin:/bin")
     monkeypatch.setenv("FAKES", str(cluster.path))
     monkeypatch.setattr(submit, "SUBMIT_TIMEOUT_S", 1.0)
-    yield Bench(cluster)
+    return Bench(cluster)
 
 
 def test_a_job_is_taken_at_once(bench: Bench) -> None:
@@ -101,7 +101,7 @@ def test_nothing_is_handed_over_again_while_nobody_knows(bench: Bench) -> None:
     """The answer is lost, and then squeue and sacct are silent: a second sbatch could double the job."""
     bench.answers("lost")
     bench.cluster.write("silent", "")
-    with pytest.raises(SiteError, match="did not take the job in 6 tries.*\n.*never submitted twice"):
+    with pytest.raises(SiteError, match=r"did not take the job in 6 tries.*\n.*never submitted twice"):
         bench.submitter.submit(bench.job, {})
     assert (bench.queue, bench.noted(), len(bench.pauses)) == (["101"], "", 5)
 
@@ -110,13 +110,15 @@ def test_nothing_is_handed_over_again_while_nobody_knows(bench: Bench) -> None:
 def test_the_same_command_later_finds_the_lost_job(bench: Bench) -> None:
     test_nothing_is_handed_over_again_while_nobody_knows(bench)
     last = read_ledger(LocalHost(), bench.job.run).last
-    assert last is not None and last.is_unsent
+    assert last is not None
+    assert last.is_unsent
     with pytest.raises(SchedulerSilent):
         bench.submitter.recover(bench.job, last)
     (bench.cluster.path / "silent").unlink()
     later = replace(bench.job, attempt=2, token="ffffff")
     found = bench.submitter.recover(later, last)
-    assert found is not None and (found.job, found.found, bench.noted()) == ("101", True, "101")
+    assert found is not None
+    assert (found.job, found.found, bench.noted()) == ("101", True, "101")
 
 
 @pytest.mark.slow
@@ -125,7 +127,8 @@ def test_the_same_command_later_starts_again_where_nothing_got_through(bench: Be
     with pytest.raises(SiteError, match="Slurm's controller does not answer"):
         bench.submitter.submit(bench.job, {})
     last = read_ledger(LocalHost(), bench.job.run).last
-    assert last is not None and last.is_unsent
+    assert last is not None
+    assert last.is_unsent
     assert bench.submitter.recover(bench.job, last) is None
     assert (bench.job.folder.path.exists(), bench.queue) == (False, [])
 
@@ -188,7 +191,8 @@ def test_one_that_is_being_submitted_is_left_alone(bench: Bench, written: bool) 
 
     def look(attempt: object) -> None:
         last = read_ledger(LocalHost(), bench.job.run).last
-        assert last is not None and last.is_unsent
+        assert last is not None
+        assert last.is_unsent
         with pytest.raises(UserError, match="is being submitted just now"):
             bench.submitter.recover(replace(bench.job, token="ffffff"), last)
         seen.append("looked")
@@ -250,7 +254,7 @@ class FullAfterwards(LocalHost):
 
 @pytest.mark.slow
 def test_a_job_whose_id_cannot_be_noted_is_not_lost(bench: Bench) -> None:
-    with pytest.raises(UserError, match="job 101 was submitted, but its id could not be noted: .*No space"):
+    with pytest.raises(UserError, match=r"job 101 was submitted, but its id could not be noted: .*No space"):
         Submitter(FullAfterwards(), pause=bench.pauses.append).submit(bench.job, {})
     submission = bench.job.folder.read_submission()
     assert submission is not None
@@ -258,15 +262,17 @@ def test_a_job_whose_id_cannot_be_noted_is_not_lost(bench: Bench) -> None:
     last = read_ledger(LocalHost(), bench.job.run).last
     assert last is not None
     found = bench.submitter.recover(bench.job, last)
-    assert found is not None and (found.job, bench.queue) == ("101", ["101"])
+    assert found is not None
+    assert (found.job, bench.queue) == ("101", ["101"])
 
 
 def test_a_run_directory_that_cannot_be_made_is_told(bench: Bench) -> None:
     (bench.cluster.path / "run").write_text("a file")
-    with pytest.raises(UserError, match="cannot be made: .*\n.*Nothing was submitted"):
+    with pytest.raises(UserError, match=r"cannot be made: .*\n.*Nothing was submitted"):
         bench.submitter.submit(bench.job, {})
 
 
+@pytest.mark.slow
 def test_a_chain_ahead_is_submitted_link_by_link(bench: Bench) -> None:
     job = chained(bench.job, most=3, ahead=True)
     first = bench.submitter.submit(job, {})

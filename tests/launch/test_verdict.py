@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shardway.launch.records import JobRecord, Phase, SchedulerEnding
 from shardway.launch.verdict import decide
-from shardway.rundir.attempts import Ending, Result
+from shardway.rundir.attempts import BY_SIGNAL, Ending, Result
 
 
 def ended(ending: SchedulerEnding, code: int | None = None, signal: int = 0) -> JobRecord:
@@ -80,6 +80,28 @@ def test_a_scheduler_that_knows_no_more_than_the_job_script_changes_nothing(endi
 def test_a_failure_that_the_job_script_saw_waits_for_the_schedulers_reason(record: JobRecord) -> None:
     assert decide(SCRIPT, record) is None
     assert decide(replace(SCRIPT, state=Ending.DEADLINE), record) is not None
+
+
+@pytest.mark.parametrize(
+    ("ending", "deadline", "state"),
+    [
+        (SchedulerEnding.COMPLETED, 0.0, Ending.PREEMPTED),
+        (SchedulerEnding.PREEMPTED, 0.0, Ending.PREEMPTED),
+        (SchedulerEnding.TIMEOUT, 500.0, Ending.PREEMPTED),
+        (SchedulerEnding.TIMEOUT, 60.0, Ending.DEADLINE),
+        (SchedulerEnding.TIMEOUT, 0.0, Ending.DEADLINE),
+        (SchedulerEnding.CANCELLED, 500.0, Ending.STOPPED),
+        (SchedulerEnding.FAILED, 500.0, Ending.STOPPED),
+    ],
+)
+def test_what_a_signal_meant_is_for_the_scheduler_to_say(
+    ending: SchedulerEnding, deadline: float, state: Ending
+) -> None:
+    """Slurm calls a job that it preempted completed where that left in the time of grace, and timed out where not."""
+    obeyed = Result(Ending.STOPPED, failure=BY_SIGNAL, step=12, by="rank 0")
+    result = decide(obeyed, ended(ending), deadline)
+    assert result is not None
+    assert (result.state, result.step) == (state, 12)
 
 
 def test_two_that_failed_alike_have_the_same_signature_and_a_lost_node_has_none() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -40,6 +41,7 @@ AWKWARD = (
     "-x",
     "--nodes=5",
     "é 漢字 🚀",
+    "next\x85line\u2028separator",
     "%j",
 )
 TEXTS = st.text(st.characters(blacklist_characters="\x00", blacklist_categories=("Cs",)), max_size=20)
@@ -164,7 +166,8 @@ def test_mounts_and_images_arrive(runtime: str, run: Run) -> None:
     calls = [words for command in ("srun", "podman", "enroot") for words in cluster.list_calls(command)]
     said = "\n".join(word for words in calls for word in words)
     assert image in said
-    assert ("/a b:/c;d:ro" in said) is (runtime != "charliecloud")
+    assert "/a b:/c;d" in said
+    assert bool(re.search(r"/a b:/c;d:(.*,)?ro\b", said)) is (runtime != "charliecloud")  # which has no such mounts
     assert f"{cluster.path}/home/x:/y" in said
 
 

@@ -56,6 +56,20 @@ def test_story_of_a_run() -> None:
     ]
 
 
+def test_a_deadline_is_told_at_the_start_and_where_it_costs_a_validation() -> None:
+    events = [
+        started(total_steps=200),
+        event("deadline", 0, 0.1, left_s=60.0, margin_s=8.0, reason="60 s left"),
+        step(1, 0.2),
+        event("validation_skipped", 1, 0.3, left_s=9.0, margin_s=8.0, reason="9 s left"),
+    ]
+    assert _lines(events)[1:] == [
+        "stops in time: 60 s left",
+        "step   1/200  loss  5.0000  grad  0.900  lr 1.00e-03  51.2k tokens/s  0:16 left",
+        "step   1/200  no validation, which would not end in time: 9 s left",
+    ]
+
+
 def test_resume_stop_and_fault_tell_the_step_that_was_held_back() -> None:
     images = started(step=40, tokens_per_step=32, samples_per_step=32, bytes_per_token=None, world=1)
     events = [

@@ -19,6 +19,7 @@ from shardway.cli import (
     checkpoint,
     config,
     doctor,
+    image,
     init,
     logs,
     plan,
@@ -55,6 +56,7 @@ app.command("init")(init.init)
 app.add_typer(config.app, name="config")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(sites.app, name="sites")
+app.add_typer(image.app, name="image")
 app.command("submit", cls=CommandWithProgram)(submit.submit)
 app.command("stop")(stop.stop)
 app.command("resume")(resume.resume)

@@ -17,9 +17,10 @@ from shardway.sites.schema import ContainerRules, Options, StartRules
 
 OWN_VARIABLES = (
     *("SHARDWAY_ATTEMPT_DIR", "SHARDWAY_STOP_FILE", "SHARDWAY_JOB", "SHARDWAY_NODES"),
-    *("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+    *("OMP_NUM_THREADS", "PYTHONUNBUFFERED"),
 )
-"""Variables that every job script sets for its ranks."""
+"""Variables that every job script sets for its ranks; a run may set the last two otherwise."""
 
 _PLAIN_PATH = re.compile(r"[A-Za-z0-9_@+=:,./-]+")
 

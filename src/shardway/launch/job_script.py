@@ -64,7 +64,7 @@ LAUNCHERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 _PATHS = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "ENROOT_DATA_PATH")
 _IN_EVERY_SCRIPT = (
-    *("say", "field", "in_json", "whole", "write_result", "ask_to_stop", "cancel_later"),
+    *("say", "field", "in_json", "whole", "step_now", "write_result", "ask_to_stop", "cancel_later"),
     *("claim", "note_start", "check_stop", "fail", "wait_for", "finish"),
 )
 _OF_A_CHAIN = ("leave", "settle", "state_of", "same_end", "check_chain")
@@ -153,6 +153,7 @@ def _around(job: Job) -> tuple[Line, ...]:
     lines = _modules(job)
     if cores:  # PBS has set it to all cores of the node
         lines.append(Line(f"export OMP_NUM_THREADS={cores}", "threads of a rank"))
+    lines.append(Line("export PYTHONUNBUFFERED=1", "what a rank prints is seen at once, and not lost with the rank"))
     for name, value in around.expanded.items():
         lines.append(Line(f"export {name}={quote_expanding(value)}", "variables of the site"))
     for name, value in around.literal.items():

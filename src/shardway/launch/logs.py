@@ -17,9 +17,15 @@ from shardway.launch.hosts.base import Host
 from shardway.launch.ledger import Entry, Ledger
 from shardway.rundir.attempts import Attempt
 
-_FOLLOW = """end=$1; shift; tail -q -n +1 -F "$@" 2>/dev/null & tail=$!
+_FOLLOW = """end=$1 log=$2; shift 2; tail -q -n +1 -F "$@" 2>/dev/null & tail=$!
 trap 'kill "$tail"' EXIT
-while [ ! -e "$end" ]; do sleep 1; done; sleep 2"""
+while [ ! -e "$end" ]; do sleep 1; done
+for second in {1..30}; do
+  grep -qE 'shardway: (attempt [0-9]+: |nothing to do)' "$log" && break
+  sleep 1
+done; sleep 1"""
+"""A rank says how it ended before it prints that; the job script's last word comes after those of all ranks, unless the
+job was killed."""
 _RANK = re.compile(r"\s*(?:(?P<rank>\d+): |\[\d+,(?P<mpi>\d+)\]<std\w+>:)")
 
 
@@ -37,7 +43,7 @@ def read_output(host: Host, attempt: Attempt, node: int | None, *, follow: bool)
     """Lines of the job's output, or of every rank of one node. Raises UserError where nothing was printed yet."""
     paths = [str(attempt.job_log)] if node is None else _files_of_node(host, attempt, node)
     if follow:
-        words = ("bash", "-c", _FOLLOW, "follow", str(attempt.result_path), *paths)
+        words = ("bash", "-c", _FOLLOW, "follow", str(attempt.result_path), str(attempt.job_log), *paths)
         return host.follow(words)
     done = host.run(("cat", "--", *paths))
     if not done.ok and not done.out:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -26,10 +25,12 @@ from shardway.launch.wants import Wish, build_job, shape_of, with_site_defaults
 from shardway.resolve.build import resolve
 from shardway.resolve.request import Request, resolve_request
 from shardway.resolve.resolved import Circumstances
+from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
 from shardway.runfile.load import DEFAULT, Loaded, load_run
-from shardway.runfile.write import render_run
-from shardway.sites.load import load_site
+from shardway.runfile.write import render_run, render_value
+from shardway.sites.find import find_profile
+from shardway.sites.load import flatten_profile, load_site
 from shardway.sites.schema import CPU, SiteProfile
 
 _NAMES = r"s/^\(export \)\{0,1\}\([A-Za-z_][A-Za-z0-9_]*\)=.*/\2/p"
@@ -84,7 +85,7 @@ def prepare(order: Order, host: Host, attempt: int | None = None) -> Prepared:
         program=read_program(order.command) if order.command else _train_program(folder.run_file, run),
         chain=_chain(order, profile, number),
         project=snapshot.root if snapshot and snapshot.links else None,
-        token=secrets.token_hex(3),
+        token=os.urandom(3).hex(),
         secret_names=read_secret_names(host),
         here=sys.prefix if not host.name and sys.prefix != sys.base_prefix else "",
     )
@@ -92,8 +93,10 @@ def prepare(order: Order, host: Host, attempt: int | None = None) -> Prepared:
     check_no_problems(f"the job for {profile.name}", problems)
     if not order.command:
         _check_run(order, wish)
-    files = {folder.order_path: render_order(order)}
+    files = {folder.order_path: render_order(replace(order, site=_site_word(loaded, order.here)))}
     if not order.command:
+        loaded, copies = _carry_site(loaded, folder)
+        files |= copies
         files[folder.run_file] = render_run(loaded.values, loaded.origins, _is_set(loaded))
     return Prepared(wish, build_job(wish, number), files, snapshot, (*notes, *numbers.list_warnings(wish)))
 
@@ -164,6 +167,23 @@ def _load(order: Order) -> tuple[Loaded, SiteProfile]:
         loaded = loaded.with_value("site.name", order.site, "--on")
     profile = load_site(loaded.values.site.name)
     return with_site_defaults(loaded, profile), profile
+
+
+def _site_word(loaded: Loaded, here: Path) -> str:
+    """The site as it is found again from any folder."""
+    name = loaded.values.site.name
+    is_shipped_or_own = find_profile(name).origin != "file"
+    return name if is_shipped_or_own else str(here / Path(name).expanduser())
+
+
+def _carry_site(loaded: Loaded, folder: Attempt) -> tuple[Loaded, dict[Path, str]]:
+    """The run with a copy of its site's profile beside it where that is the person's own: in a container or on another
+    host its file is not seen."""
+    name = loaded.values.site.name
+    if find_profile(name).origin == "shipped":
+        return loaded, {}
+    text = "".join(f"{key} = {render_value(value)}\n" for key, value in flatten_profile(name).items())
+    return loaded.with_value("site.name", str(folder.site_file), f"copy of {name}"), {folder.site_file: text}
 
 
 def _run_path(order: Order, loaded: Loaded) -> Path:

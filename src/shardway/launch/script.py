@@ -95,7 +95,8 @@ def wrap_command(words: Sequence[str], indent: str = "  ") -> str:
 
 def render_function(name: str, parts: Iterable[Part]) -> Line:
     """Parts as the body of a shell function."""
-    body = "\n".join(f"  {line}" if line else "" for line in render_script(parts).splitlines())
+    lines = render_script(parts).removesuffix("\n").split("\n")  # splitlines() would cut at U+0085 in an argument
+    body = "\n".join(f"  {line}" if line else "" for line in lines)
     return Line(f"{name}() {{\n{body}\n}}")
 
 

@@ -103,7 +103,8 @@ def _stand(entry: Entry, answers: dict[str, _Answer], asked: Asked) -> Standing:
     scheduler = entry.submission.scheduler if entry.submission else ""
     answer = answers.get(scheduler, _Answer({}))
     record = answer.records.get(entry.job)
-    result = decide(entry.result, record) if entry.job or entry.result else None
+    deadline = entry.started.deadline if entry.started else 0.0
+    result = decide(entry.result, record, deadline) if entry.job or entry.result else None
     why = None
     if record is not None and scheduler:
         client = CLIENTS[scheduler]

@@ -145,7 +145,7 @@ class Submitter:
         submission = entry.submission
         if self._is_under_way(entry):
             raise UserError(
-                f"attempt {entry.number} of {job.run} is being submitted just now, by somebody else or from elsewhere.\n"
+                f"attempt {entry.number} of {job.run} is being submitted just now, by another command.\n"
                 "  Nothing was submitted. To do: look with `shardway status`; should nobody be at it, submit again in "
                 f"{UNDER_WAY_S:.0f} seconds."
             )
@@ -193,8 +193,9 @@ class Submitter:
         return Submitted(job.folder, taken, found)
 
     def _remove(self, attempt: Attempt) -> None:
-        """Take back a folder that no job will ever use."""
-        self.host.run(("rm", "-rf", str(attempt.path)))
+        """Take back a folder that no job will ever use, and those around it where it was all that they held."""
+        around = [("rmdir", str(folder)) for folder in (attempt.path.parent, attempt.run_path)]
+        self.host.run_many([("rm", "-rf", str(attempt.path)), *around])
 
 
 def asked_of(job: Job) -> Asked:

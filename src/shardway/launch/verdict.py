@@ -58,16 +58,19 @@ CONSEQUENCES = (BY_SIGNAL, "LostContact")
 _LEFT_IN_TIME = "a signal asked for a stop, and nobody cancelled the job: the scheduler wanted its nodes"
 """A job that saves and leaves during the time of grace is one that completed, as far as its scheduler knows."""
 
+_CLOCKS_S = 30.0
+"""Schedulers look at wall-times now and then; none ends a job so long before."""
+
 _SCRIPT = "job script"
 _UNSURE = frozenset((Ending.CRASHED, Ending.LOST))
 
 
-def decide(result: Result | None, record: JobRecord | None) -> Result | None:
+def decide(result: Result | None, record: JobRecord | None, deadline: float = 0.0) -> Result | None:
     """How an attempt ended; None where it is not over, or nobody answered and the job has written nothing.
 
     `result` is what the job wrote, `record` what the scheduler says now (None: it was not asked, or did not answer).
     A job script that says no more than that its ranks failed is believed less than a scheduler that knows why, and
-    waits for it while the job is still there.
+    waits for it while the job is still there. `deadline` is the end of the wall-time in Unix seconds, 0 for unknown.
     """
     if result is None:
         return _from_scheduler(record)
@@ -76,9 +79,17 @@ def decide(result: Result | None, record: JobRecord | None) -> Result | None:
         return result
     if record.phase in (Phase.QUEUED, Phase.RUNNING):
         return result if signalled else None
-    if signalled and record.ending is SchedulerEnding.COMPLETED:
+    if result.failure == BY_SIGNAL and _made_room(record, deadline):
         return replace(result, state=Ending.PREEMPTED, reason=_LEFT_IN_TIME, failure="", by="scheduler")
     return _refine(result, record)
+
+
+def _made_room(record: JobRecord, deadline: float) -> bool:
+    """Whether a job that obeyed a signal was preempted: it completed, or reached the end of a time that was none of
+    its own (Slurm says TIMEOUT of a job that needed all of the grace)."""
+    if record.ending is SchedulerEnding.TIMEOUT:
+        return bool(deadline and record.ended) and (record.ended or 0.0) < deadline - _CLOCKS_S
+    return record.ending is SchedulerEnding.COMPLETED
 
 
 def _from_scheduler(record: JobRecord | None) -> Result | None:

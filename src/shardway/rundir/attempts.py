@@ -2,7 +2,8 @@
 
     attempts/0001/
       job.sh            the job script, as it was submitted
-      order.json        what was asked for, by the words of a person; run.toml, the run file of that order
+      order.json        what was asked for, by the words of a person; run.toml, the run file of that order; site.toml,
+                        the site's profile where it is the person's own
       submission.json   written by whoever submits: scheduler, token, job id
       started.json      written by the job when it starts: job id, nodes, deadline
       result.json       written once: by rank 0, else by the job script, else by whoever looks later
@@ -173,6 +174,11 @@ class Attempt:
     def run_file(self) -> Path:
         """The run file that this attempt trains."""
         return self.path / "run.toml"
+
+    @property
+    def site_file(self) -> Path:
+        """The profile of the site, where it is the person's own."""
+        return self.path / "site.toml"
 
     @property
     def submission_path(self) -> Path:

@@ -45,6 +45,13 @@ def load_profile(file: ProfileFile, machine_probe: Callable[[], Machine] = probe
     return _build_profile(file.title, _fill_detected(table, machine_probe))
 
 
+def flatten_profile(name_or_path: str) -> dict[str, Any]:
+    """The table of a profile together with what it extends, without sources: what stands for it where its files are
+    not seen. Raises UserError as `load_site` does for a file that cannot be read."""
+    table = _read_table(find_profile(name_or_path), ())
+    return {key: value for key, value in table.items() if key not in ("extends", "replaces", "sources")}
+
+
 def parse_profile(title: str, text: str, machine_probe: Callable[[], Machine] = probe_machine) -> SiteProfile:
     """The checked profile in a text, which `title` names in messages. Raises UserError with all that is wrong."""
     file = ProfileFile(title, "file")

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from shardway.rundir.events import Event
-from shardway.watch.facts import read_ending, read_fault, read_save, read_start
+from shardway.watch.facts import read_ending, read_fault, read_save, read_start, text
 from shardway.watch.progress import Progress
 from shardway.watch.words import (
     render_ending,
@@ -50,6 +50,10 @@ class PlainLines:
                 return [f"{self._place()}  validation  {self._validation()}"]
             case "saved":
                 return [f"{self._place()}  {render_save(read_save(event))}"]
+            case "deadline":
+                return [f"stops in time: {text(event, 'reason')}"]
+            case "validation_skipped":
+                return [f"{self._place()}  no validation, which would not end in time: {text(event, 'reason')}"]
             case "fault":
                 return [render_fault(read_fault(event))]
             case "finished" | "stopped" | "failed":

@@ -1,8 +1,9 @@
 """What a test does to the ranks of a job: Python reads this file at its start where its folder is in PYTHONPATH.
 
-    TEST_PAUSE_S=0.2              a pause in every step, so that a tiny run takes time but no processor
+    TEST_PAUSE=0.2:FILE           a pause in every step while that file is there, so that a tiny run takes time but no
+                                  processor
     TEST_FAULT=error:1:12         rank 1 fails in step 12: error, or memory (it takes all there is)
-    TEST_MARKS=FOLDER             each rank writes a file there: its host, its system, a variable of a module
+    TEST_MARKS=yes                each rank writes a file beside the job script: its host, its system, a module
 
 Invariant: without these variables nothing changes. This module must not import torch, which costs every process
 seconds.
@@ -18,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+_MODULE = "TEST_MODULE_Toolchain"
 _BLOCK = 64 * 2**20
 _import = builtins.__import__
 
@@ -34,11 +36,13 @@ def _import_and_patch(name: str, *words: Any, **named: Any) -> Any:
 
 def _disturbed(plain: Any) -> Any:
     kind, rank, at = os.environ.get("TEST_FAULT", "none:0:0").split(":")
+    pause, _, hold = os.environ.get("TEST_PAUSE", "").partition(":")
 
     def step(run: Any, *words: Any) -> Any:
         here = run.session.ranks.placement.rank
         _leave_mark(here)
-        time.sleep(float(os.environ.get("TEST_PAUSE_S", "0")))
+        if pause and os.path.exists(hold):
+            time.sleep(float(pause))
         if kind != "none" and here == int(rank) and run.find_holder().steps + 1 == int(at):
             _fail(kind)
         return plain(run, *words)
@@ -55,12 +59,12 @@ def _fail(kind: str) -> None:
 
 
 def _leave_mark(rank: int) -> None:
-    folder, system = os.environ.get("TEST_MARKS"), Path("/usr/bin/sbatch").exists()
-    if folder:
-        module = os.environ.get("TEST_MODULE_Toolchain", "")
+    system = Path("/usr/bin/sbatch").exists()
+    if "TEST_MARKS" in os.environ:
+        module = os.environ.get(_MODULE, "")
         text = f"{platform.node()} {'host' if system else 'image'} {module}".rstrip()
-        Path(folder, f"rank-{rank}").write_text(text)
+        Path(os.environ["SHARDWAY_ATTEMPT_DIR"], f"mark-{rank}").write_text(text)
 
 
-if any(name in os.environ for name in ("TEST_PAUSE_S", "TEST_FAULT", "TEST_MARKS")):
+if any(name in os.environ for name in ("TEST_PAUSE", "TEST_FAULT", "TEST_MARKS")):
     builtins.__import__ = _import_and_patch

@@ -8,14 +8,21 @@ field() {
 in_json() { printf '%s' "$1" | tr '\n\t\r' '   ' | tr -d '\000-\037' | sed 's/[\\"]/\\&/g'; }
 # whole FILE: standard input becomes the file, complete or not at all
 whole() { cat > "$1.$$.tmp" && mv "$1.$$.tmp" "$1"; }
+# step_now: of the run, by its newest checkpoint or by its status, which is written now and then
+step_now() {
+  {
+    field "$run/status.json" step
+    for folder in "$run"/checkpoints/step-*; do echo "${folder##*-}"; done
+  } | sed -n 's/^0*\([0-9][0-9]*\)$/\1/p' | sort -n | tail -n 1 | grep . || echo 0
+}
 # write_result ATTEMPT STATE REASON [EXIT_CODE FAILURE JOB]: unless somebody has said how it ended
 write_result() {
   local folder=$run/attempts/$1 step
   [ ! -e "$folder/result.json" ] || return 0
-  step=$(field "$run/status.json" step)
+  step=$(step_now)
   {
     printf '{\n "format": 1,\n "state": "%s",\n "reason": "%s",\n' "$2" "$(in_json "$3")"
-    printf ' "step": %s,\n "exit_code": %s,\n "failure": "%s",\n' "${step:-0}" "${4:-null}" "$(in_json "${5:-}")"
+    printf ' "step": %s,\n "exit_code": %s,\n "failure": "%s",\n' "$step" "${4:-null}" "$(in_json "${5:-}")"
     printf ' "job": "%s",\n "host": "%s",\n "by": "job script",\n' "${6:-$job}" "$(hostname)"
     printf ' "ended": %s\n}\n' "$(date +%s)"
   } > "$folder/.result.$$"

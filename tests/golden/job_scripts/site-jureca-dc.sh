@@ -53,6 +53,8 @@ main() {
   # --- what the ranks find
   # threads of a rank
   export OMP_NUM_THREADS=32
+  # what a rank prints is seen at once, and not lost with the rank
+  export PYTHONUNBUFFERED=1
   # variables of the site
   export HF_HUB_OFFLINE="1"
   export TRANSFORMERS_OFFLINE="1"
@@ -70,7 +72,7 @@ main() {
 
   # --- run
   # variables of the job, for ranks that do not inherit them; no secrets
-  declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS HF_HUB_OFFLINE TRANSFORMERS_OFFLINE HF_DATASETS_OFFLINE WANDB_MODE CUDA_VISIBLE_DEVICES > "$here/environment.sh" 2> /dev/null
+  declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PYTHONUNBUFFERED HF_HUB_OFFLINE TRANSFORMERS_OFFLINE HF_DATASETS_OFFLINE WANDB_MODE CUDA_VISIBLE_DEVICES > "$here/environment.sh" 2> /dev/null
   # the ranks, and how they ended
   srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=32 --kill-on-bad-exit=1 \
     --cpu-bind=none --label apptainer exec --nv \

@@ -55,6 +55,8 @@ main() {
   . /home/alice/venv/bin/activate
   # threads of a rank
   export OMP_NUM_THREADS=12
+  # what a rank prints is seen at once, and not lost with the rank
+  export PYTHONUNBUFFERED=1
   # variables of the site
   export HF_HUB_OFFLINE="1"
   export TRANSFORMERS_OFFLINE="1"

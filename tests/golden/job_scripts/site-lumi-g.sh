@@ -54,6 +54,8 @@ main() {
   # --- what the ranks find
   # threads of a rank
   export OMP_NUM_THREADS=7
+  # what a rank prints is seen at once, and not lost with the rank
+  export PYTHONUNBUFFERED=1
   # variables of the site
   export NCCL_SOCKET_IFNAME="hsn0,hsn1,hsn2,hsn3"
   export NCCL_NET_GDR_LEVEL="PHB"
@@ -68,7 +70,7 @@ main() {
 
   # --- run
   # variables of the job, for ranks that do not inherit them; no secrets
-  declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS NCCL_SOCKET_IFNAME NCCL_NET_GDR_LEVEL > "$here/environment.sh" 2> /dev/null
+  declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PYTHONUNBUFFERED NCCL_SOCKET_IFNAME NCCL_NET_GDR_LEVEL > "$here/environment.sh" 2> /dev/null
   # the ranks, and how they ended
   srun --nodes=2 --ntasks=16 --ntasks-per-node=8 --cpus-per-task=7 --kill-on-bad-exit=1 --label \
     --cpu-bind=mask_cpu:0x00fe000000000000,0xfe00000000000000,0x0000000000fe0000,0x00000000fe000000,0x00000000000000fe,0x000000000000fe00,0x000000fe00000000,0x0000fe0000000000 \

@@ -57,6 +57,8 @@ main() {
   . /home/alice/venv/bin/activate
   # threads of a rank
   export OMP_NUM_THREADS=16
+  # what a rank prints is seen at once, and not lost with the rank
+  export PYTHONUNBUFFERED=1
   # variables of the site
   export CUDA_VISIBLE_DEVICES="3,2,1,0"
   export FI_MR_CACHE_MONITOR="userfaultfd"

@@ -57,6 +57,8 @@ main() {
   # --- what the ranks find
   # threads of a rank
   export OMP_NUM_THREADS=8
+  # what a rank prints is seen at once, and not lost with the rank
+  export PYTHONUNBUFFERED=1
   # passwords and tokens stand in a file of your own alone
   secrets="$HOME/.config/shardway/secrets.env"
   [ ! -r "$secrets" ] || { set -a; . "$secrets"; set +a; }
@@ -68,7 +70,7 @@ main() {
 
   # --- run
   # variables of the job, for ranks that do not inherit them; no secrets
-  declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS > "$here/environment.sh" 2> /dev/null
+  declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PYTHONUNBUFFERED > "$here/environment.sh" 2> /dev/null
   # mpirun gives other nodes the variables that are named
   mpirun_options=()
   for name in PATH LD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX ENROOT_DATA_PATH; do [ -z "${!name+set}" ] || mpirun_options+=(-x "$name"); done

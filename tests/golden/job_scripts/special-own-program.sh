@@ -59,6 +59,8 @@ main() {
   . /project/venv/bin/activate
   # threads of a rank
   export OMP_NUM_THREADS=8
+  # what a rank prints is seen at once, and not lost with the rank
+  export PYTHONUNBUFFERED=1
   # passwords and tokens stand in a file of your own alone
   secrets="$HOME/.config/shardway/secrets.env"
   [ ! -r "$secrets" ] || { set -a; . "$secrets"; set +a; }

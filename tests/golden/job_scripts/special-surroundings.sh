@@ -64,6 +64,8 @@ main() {
   eval "$(conda shell.bash hook)" && conda activate 'my torch'
   # threads of a rank
   export OMP_NUM_THREADS=8
+  # what a rank prints is seen at once, and not lost with the rank
+  export PYTHONUNBUFFERED=1
   # variables of the site
   export HF_HOME="$SCRATCH/hf"
   export TMP="$HOME/tmp"

@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardway.errors import UserError
-from shardway.launch.hosts import Host, LocalHost, SshHost, find_host
+from shardway.launch.hosts import Host, LocalHost, find_host
 from shardway.launch.hosts.base import MISSING
+from shardway.launch.hosts.ssh import SshHost
 
 WORDS = st.text(st.characters(blacklist_characters="\0", blacklist_categories=["Cs"]), max_size=12)
 ODD = [

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardway.errors import SiteError
-from shardway.launch.hosts import SshHost
 from shardway.launch.hosts.base import HostUnreachable
 from shardway.launch.hosts.budget import GAP_S, LONGEST_GAP_S, Budget, read_budget, write_budget
 from shardway.launch.hosts.connection import Connection, Surroundings
 from shardway.launch.hosts.refusals import parse_refusal
+from shardway.launch.hosts.ssh import SshHost
 
 ODD = ["", "a b", "'\"", "$(id)`id`$HOME", "\\", "a\n\nb\n", "\t*~!x", "é ☃", "\x1b[0m", "&;|", "-n"]
 

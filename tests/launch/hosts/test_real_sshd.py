@@ -9,9 +9,9 @@ from pathlib import Path, PurePosixPath
 import pytest
 from loopback_sshd import SHELLS, Sshd, find_sshd, free_port, run_sshd
 
-from shardway.launch.hosts import SshHost
 from shardway.launch.hosts.base import MISSING, HostUnreachable
 from shardway.launch.hosts.connection import Surroundings
+from shardway.launch.hosts.ssh import SshHost
 
 pytestmark = [
     pytest.mark.slow,

@@ -48,7 +48,7 @@ def variables_can_be_set_and_are_no_secrets(wish: Wish) -> Iterator[Problem]:
     for name, value in wish.section.environment.items():
         if not _NAME.fullmatch(name):
             yield problem(wish, "environment", f'"{name}" is no name of a variable', "letters, digits and _")
-        elif name in OWN_VARIABLES[:-1] or _OF_A_STARTER.fullmatch(name):
+        elif name in OWN_VARIABLES[:-2] or _OF_A_STARTER.fullmatch(name):
             yield problem(
                 wish, "environment", f'"{name}" is set for each rank by what starts it', remedy="leave it out"
             )

@@ -38,9 +38,13 @@ class Runtime:
 
 
 def all_mounts(job: Job, *more: Mount) -> tuple[Mount, ...]:
-    """What the container sees: the run, the working folder, what the run and the site name, each once."""
+    """What the container sees: the run, the working folder, what the run and the site name, each once.
+
+    A folder below one that is mounted as it is needs no mount of its own; not every runtime could make a place for it.
+    """
     folders = [job.run] if job.around.workdir.is_relative_to(job.run) else [job.run, job.around.workdir]
-    own = [Mount(str(folder), str(folder)) for folder in folders]
+    whole = [mount.source for mount in job.container.mounts if mount.source == mount.target and not mount.read_only]
+    own = [Mount(str(folder), str(folder)) for folder in folders if not any(map(folder.is_relative_to, whole))]
     return tuple(dict.fromkeys((*own, *job.container.mounts, *more)))
 
 

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from shardway.launch.hosts.base import Host
 from shardway.launch.hosts.local import LocalHost
-from shardway.launch.hosts.ssh import SshHost
 from shardway.launch.hosts.target import Target, parse_target
 
-__all__ = ["Host", "LocalHost", "SshHost", "Target", "find_host", "parse_target"]
+__all__ = ["Host", "LocalHost", "Target", "find_host", "parse_target"]
 
 
 def find_host(name: str) -> Host:
     """The host of that name as ssh knows it; this machine for an empty one."""
-    return SshHost(name) if name else LocalHost()
+    if not name:
+        return LocalHost()
+    from shardway.launch.hosts.ssh import SshHost  # most commands need no connection
+
+    return SshHost(name)

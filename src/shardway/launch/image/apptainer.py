@@ -4,7 +4,8 @@ Invariant: what is built follows from the definition file alone, which stays in 
 is in it. This module must not start anything.
 
 Sources: Apptainer User Guide, "apptainer pull", "apptainer build", "Definition Files" (Bootstrap, From, %post), "Build
-Environment" (APPTAINER_TMPDIR, APPTAINER_CACHEDIR); the variables of a proxy reach %post by themselves (tried on 1.4.5).
+Environment" (APPTAINER_TMPDIR, APPTAINER_CACHEDIR). Variables of a proxy, and those of the base image, reach %post by
+themselves (tried on 1.4.5).
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def _steps(order: Order, ground: Ground) -> Iterator[Line]:
     arch = arch_words(order, ground) if order.source.is_remote else ()
     if not order.adds:
         verb, spec = _import_words(order, ground)
-        yield Line(wrap_command((f"{command} {verb}", *arch, PART, quote(spec))), "fetch the image and make one file of it")
+        yield Line(
+            wrap_command((f"{command} {verb}", *arch, PART, quote(spec))), "fetch the image and make one file of it"
+        )
         return
     yield Line(write_file('"$work/image.def"', render_definition(order, ground)), "what is built")
     root = () if ground.is_root else ("--fakeroot",)

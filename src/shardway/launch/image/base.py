@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from shardway.errors import Problem
 from shardway.launch.image.order import DEBIAN_NAMES, Ground, Order
-from shardway.launch.image.uri import ImageFile, Source, render_docker
+from shardway.launch.image.uri import ImageFile, Source, render_docker, render_enroot
 from shardway.launch.script import Line
 
 PART = '"$part"'
@@ -42,7 +42,12 @@ def say_source(source: Source) -> str:
     """A source as a person may write it again."""
     if isinstance(source, ImageFile):
         return source.path
-    return f"{source.transport}://{render_docker(source)}"
+    return render_enroot(source) if source.user else f"{source.transport}://{render_docker(source)}"
+
+
+def path_of(source: Source) -> str:
+    """The path of an image that is a file or folder; empty for one with a name."""
+    return source.path if isinstance(source, ImageFile) else ""
 
 
 def write_file(path: str, text: str) -> str:

@@ -33,7 +33,9 @@ def _steps(order: Order, ground: Ground) -> Iterator[Line]:
     if isinstance(order.source, Reference):
         output = '"$work/base.sqsh"' if order.adds else PART
         words = (f"{command} import", *arch_words(order, ground), f"--output {output} --")
-        yield Line(wrap_command((*words, quote(render_enroot(order.source)))), "fetch the image and make one file of it")
+        yield Line(
+            wrap_command((*words, quote(render_enroot(order.source)))), "fetch the image and make one file of it"
+        )
     if order.adds:
         yield from _build(command, order, ground)
 
@@ -65,7 +67,9 @@ def _problems(order: Order) -> Iterator[Problem]:
         yield Problem("the image", what, remedy="name an image with docker://, or use --runtime apptainer")
     if isinstance(source, ImageFile) and source.kind != "squashfs":
         what = f"{shown}: enroot reads squashfs files only"
-        remedy = "name the image that it was made of, or make a .sqsh file of its folder with `mksquashfs FOLDER FILE.sqsh`"
+        remedy = (
+            "name the image that it was made of, or make a .sqsh file of its folder with `mksquashfs FOLDER FILE.sqsh`"
+        )
         yield Problem("the image", what, remedy=remedy)
     elif isinstance(source, ImageFile) and not order.adds:
         yield Problem("the image", f"{shown} is an image for enroot already", remedy="set site.image to its path")

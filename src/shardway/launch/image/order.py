@@ -6,7 +6,7 @@ machine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Literal
 
@@ -35,7 +35,7 @@ class Order:
 
     source: Source
     runtime: str
-    recipe: Recipe = Recipe()
+    recipe: Recipe = field(default_factory=Recipe)
     target: str = ""
     scratch: str = ""
     architecture: Architecture | None = None

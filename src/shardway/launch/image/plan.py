@@ -13,12 +13,11 @@ from pathlib import PurePosixPath
 
 from shardway.errors import Problem, check_no_problems
 from shardway.launch.image.apptainer import APPTAINER
-from shardway.launch.image.base import Tool, say_source
+from shardway.launch.image.base import Tool, path_of, say_source
 from shardway.launch.image.enroot import ENROOT
 from shardway.launch.image.order import Ground, Order, Place
-from shardway.launch.image.uri import ImageFile, Reference
+from shardway.launch.image.uri import ImageFile, Reference, say_credentials
 from shardway.launch.script import Line, Part, quote, quote_all, render_script, wrap_command
-from shardway.units import render_count
 
 TOOLS: dict[str, Tool] = {tool.name: tool for tool in (ENROOT, APPTAINER)}
 
@@ -56,7 +55,7 @@ def check_order(order: Order) -> None:
         remedy = "give it such a name, or choose the other with --runtime"
         what = f'"{order.target}" is no name of an image of {tool.name}'
         problems.append(Problem("--to", what, allowed=f"a file ending in {' or '.join(tool.suffixes)}", remedy=remedy))
-    for option, path in (("--to", order.target), ("--scratch", order.scratch), ("the image", say_source(order.source))):
+    for option, path in (("--to", order.target), ("--scratch", order.scratch), ("the image", path_of(order.source))):
         if _UNFIT.search(path) or (option == "--scratch" and ":" in path):
             what = f"{path!r} holds a character that the runtimes take for something else"
             problems.append(Problem(option, what, remedy="choose a path without control characters, # and :"))
@@ -88,7 +87,7 @@ def ended_mark(token: str) -> str:
 def choose_scratch(order: Order, ground: Ground) -> Place:
     """The folder for layers and unpacked files: the first with room that is not in memory, else the roomiest."""
     places = [place for place in ground.scratch_places if place.kind not in _MEMORY] or list(ground.scratch_places)
-    need = _room_needed(ground)
+    need = _room_needed(order, ground)
     fit = [place for place in places if place.free_bytes is None or place.free_bytes >= need]
     return (fit or sorted(places, key=lambda place: place.free_bytes or 0, reverse=True))[0]
 
@@ -99,27 +98,38 @@ def choose_scratch(order: Order, ground: Ground) -> Place:
 def _parts(order: Order, ground: Ground, work: PurePosixPath, part: PurePosixPath) -> tuple[Part, ...]:
     tool, target = TOOLS[order.runtime], quote(str(ground.target))
     folders = " ".join(f'"$work/{name}"' for name in tool.folders)
-    ended = ended_mark(order.token)
     head = (
         Line("#!/bin/bash"),
         Line("set -euo pipefail", f"Makes {_plain(str(ground.target))} from {_plain(say_source(order.source))}."),
         Line("exec 2>&1"),
-        Line(f"work={quote(str(work))}", "everything but the image, and the image until it is whole; removed at the end"),
+        Line(f"work={quote(str(work))}", "for everything but the image, and the image until it is whole"),
         Line(f"part={quote(str(part))}"),
-        Line(f'clean() {{\n  code=$?\n  trap "" HUP INT TERM\n  chmod -R u+rwX -- "$work" || true\n  rm -rf -- "$work" "$part"\n'
-             f'  echo "{ended}$code"\n}}'),
+        Line(_CLEAN.format(mark=ended_mark(order.token)), "at the end both are removed, however it ends"),
         Line("trap clean EXIT"),
         Line("trap 'exit 143' HUP INT TERM"),
-        Line(wrap_command(("mkdir -p --", quote(str(ground.target.parent)), quote(str(work.parent))))),
-        Line('mkdir -p -m 700 -- "$work"'),
+        Line(wrap_command(("mkdir -p --", quote(str(ground.target.parent)), '"$work"')), "places"),
+        Line('chmod 700 -- "$work"'),
         Line(f"mkdir -p -- {folders}"),
         *_proxy_lines(order),
-    )  # fmt: skip
+    )
+    exists = quote(f"{ground.target} exists")
     name = (
-        Line(f'mv -n -- "$part" {target}', "the image gets its name when it is whole; a file of that name stays as it is"),
-        Line(f'[ ! -e "$part" ] || {{ echo {quote(f"{ground.target} exists")}; exit 17; }}'),
+        Line(
+            f'mv -n -- "$part" {target}', "the image gets its name when it is whole; a file of that name stays as it is"
+        ),
+        Line(f'[ ! -e "$part" ] || {{ echo {exists}; exit 17; }}'),
     )
     return Part("", head), Part("", tuple(tool.steps(order, ground))), Part("", name)
+
+
+_CLEAN = """\
+clean() {{
+  code=$?
+  trap '' HUP INT TERM
+  chmod -R u+rwX -- "$work" || true
+  rm -rf -- "$work" "$part" || echo "cannot be removed: $work $part"
+  echo "{mark}$code"
+}}"""
 
 
 def _plain(text: str) -> str:
@@ -130,7 +140,11 @@ def _plain(text: str) -> str:
 def _proxy_lines(order: Order) -> Iterator[Line]:
     way = order.way
     if way.proxy:
-        words = [f"http_proxy={way.proxy}", f"https_proxy={way.proxy}", *([f"no_proxy={way.no_proxy}"] if way.no_proxy else [])]
+        words = [
+            f"http_proxy={way.proxy}",
+            f"https_proxy={way.proxy}",
+            *([f"no_proxy={way.no_proxy}"] if way.no_proxy else []),
+        ]
         yield Line(f"export {quote_all(words)}", "the way out")
 
 
@@ -141,7 +155,9 @@ def _list_hindrances(order: Order, ground: Ground) -> Iterator[Problem]:
     where = ground.host or "this machine"
     command = order.command or order.runtime
     if not ground.has_command:
-        remedy = "load its module or work where it is installed: often compute nodes alone have it (`salloc`, `qsub -I`)"
+        remedy = (
+            "load its module or work where it is installed: often compute nodes alone have it (`salloc`, `qsub -I`)"
+        )
         yield Problem("the runtime", f"there is no {command} on {where}", remedy=remedy)
     if ground.target_exists:
         what = f"{ground.target} exists, and is left as it is"
@@ -161,7 +177,14 @@ def _list_hindrances(order: Order, ground: Ground) -> Iterator[Problem]:
 def _say_elsewhere(order: Order, ground: Ground) -> str:
     """How to make it on another machine, and to bring it over."""
     name = ground.target.name
-    words = ["shardway", "image", "build" if order.adds else "import", say_source(order.source), "--runtime", order.runtime]
+    words = [
+        "shardway",
+        "image",
+        "build" if order.adds else "import",
+        say_source(order.source),
+        "--runtime",
+        order.runtime,
+    ]
     words += ["--arch", order.architecture] if order.architecture else []
     words += [word for package in order.recipe.apt for word in ("--apt", package)]
     words += [word for line in order.recipe.pip for word in ("--pip", line)]
@@ -175,29 +198,35 @@ def _say_elsewhere(order: Order, ground: Ground) -> str:
 
 
 def _list_warnings(order: Order, ground: Ground, scratch: Place) -> Iterator[str]:
-    need, where = _room_needed(ground), ground.host or "this machine"
+    need, where = _room_needed(order, ground), ground.host or "this machine"
     if scratch.free_bytes is not None and scratch.free_bytes < need:
-        room, wish = render_count(scratch.free_bytes), render_count(need)
         yield (
-            f"space may be short: {scratch.path} on {where} has {room} bytes, and a large image takes {wish} while it is "
-            "made.\n  To do: name a folder with more room by --scratch."
+            f"space may be short: {scratch.path} on {where} has {_say_gb(scratch.free_bytes)}; a large image takes "
+            f"{_say_gb(need)} while it is made.\n"
+            "  To do: name a folder with more room by --scratch."
         )
     place = ground.target_place
     if place.free_bytes is not None and place.free_bytes < need // 3:
         yield (
-            f"space may be short: {place.path} on {where} has {render_count(place.free_bytes)} bytes for the image.\n"
+            f"space may be short: {place.path} on {where} has {_say_gb(place.free_bytes)} for the image.\n"
             "  To do: name a file on a larger file system by --to; homes have small quotas."
         )
     if scratch.kind in _MEMORY:
         yield f"{scratch.path} on {where} lies in memory.\n  To do: name a folder on a disk by --scratch."
+    if isinstance(order.source, Reference) and order.source.user and order.runtime == "apptainer":
+        yield (
+            f"Apptainer is not told the user {order.source.user}; it takes the one that it knows.\n"
+            f"  To do: {say_credentials(order.source.registry, order.runtime)}"
+        )
     if isinstance(order.source, Reference) and order.source.tag == "latest":
         yield "the tag latest means another image tomorrow.\n  To do: name the version that you want."
 
 
-def _room_needed(ground: Ground) -> int:
-    return _TIMES_A_FILE * ground.base_bytes if ground.base_bytes is not None else _ROOM
+def _say_gb(count: int) -> str:
+    return f"{count / 1e9:.1f} GB"
 
 
-def is_file(order: Order) -> bool:
-    """Whether it starts from a file or folder of the machine."""
-    return isinstance(order.source, ImageFile)
+def _room_needed(order: Order, ground: Ground) -> int:
+    """Bytes; of a file its size says something, of a folder or a name nothing does."""
+    is_file = isinstance(order.source, ImageFile) and order.source.kind != "folder"
+    return _TIMES_A_FILE * ground.base_bytes if is_file and ground.base_bytes is not None else _ROOM

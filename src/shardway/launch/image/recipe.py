@@ -76,8 +76,8 @@ def _lines(recipe: Recipe) -> Iterator[Line]:
     yield Line("set -eu", "nothing goes on after a command that failed")
     if recipe.apt:
         yield Line("export DEBIAN_FRONTEND=noninteractive", "packages of the image's own system; nobody is asked")
-        yield Line("apt-get update")
-        install = "apt-get install --yes --no-install-recommends --"
+        yield Line(f"{_APT} update")
+        install = f"{_APT} install --yes --no-install-recommends --"
         yield Line(wrap_command((install, *map(quote, recipe.apt))))
         yield Line("rm -rf /var/lib/apt/lists/*")
     if recipe.pip or recipe.requirements:
@@ -91,6 +91,9 @@ def _lines(recipe: Recipe) -> Iterator[Line]:
     for line in recipe.pip:
         yield Line(f"{_PIP} {quote_all(split_pip_line(line))}")
 
+
+_APT = "apt-get -o APT::Sandbox::User=root"
+"""Without its user _apt, whom a container of an ordinary user cannot become."""
 
 _PIP = "python3 -m pip install --no-cache-dir"
 
@@ -119,11 +122,13 @@ def _list_wrong_line(option: str, line: str, origin: str = "") -> Iterator[Probl
         what = f'"{shown}" holds "{found[0].strip()}", which means something else in Apptainer\'s definition files'
         yield Problem(option, what, origin, remedy="write it without")
     elif _SECRET.search(line):
-        remedy = "let pip find it in ~/.netrc or a private index that asks for none: what is run stays in the image"
+        remedy = "use an index that asks for no password, or install it into a venv of the run: this stays in the image"
         yield Problem(option, f'"{shown}" holds a user or a password', origin, remedy=remedy)
     elif _is_needed(line) and _OUTSIDE.search(line):
         what = f'"{shown}" names a file of yours, and those are not in the image'
-        yield Problem(option, what, origin, remedy="name the packages themselves, or put the code into the run's folder")
+        yield Problem(
+            option, what, origin, remedy="name the packages themselves, or put the code into the run's folder"
+        )
     elif option == "--pip":
         yield from _list_unsplittable(option, line)
     elif line.rstrip().endswith("\\"):

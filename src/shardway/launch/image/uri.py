@@ -33,7 +33,7 @@ _REPOSITORY = re.compile(rf"{_PART}(?:/{_PART})*")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128}")
 _USER = re.compile(r"[A-Za-z0-9_.!~*'()%;&=+$,-]+")
-_FILE = re.compile(r"(/|\./|\.\./|~/|\$).*|.*\.(sqsh|sqfs|squashfs|sif)")
+_FILE = re.compile(r"(/|\./|\.\./|~/|\$[\w{}]+/).*|.*\.(sqsh|sqfs|squashfs|sif)")
 _UNPRINTABLE = re.compile(r"[\x00-\x20\x7f]")
 
 _ALLOWED = (
@@ -104,7 +104,7 @@ Source = Reference | ImageFile
 
 
 def parse_uri(text: str) -> Source:
-    """The image that a person named. Raises UserError for what is no image, a secret in it, or a user that cannot be."""
+    """The image that a person named. Raises UserError for what is none, and for a secret in it."""
     text = text.strip()
     if not text or (_UNPRINTABLE.search(text) and "://" in text):
         raise _refused(text, "it is empty" if not text else "an image has no blanks in its name")
@@ -123,8 +123,8 @@ def render_enroot(reference: Reference) -> str:
     """As `enroot import` takes it: docker://[USER@][REGISTRY#]IMAGE:TAG, dockerd://IMAGE:TAG, podman://IMAGE:TAG."""
     user = f"{reference.user}@" if reference.user else ""
     registry = f"{reference.registry}#" if reference.registry else ""
-    if not registry and reference.is_remote and _names_registry(reference.repository):
-        registry = f"{_HUB[-1]}#"  # where it cannot be told from docker's form
+    if not registry and reference.is_remote and (user or _names_registry(reference.repository)):
+        registry = f"{_HUB[-1]}#"  # lest the name be taken for a registry, or for a digest after the "@"
     return f"{reference.transport}://{user}{registry}{reference.repository}{reference.version}"
 
 
@@ -180,8 +180,8 @@ def _split_user(text: str, body: str) -> tuple[str | None, str]:
         return None, body
     if ":" in before:
         raise UserError(
-            f"the image {before.partition(':')[0]}:...@{rest}: a password or token stands in it, where `ps` and a shell's "
-            f"history show it.\n  To do: {say_credentials(rest.split('#')[0].split('/')[0])}"
+            f"the image {before.partition(':')[0]}:...@{rest}: a password or token stands in it, where `ps` and the "
+            f"history of a shell show it.\n  To do: {say_credentials(rest.split('#')[0].split('/')[0])}"
         )
     if before and not _USER.fullmatch(before):
         raise _refused(text, f'"{before}" is no name of a user')
@@ -195,7 +195,7 @@ def _split_version(text: str, name: str) -> tuple[str, str, str]:
         raise _refused(text, f'"{digest}" is no digest, which is sha256: and 64 hexadecimal digits')
     repository, colon, tag = name.partition(":")
     if not _REPOSITORY.fullmatch(repository):
-        hint = ", and has no capital letters" if repository != repository.lower() else ""
+        hint = ", which has no capital letters" if repository != repository.lower() else ""
         raise _refused(text, f'"{repository}" is no name of an image{hint}')
     if colon and not _TAG.fullmatch(tag):
         raise _refused(text, f'"{tag}" is no tag')
@@ -212,22 +212,23 @@ def _check_user(text: str, registry: str, user: str | None) -> None:
         )
     raise UserError(
         f'the image "{text}": {_NGC} knows no user "{user}".\n'
-        f"  Allowed: {NGC_USER}, these very characters, with an API key as its password; or no user for public images.\n"
+        f"  Allowed: {NGC_USER}, these very characters, with an API key as its password; or no user (public images).\n"
         f"  To do: name the image without a user, or {say_credentials(_NGC)}"
     )
 
 
-def say_credentials(registry: str) -> str:
-    """Where a person keeps the password of a registry, for either runtime; never on a command line."""
+def say_credentials(registry: str, runtime: str = "") -> str:
+    """Where a person keeps the password of a registry, for one runtime or for either; never on a command line."""
     host = registry or "docker.io"
     user = NGC_USER if host == _NGC else "USER"
-    machine = {_NGC: _NGC, "docker.io": "auth.docker.io"}.get(host, host)
+    machine = "auth.docker.io" if host == "docker.io" else host
     more = " (and the same for authn.nvidia.com)" if host == _NGC else ""
-    return (
-        f'for enroot write the line "machine {machine} login {user} password SECRET"{more} into '
-        f"~/.config/enroot/.credentials, readable for you alone, and name the image as '{user}@{host}#IMAGE:TAG'; "
-        f"for Apptainer run `apptainer registry login --username '{user}' docker://{host}`."
-    )
+    ways = {
+        "enroot": f'for enroot write the line "machine {machine} login {user} password SECRET"{more} into '
+        f"~/.config/enroot/.credentials, readable for you alone, and name the image as '{user}@{host}#IMAGE:TAG'",
+        "apptainer": f"for Apptainer run `apptainer registry login --username '{user}' docker://{host}`",
+    }
+    return ways.get(runtime, "; ".join(ways.values())) + "."
 
 
 def _refused(text: str, what: str) -> UserError:

@@ -13,8 +13,10 @@ begin() {
 
 #: ask_ending JOB: how a job ended, in our words
 ask_ending() {
-  local state
-  state=$(scontrol --oneliner show job "$1" 2>/dev/null | sed -n 's/.* JobState=\([A-Z_]*\).*/\1/p')
+  local shown state
+  shown=$(scontrol --oneliner show job "$1" 2>/dev/null)
+  [[ $shown != *" PreemptTime="[0-9]* ]] || { echo preempted; return; } # whatever it made of the time of grace
+  state=$(sed -n 's/.* JobState=\([A-Z_]*\).*/\1/p' <<< "$shown")
   [ -n "$state" ] || state=$(sacct --noheader --parsable2 --allocations --jobs "$1" --format State 2>/dev/null | tail -n 1)
   case $state in
     COMPLETED) echo completed ;;

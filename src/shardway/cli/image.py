@@ -1,0 +1,173 @@
+"""`shardway image import | build`: a container image for a site, as one file.
+
+Invariant: what --dry-run prints on stdout is the script that would run, to the byte but for the token in its names.
+This module must not know runtimes.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardway.cli.options import JsonOption
+from shardway.errors import UserError
+from shardway.units import parse_seconds
+
+if TYPE_CHECKING:
+    from shardway.launch.hosts import Host
+    from shardway.launch.image.choose import Said
+    from shardway.launch.image.make import Made
+    from shardway.launch.image.order import Order
+    from shardway.launch.image.recipe import Recipe
+
+app = typer.Typer(help="Fetch a container image for a site, or build one, as one file.", no_args_is_help=True)
+
+_FORMS = "docker://nvcr.io#nvidia/pytorch:25.04-py3, nvcr.io/nvidia/pytorch:25.04-py3 or a file."
+
+UriArgument = Annotated[str, typer.Argument(metavar="URI", help=_FORMS)]
+BaseArgument = Annotated[str, typer.Argument(metavar="BASE", help=f"The image to add to: {_FORMS}")]
+OnOption = Annotated[
+    str, typer.Option("--on", metavar="[USER@HOST:]SITE", help="The site it is for, and the login node that makes it.")
+]
+ToOption = Annotated[str, typer.Option("--to", metavar="FILE", help="The image (default: its name, in this folder).")]
+RuntimeOption = Annotated[str, typer.Option("--runtime", help="enroot or apptainer (default: the site's).")]
+ArchOption = Annotated[str, typer.Option("--arch", help="x86_64 or aarch64 (default: the site's, or this machine's).")]
+ProxyOption = Annotated[str, typer.Option("--proxy", metavar="URL", help="The way out: http://HOST:PORT.")]
+ScratchOption = Annotated[
+    str,
+    typer.Option("--scratch", metavar="FOLDER", help="For layers and unpacked files (default: where there is room)."),
+]
+TimeoutOption = Annotated[str, typer.Option("--timeout", help="The longest that it may take.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the script that would run, and do nothing.")]
+
+
+@app.command("import")
+def import_image(
+    uri: UriArgument,
+    on: OnOption = "",
+    to: ToOption = "",
+    runtime: RuntimeOption = "",
+    arch: ArchOption = "",
+    proxy: ProxyOption = "",
+    scratch: ScratchOption = "",
+    timeout: TimeoutOption = "4h",
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Fetch an image from a registry, as the file that a run names by site.image."""
+    from shardway.launch.image.choose import Said
+    from shardway.launch.image.recipe import Recipe
+
+    said = Said(runtime, arch, proxy, to, scratch)
+    _make(uri, Recipe(), said, on, _Manner(_read_timeout(timeout), dry_run, as_json))
+
+
+@app.command("build")
+def build_image(
+    base: BaseArgument,
+    apt: Annotated[list[str] | None, typer.Option("--apt", metavar="PKG", help="A package of the system.")] = None,
+    pip: Annotated[list[str] | None, typer.Option("--pip", metavar="LINE", help="What follows `pip install`.")] = None,
+    requirements: Annotated[
+        Path | None, typer.Option("--requirements", metavar="FILE", help="Packages of Python, a line each.")
+    ] = None,
+    on: OnOption = "",
+    to: ToOption = "",
+    runtime: RuntimeOption = "",
+    arch: ArchOption = "",
+    proxy: ProxyOption = "",
+    scratch: ScratchOption = "",
+    timeout: TimeoutOption = "4h",
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Add packages to an image: of its system by apt-get, of Python by pip."""
+    from shardway.launch.image.choose import Said
+    from shardway.launch.image.recipe import parse_recipe
+
+    recipe = parse_recipe(apt or [], pip or [], _read_requirements(requirements))
+    if recipe.is_empty:
+        raise UserError(
+            "nothing is added to the image.\n"
+            "  To do: name packages by --apt, --pip or --requirements, or fetch it as it is: `shardway image import`."
+        )
+    said = Said(runtime, arch, proxy, to, scratch)
+    _make(base, recipe, said, on, _Manner(_read_timeout(timeout), dry_run, as_json))
+
+
+class _Manner:
+    """How a verb goes about it: the longest time in seconds, print only, facts as JSON."""
+
+    def __init__(self, limit_s: float, dry_run: bool, as_json: bool) -> None:
+        self.limit_s, self.dry_run, self.as_json = limit_s, dry_run, as_json
+
+
+def _make(uri: str, recipe: Recipe, said: Said, on: str, manner: _Manner) -> None:
+    from shardway.launch.image.make import make_image
+    from shardway.launch.image.plan import plan_image
+    from shardway.launch.image.survey import survey_host
+
+    order, host = _read_order(uri, recipe, said, on)
+    making = plan_image(order, survey_host(order, host))
+    if manner.dry_run:
+        typer.echo(making.script, nl=False)
+    for warning in [
+        *making.warnings,
+        *(hindrance.render().strip() for hindrance in making.hindrances if manner.dry_run),
+    ]:
+        typer.echo(f"shardway: {warning}", err=True)
+    if not manner.dry_run:
+        try:
+            made = make_image(host, order, making, manner.limit_s, lambda line: typer.echo(line, err=True))
+        except KeyboardInterrupt:
+            typer.echo("shardway: nothing half-made is left", err=True)
+            raise
+        _print_made(made, order, host, manner.as_json)
+
+
+def _read_order(uri: str, recipe: Recipe, said: Said, on: str) -> tuple[Order, Host]:
+    from shardway.launch.hosts import find_host, parse_target
+    from shardway.launch.image.choose import make_order
+    from shardway.launch.image.plan import check_order
+    from shardway.launch.image.survey import find_runtime
+    from shardway.launch.image.uri import parse_uri
+    from shardway.sites.load import load_site
+
+    source, target = parse_uri(uri), parse_target(on) if on else None
+    profile = load_site(target.site) if target and target.site else None
+    host = find_host(target.host if target else "")
+    order = replace(make_order(source, recipe, said, target, profile), token=secrets.token_hex(4))
+    order = order if order.runtime else find_runtime(order, host)
+    check_order(order)
+    return order, host
+
+
+def _read_requirements(path: Path | None) -> str:
+    try:
+        return path.read_text(encoding="utf-8") if path else ""
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(
+            f"--requirements {path}: {reason}.\n  To do: name a file as pip writes it (pip freeze)."
+        ) from None
+
+
+def _read_timeout(text: str) -> float:
+    try:
+        return parse_seconds(text)
+    except ValueError as error:
+        raise UserError(f"--timeout: {error}") from None
+
+
+def _print_made(made: Made, order: Order, host: Host, as_json: bool) -> None:
+    if as_json:
+        facts = {"image": str(made.path), "bytes": made.bytes, "runtime": order.runtime, "host": host.name}
+        typer.echo(json.dumps(facts, indent=1))
+        return
+    where = f" on {host.name}" if host.name else ""
+    typer.echo(f"image      {made.path} ({made.bytes / 1e9:.2f} GB){where}")
+    typer.echo(f"for a run  site.image = {json.dumps(str(made.path), ensure_ascii=False)}")
