@@ -1,5 +1,6 @@
 # make run     train the default run on this machine
 # make test    every test that this machine can run
+# make slow    those that `make check` leaves out, and property tests with all their examples: check + slow = test
 # make check   what a change must pass: format, lint, types, fast tests (import order is one), under a minute
 # make gpu     tests on a CUDA device: with python3 where that has torch (no install, PYTHONPATH=src), else .venv
 # make cluster tests on a real Slurm of several hosts on this machine; needs root and Debian, installs what is missing
@@ -14,15 +15,21 @@ READY := $(VENV)/.ready
 # Tests that are kept compiled are collected in half the time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test check gpu cluster bench bench-planner clean
+.PHONY: run test slow check gpu cluster bench bench-planner clean
 
 ROWS ?= tests/data/planner/rows.csv
 
 run: $(READY)
 	$(BIN)/shardway train examples/default.toml
 
+# Two processes: one takes all tests that need the pool's ranks (tests/conftest.py), the other the rest.
+BESIDE := -n 2 --dist loadgroup
+
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(BESIDE)
+
+slow: $(READY)
+	$(BIN)/python -m pytest $(BESIDE) -m "slow or hypothesis"
 
 check: $(READY)
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && echo "format, lint: ok"

@@ -25,6 +25,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add_option(parser)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `-n 2 --dist loadgroup` one process takes all that needs the pool's ranks, so that there is one pool of them;
+    the other tests run beside it."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            if "rank_pool" in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
     """Fail a test that leaks variables, threads, signal handlers, a folder, a process group or torch's settings."""

@@ -80,6 +80,8 @@ WORDS = [
         "mount-without-a-source", (*JUPITER, 'site.mounts=[":/data"]', "site.image=/i.sif", "site.container=apptainer")
     ),
     Case("mount-with-a-comma", (*JUPITER, 'site.mounts=["/a,b:/c"]', "site.image=/i.sqsh", "site.container=pyxis")),
+    Case("image-that-is-no-file", (*PBS, "site.container=enroot", "site.image=nvcr.io#nvidia/pytorch:25.04-py3")),
+    Case("image-that-is-no-name", (*JUPITER, "site.container=pyxis", "site.image=docker://UPPER CASE")),
 ]
 PLACES = [
     Case("no-such-script", (*JUPITER, "--", "python", "gone.py")),
@@ -138,7 +140,7 @@ def test_a_mistake_is_told_before_the_queue(name: str, shardway: Shardway, golde
 
 def test_every_check_has_a_message() -> None:
     """The number of checks, so that a new one brings its message."""
-    assert (len(numbers.CHECKS), len(words.CHECKS)) == (8, 4)
+    assert (len(numbers.CHECKS), len(words.CHECKS)) == (8, 5)
     assert golden_names("submit") == {f"{name}.txt" for name in (*CASES, *REFUSALS, "idle-and-unknown")}
 
 

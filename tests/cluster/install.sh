@@ -3,6 +3,7 @@
 # Put on this machine what the cluster needs; each step tells its time and does nothing where its work is done.
 #
 # packages   Debian's own: Slurm with accounting, MPI, ssh, modules, container runtimes
+# download   gets the files of `packages` alone, so that a machine can do so beside other work
 # apptainer  from Debian's newer suite, unpacked beside the system
 # slurm24    Slurm 24.11 from Debian's newer suite, unpacked beside the system
 # image      a small system with Python, as a folder and as squashfs, for containers
@@ -22,11 +23,24 @@ NEWER_SLURM=trixie
 LIBRARIES=usr/lib/$(uname -m)-linux-gnu
 SYSTEM=$CACHE/system           # what is laid over /usr and /etc of the cluster's hosts, and of them alone
 
-install_packages() {
-    local missing=() package
+list_missing() {
+    local package
     for package in "${PACKAGES[@]}"; do
-        dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing+=("$package")
+        dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || echo "$package"
     done
+}
+
+download_packages() {
+    local missing
+    mapfile -t missing < <(list_missing)
+    [ ${#missing[@]} -gt 0 ] || return 0
+    apt-get -qq update
+    quiet_install --download-only "${missing[@]}"
+}
+
+install_packages() {
+    local missing
+    mapfile -t missing < <(list_missing)
     if [ ${#missing[@]} -gt 0 ]; then
         # Lists that are missing or too old for the mirror are the only reason to get new ones.
         without_services quiet_install "${missing[@]}" 2>/dev/null || {
@@ -144,12 +158,13 @@ step() { # step NAME COMMAND...
 do_step() {
     case $1 in
     packages) step packages install_packages ;;
+    download) step download download_packages ;;
     apptainer)
         mkdir -p /var/lib/apptainer/mnt/session # a path that is compiled in
         step apptainer fill "$CACHE/apptainer" fill_apptainer
         ;;
     slurm24 | image) step "$1" fill "$CACHE/$1" "fill_$1" ;;
-    *) fail "no step $1; there are: packages, apptainer, slurm24, image" ;;
+    *) fail "no step $1; there are: packages, download, apptainer, slurm24, image" ;;
     esac
 }
 
@@ -157,7 +172,7 @@ do_step() {
 command -v apt-get >/dev/null || fail "needs apt-get: the packages are Debian's"
 mkdir -p "$CACHE"
 if [ $# -gt 0 ]; then
-    [ -e "$CACHE/packages.ready" ] || do_step packages
+    [ -e "$CACHE/packages.ready" ] || [ "$*" = download ] || do_step packages
     for name in "$@"; do do_step "$name"; done
     exit
 fi

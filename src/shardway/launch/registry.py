@@ -1,7 +1,7 @@
 """Which runs this person has submitted, and where they are, so that they are found again from any folder.
 
-One line of JSON a run in $XDG_STATE_HOME/shardway/submitted-runs (default ~/.local/state), appended in one write. It only
-points to run directories; what became of a run stands there.
+One line of JSON a run in $XDG_STATE_HOME/shardway/submitted-runs (default ~/.local/state), appended in one write. It
+points to run directories alone; what became of a run stands there.
 
 Invariant: a line that is torn or foreign is passed over, and a registry that cannot be written stops nobody. This
 module must not ask hosts or schedulers.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
+from shardway.errors import UserError
 from shardway.hardware.catalogue import load_accelerators
 from shardway.launch.job import Chain, ContainerUse, Job, Meeting, Mount, Program, QueueTerms, Shape, Surroundings
 from shardway.launch.job_script import LAUNCHERS
@@ -26,6 +27,8 @@ _OFFLINE = MappingProxyType(
     {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "offline"}
 )
 """Without these, libraries try for minutes to reach hosts that compute nodes cannot reach."""
+
+_PATH_SIGNS = ("/", "~", "$", ".")
 
 _NO_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 _LONGEST_NAME = 180
@@ -225,11 +228,29 @@ def _container(wish: Wish) -> ContainerUse:
     rules = profile.containers if runtime == profile.container else type(profile.containers)()
     return ContainerUse(
         runtime=runtime,
-        image=wish.section.image,
+        image=name_image(runtime, wish.section.image),
         mounts=(*project, *(mount for mount in map(parse_mount, mounts) if mount is not None)),
         rules=rules,
         vendor=part.vendor.lower() if part else "",
     )
+
+
+def name_image(runtime: str, text: str) -> str:
+    """An image as its runtime wants it named: either form of a URI in that of Pyxis, Apptainer or Podman; a path, and
+    what cannot be read, as it is."""
+    if not text or text.startswith(_PATH_SIGNS) or runtime not in ("pyxis", "apptainer", "podman"):
+        return text
+    from shardway.launch.image.uri import Reference, parse_uri, render_docker, render_enroot
+
+    try:
+        source = parse_uri(text)
+    except UserError:
+        return text
+    if not isinstance(source, Reference) or source.transport not in ("docker", "oras"):
+        return text
+    if runtime == "pyxis":
+        return render_enroot(source).removeprefix("docker://")
+    return f"{source.transport}://{render_docker(source)}" if runtime == "apptainer" else render_docker(source)
 
 
 def parse_mount(text: str) -> Mount | None:

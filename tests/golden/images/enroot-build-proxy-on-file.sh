@@ -49,8 +49,8 @@ python3 -m pip install --no-cache-dir 'torch >= 2.7, <3'
 python3 -m pip install --no-cache-dir flash-attn --no-build-isolation
 END_OF_FILE
 enroot start --root --rw --env NVIDIA_VISIBLE_DEVICES=void --env MELLANOX_VISIBLE_DEVICES=void \
-  --env http_proxy --env https_proxy --env no_proxy --mount "$work/recipe:/mnt:ro" \
-  image sh /mnt/recipe.sh
+  --env http_proxy --env https_proxy --env no_proxy \
+  --mount "$work/recipe:/mnt:x-create=dir,rbind,ro" image sh /mnt/recipe.sh
 # make one file of it
 enroot export --output "$part" -- image
 

@@ -51,7 +51,7 @@ python3 -m pip install --no-cache-dir 'torch >= 2.7, <3'
 python3 -m pip install --no-cache-dir flash-attn --no-build-isolation
 END_OF_FILE
 enroot start --root --rw --env NVIDIA_VISIBLE_DEVICES=void --env MELLANOX_VISIBLE_DEVICES=void \
-  --mount "$work/recipe:/mnt:ro" image sh /mnt/recipe.sh
+  --mount "$work/recipe:/mnt:x-create=dir,rbind,ro" image sh /mnt/recipe.sh
 # make one file of it
 enroot export --output "$part" -- image
 

@@ -63,7 +63,7 @@ case "$me $1" in
   "enroot create") test -s "${*: -1}" && mkdir -p "$ENROOT_DATA_PATH/image" && chmod 555 "$ENROOT_DATA_PATH/image" ;;
   "enroot start")
     while [ "$1" != --mount ]; do shift; done
-    inside "${2%:/mnt:ro}/recipe.sh"
+    inside "${2%%:/mnt:*}/recipe.sh"
     ;;
   "enroot export") test -d "$ENROOT_DATA_PATH/image" && echo built >"$3" ;;
   "apptainer pull") echo fetched >"${*: -2:1}" ;;

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from shardway.errors import Problem
+from shardway.errors import Problem, UserError
 from shardway.launch.checks.numbers import NAMED_BY_KEYS, Check, problem
 from shardway.launch.containers.base import all_mounts
 from shardway.launch.job import OWN_VARIABLES
@@ -72,6 +72,23 @@ def names_are_plain(wish: Wish) -> Iterator[Problem]:
             )
 
 
+def an_image_is_one_that_its_runtime_starts(wish: Wish) -> Iterator[Problem]:
+    """Enroot and Charliecloud start files; a name in a registry has to be fetched first."""
+    image, runtime = wish.section.image, runtime_of(wish)
+    if not image or runtime == "none" or image.startswith(("/", "~", "$", ".")):
+        return
+    if runtime in ("enroot", "charliecloud"):
+        remedy = f"`shardway image import {image}` makes the file" if runtime == "enroot" else "name the file or folder"
+        yield problem(wish, "image", f'"{image}" is no path, and {runtime} starts files', remedy=remedy)
+        return
+    from shardway.launch.image.uri import parse_uri
+
+    try:
+        parse_uri(image)
+    except UserError as error:
+        yield problem(wish, "image", str(error).splitlines()[0], "a path on the site, or docker://REGISTRY/IMAGE:TAG")
+
+
 def mounts_can_be_said(wish: Wish) -> Iterator[Problem]:
     """SOURCE:TARGET[:ro], as every runtime takes it; some take paths apart at more than the colon."""
     for text in wish.section.mounts:
@@ -94,5 +111,6 @@ CHECKS: tuple[Check, ...] = (
     options_do_not_contradict_keys,
     variables_can_be_set_and_are_no_secrets,
     names_are_plain,
+    an_image_is_one_that_its_runtime_starts,
     mounts_can_be_said,
 )

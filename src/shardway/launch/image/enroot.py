@@ -48,7 +48,7 @@ def _build(command: str, order: Order, ground: Ground) -> Iterator[Line]:
         yield Line('rm "$work/base.sqsh"', "the room is needed")
     yield Line(write_file('"$work/recipe/recipe.sh"', render_recipe(order.recipe)), "what is added, run inside it")
     proxy = tuple(f"--env {name}" for name in _proxy_names(order))
-    mount = '--mount "$work/recipe:/mnt:ro"'
+    mount = '--mount "$work/recipe:/mnt:x-create=dir,rbind,ro"'
     words = (f"{command} start --root --rw", *_NO_DEVICES, *proxy, mount, "image sh /mnt/recipe.sh")
     yield Line(wrap_command(words))
     yield Line(f"{command} export --output {PART} -- image", "make one file of it")
