@@ -22,14 +22,11 @@ ROWS ?= tests/data/planner/rows.csv
 run: $(READY)
 	$(BIN)/shardway train examples/default.toml
 
-# Two processes: one takes all tests that need the pool's ranks (tests/conftest.py), the other the rest.
-BESIDE := -n 2 --dist loadgroup
-
 test: $(READY)
-	$(BIN)/python -m pytest $(BESIDE)
+	$(BIN)/python tests/beside.py
 
 slow: $(READY)
-	$(BIN)/python -m pytest $(BESIDE) -m "slow or hypothesis"
+	$(BIN)/python tests/beside.py "slow or hypothesis"
 
 check: $(READY)
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && echo "format, lint: ok"

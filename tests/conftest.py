@@ -25,13 +25,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add_option(parser)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `-n 2 --dist loadgroup` one process takes all that needs the pool's ranks, so that there is one pool of them;
-    the other tests run beside it."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            if "rank_pool" in getattr(item, "fixturenames", ()):
-                item.add_marker(pytest.mark.xdist_group("ranks"))
+@pytest.hookimpl(wrapper=True)  # before -m takes its pick
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Mark what runs on the pool's ranks: `tests/beside.py` runs these in one process and the others in another."""
+    for item in items:
+        if "rank_pool" in getattr(item, "fixturenames", ()):
+            item.add_marker("ranks")
+    return (yield)
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,6 @@ from submitting import Person, Submitted, disturbed
 CHAIN = ("--until-done", "train.steps=200 steps")
 """A minute and more with pauses, seconds without."""
 
-SHORT = ("--walltime", "1m", "site.queue=debug")
-"""Several attempts on any machine."""
-
 ONE = ("site.nodes=1", "--until-done")
 
 
@@ -35,13 +32,13 @@ def begun(busy_alice: Person) -> Begun:
     """The slow ones go on until a test lets them hurry."""
     alice = busy_alice
     return Begun(
-        short=alice.train_slowly("short", 0.4, "site.nodes=1", *CHAIN, *SHORT),
+        short=alice.train_slowly("short", 0.4, *CHAIN, "--walltime", "1m"),
         error=alice.train("error", *ONE, disturbed(FAULT="error:0:7")),
         memory=alice.train("memory", *ONE, "site.memory=700MiB", disturbed(FAULT="memory:0:7")),
         stop=alice.train_slowly("stop", 0.5, *CHAIN),
         scancel=alice.train_slowly("scancel", 0.5, "site.nodes=1", *CHAIN),
         scancel_next=alice.train_slowly("scancel-next", 0.5, "site.nodes=1", *CHAIN),
-        whole=alice.train("whole", "site.nodes=1", "train.steps=200 steps"),
+        whole=alice.train("whole", "train.steps=200 steps"),
     )
 
 
@@ -97,11 +94,10 @@ def test_stop_and_resume_change_no_loss(busy_alice: Person, begun: Begun) -> Non
 
     run.hurry()
     alice.told("resume", run.path, "--once")
-    whole = alice.train("whole-2", "train.steps=200 steps")
     assert run.ended(5).state == "finished"
-    assert whole.ended().state == "finished"
+    assert begun.whole.ended().state == "finished"
     assert run.attempts_begun() == 3
-    assert run.losses() == whole.losses()
+    assert run.losses() == begun.whole.losses()
 
 
 def test_what_fails_twice_at_one_step_stops_the_chain(busy_alice: Person, begun: Begun) -> None:
@@ -127,6 +123,25 @@ def test_memory_that_was_not_enough_is_told_and_stops_the_chain(busy_alice: Pers
     assert [first["state"], second["state"], third["state"]] == ["out_of_memory", "out_of_memory", "not_needed"]
     assert "700MiB" in first["explanation"]
     assert "site.memory" in first["remedy"]
+
+
+def test_a_wall_time_that_is_too_short_changes_no_loss(busy_alice: Person, begun: Begun) -> None:
+    """Several attempts, each stopped in time; the losses are those of one long job to the bit."""
+    short, whole = begun.short, begun.whole
+    assert whole.ended().state == "finished"
+    wait_for("a second attempt", lambda: short.directory.attempt(2).read_started() is not None, timeout_s=120)
+    short.hurry()
+    wait_for("the end of the chain", lambda: "finished" in short.states(), timeout_s=300)
+    last = short.states().index("finished") + 1
+    assert last >= 2
+    assert set(short.states()[: last - 1]) == {"deadline"}
+    assert len(short.losses()) == 200
+    assert short.losses() == whole.losses()
+    is_out_of_the_queue(short)
+    facts = busy_alice.facts("status", short.path)
+    assert (facts["state"], facts["step"], facts["attempts"]) == ("finished", 200, last)
+    assert set(states(busy_alice, short)[last:]) <= {"not_needed"}
+    assert all(job["step"] for job in facts["jobs"][:last]), json.dumps(facts["jobs"])
 
 
 def test_a_chain_goes_on_after_a_crash_of_a_node_and_after_preemption(busy_alice: Person, begun: Begun) -> None:
@@ -164,22 +179,3 @@ def test_a_chain_goes_on_after_a_crash_of_a_node_and_after_preemption(busy_alice
     is_out_of_the_queue(run)
     is_out_of_the_queue(gives)
     cluster.boot("n2")
-
-
-def test_a_wall_time_that_is_too_short_changes_no_loss(busy_alice: Person, begun: Begun) -> None:
-    """Several attempts, each stopped in time; the losses are those of one long job to the bit."""
-    short, whole = begun.short, begun.whole
-    assert whole.ended().state == "finished"
-    wait_for("a second attempt", lambda: short.directory.attempt(2).read_started() is not None, timeout_s=120)
-    short.hurry()
-    wait_for("the end of the chain", lambda: "finished" in short.states(), timeout_s=300)
-    last = short.states().index("finished") + 1
-    assert last >= 2
-    assert set(short.states()[: last - 1]) == {"deadline"}
-    assert len(short.losses()) == 200
-    assert short.losses() == whole.losses()
-    is_out_of_the_queue(short)
-    facts = busy_alice.facts("status", short.path)
-    assert (facts["state"], facts["step"], facts["attempts"]) == ("finished", 200, last)
-    assert set(states(busy_alice, short)[last:]) <= {"not_needed"}
-    assert all(job["step"] for job in facts["jobs"][:last]), json.dumps(facts["jobs"])

@@ -62,7 +62,7 @@ def test_an_array_of_runs_is_found_from_another_folder(busy_alice: Person, conta
 
 def test_a_newer_slurm_is_submitted_to_and_asked(slurm24: Cluster) -> None:
     alice = settle_in(slurm24, "work")
-    run = alice.train_slowly("newer", 0.5)
+    run = alice.train_slowly("newer", 0.5, "site.nodes=1")
     run.until_step(1)
     assert alice.facts("status", run.path)["jobs"][0]["state"] == "running"
     run.hurry()

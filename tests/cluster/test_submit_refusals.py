@@ -6,7 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from real_cluster import Cluster, wait_for
-from submitting import RUN_FILE, Person
+from submitting import RUN_FILE, Person, Submitted
+
+COMMAND = ("--on", "generic-slurm", "--walltime", "5m")
+ODD_NAME = "my 'first' run, at 50%"
+PLAIN_NAME = "my-first-run-at-50"
+"""The same as schedulers take it."""
 
 
 @pytest.mark.parametrize(
@@ -55,27 +60,31 @@ def test_status_says_why_a_job_waits(alice: Person, words: list[str], reason: st
 
 def test_a_scheduler_that_is_down_loses_and_doubles_nothing(cluster: Cluster, alice: Person) -> None:
     """A submission waits for it and goes through; meanwhile a status says that it does not know."""
-    other = alice.train_slowly("other", 0.5, "site.nodes=1", "train.steps=400 steps")
-    other.until_step(1)
+    other = alice.submit(*COMMAND, "run.name=other", "site.starter=srun", "--", "sleep", "300")
+    cluster.wait_until(other.job(), "RUNNING")
     cluster.stop_scheduler()
     (job,) = alice.facts("status", other.path)["jobs"]
     assert (job["state"], job["scheduler_state"]) == ("unknown", "")
     assert job["silence"]
     assert "the scheduler did not answer" in alice.told("status", other.path)
+    path = alice.folder / "runs" / ODD_NAME
     with ThreadPoolExecutor() as pool:
-        patient = pool.submit(alice.train, "patient", "site.nodes=1")
-        wait_for("the first try", lambda: (alice.folder / "runs/patient/attempts/0001/submission.json").exists(), 30)
+        patient = pool.submit(alice.train, ODD_NAME, "site.nodes=1", "train.steps=5 steps")
+        wait_for(
+            "the first try", lambda: Submitted(cluster, path).directory.attempt(1).read_submission() is not None, 30
+        )
         time.sleep(4)  # sbatch gives up after three seconds
         cluster.start_scheduler()
         run = patient.result()
     submission = run.directory.attempt(1).read_submission()
     assert submission is not None
-    named = ("squeue", "--me", "-h", "-t", "all", "-n", f"patient.0001.{submission.token}", "-o", "%A")
+    named = ("squeue", "--me", "-h", "-t", "all", "-n", f"{PLAIN_NAME}.0001.{submission.token}", "-o", "%A")
     assert cluster.output(*named).split() == [run.job()]
     assert alice.facts("status", other.path)["jobs"][0]["state"] == "running"
-    said = alice.refused("submit", "tiny.toml", "run.name=patient", "site.nodes=1")
+    said = alice.refused("submit", "tiny.toml", f"run.name={ODD_NAME}", "site.nodes=1")
     assert f"as job {run.job()}" in said
     assert run.ended().state == "finished"
+    assert "step 5/5" in run.printed()
 
 
 def test_what_a_careless_person_does_is_told(alice: Person) -> None:
@@ -91,14 +100,8 @@ def test_what_a_careless_person_does_is_told(alice: Person) -> None:
         (("tiny.toml", "site.options={partition='debug'}"), "site.queue"),
         (("tiny.toml", "site.environment={API_TOKEN='x'}"), "secrets.env"),
         (("tiny.toml", "site.container=apptainer", "site.image=/nowhere.sif"), "site.image"),
-        (("--on", "generic-slurm", "--walltime", "5m", "--", "python", "bad.py"), "bad.py, line 1"),
-        (("--on", "generic-slurm", "--walltime", "5m", "--", "torchrun", "bad.py"), "torchrun"),
+        ((*COMMAND, "--", "python", "bad.py"), "bad.py, line 1"),
+        ((*COMMAND, "--", "torchrun", "bad.py"), "torchrun"),
     ):
         assert told in alice.refused("submit", *words)
     assert not (alice.folder / "runs").exists()
-
-
-def test_a_run_whose_name_has_blanks_goes_its_way(alice: Person) -> None:
-    run = alice.train("my 'first' run, at 50%", "site.nodes=1", "train.steps=5 steps")
-    assert run.ended().state == "finished", run.printed()
-    assert "step 5/5" in run.printed()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardway.ranks.agreement import Decision, Wishes, read_decision
-from shardway.rundir.attempts import Attempt, Ending, Started
+from shardway.rundir.attempts import BY_SIGNAL, Attempt, Ending, Started
 from shardway.train.deadline import ESTIMATED_BYTES, ESTIMATED_RATE, Deadline, Pace, find_deadline, read_pace
 from shardway.train.ending import End, find_end, read_words
 
@@ -133,8 +133,9 @@ FILE = Decision("the stop file asked for a stop")
     ("decision", "stop_file", "end"),
     [
         (CLOCK, None, End(Ending.DEADLINE, "deadline in 9 s")),
-        (SIGNAL, None, End(Ending.STOPPED, SIGNAL.stop_reason)),
+        (SIGNAL, None, End(Ending.STOPPED, SIGNAL.stop_reason, BY_SIGNAL)),
         (FILE, "", End(Ending.STOPPED, FILE.stop_reason)),
+        (FILE, "signal SIGTERM came", End(Ending.STOPPED, "signal SIGTERM came", BY_SIGNAL)),
         (FILE, "too slow", End(Ending.STOPPED, "too slow")),
         (FILE, "deadline: USR2", End(Ending.DEADLINE, "deadline: USR2")),
         (FILE, "preempted", End(Ending.PREEMPTED, "preempted")),
