@@ -312,3 +312,16 @@ def test_a_dry_run_is_quick(site: str, runtime: str, tmp_path: Path) -> None:
         tries.append(used_s)
         libraries.append(run_python(tmp_path, LIBRARIES)[1])
     assert min(tries) < LIMIT * min(libraries)
+
+
+@pytest.mark.parametrize(
+    ("mode", "told"), [(0o600, ""), (0o640, "close it: `chmod 600"), (0o644, "close it: `chmod 600")]
+)
+def test_secrets_that_others_can_read_are_told(mode: int, told: str, shardway: Shardway) -> None:
+    secrets = Path(os.environ["HOME"]) / ".config" / "shardway" / "secrets.env"
+    secrets.parent.mkdir(parents=True)
+    secrets.write_text("HF_TOKEN=hf_x\n")
+    secrets.chmod(mode)
+    ended = shardway(*JUPITER)
+    assert (ended.code, told in ended.err, bool(ended.err)) == (0, True, bool(told))
+    assert "hf_x" not in ended.out + ended.err

@@ -70,6 +70,19 @@ class Prepared:
         return render_job_script(self.job)
 
 
+@dataclass(frozen=True)
+class Secrets:
+    """Names, never values, of what a secrets file sets; `is_open`: people other than its owner can read it."""
+
+    names: tuple[str, ...] = ()
+    is_open: bool = False
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What its owner should know."""
+        return (f"others can read {SECRETS}; close it: `chmod 600 {SECRETS}`",) if self.is_open else ()
+
+
 def prepare(order: Order, host: Host, attempt: int | None = None) -> Prepared:
     """Everything of the next attempt (or of `attempt`). Raises UserError with every problem that can be known here."""
     loaded, profile = _load(order)
@@ -77,6 +90,7 @@ def prepare(order: Order, host: Host, attempt: int | None = None) -> Prepared:
     number = attempt or _next_attempt(host, run)
     folder = RunDir(run).attempt(number)
     snapshot, notes = _plan_snapshot(order, host)
+    secrets = read_secrets(host)
     wish = Wish(
         loaded=loaded,
         profile=profile,
@@ -86,7 +100,7 @@ def prepare(order: Order, host: Host, attempt: int | None = None) -> Prepared:
         chain=_chain(order, profile, number),
         project=snapshot.root if snapshot and snapshot.links else None,
         token=os.urandom(3).hex(),
-        secret_names=read_secret_names(host),
+        secret_names=secrets.names,
         here=sys.prefix if not host.name and sys.prefix != sys.base_prefix else "",
     )
     problems = [*_list_problems(wish), *places.list_local_problems(wish, order.command, order.here)]
@@ -98,7 +112,9 @@ def prepare(order: Order, host: Host, attempt: int | None = None) -> Prepared:
         loaded, copies = _carry_site(loaded, folder)
         files |= copies
         files[folder.run_file] = render_run(loaded.values, loaded.origins, _is_set(loaded))
-    return Prepared(wish, build_job(wish, number), files, snapshot, (*notes, *numbers.list_warnings(wish)))
+    return Prepared(
+        wish, build_job(wish, number), files, snapshot, (*notes, *secrets.warnings, *numbers.list_warnings(wish))
+    )
 
 
 def render_order(order: Order) -> str:
@@ -134,10 +150,12 @@ def parse_order(text: str, run: Path, run_file: Path | None) -> Order | None:
         return None
 
 
-def read_secret_names(host: Host) -> tuple[str, ...]:
-    """Names of the variables in the secrets file on the host; their values never leave it."""
-    done = host.run(("sed", "-n", _NAMES, str(host.expand(SECRETS))))
-    return tuple(dict.fromkeys(done.out.split())) if done.ok else ()
+def read_secrets(host: Host) -> Secrets:
+    """What the secrets file on the host sets, and whether others can read it. Its values never leave the host."""
+    path = str(host.expand(SECRETS))
+    named, mode = host.run_many([("sed", "-n", _NAMES, path), ("stat", "-c", "%a", path)])
+    is_open = mode.ok and not mode.out.strip().endswith("00")
+    return Secrets(tuple(dict.fromkeys(named.out.split())) if named.ok else (), is_open)
 
 
 def read_program(command: tuple[str, ...]) -> Program:
