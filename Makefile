@@ -23,7 +23,7 @@ run: $(READY)
 	$(BIN)/shardway train examples/default.toml
 
 test: $(READY)
-	$(BIN)/python tests/beside.py
+	$(BIN)/python -m pytest
 
 slow: $(READY)
 	$(BIN)/python tests/beside.py "slow or hypothesis"
