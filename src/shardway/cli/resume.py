@@ -13,7 +13,7 @@ import typer
 
 from shardway.cli.options import JsonOption
 from shardway.cli.stop import RunName
-from shardway.cli.submit import MostOption, print_sent, warn
+from shardway.cli.submit import DryRunOption, MostOption, carry_out
 
 
 def resume(
@@ -21,15 +21,13 @@ def resume(
     keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to set anew.")] = None,
     until_done: Annotated[bool | None, typer.Option("--until-done/--once", help="As a chain, or once.")] = None,
     max_attempts: MostOption = 0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job script, and do nothing.")] = False,
+    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Go on with a run that was stopped, failed, or whose chain has ended."""
     from shardway.launch.find import find_known
     from shardway.launch.hosts import find_host
-    from shardway.launch.prepare import prepare
     from shardway.launch.resume import read_last_order
-    from shardway.launch.send import send
 
     known = find_known(run)
     host = find_host(known.host)
@@ -37,9 +35,4 @@ def resume(
         request = replace(order.request, overrides=(*order.request.overrides, *(keys or [])))
         chain = order.until_done if until_done is None else until_done
         order = replace(order, request=request, until_done=chain, max_attempts=max_attempts or order.max_attempts)
-        if dry_run:
-            prepared = prepare(order, host)
-            warn(prepared)
-            typer.echo(prepared.script, nl=False)
-            return
-        print_sent(send(order, host), as_json)
+        carry_out(order, host, dry_run=dry_run, as_json=as_json)

@@ -17,10 +17,12 @@ from shardway.cli.program import read_program_words
 from shardway.errors import UserError
 
 if TYPE_CHECKING:
+    from shardway.launch.hosts.base import Host
     from shardway.launch.prepare import Order, Prepared
     from shardway.launch.send import Sent
 
 MostOption = Annotated[int, typer.Option("--max-attempts", min=0, help="Most jobs of --until-done (0: no limit).")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the job script, and do nothing.")]
 OnOption = Annotated[str, typer.Option("--on", metavar="[USER@HOST:]SITE", help="The site (default: site.name).")]
 
 
@@ -31,30 +33,32 @@ def submit(
     nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="Nodes of the job (site.nodes).")] = None,
     walltime: Annotated[str | None, typer.Option("--walltime", help="Wall-time of an attempt (site.walltime).")] = None,
     until_done: Annotated[bool, typer.Option("--until-done", help="Go on in further jobs until it is done.")] = False,
-    max_attempts: Annotated[
-        int, typer.Option("--max-attempts", min=0, help="Most jobs of --until-done (0: no limit).")
-    ] = 0,
+    max_attempts: MostOption = 0,
     directory: DirOption = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job script, and do nothing.")] = False,
+    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Submit a run file, or with `-- COMMAND...` any script that torchrun can run."""
     from shardway.launch.hosts import find_host, parse_target
-    from shardway.launch.prepare import prepare
 
     target = parse_target(on) if on else None
     order = read_order(ctx, [*(words or []), *_set(nodes, walltime)], target.site if target else "", directory)
     order = _with_chain(order, until_done, max_attempts)
-    host = find_host(target.host if target else "")
-    if dry_run:
-        prepared = prepare(order, host)
-        warn(prepared)
-        typer.echo(prepared.script, nl=False)
-        return
-    from shardway.launch.send import send
+    carry_out(order, find_host(target.host if target else ""), dry_run=dry_run, as_json=as_json)
 
-    sent = send(order, host)
-    print_sent(sent, as_json)
+
+def carry_out(order: Order, host: Host, *, dry_run: bool, as_json: bool) -> None:
+    """Submit an order and say what became of it, or print its job script."""
+    if not dry_run:
+        from shardway.launch.send import send
+
+        _print_sent(send(order, host), as_json)
+        return
+    from shardway.launch.prepare import prepare
+
+    prepared = prepare(order, host)
+    _warn(prepared)
+    typer.echo(prepared.script, nl=False)
 
 
 def read_order(ctx: typer.Context, words: list[str], site: str, directory: Path | None) -> Order:
@@ -81,17 +85,17 @@ def _set(nodes: int | None, walltime: str | None) -> list[str]:
     return [*words, f'site.walltime="{walltime}"'] if walltime is not None else words
 
 
-def warn(prepared: Prepared) -> None:
+def _warn(prepared: Prepared) -> None:
     """Tell what may be meant so, on stderr."""
     for warning in prepared.warnings:
         typer.echo(f"shardway: {warning}", err=True)
 
 
-def print_sent(sent: Sent, as_json: bool) -> None:
+def _print_sent(sent: Sent, as_json: bool) -> None:
     """Say what was submitted and how to watch it."""
     from shardway.launch.script import quote
 
-    warn(sent.prepared)
+    _warn(sent.prepared)
     if as_json:
         typer.echo(json.dumps(sent.as_json(), indent=1))
         return

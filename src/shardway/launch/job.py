@@ -22,6 +22,9 @@ OWN_VARIABLES = (
 )
 """Variables that every job script sets for its ranks; a run may set the last two otherwise."""
 
+SECRETS = "~/.config/shardway/secrets.env"
+"""Where a person keeps what must not stand in scripts and run files, on the machine where the job runs."""
+
 _PLAIN_PATH = re.compile(r"[A-Za-z0-9_@+=:,./-]+")
 
 
@@ -110,7 +113,7 @@ class Surroundings:
     purge_modules: bool = False
     expanded: Mapping[str, str] = field(default_factory=dict)
     literal: Mapping[str, str] = field(default_factory=dict)
-    secrets_file: str = "$HOME/.config/shardway/secrets.env"
+    secrets_file: str = SECRETS
     secret_names: tuple[str, ...] = ()
     """Names, never values, of what the secrets file sets: some runtimes pass on only what is named."""
 

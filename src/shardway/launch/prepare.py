@@ -14,16 +14,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardway.errors import Problem, UserError, check_no_problems
-from shardway.hardware.catalogue import load_accelerators
 from shardway.launch.checks import numbers, places, words
-from shardway.launch.checks.words import SECRETS
 from shardway.launch.hosts.base import Host
-from shardway.launch.job import Chain, Job, Program
+from shardway.launch.job import SECRETS, Chain, Job, Program
 from shardway.launch.job_script import render_job_script
 from shardway.launch.snapshot import SnapshotPlan, plan_snapshot
 from shardway.launch.wants import Wish, build_job, shape_of, with_site_defaults
 from shardway.resolve.build import resolve
-from shardway.resolve.request import Request, resolve_request
+from shardway.resolve.request import Request, machine_of_known, resolve_request
 from shardway.resolve.resolved import Circumstances
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
@@ -31,7 +29,7 @@ from shardway.runfile.load import DEFAULT, Loaded, load_run
 from shardway.runfile.write import render_run, render_value
 from shardway.sites.find import find_profile
 from shardway.sites.load import flatten_profile, load_site
-from shardway.sites.schema import CPU, SiteProfile
+from shardway.sites.schema import SiteProfile
 
 _NAMES = r"s/^\(export \)\{0,1\}\([A-Za-z_][A-Za-z0-9_]*\)=.*/\2/p"
 
@@ -276,14 +274,8 @@ def _check_run(order: Order, wish: Wish) -> None:
 
 def _check_planned(order: Order, wish: Wish) -> None:
     """The same where the layout is the planner's, or a checkpoint's config has to be read."""
-    shape, profile = shape_of(wish), wish.profile
-    part = load_accelerators().get(profile.node.accelerator or CPU)
-    known = part is not None and part.memory_bytes and part.peak_flops and profile.node.accelerators_per_node
-    machine = None
-    if known and wish.loaded.values.run.device != "cpu":
-        from shardway.plan.site import machine_of_site
-
-        machine = machine_of_site(profile)
+    shape = shape_of(wish)
+    machine = machine_of_known(wish.profile) if wish.loaded.values.run.device != "cpu" else None
     site = [f"site.name={order.site}"] if order.site else []
     request = replace(order.request, overrides=(*order.request.overrides, *site))
     resolve_request(request, shape.ranks, shape.ranks_per_node, planned=machine)

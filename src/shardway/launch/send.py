@@ -13,6 +13,7 @@ from typing import Any
 
 from shardway.errors import check_no_problems
 from shardway.launch.checks.places import list_host_problems
+from shardway.launch.find import render_known
 from shardway.launch.hosts.base import Host
 from shardway.launch.job import Job
 from shardway.launch.ledger import read_ledger
@@ -38,8 +39,7 @@ class Sent:
     @property
     def reference(self) -> str:
         """How other verbs name the run."""
-        run = str(self.prepared.job.run)
-        return f"{self.host}:{run}" if self.host else run
+        return render_known(Known(str(self.prepared.job.run), self.host))
 
     def as_json(self) -> dict[str, Any]:
         """Plain data."""

@@ -127,12 +127,17 @@ def _shape_of(hf: str) -> Shape | None:
 
 
 def _planned_machine(site: SiteProfile, found: probe.Machine) -> Machine | None:
-    """The machine of the site, or, where its profile names no accelerator, nodes like this one. None for nodes without
-    accelerators, and for those whose memory and rates the catalogue does not know."""
+    """The machine of the site, or, where its profile names no accelerator, nodes like this one."""
     if site.node.accelerator is None:
         own = load_site(LAPTOP, lambda: found).node
         facts = {"accelerator": own.accelerator, "accelerators_per_node": own.accelerators_per_node}
         site = site.model_copy(update={"node": site.node.model_copy(update=facts)})
+    return machine_of_known(site)
+
+
+def machine_of_known(site: SiteProfile) -> Machine | None:
+    """The machine of a site; None for nodes without accelerators, and for those whose memory and rates the catalogue
+    does not know."""
     part = load_accelerators().get(site.node.accelerator or CPU)
     if part is None or not (part.memory_bytes and part.peak_flops and site.node.accelerators_per_node):
         return None

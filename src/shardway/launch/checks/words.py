@@ -11,14 +11,13 @@ from collections.abc import Iterator
 from shardway.errors import Problem, UserError
 from shardway.launch.checks.numbers import NAMED_BY_KEYS, Check, problem
 from shardway.launch.containers.base import all_mounts
-from shardway.launch.job import OWN_VARIABLES
+from shardway.launch.job import OWN_VARIABLES, SECRETS
 from shardway.launch.wants import Wish, build_job, parse_mount, runtime_of
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PLAIN = re.compile(r"[A-Za-z0-9_@+=:,./%*-]*")
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|CREDENTIAL|PRIVATE_KEY", re.IGNORECASE)
 _OF_A_STARTER = re.compile(r"(SLURM|PBS|OMPI|PMI|PMIX|SHARDWAY|TORCHELASTIC)_\w+|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)")
-SECRETS = "~/.config/shardway/secrets.env"
 
 
 def options_do_not_contradict_keys(wish: Wish) -> Iterator[Problem]:
