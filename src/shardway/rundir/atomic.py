@@ -11,7 +11,7 @@ import json
 import math
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,26 @@ def write_whole(path: Path, text: str, *, durable: bool = True) -> None:
     Not `durable`, it is not fsynced, which takes a disk milliseconds: readers find the old or the new content, and
     after a power cut perhaps none.
     """
+    with _written_beside(path, text, durable=durable) as temporary:
+        os.replace(temporary, path)
+    if durable:
+        fsync_folder(path.parent)
+
+
+def write_new(path: Path, text: str) -> bool:
+    """Write a whole file under a name that nobody has taken; whether it was free."""
+    with _written_beside(path, text, durable=True) as temporary:
+        try:
+            os.link(temporary, path)  # unlike a rename, refuses to take another's place
+        except FileExistsError:
+            return False
+    fsync_folder(path.parent)
+    return True
+
+
+@contextlib.contextmanager
+def _written_beside(path: Path, text: str, *, durable: bool) -> Iterator[Path]:
+    """A temporary neighbour of `path` that holds `text`; gone afterwards, unless it was renamed."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with open(temporary, "x", encoding="utf-8") as file:
@@ -29,13 +49,10 @@ def write_whole(path: Path, text: str, *, durable: bool = True) -> None:
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
+        yield temporary
+    finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise
-    if durable:
-        fsync_folder(path.parent)
 
 
 def write_json(path: Path, content: Mapping[str, Any], *, durable: bool = True) -> None:

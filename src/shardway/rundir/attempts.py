@@ -18,15 +18,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardway.rundir.atomic import fsync_folder, render_json, write_json
+from shardway.rundir.atomic import render_json, write_json, write_new
 
 FORMAT = 1
 
@@ -211,7 +209,7 @@ class Attempt:
     def write_result(self, result: Result) -> bool:
         """Say how it ended, unless somebody has; whether these words were taken."""
         text = render_json({"format": FORMAT, **asdict(result)}, indent=1) + "\n"
-        return _write_once(self.result_path, text)
+        return write_new(self.result_path, text)
 
     def read_submission(self) -> Submission | None:
         """How it was submitted; None where it was not, or the file is damaged."""
@@ -267,21 +265,3 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return ""
-
-
-def _write_once(path: Path, text: str) -> bool:
-    """Write a whole file under a name that nobody has taken; whether it was free."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with open(temporary, "x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.link(temporary, path)  # unlike a rename, refuses to take another's place
-    except FileExistsError:
-        return False
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-    fsync_folder(path.parent)
-    return True

@@ -6,13 +6,11 @@ profile says.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import uuid
 from pathlib import Path
 
 from shardway.errors import UserError
+from shardway.rundir.atomic import write_new
 from shardway.sites.find import list_shipped, own_folder
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -25,20 +23,16 @@ def keep_profile(name: str, text: str) -> Path:
     folder cannot be written.
     """
     path = find_place(name)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        if not _link(temporary, path):
-            raise _refuse(path)
+        is_new = write_new(path, text)
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise UserError(
             f"cannot write {path}: {reason}\n  to do: write the profile elsewhere: without --write"
         ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+    if not is_new:
+        raise _refuse(path)
     return path
 
 
@@ -64,15 +58,6 @@ def find_place(name: str) -> Path:
     if path.exists():
         raise _refuse(path)
     return path
-
-
-def _link(source: Path, target: Path) -> bool:
-    """Give a file a second name, which unlike a rename takes no other file's place; whether it was free."""
-    try:
-        os.link(source, target)
-    except FileExistsError:
-        return False
-    return True
 
 
 def _refuse(path: Path) -> UserError:
