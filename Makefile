@@ -1,6 +1,6 @@
 # make run     train the default run on this machine
-# make test    every test that this machine can run
-# make slow    those that `make check` leaves out, and property tests with all their examples: check + slow = test
+# make test    all that is tested on this machine; of long lists of drawn cases those that show every trait once
+# make exhaustive   all there is to test: the whole of those lists too; for a change to layouts or checkpoints
 # make check   what a change must pass: format, lint, types, fast tests (import order is one), under a minute
 # make gpu     tests on a CUDA device: with python3 where that has torch (no install, PYTHONPATH=src), else .venv
 # make cluster tests on a real Slurm of several hosts on this machine; needs root and Debian, installs what is missing
@@ -15,7 +15,7 @@ READY := $(VENV)/.ready
 # Tests that are kept compiled are collected in half the time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test slow check gpu cluster bench bench-planner clean
+.PHONY: run test exhaustive check gpu cluster bench bench-planner clean
 
 ROWS ?= tests/data/planner/rows.csv
 
@@ -23,10 +23,10 @@ run: $(READY)
 	$(BIN)/shardway train examples/default.toml
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not exhaustive"
 
-slow: $(READY)
-	$(BIN)/python tests/beside.py "slow or hypothesis"
+exhaustive: $(READY)
+	$(BIN)/python -m pytest
 
 check: $(READY)
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && echo "format, lint: ok"

@@ -25,15 +25,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add_option(parser)
 
 
-@pytest.hookimpl(wrapper=True)  # before -m takes its pick
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """Mark what runs on the pool's ranks: `tests/beside.py` runs these in one process and the others in another."""
-    for item in items:
-        if "rank_pool" in getattr(item, "fixturenames", ()):
-            item.add_marker("ranks")
-    return (yield)
-
-
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
     """Fail a test that leaks variables, threads, signal handlers, a folder, a process group or torch's settings."""

@@ -5,6 +5,7 @@ Invariant: the same draws in every session; a draw is legal when `resolve` says 
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -93,7 +94,8 @@ class Drawn:
         return f"{self.model}, {self.features}"
 
 
-def draw_layouts(count: int, seed: int = 20, worlds: Sequence[int] = WORLDS) -> list[Drawn]:
+@functools.cache
+def draw_layouts(count: int, seed: int = 20, worlds: tuple[int, ...] = WORLDS) -> tuple[Drawn, ...]:
     """`count` distinct legal layouts."""
     found: dict[Drawn, None] = {}
     for drawn in _draws(random.Random(seed), worlds):
@@ -101,7 +103,25 @@ def draw_layouts(count: int, seed: int = 20, worlds: Sequence[int] = WORLDS) -> 
             found[drawn] = None
         if len(found) == count:
             break
-    return list(found)
+    return tuple(found)
+
+
+def pick_layouts(layouts: Sequence[Drawn]) -> list[Drawn]:
+    """As few of them, and on as few ranks, as have every trait of all: each joins whose traits are new for its cost."""
+    missing = {trait for drawn in layouts for trait in traits_of(drawn)}
+    picked = []
+    while missing:
+        best = max(layouts, key=lambda drawn: len(missing & traits_of(drawn)) / drawn.world)
+        picked.append(best)
+        missing -= traits_of(best)
+    return picked
+
+
+def traits_of(drawn: Drawn) -> set[tuple[str, ...]]:
+    """What a layout shows that another may not: two axes together, each model and each feature on each axis."""
+    axes = sorted(drawn.axes)
+    said = [drawn.model, *(word for word in drawn.parallel if not _is_degree(word))]
+    return {*combinations(axes, 2), *((axis, word) for axis in axes for word in said)}
 
 
 def pairs_of(layouts: Sequence[Drawn]) -> set[tuple[str, ...]]:

@@ -60,6 +60,7 @@ def test_a_run_of_any_layout_is_read_by_the_library(rank: int, tmp_path: Path, w
         assert all(torch.equal(saved, written) for saved, written in pairs)
 
 
+@pytest.mark.slow
 def test_export_says_what_it_wrote(shardway: Shardway, tmp_path: Path) -> None:
     write_text(tmp_path)
     assert shardway("train", *TINY, "--dir", "runs/a").code == 0

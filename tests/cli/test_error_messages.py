@@ -342,6 +342,7 @@ def test_a_damaged_checkpoint(
     assert kept(trained) == before
 
 
+@pytest.mark.slow
 def test_a_full_disk(shardway: Shardway, golden: Golden, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = kept(trained)
     usage = shutil.disk_usage(trained)

@@ -30,6 +30,7 @@ LABELS = (
 )
 
 
+@pytest.mark.slow
 def test_the_table_on_the_page(shardway: Shardway, request: pytest.FixtureRequest) -> None:
     done = shardway(*EXAMPLE)
     assert (done.code, done.err) == (0, "")

@@ -149,6 +149,7 @@ def walk(chain: Chain, programs: list[str], most: int = 9) -> tuple[list[str], s
     return states, said
 
 
+@pytest.mark.slow
 def test_the_same_failure_twice_stops_the_chain(chain: Chain) -> None:
     crash = [chain.says(number, "crashed", "IndexError", 4) + "; exit 1" for number in (1, 2)]
     states, said = walk(chain, [*crash, "exit 0"])

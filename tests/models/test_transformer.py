@@ -127,6 +127,7 @@ def test_stages_of_a_pipeline_hand_on_what_they_are_given(name):
         assert torch.equal(last(first(tokens(2, 6)), torch.arange(6)), model(tokens(2, 6)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(VARIANTS, "llama", "mixtral", "deepseek"))
 def test_flops_are_those_that_torch_counts(name):
     shape = VARIANTS[name]
@@ -221,6 +222,7 @@ def test_a_new_model_has_no_opinion_on_the_next_token():
     assert loss.item() == pytest.approx(math.log(17), abs=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(VARIANTS, "gpt2"))
 def test_a_tiny_batch_is_learnt_by_heart(name):
     model, inputs = build(VARIANTS[name]), tokens(4, 17)

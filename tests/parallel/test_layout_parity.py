@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from drawn_layouts import AXES, SMALL, Drawn, draw_layouts, pairs_of
+from drawn_layouts import AXES, SMALL, Drawn, draw_layouts, pairs_of, pick_layouts, traits_of
 from page_tables import check_table
 from pool import ranks
 from runs import pool_ranks, read_column, train_alone, train_tiny, worst_difference
@@ -16,11 +16,16 @@ pytestmark = pytest.mark.slow
 LOSS_TOLERANCE = 1e-4
 NORM_TOLERANCE = 1e-3
 LAYOUTS = draw_layouts(160)
+PICKED = pick_layouts(LAYOUTS)
 
 
 def of_world(world: int) -> pytest.MarkDecorator:
-    drawn = [layout for layout in LAYOUTS if layout.world == world]
-    return pytest.mark.parametrize("drawn", drawn, ids=map(str, drawn))
+    cases = [
+        pytest.param(layout, id=str(layout), marks=() if layout in PICKED else pytest.mark.exhaustive)
+        for layout in LAYOUTS
+        if layout.world == world
+    ]
+    return pytest.mark.parametrize("drawn", cases)
 
 
 def check_parity(rank: int, folder: Path, references: Path, drawn: Drawn) -> None:
@@ -88,3 +93,9 @@ def test_the_draw_covers_every_pair_of_axes() -> None:
     assert pairs_of(LAYOUTS) == possible
     assert len(set(LAYOUTS)) >= 150
     assert {len(drawn.axes) for drawn in LAYOUTS} >= {1, 2, 3, 4}
+
+
+def test_the_picked_ones_have_every_trait_of_all() -> None:
+    traits, picked = (set().union(*map(traits_of, layouts)) for layouts in (LAYOUTS, PICKED))
+    assert picked == traits
+    assert len(PICKED) < len(LAYOUTS) / 3

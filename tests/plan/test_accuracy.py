@@ -66,6 +66,7 @@ def join(errors: Mapping[str, Sequence[float]]) -> list[float]:
     return [error for each in errors.values() for error in each]
 
 
+@pytest.mark.slow
 def test_step_time_is_as_near_as_it_was(core: list[Any]) -> None:
     errors = score.errors_by_source(core, "time_error")
     level = score.level_of(join(errors))

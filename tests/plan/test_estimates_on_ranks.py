@@ -177,6 +177,7 @@ def formats(compute: str, mode: str) -> tuple[str, str]:
     return f"precision.compute={compute}", f"recompute.mode={mode}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_one_rank_holds_what_the_plan_says(compute: str, train: Any) -> None:
     for mode in MODES:

@@ -90,6 +90,7 @@ def test_a_deadline_stops_all_ranks_and_the_next_attempt_goes_on_bit_by_bit(rank
         assert read_column(tmp_path / "cut") == read_column(tmp_path / "through")
 
 
+@pytest.mark.slow
 def test_the_clock_is_told_once_at_the_start(tmp_path: Path, quiet_threads: None) -> None:
     """With an estimate first; the next attempt knows how long the last save took."""
     first = begin(tmp_path, left_s=3600.0)
@@ -104,6 +105,7 @@ def test_the_clock_is_told_once_at_the_start(tmp_path: Path, quiet_threads: None
     assert two["margin_s"] == pytest.approx(2 * took + 30.0)
 
 
+@pytest.mark.slow
 def test_a_deadline_that_has_passed_lets_one_step_be_taken(tmp_path: Path, quiet_threads: None) -> None:
     """So that a chain of attempts that are too short still comes to its end."""
     for number in (1, 2):
@@ -187,6 +189,7 @@ def test_a_request_in_the_last_moment_holds_the_successor(tmp_path: Path, quiet_
     assert not RunDir(tmp_path).stop_requested()
 
 
+@pytest.mark.slow
 def test_a_signal_is_a_stop_and_what_the_job_script_knows_of_it_wins(tmp_path: Path, quiet_threads: None) -> None:
     one = begin(tmp_path)
     train_tiny(tmp_path, lone_rank(), *SHORT, before_step=signal_at(2), attempt=one)

@@ -83,6 +83,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(rank: int) -> None:
             assert parameter.grad is None
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_the_scale_leaves_no_trace_in_gradient_and_norm(rank: int) -> None:
     results = []

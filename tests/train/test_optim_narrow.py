@@ -99,6 +99,7 @@ def decay_states(parts: Sequence[Part]) -> None:
 # --- in pieces
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     shapes=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=5),

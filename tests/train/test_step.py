@@ -218,6 +218,7 @@ def test_a_mean_and_its_sum_give_one_step(rank: int, rows: int) -> None:
             assert_close(stepped.gradient, [p.grad for p in exact.parameters()], 1e-6)
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_ranks_may_pad_to_different_lengths(rank: int) -> None:
     """Rank 0 pads to 3 tokens, rank 1 to 9; the true gradient is that of all pairs of token and target."""

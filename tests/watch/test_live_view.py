@@ -5,6 +5,7 @@ import math
 import time
 import timeit
 
+import pytest
 from rich.console import Console, RenderableType
 from watch_events import BEGIN, event, started, step
 
@@ -138,12 +139,14 @@ def test_broken_losses_are_shown_but_not_drawn() -> None:
     assert "▁" in text
 
 
+@pytest.mark.slow
 def test_height_stays_the_same_from_start_to_end() -> None:
     events = _running()
     heights = {_text(_view(events[:count], now=20.0).render()).count("\n") for count in range(len(events) + 1)}
     assert len(heights) == 1
 
 
+@pytest.mark.slow
 def test_a_render_costs_less_than_three_milliseconds() -> None:
     """Of this process's own time, the best of ten rounds: other work shares the machine."""
     view = _view(_running(), now=70.0)

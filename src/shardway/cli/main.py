@@ -15,24 +15,7 @@ from typing import Any
 import typer
 
 from shardway import __version__
-from shardway.cli import (
-    checkpoint,
-    config,
-    doctor,
-    image,
-    init,
-    logs,
-    plan,
-    rehearse,
-    report,
-    resume,
-    sites,
-    status,
-    stop,
-    submit,
-    train,
-)
-from shardway.cli.program import CommandWithProgram
+from shardway.cli.verbs import Verbs
 from shardway.errors import Bug, ShardwayError
 
 EXIT_KILLED = 130
@@ -42,6 +25,7 @@ _ClickException: Any = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
     name="shardway",
+    cls=Verbs,
     help="Carries a PyTorch training job from a laptop to a supercomputer without rewriting it.",
     epilog="A first run: `shardway train`. A run file of your own: `shardway init my.toml`.",
     no_args_is_help=True,
@@ -50,21 +34,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("plan")(plan.plan)
-app.command("train")(train.train)
-app.command("init")(init.init)
-app.add_typer(config.app, name="config")
-app.add_typer(checkpoint.app, name="checkpoint")
-app.add_typer(sites.app, name="sites")
-app.add_typer(image.app, name="image")
-app.command("submit", cls=CommandWithProgram)(submit.submit)
-app.command("stop")(stop.stop)
-app.command("resume")(resume.resume)
-app.command("status")(status.status)
-app.command("logs")(logs.logs)
-app.command("report")(report.report)
-app.command("doctor")(doctor.doctor)
-app.command("rehearse")(rehearse.rehearse)
 
 
 @app.callback(invoke_without_command=True)

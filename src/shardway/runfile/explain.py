@@ -40,15 +40,18 @@ def explain_key(name: str) -> list[KeyDoc]:
         near = difflib.get_close_matches(name, [*all_keys(), *sections()], n=3, cutoff=0.5)
         guess = f"\n  Did you mean {' or '.join(near)}?" if near else ""
         raise UserError(f"there is no key {name}; allowed: a section ({', '.join(sections())}) or section.key.{guess}")
-    return [_explain(dotted) for dotted in keys]
+    named = dict.fromkeys(dotted.partition(".")[0] for dotted in keys)
+    return [doc for section in named for doc in _explain_section(section) if doc.key in keys]
 
 
-def _explain(dotted: str) -> KeyDoc:
-    section, name = dotted.split(".")
+def _explain_section(section: str) -> list[KeyDoc]:
     model = sections()[section]
-    prop = model.model_json_schema()["properties"][name]
-    default = RunFile().model_dump(mode="json")[section][name]
-    return KeyDoc(dotted, model.model_fields[name].description or "", _allowed(prop), render_value(default))
+    allowed = model.model_json_schema()["properties"]
+    defaults = RunFile().model_dump(mode="json")[section]
+    return [
+        KeyDoc(f"{section}.{name}", field.description or "", _allowed(allowed[name]), render_value(defaults[name]))
+        for name, field in model.model_fields.items()
+    ]
 
 
 def _allowed(prop: dict[str, Any]) -> str:

@@ -57,6 +57,7 @@ def test_an_attempt_is_started_as_a_job_starts_it(tmp_path: Path) -> None:
     assert again.attempt.read_started().deadline == 0.0  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_nothing_outlives_its_deadline(tmp_path: Path) -> None:
     """Nor what the command has started, nor what ignores SIGTERM."""
     script = "trap '' TERM; sleep 60 & echo $! > child; wait; sleep 60"
@@ -142,6 +143,7 @@ def test_a_command_that_writes_no_events_is_seen_from_outside(tmp_path: Path) ->
     ]
 
 
+@pytest.mark.slow
 def test_a_command_that_obeys_nothing(tmp_path: Path) -> None:
     checks = list(rehearse(Piece(lambda run: ["sleep", "60"], 0.2, patience_s=0.2), tmp_path))
     assert verdicts(checks) == [("obeys the stop file", FAIL)]

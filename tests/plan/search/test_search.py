@@ -54,6 +54,7 @@ def question(world: int = 16, fixed: Mapping[str, Any] | None = None, **changes:
 # --- Llama 3 405B
 
 
+@pytest.mark.slow
 def test_it_takes_a_moment(timed: Timed) -> None:
     """Half a second of one core of 2.5 GHz; four times that is a search that has grown."""
     assert timed.seconds < 2

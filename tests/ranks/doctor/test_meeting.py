@@ -81,6 +81,7 @@ def test_a_clock_that_is_ahead_is_measured(monkeypatch: pytest.MonkeyPatch) -> N
     assert clock.error_s < 0.05
 
 
+@pytest.mark.slow
 def test_the_rank_that_never_comes_is_named() -> None:
     point = at(free_port())
     call = RollCall(point, 3)

@@ -1,0 +1,89 @@
+"""The verbs by name; the module of a verb is imported when the verb is asked for.
+
+Invariant: `shardway submit` imports nothing of `shardway plan`; a list of all verbs imports all. This module must not
+know what a verb does.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_group
+
+from shardway.cli.program import CommandWithProgram
+
+_ROOM = "shardway.cli"
+
+VERBS = (
+    "plan",
+    "train",
+    "init",
+    "config",
+    "checkpoint",
+    "sites",
+    "image",
+    "submit",
+    "stop",
+    "resume",
+    "status",
+    "logs",
+    "report",
+    "doctor",
+    "rehearse",
+)
+"""Each has a module of its name, with a function of that name, or an `app` of verbs of its own; as they are listed."""
+
+_CLASSES = {"submit": CommandWithProgram}
+
+
+class Verbs(TyperGroup):
+    """The group of all verbs."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = _Commands()
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Their names, in the order in which a newcomer reads them."""
+        return list(self.commands)
+
+
+class _Commands(MutableMapping[str, Any]):
+    """Commands by name, each made at its first use."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made:
+            if name not in VERBS:
+                raise KeyError(name)
+            self._made[name] = _make(name)
+        return self._made[name]
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        self._made[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys((*VERBS, *self._made)))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+def _make(name: str) -> Any:
+    """The command, made as typer would have made it as one of many."""
+    module = importlib.import_module(f"{_ROOM}.{name}")
+    holder = typer.Typer(rich_markup_mode=None)
+    if hasattr(module, "app"):
+        holder.add_typer(module.app, name=name)
+    else:
+        holder.command(name, cls=_CLASSES.get(name))(getattr(module, name))
+    return get_group(holder).commands[name]
