@@ -38,7 +38,7 @@ gpu:
 	else $(MAKE) --no-print-directory $(READY) && $(BIN)/python -m pytest tests/gpu -rs; fi
 
 cluster: $(READY)
-	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then tests/cluster/install.sh; fi
+	@if tests/cluster/able.sh; then tests/cluster/install.sh; fi
 	SHARDWAY_CLUSTER=1 $(BIN)/python -m pytest tests/cluster -rs
 
 bench: $(READY)

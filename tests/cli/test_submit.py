@@ -17,9 +17,9 @@ from command_line import Shardway
 from test_login_node import CODE, LIBRARIES, run_python
 
 from golden_files import Golden, golden_names
-from shardway.launch.checks import numbers, words
 from shardway.launch.job_script import RUNTIMES
-from shardway.launch.registry import registry_path
+from shardway.launch.runs.registry import registry_path
+from shardway.launch.submission.checks import numbers, words
 from shardway.rundir.directory import RunDir
 from shardway.sites.load import list_sites, load_site
 from speed import mostly_slow
@@ -192,7 +192,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tools / name).write_text(text.format(tmp_path))
         (tools / name).chmod(stat.S_IRWXU)
     monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
-    monkeypatch.setattr("shardway.launch.checks.places._OF_ONE_NODE", ())  # where tests write
+    monkeypatch.setattr("shardway.launch.submission.checks.places._OF_ONE_NODE", ())  # where tests write
     (tmp_path / "tiny.toml").write_text(PROFILE)
     return tmp_path
 
@@ -254,7 +254,8 @@ def test_no_sbatch_is_told(slurm: Path, shardway: Shardway, golden: Golden, monk
 def test_two_people_at_once_submit_one_job(slurm: Path) -> None:
     """Two processes; the one that is late is told."""
     ended = []
-    code = CODE.replace("\nmain()", "\nimport shardway.launch.checks.places as p; p._OF_ONE_NODE = ()\nmain()")
+    shared = "from shardway.launch.submission.checks import places; places._OF_ONE_NODE = ()"
+    code = CODE.replace("\nmain()", f"\n{shared}\nmain()")
 
     def work() -> None:
         ended.append(run_python(slurm, code, *SUBMIT)[0])

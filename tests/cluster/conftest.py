@@ -10,7 +10,6 @@ They run where SHARDWAY_CLUSTER is set (`make cluster` does), and skip with the 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -23,20 +22,15 @@ from submitting import Person, settle_in
 
 CLUSTERS = Path("/var/lib/shardway-cluster")
 CACHE = Path("/var/cache/shardway-cluster")
-REPOSITORY = Path(__file__).parents[2]
+FOLDER = Path(__file__).parent
+REPOSITORY = FOLDER.parents[1]
 
 
 def why_not() -> str:
     """Why there can be no cluster here; "" if there can."""
     if not os.environ.get("SHARDWAY_CLUSTER"):
         return "a real cluster is started by `make cluster` alone (SHARDWAY_CLUSTER is not set)"
-    if not sys.platform.startswith("linux"):
-        return f"the cluster's hosts are Linux namespaces; this is {sys.platform}"
-    if os.geteuid() != 0:
-        return "the cluster needs root, for namespaces and daemons"
-    if shutil.which("apt-get") is None:
-        return "the cluster is made of Debian's packages, and there is no apt-get"
-    return ""
+    return subprocess.run([FOLDER / "able.sh"], capture_output=True, text=True, check=False).stdout.strip()
 
 
 @pytest.fixture(scope="session")
@@ -128,5 +122,5 @@ def _from_cache(step: str) -> Path:
     if reason := why_not():
         pytest.skip(reason)
     if not (CACHE / step / ".filled").exists():
-        subprocess.run([Path(__file__).parent / "install.sh", step], check=True, timeout=600)
+        subprocess.run([FOLDER / "install.sh", step], check=True, timeout=600)
     return CACHE / step

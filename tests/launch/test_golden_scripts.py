@@ -14,11 +14,11 @@ from job_cases import CODE, OWN, RUN, chained, list_combinations, make_job
 
 from golden_files import Golden, golden_names
 from shardway.hardware.probe import Machine
-from shardway.launch import prepare
 from shardway.launch.hosts.local import LocalHost
 from shardway.launch.job import ContainerUse, Job, Meeting, Mount, Surroundings
 from shardway.launch.job_script import render_job_script
-from shardway.launch.prepare import Order
+from shardway.launch.submission import prepare
+from shardway.launch.submission.prepare import Order
 from shardway.resolve.request import parse_words
 from shardway.sites import load as site_loading
 from shardway.sites.load import list_sites

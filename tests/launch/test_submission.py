@@ -14,12 +14,12 @@ import pytest
 from job_cases import Cluster, chained, make_job
 
 from shardway.errors import SiteError, UserError
-from shardway.launch import submit
 from shardway.launch.hosts.local import LocalHost
 from shardway.launch.job import Job
-from shardway.launch.ledger import read_ledger
-from shardway.launch.records import SchedulerSilent
-from shardway.launch.submit import Submitter
+from shardway.launch.runs.ledger import read_ledger
+from shardway.launch.schedulers.records import SchedulerSilent
+from shardway.launch.submission import submit
+from shardway.launch.submission.submit import Submitter
 
 
 @dataclass

@@ -53,10 +53,10 @@ def _is_elsewhere(run: str | None) -> bool:
 
 
 def _job_lines(run: str | None, rank: int | None, node: int | None, attempt: int | None, follow: bool) -> Iterator[str]:
-    from shardway.launch.find import find_known
     from shardway.launch.hosts import find_host
-    from shardway.launch.ledger import read_ledger
-    from shardway.launch.logs import choose_attempt, only_rank, read_output
+    from shardway.launch.runs.find import find_known
+    from shardway.launch.runs.ledger import read_ledger
+    from shardway.launch.runs.logs import choose_attempt, only_rank, read_output
 
     known = find_known(run or str(find_run(None).path))
     host = find_host(known.host)

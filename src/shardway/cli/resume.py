@@ -25,9 +25,9 @@ def resume(
     as_json: JsonOption = False,
 ) -> None:
     """Go on with a run that was stopped, failed, or whose chain has ended."""
-    from shardway.launch.find import find_known
     from shardway.launch.hosts import find_host
-    from shardway.launch.resume import read_last_order
+    from shardway.launch.runs.find import find_known
+    from shardway.launch.submission.resume import read_last_order
 
     known = find_known(run)
     host = find_host(known.host)

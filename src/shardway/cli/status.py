@@ -21,9 +21,9 @@ from shardway.errors import ShardwayError, UserError
 from shardway.units import render_clock, render_count
 
 if TYPE_CHECKING:
-    from shardway.launch.ledger import Ledger
-    from shardway.launch.registry import Known
-    from shardway.launch.standing import Standing
+    from shardway.launch.runs.ledger import Ledger
+    from shardway.launch.runs.registry import Known
+    from shardway.launch.runs.standing import Standing
     from shardway.watch.summary import RunSummary
 
 RunWord = Annotated[
@@ -46,7 +46,7 @@ class _Shown:
 
 def status(run: RunWord = None, as_json: JsonOption = False) -> None:
     """Say where a run stands, or each run of a folder and each that was submitted."""
-    from shardway.launch.find import is_run
+    from shardway.launch.runs.find import is_run
 
     chosen = _choose(run)
     if not chosen and not as_json:
@@ -66,8 +66,8 @@ def status(run: RunWord = None, as_json: JsonOption = False) -> None:
 
 def _choose(word: str | None) -> list[Known]:
     """One run, those of a folder, or where nothing is said those of ./runs and all that were submitted."""
-    from shardway.launch.find import find_all, find_known, is_run
-    from shardway.launch.registry import Known
+    from shardway.launch.runs.find import find_all, find_known, is_run
+    from shardway.launch.runs.registry import Known
 
     if word is None:
         return find_all(Path("runs"))
@@ -85,8 +85,8 @@ def _by_host(chosen: Sequence[Known]) -> list[list[Known]]:
 def _look(group: Sequence[Known], *, alone: bool) -> list[_Shown]:
     """The runs of one host, asked in a few exchanges. A host that cannot be asked is told, and the others are shown."""
     from shardway.launch.hosts import find_host
-    from shardway.launch.ledger import read_ledgers
-    from shardway.launch.standing import read_standings
+    from shardway.launch.runs.ledger import read_ledgers
+    from shardway.launch.runs.standing import read_standings
 
     readable = [known for known in group if known.host or _is_readable(Path(known.run), alone=alone)]
     host = find_host(group[0].host)
@@ -135,7 +135,7 @@ def _is_readable(path: Path, *, alone: bool) -> bool:
 
 
 def _as_json(shown: _Shown) -> dict[str, Any]:
-    from shardway.launch.render import attempts_as_json
+    from shardway.launch.runs.render import attempts_as_json
 
     facts = shown.summary.as_json() if shown.summary else {**shown.ledger.status, "path": shown.known.run}
     jobs = {"host": shown.known.host} if shown.known.host else {}
@@ -144,7 +144,7 @@ def _as_json(shown: _Shown) -> dict[str, Any]:
 
 def _render(shown: _Shown) -> str:
     """One run in a few lines, what is unknown left out."""
-    from shardway.launch.render import render_attempts
+    from shardway.launch.runs.render import render_attempts
 
     head = _summary_lines(shown.summary) if shown.summary else _bare_lines(shown)
     return "\n".join([*head, *render_attempts(shown.standings)])
@@ -152,7 +152,7 @@ def _render(shown: _Shown) -> str:
 
 def _bare_lines(shown: _Shown) -> list[str]:
     """What status.json says of a run that has not begun here, or is on another host."""
-    from shardway.launch.find import render_known
+    from shardway.launch.runs.find import render_known
 
     status = shown.ledger.status
     word = shown.standings[-1].word if shown.standings else "new"

@@ -16,9 +16,9 @@ from shardway.cli.options import JsonOption
 from shardway.errors import UserError
 
 if TYPE_CHECKING:
-    from shardway.launch.ledger import Entry, Ledger
-    from shardway.launch.registry import Known
-    from shardway.launch.stop import Stopper, Stopping
+    from shardway.launch.runs.ledger import Entry, Ledger
+    from shardway.launch.runs.registry import Known
+    from shardway.launch.runs.stop import Stopper, Stopping
 
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, HOST:DIRECTORY, or a run's name.")]
 
@@ -35,10 +35,10 @@ def stop(
     as_json: JsonOption = False,
 ) -> None:
     """Stop a run: its ranks finish their step and save, and what waits in the queue is taken out."""
-    from shardway.launch.find import find_known
     from shardway.launch.hosts import find_host
-    from shardway.launch.ledger import read_ledger
-    from shardway.launch.stop import Stopper
+    from shardway.launch.runs.find import find_known
+    from shardway.launch.runs.ledger import read_ledger
+    from shardway.launch.runs.stop import Stopper
 
     known = find_known(run)
     stopper = Stopper(find_host(known.host))

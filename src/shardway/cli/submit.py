@@ -18,8 +18,8 @@ from shardway.errors import UserError
 
 if TYPE_CHECKING:
     from shardway.launch.hosts.base import Host
-    from shardway.launch.prepare import Order, Prepared
-    from shardway.launch.send import Sent
+    from shardway.launch.submission.prepare import Order, Prepared
+    from shardway.launch.submission.send import Sent
 
 MostOption = Annotated[int, typer.Option("--max-attempts", min=0, help="Most jobs of --until-done (0: no limit).")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the job script, and do nothing.")]
@@ -50,11 +50,11 @@ def submit(
 def carry_out(order: Order, host: Host, *, dry_run: bool, as_json: bool) -> None:
     """Submit an order and say what became of it, or print its job script."""
     if not dry_run:
-        from shardway.launch.send import send
+        from shardway.launch.submission.send import send
 
         _print_sent(send(order, host), as_json)
         return
-    from shardway.launch.prepare import prepare
+    from shardway.launch.submission.prepare import prepare
 
     prepared = prepare(order, host)
     _warn(prepared)
@@ -63,7 +63,7 @@ def carry_out(order: Order, host: Host, *, dry_run: bool, as_json: bool) -> None
 
 def read_order(ctx: typer.Context, words: list[str], site: str, directory: Path | None) -> Order:
     """What the words of the command line ask for. Raises UserError where a run file and a command are both named."""
-    from shardway.launch.prepare import Order
+    from shardway.launch.submission.prepare import Order
 
     request, command = read_request(words, directory), read_program_words(ctx)
     if command and request.run_file is not None and request.run_file.suffix != ".toml":

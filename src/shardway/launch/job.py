@@ -1,7 +1,8 @@
 """One job as it is asked of a scheduler, a starter and a container runtime: all that its script is made of.
 
 Invariant: a `Job` is complete and consistent: whatever depends on the site, the run file or this machine was decided
-before it was made (`launch.wants`), and the same job always gives the same script. This module must not read files.
+before it was made (`launch.submission.wish`), and the same job always gives the same script. This module must not read
+files.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class Submission:
 
     `token` is unique and is part of what the scheduler is told, so that a submission whose answer was lost is found
     again. `job` is empty until the scheduler has answered. `asked` is what the job asks for, for sentences about it
-    (keys of `launch.records.Asked`); a link of a chain that its job submitted asks for what the one before it did.
+    (keys of `schedulers.records.Asked`); a link of a chain that its job submitted asks for what the one before it did.
     """
 
     scheduler: str

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from shardway.launch.hosts.base import Done
-from shardway.launch.records import Asked, Explanation, JobRecord, Phase, SchedulerEnding
 from shardway.launch.schedulers.pbs import query as pbs_query
 from shardway.launch.schedulers.pbs import reasons as pbs
+from shardway.launch.schedulers.records import Asked, Explanation, JobRecord, Phase, SchedulerEnding
 from shardway.launch.schedulers.slurm import query as slurm_query
 from shardway.launch.schedulers.slurm import reasons as slurm
 from transcripts import TRANSCRIPTS, list_transcripts, read_json, read_transcript

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from shardway.launch.hosts.base import Done
-from shardway.launch.records import Asked
 from shardway.launch.schedulers.explain import load_rules
 from shardway.launch.schedulers.pbs import refusals as pbs
+from shardway.launch.schedulers.records import Asked
 from shardway.launch.schedulers.slurm import refusals as slurm
 from transcripts import Recorded, find, list_transcripts, read_transcript
 

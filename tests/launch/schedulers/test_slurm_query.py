@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardway.launch.hosts.base import Done
-from shardway.launch.records import JobRecord, Phase, SchedulerEnding, SchedulerSilent
+from shardway.launch.schedulers.records import JobRecord, Phase, SchedulerEnding, SchedulerSilent
 from shardway.launch.schedulers.slurm.query import find_commands, parse_found, parse_records, query_commands
 from transcripts import find, read_transcript
 

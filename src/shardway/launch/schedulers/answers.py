@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from shardway.launch.hosts.base import MISSING, Done
-from shardway.launch.records import JobRecord, Phase, SchedulerEnding
+from shardway.launch.schedulers.records import JobRecord, Phase, SchedulerEnding
 
 _LINES = 2
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from shardway.launch.hosts.base import Done
-from shardway.launch.records import Asked, Explanation, JobRecord
 from shardway.launch.schedulers.local import query as local
 from shardway.launch.schedulers.pbs import query as pbs
 from shardway.launch.schedulers.pbs import reasons as pbs_reasons
 from shardway.launch.schedulers.pbs import refusals as pbs_refusals
+from shardway.launch.schedulers.records import Asked, Explanation, JobRecord
 from shardway.launch.schedulers.slurm import query as slurm
 from shardway.launch.schedulers.slurm import reasons as slurm_reasons
 from shardway.launch.schedulers.slurm import refusals as slurm_refusals

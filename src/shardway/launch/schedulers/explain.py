@@ -14,7 +14,7 @@ from functools import cache
 from importlib.resources import files
 
 from shardway.launch.hosts.base import Done
-from shardway.launch.records import Asked, Explanation, JobRecord, Phase
+from shardway.launch.schedulers.records import Asked, Explanation, JobRecord, Phase
 from shardway.units import render_bytes, render_seconds
 
 _UNNAMED = "(none was named)"

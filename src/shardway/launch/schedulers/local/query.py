@@ -13,8 +13,8 @@ import re
 from collections.abc import Sequence
 
 from shardway.launch.hosts.base import Done
-from shardway.launch.records import Asked, Explanation, JobRecord, Phase, SchedulerEnding, SchedulerSilent
 from shardway.launch.schedulers.answers import describe_silence
+from shardway.launch.schedulers.records import Asked, Explanation, JobRecord, Phase, SchedulerEnding, SchedulerSilent
 
 _JOB = re.compile(r"(\d+)\.(\d+)")
 _GRACE_S = 30

@@ -21,8 +21,8 @@ from dataclasses import replace
 from typing import Any
 
 from shardway.launch.hosts.base import Done
-from shardway.launch.records import JobRecord, Phase, SchedulerEnding, SchedulerSilent
 from shardway.launch.schedulers.answers import describe_silence, merge_tasks
+from shardway.launch.schedulers.records import JobRecord, Phase, SchedulerEnding, SchedulerSilent
 
 _PHASES = {
     **dict.fromkeys("HQTW", Phase.QUEUED),

@@ -7,8 +7,8 @@ Sources: qstat(1B), PBS Professional Reference Guide "Job Exit Codes"; `reasons.
 
 from __future__ import annotations
 
-from shardway.launch.records import Asked, Explanation, JobRecord
 from shardway.launch.schedulers import explain
+from shardway.launch.schedulers.records import Asked, Explanation, JobRecord
 
 _NOTHING = Asked()
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 
 from shardway.launch.hosts.base import Done
-from shardway.launch.records import Asked, Explanation
 from shardway.launch.schedulers import explain
+from shardway.launch.schedulers.records import Asked, Explanation
 
 _TAKEN = re.compile(r"^(\d+(?:\[\])?(?:\.[\w.-]+)?)\s*$", re.MULTILINE)
 

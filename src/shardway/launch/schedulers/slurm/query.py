@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from shardway.launch.hosts.base import Done
-from shardway.launch.records import JobRecord, Phase, SchedulerEnding, SchedulerSilent
 from shardway.launch.schedulers.answers import describe_silence, merge_tasks
+from shardway.launch.schedulers.records import JobRecord, Phase, SchedulerEnding, SchedulerSilent
 
 _ENV = ("env", "SLURM_TIME_FORMAT=%s")
 """Times as Unix seconds, so that nobody has to know the time zone of the machine that answers."""

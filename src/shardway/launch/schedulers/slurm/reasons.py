@@ -7,8 +7,8 @@ Sources: job_reason_codes.html and sacct(1) "JOB STATE CODES"; `reasons.toml` be
 
 from __future__ import annotations
 
-from shardway.launch.records import Asked, Explanation, JobRecord
 from shardway.launch.schedulers import explain
+from shardway.launch.schedulers.records import Asked, Explanation, JobRecord
 
 _NOTHING = Asked()
 

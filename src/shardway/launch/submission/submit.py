@@ -20,9 +20,9 @@ from shardway.errors import ShardwayError, SiteError, UserError
 from shardway.launch.hosts.base import Done, Host, HostUnreachable
 from shardway.launch.job import Job
 from shardway.launch.job_script import render_job_script
-from shardway.launch.ledger import Entry, write_submission
-from shardway.launch.records import Asked, Explanation, SchedulerSilent
+from shardway.launch.runs.ledger import Entry, write_submission
 from shardway.launch.schedulers.clients import CLIENTS, Client
+from shardway.launch.schedulers.records import Asked, Explanation, SchedulerSilent
 from shardway.rundir.attempts import Attempt, Submission
 
 TRIES = 6

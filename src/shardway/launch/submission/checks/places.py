@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shardway.errors import Problem
 from shardway.launch.hosts.base import Host
-from shardway.launch.wants import Wish, build_job, runtime_of
+from shardway.launch.submission.wish import Wish, build_job, runtime_of
 
 _OF_ONE_NODE = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 """Folders that each node has for itself, on every Linux machine that does not say otherwise."""

@@ -16,10 +16,10 @@ from pathlib import PurePosixPath
 
 from shardway.errors import SiteError
 from shardway.launch.hosts.base import Host
-from shardway.launch.ledger import Entry, Ledger, read_ledger
-from shardway.launch.records import Phase
+from shardway.launch.runs.ledger import Entry, Ledger, read_ledger
+from shardway.launch.schedulers.records import Phase
 from shardway.launch.schedulers.clients import CLIENTS
-from shardway.launch.standing import Standing, read_standing
+from shardway.launch.runs.standing import Standing, read_standing
 
 POLLS_S = (1.0, 2.0, 4.0, 8.0, 15.0)
 """Pauses between two looks while waiting; the last one stays. Sites dislike being asked often."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shardway.errors import UserError
 from shardway.launch.hosts.base import Host
-from shardway.launch.ledger import Entry, Ledger
+from shardway.launch.runs.ledger import Entry, Ledger
 from shardway.rundir.attempts import Attempt
 
 _FOLLOW = """end=$1 log=$2; shift 2; tail -q -n +1 -F "$@" 2>/dev/null & tail=$!

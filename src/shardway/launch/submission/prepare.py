@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardway.errors import Problem, UserError, check_no_problems
-from shardway.launch.checks import numbers, places, words
 from shardway.launch.hosts.base import Host
 from shardway.launch.job import SECRETS, Chain, Job, Program
 from shardway.launch.job_script import render_job_script
 from shardway.launch.snapshot import SnapshotPlan, plan_snapshot
-from shardway.launch.wants import Wish, build_job, shape_of, with_site_defaults
+from shardway.launch.submission.checks import numbers, places, words
+from shardway.launch.submission.wish import Wish, build_job, shape_of, with_site_defaults
 from shardway.resolve.build import resolve
 from shardway.resolve.request import Request, machine_of_known, resolve_request
 from shardway.resolve.resolved import Circumstances

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from shardway.errors import Problem
 from shardway.launch.job_script import LAUNCHERS, RUNTIMES
-from shardway.launch.wants import Wish, runtime_of, shape_of, starter_of, walltime_of
+from shardway.launch.submission.wish import Wish, runtime_of, shape_of, starter_of, walltime_of
 from shardway.units import render_bytes, render_seconds
 
 Check = Callable[[Wish], Iterator[Problem]]

@@ -1,7 +1,7 @@
 """From what a person asked for and what the site is to the job that is asked of its scheduler.
 
 Invariant: every value of the job comes from the run file, the command line, the site's profile or a stated default;
-nothing is looked up on the machine. This module must not refuse: that is `launch.checks`, which sees the same wish.
+nothing is looked up on the machine. This module must not refuse: that is `checks`, which sees the same wish.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def name_of(wish: Wish) -> str:
 
 
 def build_job(wish: Wish, attempt: int) -> Job:
-    """The job of one attempt. What is missing stands at a harmless value, which `launch.checks` refuses first."""
+    """The job of one attempt. What is missing stands at a harmless value, which `checks` refuses first."""
     profile, program = wish.profile, wish.program
     walltime = walltime_of(wish) or 0.0
     return Job(

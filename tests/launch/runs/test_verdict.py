@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardway.launch.records import JobRecord, Phase, SchedulerEnding
-from shardway.launch.verdict import decide
+from shardway.launch.runs.verdict import decide
+from shardway.launch.schedulers.records import JobRecord, Phase, SchedulerEnding
 from shardway.rundir.attempts import BY_SIGNAL, Ending, Result
 
 

@@ -9,10 +9,10 @@ import re
 from collections.abc import Iterator
 
 from shardway.errors import Problem, UserError
-from shardway.launch.checks.numbers import NAMED_BY_KEYS, Check, problem
 from shardway.launch.containers.base import all_mounts
 from shardway.launch.job import OWN_VARIABLES, SECRETS
-from shardway.launch.wants import Wish, build_job, parse_mount, runtime_of
+from shardway.launch.submission.checks.numbers import NAMED_BY_KEYS, Check, problem
+from shardway.launch.submission.wish import Wish, build_job, parse_mount, runtime_of
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PLAIN = re.compile(r"[A-Za-z0-9_@+=:,./%*-]*")

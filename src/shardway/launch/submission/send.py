@@ -12,16 +12,16 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from shardway.errors import check_no_problems
-from shardway.launch.checks.places import list_host_problems
-from shardway.launch.find import render_known
 from shardway.launch.hosts.base import Host
 from shardway.launch.job import Job
-from shardway.launch.ledger import read_ledger
-from shardway.launch.prepare import Order, Prepared, prepare
-from shardway.launch.registry import Known, remember
+from shardway.launch.runs.find import render_known
+from shardway.launch.runs.ledger import read_ledger
+from shardway.launch.runs.registry import Known, remember
+from shardway.launch.runs.standing import describe_active, read_standing
 from shardway.launch.snapshot import SnapshotPlan, take_snapshot
-from shardway.launch.standing import describe_active, read_standing
-from shardway.launch.submit import Fill, Submitted, Submitter, check_nothing_runs
+from shardway.launch.submission.checks.places import list_host_problems
+from shardway.launch.submission.prepare import Order, Prepared, prepare
+from shardway.launch.submission.submit import Fill, Submitted, Submitter, check_nothing_runs
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
 

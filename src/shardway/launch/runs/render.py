@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from shardway.launch.standing import Standing
+from shardway.launch.runs.standing import Standing
 from shardway.units import render_clock
 
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from shardway.launch.hosts.base import Host, HostUnreachable
-from shardway.launch.ledger import Entry, Ledger
-from shardway.launch.records import Asked, Explanation, JobRecord, Phase, SchedulerSilent
+from shardway.launch.runs.ledger import Entry, Ledger
+from shardway.launch.schedulers.records import Asked, Explanation, JobRecord, Phase, SchedulerSilent
 from shardway.launch.schedulers.clients import CLIENTS
-from shardway.launch.verdict import CONSEQUENCES, decide
+from shardway.launch.runs.verdict import CONSEQUENCES, decide
 from shardway.rundir.attempts import Result
 
 

@@ -13,9 +13,9 @@ from pathlib import Path, PurePosixPath
 
 from shardway.errors import UserError
 from shardway.launch.hosts.base import Host
-from shardway.launch.ledger import read_ledger
-from shardway.launch.prepare import Order, parse_order
-from shardway.launch.registry import Known
+from shardway.launch.runs.ledger import read_ledger
+from shardway.launch.runs.registry import Known
+from shardway.launch.submission.prepare import Order, parse_order
 from shardway.rundir.attempts import Attempt
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardway.launch.records import JobRecord, Phase, SchedulerEnding
+from shardway.launch.schedulers.records import JobRecord, Phase, SchedulerEnding
 from shardway.rundir.attempts import BY_SIGNAL, Ending, Result
 
 _ENDINGS = {

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from shardway.errors import UserError
-from shardway.launch.registry import Known, read_known
+from shardway.launch.runs.registry import Known, read_known
 from shardway.rundir.directory import RunDir
 
 _REMOTE = re.compile(r"(?P<host>[^/:]+):(?P<run>[/~].*)")
