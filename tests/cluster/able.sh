@@ -1,7 +1,7 @@
 #!/bin/bash
 # able.sh
 # Succeed where this machine can hold a cluster; else say why it cannot, and fail.
-set -uo pipefail
+set -euo pipefail
 cd "$(dirname "$0")"
 
 refuse() { echo "$1"; exit 1; }

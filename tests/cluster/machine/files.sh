@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # What stands in the files of the cluster: users, names of hosts, Slurm's configuration, ssh, modules. To be sourced by
 # up.sh; all of it is written before anything starts.
 

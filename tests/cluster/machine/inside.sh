@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # How to get into the room and its hosts. To be sourced.
 
 # go_inside COMMAND...: become that command in the room, with nothing of the caller's environment

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # How a host sees the file system: shared with all hosts, but for what is local on real ones. To be sourced inside a
 # mount namespace of its own.
 

@@ -1,3 +1,4 @@
+# shellcheck shell=bash disable=SC2034
 # What every script of the pretended machine agrees on. To be sourced; each value can be set from outside.
 #
 # NAME   name of the cluster; all that exists of it outside its folder carries it, so that two can run at once
