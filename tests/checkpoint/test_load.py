@@ -14,7 +14,7 @@ from torch import nn
 
 from pool import RankPool, ranks
 from runs import lone_rank, pool_ranks
-from shardway.checkpoint.load import load_latest, peek_latest, verify_checkpoint
+from shardway.checkpoint.load import PassedOver, load_latest, peek_latest, verify_checkpoint
 from shardway.checkpoint.save import save_checkpoint
 from shardway.checkpoint.state import Trained, collect_tensors
 from shardway.errors import JobError, UserError
@@ -95,7 +95,7 @@ DAMAGES: dict[Callable[[Path], None], str] = {
 
 @pytest.mark.parametrize("damage", [flip_bit, lose_manifest], ids=lambda damage: damage.__name__)
 @ranks(2)
-def test_damage_is_told_on_every_rank_and_changes_nothing(
+def test_what_is_damaged_is_passed_over_on_every_rank_and_nothing_on_disk_changes(
     rank: int, tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     on = pool_ranks()
@@ -109,22 +109,43 @@ def test_damage_is_told_on_every_rank_and_changes_nothing(
     on.barrier()
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     trained = make_trained(on, (1, 2), seed=1)
+    loaded = load_latest(directory, on, trained)
+    assert loaded is not None
+    assert (loaded.step, loaded.passed_over) == (1, (PassedOver(2, what),))
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@ranks(2)
+def test_where_nothing_is_whole_nothing_is_loaded(rank: int, tmp_path: Path) -> None:
+    on = pool_ranks()
+    directory = save_two(tmp_path, on, (1, 2))
+    if rank == 0:
+        lose_manifest(directory.checkpoint_path(2))
+        flip_bit(directory.checkpoint_path(1))
+    on.barrier()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    trained = make_trained(on, (1, 2), seed=1)
     state = whole_state(trained.model, trained.optimizer)
     with pytest.raises(JobError) as failure:
         load_latest(directory, on, trained)
+    shard = shards(directory.checkpoint_path(1))[-1].name
     assert str(failure.value) == (
-        f"the checkpoint {folder} is damaged: {what}.\n  It was not loaded, and nothing was changed. To do: restore "
-        f"the file, or move {folder} out of the way and run the same command again: it then goes on from step 1."
+        f"no checkpoint in {directory.checkpoints} is whole:\n"
+        "  step-000000002: its manifest.json is missing\n"
+        f"  step-000000001: the content of {shard} has changed (its checksum is another)\n"
+        "  None was loaded, and nothing was changed. To do: restore the files, or start over with --fresh, which sets "
+        "the run directory aside."
     )
     assert_same_bits(whole_state(trained.model, trained.optimizer), state)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-    on.barrier()
-    if rank == 0:
-        folder.rename(tmp_path / "aside")
-    on.barrier()
-    loaded = load_latest(directory, on, trained)
+
+
+def test_a_manifest_of_another_step_is_damage(tmp_path: Path) -> None:
+    directory = save_two(tmp_path, lone_rank())
+    shutil.copy(directory.checkpoint_path(1) / "manifest.json", directory.checkpoint_path(2))
+    loaded = load_latest(directory, lone_rank(), make_trained(lone_rank(), seed=1))
     assert loaded is not None
-    assert loaded.step == 1
+    assert (loaded.step, loaded.passed_over) == (1, (PassedOver(2, "its manifest is that of step 1"),))
 
 
 @pytest.mark.parametrize(
@@ -138,9 +159,9 @@ def test_every_damage_is_told(tmp_path: Path, damage: Callable[[Path], None]) ->
     (shard,) = shards(folder)
     what = DAMAGES[damage].format(shard=shard.name, size=shard.stat().st_size)
     damage(folder)
-    with pytest.raises(JobError) as failure:
-        load_latest(directory, lone_rank(), trained)
-    assert str(failure.value).splitlines()[0] == f"the checkpoint {folder} is damaged: {what}."
+    loaded = load_latest(directory, lone_rank(), trained)
+    assert loaded is not None
+    assert (loaded.step, loaded.passed_over) == (1, (PassedOver(2, what),))
 
 
 @ranks(2)
@@ -159,11 +180,14 @@ def test_a_newer_format_is_refused_on_every_rank(rank: int, tmp_path: Path) -> N
     )
 
 
-def test_the_only_checkpoint_says_that_the_run_would_start_over(tmp_path: Path) -> None:
+def test_a_look_at_the_manifests_alone_says_the_same(tmp_path: Path) -> None:
     directory = save_two(tmp_path, lone_rank())
-    shutil.rmtree(directory.checkpoint_path(1))
     lose_manifest(directory.checkpoint_path(2))
-    with pytest.raises(JobError, match="it then goes on from the start of the run") as failure:
+    manifest = peek_latest(directory)
+    assert manifest is not None
+    assert manifest.step == 1
+    lose_manifest(directory.checkpoint_path(1))
+    with pytest.raises(JobError, match="start over with --fresh") as failure:
         peek_latest(directory)
     with pytest.raises(JobError) as same:
         load_latest(directory, lone_rank(), make_trained(lone_rank()))

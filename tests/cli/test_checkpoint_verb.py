@@ -67,7 +67,7 @@ def test_export_says_what_it_wrote(shardway: Shardway, tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*") if path.is_file()}
     ended = shardway("checkpoint", "export", "runs/a", "out", "--dtype", "bf16", "--json")
     assert ended.code == 0
-    assert json.loads(ended.out) == {"folder": "out", "step": 2}
+    assert json.loads(ended.out) == {"folder": "out", "step": 2, "passed_over": []}
     assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors"]
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     after = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*") if path.is_file()}

@@ -333,10 +333,11 @@ def come_from_the_future(checkpoint: Path) -> None:
         (come_from_the_future, "newer-checkpoint", 2),
     ],
 )
-def test_a_damaged_checkpoint(
+def test_no_checkpoint_is_whole(
     shardway: Shardway, golden: Golden, trained: Path, damage: Setup, name: str, code: int
 ) -> None:
-    damage(trained / "checkpoints/step-000000002")
+    for step in (1, 2):
+        damage(trained / f"checkpoints/step-{step:09d}")
     before = kept(trained)
     refused(shardway, golden, name, "train", *TINY, "train.steps=4", "--dir", "a", code=code)
     assert kept(trained) == before

@@ -11,7 +11,6 @@ import pytest
 
 from pool import ranks
 from runs import layout, lone_rank, pool_ranks, read_column, read_steps, train_alone, train_tiny, worst_difference
-from shardway.errors import JobError
 from shardway.rundir.directory import RunDir
 
 SHORT = ("train.steps=10", "data.samples=40", "train.global_batch=6")
@@ -42,14 +41,17 @@ def test_a_run_goes_on_bit_by_bit_and_uses_each_sample_once(rank: int, tmp_path:
         assert sorted(used[:train_samples]) == list(range(train_samples))
 
 
-def test_a_flipped_bit_is_refused_and_nothing_else_is_touched(tmp_path: Path, quiet_threads: None) -> None:
-    train_tiny(tmp_path, lone_rank(), *SHORT, "checkpoint.every=5 steps")
-    folder = RunDir(tmp_path).checkpoint_path(10)
-    shard = next(folder.glob("*.distcp"))
+def test_a_flipped_bit_costs_the_steps_since_the_checkpoint_before(tmp_path: Path, quiet_threads: None) -> None:
+    words = (*SHORT, "checkpoint.every=5 steps", "optim.schedule=constant")
+    train_tiny(tmp_path / "through", lone_rank(), *words, "train.steps=12")
+    train_tiny(tmp_path / "cut", lone_rank(), *words)
+    run = RunDir(tmp_path / "cut")
+    shard = next(run.checkpoint_path(10).glob("*.distcp"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    with pytest.raises(JobError, match=r"step-000000010 is damaged: the content of __0_0\.distcp has changed"):
-        train_tiny(tmp_path, lone_rank(), *SHORT, "train.steps=12", "checkpoint.every=5 steps")
-    assert shard.read_bytes() == bytes(content)
-    assert RunDir(tmp_path).checkpoint_steps() == [5, 10]
+    train_tiny(tmp_path / "cut", lone_rank(), *words, "train.steps=12")
+    assert read_column(tmp_path / "cut") == read_column(tmp_path / "through")
+    (event,) = (event for event in run.events(0) if event["event"] == "set_aside")
+    assert event["reason"] == "the content of __0_0.distcp has changed (its checksum is another)"
+    assert (run.checkpoints / event["kept_as"] / shard.name).read_bytes() == bytes(content)

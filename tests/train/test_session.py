@@ -9,6 +9,8 @@ import pytest
 
 from pool import ranks
 from runs import layout, lone_rank, open_tiny, pool_ranks, read_column, signal_at, train_tiny
+from shardway.checkpoint.load import PassedOver
+from shardway.checkpoint.quarantine import set_aside
 from shardway.errors import JobError, UserError
 from shardway.resolve.request import Request
 from shardway.rundir.directory import RunDir
@@ -79,27 +81,53 @@ def test_an_unchanged_directory_of_the_future(tmp_path: Path, quiet_threads: Non
 
 
 @ranks(2)
-def test_a_damaged_checkpoint_is_told_before_anything_is_built(rank: int, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_kept_aside_and_the_one_before_is_gone_on_from(rank: int, tmp_path: Path) -> None:
     on = pool_ranks()
     train_tiny(tmp_path, on, *SHORT, *layout(1, 2))
     on.barrier()
-    folder = RunDir(tmp_path).checkpoint_path(6)
+    run = RunDir(tmp_path)
+    losses, folder = read_column(tmp_path), run.checkpoint_path(6)
     if rank == 0:
         (folder / "manifest.json").unlink()
-    on.barrier()
-    with pytest.raises(JobError) as failure:
-        train_tiny(tmp_path, on, *SHORT, *layout(1, 2))
-    assert str(failure.value) == (
-        f"the checkpoint {folder} is damaged: its manifest.json is missing.\n  It was not loaded, and nothing was "
-        f"changed. To do: restore the file, or move {folder} out of the way and run the same command again: it then "
-        "goes on from step 3."
-    )
-    on.barrier()
-    if rank == 0:
-        folder.rename(tmp_path / "aside")
+        kept = snapshot(folder)
     on.barrier()
     train_tiny(tmp_path, on, *SHORT, *layout(1, 2))
-    assert RunDir(tmp_path).checkpoint_steps() == [3, 6]
+    if rank != 0:
+        return
+    assert read_column(tmp_path) == losses
+    assert run.checkpoint_steps() == [3, 6]
+    aside = run.checkpoints / "damaged-step-000000006"
+    assert list(snapshot(aside).values()) == list(kept.values())
+    (event,) = (event for event in run.events(0) if event["event"] == "set_aside")
+    assert (event["name"], event["kept_as"], event["step"]) == (folder.name, aside.name, 3)
+    assert event["reason"] == "its manifest.json is missing"
+
+
+def test_a_run_without_a_whole_checkpoint_is_told_before_anything_is_built(tmp_path: Path, quiet_threads: None) -> None:
+    train_tiny(tmp_path, lone_rank(), *SHORT)
+    run = RunDir(tmp_path)
+    for step in (3, 6):
+        (run.checkpoint_path(step) / "manifest.json").unlink()
+    with (
+        pytest.raises(JobError, match=f"no checkpoint in {run.checkpoints} is whole"),
+        open_tiny(tmp_path, lone_rank(), *SHORT),
+    ):
+        pytest.fail("the session was opened")
+    assert run.checkpoint_steps() == [3, 6]
+
+
+def test_every_damaged_checkpoint_of_a_step_is_kept(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    for _ in range(3):
+        run.checkpoint_path(6).mkdir()
+        assert set_aside(run, [PassedOver(6, "why")])[0].reason == "why"
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == [
+        "damaged-step-000000006",
+        "damaged-step-000000006.2",
+        "damaged-step-000000006.3",
+    ]
+    assert run.checkpoint_steps() == []
 
 
 def test_leftovers_of_a_cut_off_save_are_removed(tmp_path: Path, quiet_threads: None) -> None:

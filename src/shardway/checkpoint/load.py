@@ -1,23 +1,23 @@
-"""Reads a checkpoint, after every byte of it was compared with its manifest.
+"""Reads the newest checkpoint that is whole: every byte of it was compared with its manifest.
 
-Invariant: either the whole state is installed on every rank or none of it, with an error that names the file. It
-must not change anything on disk.
+Invariant: either the whole state of one checkpoint is installed on every rank or nothing is, with an error that names
+the files. It must not change anything on disk.
 """
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from shardway.checkpoint.manifest import Manifest, find_damage, read_manifest
+from shardway.checkpoint.manifest import Damaged, Manifest, find_damage, read_manifest
 from shardway.checkpoint.state import State, random_state, set_random_state
 from shardway.errors import JobError
 from shardway.ranks.start import Ranks
@@ -25,33 +25,62 @@ from shardway.rundir.directory import RunDir
 
 
 @dataclass(frozen=True)
+class PassedOver:
+    """A damaged checkpoint that is newer than the one that was loaded."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class Loaded:
-    """What was restored: the checkpoint's name, its counters, and whether the random state came with it."""
+    """What was restored: the checkpoint's name, its counters, and whether the random state came with it.
+
+    `passed_over`: newer ones that are damaged, the newest first.
+    """
 
     name: str
     step: int
     world: int
     numbers: Mapping[str, Any]
     random_restored: bool
+    passed_over: tuple[PassedOver, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Whole:
+    folder: Path
+    manifest: Manifest
+    passed_over: tuple[PassedOver, ...]
 
 
 def peek_latest(directory: RunDir) -> Manifest | None:
-    """The manifest of the newest checkpoint, or None. Raises JobError where it is damaged."""
-    steps = directory.checkpoint_steps()
-    if not steps:
-        return None
-    folder = directory.checkpoint_path(steps[-1])
-    with _saying_how_to_go_on(folder, steps):
-        return read_manifest(folder)
+    """The manifest of the newest checkpoint that has one, or None where there is no checkpoint.
+
+    Cheap, so that a run that cannot go on is told before its model is built. Raises JobError where no manifest can be
+    read, UserError for a newer format.
+    """
+    passed_over = []
+    for step in reversed(directory.checkpoint_steps()):
+        try:
+            return _read_manifest_of(directory, step)
+        except Damaged as damage:
+            passed_over.append(PassedOver(step, "; ".join(damage.reasons)))
+    if passed_over:
+        raise JobError(_nothing_whole(directory, passed_over))
+    return None
 
 
 def load_latest(directory: RunDir, ranks: Ranks, state: State) -> Loaded | None:
-    """Restore the newest checkpoint on all ranks together; None where there is none."""
+    """Restore the newest whole checkpoint on all ranks together; None where there is no checkpoint.
+
+    Raises JobError where there are checkpoints and none is whole, or where it does not fit the state.
+    """
     steps = ranks.gather(directory.checkpoint_steps() if ranks.is_first else [])[0]
     if not steps:
         return None
-    folder = directory.checkpoint_path(steps[-1])
-    manifest = ranks.together(lambda: _verified(folder, ranks, steps))
+    whole = _find_whole(directory, ranks, steps)
+    folder, manifest = whole.folder, whole.manifest
     same_world = manifest.world == ranks.world
     tensors = state.collect()
     if same_world:
@@ -61,34 +90,55 @@ def load_latest(directory: RunDir, ranks: Ranks, state: State) -> Loaded | None:
     state.install(tensors)
     if same_world:
         set_random_state(tensors["random"][f"rank-{ranks.rank}"])
-    return Loaded(folder.name, manifest.step, manifest.world, manifest.numbers, same_world)
+    return Loaded(folder.name, manifest.step, manifest.world, manifest.numbers, same_world, whole.passed_over)
 
 
 def verify_checkpoint(folder: Path, rank: int = 0, world: int = 1) -> Manifest:
-    """Compare this rank's share of the files with the manifest. Raises JobError that names what differs."""
+    """Compare this rank's share of the files with the manifest. Raises Damaged that names what differs."""
     manifest = read_manifest(folder)
     shares = list(manifest.files.items())[rank::world]
     damages = [damage for name, seal in shares if (damage := find_damage(folder, name, seal))]
     if damages:
-        raise JobError(f"the checkpoint {folder} is damaged: {'; '.join(damages)}.")
+        raise Damaged(folder, damages)
     return manifest
 
 
-def _verified(folder: Path, ranks: Ranks, steps: list[int]) -> Manifest:
-    with _saying_how_to_go_on(folder, steps):
-        return verify_checkpoint(folder, ranks.rank, ranks.world)
+def _find_whole(directory: RunDir, ranks: Ranks, steps: Sequence[int]) -> _Whole:
+    """The newest of these checkpoints that is whole; each rank reads its share of every one that is looked at."""
+    passed_over: list[PassedOver] = []
+    for step in reversed(steps):
+        shares = ranks.gather(ranks.together(partial(_damage_of_share, directory, step, ranks)))
+        reasons = dict.fromkeys(reason for share in shares for reason in share)
+        if not reasons:
+            return _Whole(directory.checkpoint_path(step), _read_manifest_of(directory, step), tuple(passed_over))
+        passed_over.append(PassedOver(step, "; ".join(reasons)))
+    raise JobError(_nothing_whole(directory, passed_over))
 
 
-@contextlib.contextmanager
-def _saying_how_to_go_on(folder: Path, steps: list[int]) -> Iterator[None]:
+def _damage_of_share(directory: RunDir, step: int, ranks: Ranks) -> tuple[str, ...]:
     try:
-        yield
-    except JobError as error:
-        older = f"step {steps[-2]}" if len(steps) > 1 else "the start of the run"
-        raise JobError(
-            f"{error}\n  It was not loaded, and nothing was changed. To do: restore the file, or move {folder} out of "
-            f"the way and run the same command again: it then goes on from {older}."
-        ) from None
+        _read_manifest_of(directory, step)
+        verify_checkpoint(directory.checkpoint_path(step), ranks.rank, ranks.world)
+    except Damaged as damage:
+        return damage.reasons
+    return ()
+
+
+def _read_manifest_of(directory: RunDir, step: int) -> Manifest:
+    folder = directory.checkpoint_path(step)
+    manifest = read_manifest(folder)
+    if manifest.step != step:
+        raise Damaged(folder, [f"its manifest is that of step {manifest.step}"])
+    return manifest
+
+
+def _nothing_whole(directory: RunDir, damaged: Sequence[PassedOver]) -> str:
+    told = "\n".join(f"  {directory.checkpoint_path(each.step).name}: {each.reason}" for each in damaged)
+    return (
+        f"no checkpoint in {directory.checkpoints} is whole:\n{told}\n"
+        "  None was loaded, and nothing was changed. To do: restore the files, or start over with --fresh, which sets "
+        "the run directory aside."
+    )
 
 
 def _read(tensors: dict[str, Any], folder: Path, ranks: Ranks) -> None:

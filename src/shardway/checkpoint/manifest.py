@@ -10,7 +10,7 @@ torch's own formats load a flipped bit or a zeroed page without a word, so each 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,14 @@ class Manifest:
         return sum(seal.bytes for seal in self.files.values())
 
 
+class Damaged(JobError):
+    """A checkpoint is not what was saved; `reasons` say what of it."""
+
+    def __init__(self, folder: Path, reasons: Sequence[str]) -> None:
+        self.reasons = tuple(reasons)
+        super().__init__(f"the checkpoint {folder} is damaged: {'; '.join(reasons)}.")
+
+
 def seal_file(path: Path) -> Seal:
     """Read a whole file and compute its seal."""
     digest, size = xxhash.xxh3_128(), 0
@@ -71,7 +79,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint. Raises JobError where it is missing or damaged, UserError for a newer format."""
+    """The manifest of a checkpoint. Raises Damaged where it cannot be read, UserError for a newer format."""
     try:
         content = json.loads((folder / NAME).read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
@@ -82,9 +90,9 @@ def read_manifest(folder: Path) -> Manifest:
         files = {name: Seal(int(seal["bytes"]), str(seal["xxh3"])) for name, seal in content["files"].items()}
         return Manifest(int(content["step"]), int(content["world"]), dict(content["numbers"]), files)
     except FileNotFoundError:
-        raise JobError(f"the checkpoint {folder} is damaged: its {NAME} is missing.") from None
+        raise Damaged(folder, [f"its {NAME} is missing"]) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise JobError(f"the checkpoint {folder} is damaged: its {NAME} cannot be read ({error}).") from None
+        raise Damaged(folder, [f"its {NAME} cannot be read ({error})"]) from None
 
 
 def find_damage(folder: Path, name: str, seal: Seal) -> str | None:

@@ -45,5 +45,7 @@ def export(
 
     exported = export_run(RunDir(run), folder, dtype.value, os.environ)
     if find_placement(os.environ).rank == 0:
+        for damaged in exported.passed_over:
+            typer.echo(f"step {damaged.step} is damaged and was passed over: {damaged.reason}", err=True)
         facts = asdict(exported)
         typer.echo(json.dumps(facts, indent=1) if as_json else f"step {exported.step} written to {exported.folder}")

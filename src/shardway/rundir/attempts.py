@@ -86,6 +86,7 @@ class Submission:
     `token` is unique and is part of what the scheduler is told, so that a submission whose answer was lost is found
     again. `job` is empty until the scheduler has answered. `asked` is what the job asks for, for sentences about it
     (keys of `schedulers.records.Asked`); a link of a chain that its job submitted asks for what the one before it did.
+    `claim` is a line that names the process which is at it, so that others see whether it still is.
     """
 
     scheduler: str
@@ -95,6 +96,7 @@ class Submission:
     after: str = ""
     submitted: float = 0.0
     asked: Mapping[str, Any] = field(default_factory=dict)
+    claim: str = ""
 
 
 @dataclass(frozen=True)

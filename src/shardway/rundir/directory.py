@@ -11,6 +11,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from shardway.errors import JobError, UserError
 from shardway.rundir.atomic import write_json, write_whole
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.events import Event, EventFollower, EventWriter, drop_undone, read_events
-from shardway.rundir.lock import WriterLock, find_holder
+from shardway.rundir.lock import WriterLock, find_holder, find_holder_host
 
 FORMAT = 1
 """Version of the run directory that this code writes, and the newest that it reads."""
@@ -88,6 +89,10 @@ class RunDir:
     def find_writer(self) -> str | None:
         """Who is training here now, or None."""
         return find_holder(self._lock_path)
+
+    def find_writer_host(self) -> str:
+        """The host of whoever is training here now; empty for nobody."""
+        return find_holder_host(self._lock_path)
 
     # --- what was asked and decided
 
@@ -202,6 +207,12 @@ class RunDir:
             return []
         found = (_CHECKPOINT.fullmatch(path.name) for path in self.checkpoints.iterdir())
         return sorted(int(match[1]) for match in found if match)
+
+    def damaged_checkpoint_path(self, step: int) -> Path:
+        """A free name for a checkpoint that was found to be damaged, where it is kept and not taken for one."""
+        first = self.checkpoints / f"damaged-step-{step:09d}"
+        names = chain([first], (first.with_name(f"{first.name}.{number}") for number in count(2)))
+        return next(path for path in names if not path.exists())
 
     def partial_checkpoints(self) -> list[Path]:
         """Leftovers of saves that never became complete."""

@@ -13,6 +13,7 @@ import os
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 from shardway.errors import SiteError, UserError
 
@@ -34,7 +35,7 @@ class WriterLock:
         """
         descriptor = _open(self._path)
         if not _try_lock(descriptor, self._path):
-            holder = _read_holder(descriptor)
+            holder = _render_holder(_read_note(descriptor))
             os.close(descriptor)
             raise UserError(_held_message(self._path.parent, holder))
         os.ftruncate(descriptor, 0)
@@ -51,6 +52,17 @@ class WriterLock:
 
 def find_holder(path: Path) -> str | None:
     """Who holds the lock ("process 4711 on host n1 since ..."), or None where nobody does."""
+    note = _find_note(path)
+    return None if note is None else _render_holder(note)
+
+
+def find_holder_host(path: Path) -> str:
+    """The host of whoever holds the lock; empty where nobody does, or has not noted it yet."""
+    return str((_find_note(path) or {}).get("host", ""))
+
+
+def _find_note(path: Path) -> dict[str, Any] | None:
+    """What the holder of a lock noted, empty where that cannot be read; None where nobody holds it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -58,7 +70,7 @@ def find_holder(path: Path) -> str | None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return _read_holder(descriptor)
+        return _read_note(descriptor)
     except OSError:  # a file system without locks, where no writer starts either
         return None
     finally:
@@ -95,11 +107,18 @@ def _try_lock(descriptor: int, path: Path) -> bool:
     return False
 
 
-def _read_holder(descriptor: int) -> str:
+def _read_note(descriptor: int) -> dict[str, Any]:
     try:
         note = json.loads(os.pread(descriptor, 4096, 0))
+    except ValueError:
+        return {}
+    return note if isinstance(note, dict) else {}
+
+
+def _render_holder(note: dict[str, Any]) -> str:
+    try:
         return f"process {note['pid']} on host {note['host']} since {note['since']}"
-    except (ValueError, KeyError, TypeError):
+    except KeyError:
         return "a process that has just started"
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardway.checkpoint.export import save_weights
-from shardway.checkpoint.load import load_latest
+from shardway.checkpoint.load import PassedOver, load_latest
 from shardway.checkpoint.state import Trained
 from shardway.errors import UserError
 from shardway.hfconfig import locate_model
@@ -52,10 +52,11 @@ _SHARED_EVENLY = (
 
 @dataclass(frozen=True)
 class Exported:
-    """Where a model was written, and from which step of the run."""
+    """Where a model was written, from which step of the run, and which newer checkpoints are damaged."""
 
     folder: str
     step: int
+    passed_over: tuple[PassedOver, ...] = ()
 
 
 def export_run(run: RunDir, folder: Path, dtype: str, environ: Mapping[str, str]) -> Exported:
@@ -83,7 +84,7 @@ def export_on(ranks: Ranks, resolution: Resolution, run: RunDir, folder: Path, d
         raise _no_checkpoint(run)
     state = {name: parameter.detach() for name, parameter in parallel.module.named_parameters()}
     save_weights(state, form, folder, ranks, dtype=DTYPES[dtype])
-    return Exported(str(folder), loaded.step)
+    return Exported(str(folder), loaded.step, loaded.passed_over)
 
 
 def _resolve(run: RunDir, ranks: int, ranks_per_node: int) -> Resolution:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from shardway.checkpoint.load import load_latest
-from shardway.checkpoint.save import prune_checkpoints, save_checkpoint
+from shardway.checkpoint.load import PassedOver, load_latest
+from shardway.checkpoint.quarantine import set_aside
 from shardway.data.loader import Batch
 from shardway.errors import Bug, JobError, UserError
 from shardway.parallel.axes.replicate import average_buffers
@@ -27,6 +27,7 @@ from shardway.train.ending import End, find_end
 from shardway.train.engines.base import Engine
 from shardway.train.loss_scale import LossScale
 from shardway.train.machine import Facts, Phase, next_phase
+from shardway.train.saving import Point, Saver
 from shardway.train.schedule import Course, lr_factor
 from shardway.train.session import Session, machine_facts
 from shardway.train.step import Moment, StepResult
@@ -87,7 +88,8 @@ class Loop:
         self._result: StepResult | None = None
         self._stream: Iterator[Batch] = iter(())
         self._peak_lrs: list[float] = []
-        self._saved_at = self._looked_at = time.monotonic()
+        self._saver = Saver(session, plan.save_every_s, plan.keep)
+        self._looked_at = time.monotonic()
         self._phase = Phase.RESTORE
         self._open_step: _OpenStep | None = None
         self._stop_file: str | None = None
@@ -135,7 +137,7 @@ class Loop:
             return
         if self._open_step is not None and self._result is not None:
             self._close_step(self._open_step, self._result)
-        self._save()
+        self._save_point(last=True)
         self._end("stopped", End(Ending.STOPPED, "the script left its loop"))
         self._phase = Phase.END
 
@@ -145,16 +147,14 @@ class Loop:
 
     def wishes(self) -> Wishes:
         """What this rank wants to happen after the current step."""
-        now, plan = time.monotonic(), self._plan
+        now = time.monotonic()
         if self._session.ranks.is_first and now - self._looked_at >= LOOK_EVERY_S:
             self._looked_at = now
             self._look_for_stop_file()
         return Wishes(
             stop_signal=self._session.signals.received is not None,
             stop_file=self._stop_file is not None,
-            save=plan.save_every_s is not None
-            and self._session.ranks.is_first
-            and now - self._saved_at >= plan.save_every_s,
+            save=self._saver.is_due(),
             deadline=self._deadline is not None and self._deadline.is_near(),
         )
 
@@ -202,11 +202,22 @@ class Loop:
             changed=session.changes if loaded else {},
             **machine_facts(session.ranks),
         )
+        if loaded is not None and loaded.passed_over:
+            self._set_aside(loaded.passed_over)
         self._set_deadline(parameters)
         session.recorder.status(
             now=True, state="running", reason="", step=self._counters.step, total_steps=self._plan.total_steps
         )
         self._stream = self._parts.batches_from(self._counters.samples)
+
+    def _set_aside(self, damaged: Sequence[PassedOver]) -> None:
+        """A damaged checkpoint must not stand where this run will save the same step again."""
+        session = self._session
+        done = session.ranks.together(lambda: set_aside(session.directory, damaged) if session.ranks.is_first else [])
+        for each in done:
+            session.recorder.event(
+                "set_aside", step=self._counters.step, name=each.name, kept_as=each.kept_as, reason=each.reason
+            )
 
     def _set_deadline(self, parameters: int) -> None:
         """Rank 0 reads when the wall-time ends and tells of it; the others know that there is an end."""
@@ -264,23 +275,18 @@ class Loop:
         return skips
 
     def _save(self) -> None:
-        session, started, engine = self._session, time.perf_counter(), self._parts.engine
-        average_buffers(engine.passes.parallel.module, session.mesh)
+        facts = self._facts()
+        self._save_point(last=facts.done or facts.stop)
+
+    def _save_point(self, *, last: bool) -> None:
+        engine = self._parts.engine
+        average_buffers(engine.passes.parallel.module, self._session.mesh)
         numbers = {**self._counters.as_numbers(), "data": self._plan.data_fingerprint}
         if self._loss_scale is not None:
             numbers["loss_scale"] = self._loss_scale.as_numbers()
-        saved = save_checkpoint(session.directory, session.ranks, engine.state, self._counters.step, numbers)
-        self._saved_at = time.monotonic()
-        if saved is not None:
-            seconds = time.perf_counter() - started
-            if self._deadline is not None:
-                self._deadline.took_save(seconds)
-            session.recorder.event(
-                "saved", step=self._counters.step, name=saved.name, bytes=saved.bytes, seconds=seconds
-            )
-            session.recorder.status(saved_step=self._counters.step, save_seconds=seconds)
-            if session.ranks.is_first:
-                prune_checkpoints(session.directory, self._plan.keep)
+        seconds = self._saver.save(Point(engine.state, self._counters.step, numbers, last))
+        if seconds is not None and self._deadline is not None:
+            self._deadline.took_save(seconds)
 
     def _stop(self) -> None:
         if self._session.ranks.is_first:

@@ -141,6 +141,33 @@ def read_save(event: Mapping[str, Any]) -> Save:
 
 
 @dataclass(frozen=True)
+class FailedSave:
+    """A checkpoint that could not be written while the run went on."""
+
+    reason: str
+    retry_s: float | None
+
+
+def read_failed_save(event: Mapping[str, Any]) -> FailedSave:
+    """The facts of a `save_failed` event."""
+    return FailedSave(text(event, "reason"), number(event, "retry_s"))
+
+
+@dataclass(frozen=True)
+class SetAside:
+    """A damaged checkpoint and the name under which it is kept."""
+
+    name: str
+    reason: str
+    kept_as: str
+
+
+def read_set_aside(event: Mapping[str, Any]) -> SetAside:
+    """The facts of a `set_aside` event."""
+    return SetAside(text(event, "name"), text(event, "reason"), text(event, "kept_as"))
+
+
+@dataclass(frozen=True)
 class Fault:
     """Something that went wrong; `kind` is the name of the error class."""
 

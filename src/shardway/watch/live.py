@@ -19,18 +19,28 @@ from rich.text import Text
 
 from shardway.rundir.events import Event
 from shardway.watch.curve import GrowingCurve
-from shardway.watch.facts import measured, read_ending, read_fault, read_save, read_start
+from shardway.watch.facts import (
+    measured,
+    read_ending,
+    read_failed_save,
+    read_fault,
+    read_save,
+    read_set_aside,
+    read_start,
+)
 from shardway.watch.plain import PlainLines
 from shardway.watch.progress import Progress
 from shardway.watch.words import (
     one_line,
     render_ending,
+    render_failed_save,
     render_fault,
     render_loss,
     render_machine,
     render_number,
     render_rate,
     render_save,
+    render_set_aside,
     render_size,
     render_start,
     render_time,
@@ -107,6 +117,10 @@ class LiveView:
                 self._say(render_start(read_start(event)), event)
             case "saved":
                 self._say(render_save(read_save(event)), event)
+            case "save_failed":
+                self._say(render_failed_save(read_failed_save(event)), event, "yellow")
+            case "set_aside":
+                self._say(render_set_aside(read_set_aside(event)), event, "yellow")
             case "fault":
                 self._say(render_fault(read_fault(event)), event, "red")
             case "finished" | "stopped" | "failed":

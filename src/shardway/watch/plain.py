@@ -10,16 +10,18 @@ import time
 from collections.abc import Callable
 
 from shardway.rundir.events import Event
-from shardway.watch.facts import read_ending, read_fault, read_save, read_start, text
+from shardway.watch.facts import read_ending, read_failed_save, read_fault, read_save, read_set_aside, read_start, text
 from shardway.watch.progress import Progress
 from shardway.watch.words import (
     render_ending,
+    render_failed_save,
     render_fault,
     render_loss,
     render_machine,
     render_number,
     render_rate,
     render_save,
+    render_set_aside,
     render_start,
     render_time,
     render_total,
@@ -50,6 +52,10 @@ class PlainLines:
                 return [f"{self._place()}  validation  {self._validation()}"]
             case "saved":
                 return [f"{self._place()}  {render_save(read_save(event))}"]
+            case "save_failed":
+                return [f"{self._place()}  {render_failed_save(read_failed_save(event))}"]
+            case "set_aside":
+                return [render_set_aside(read_set_aside(event))]
             case "deadline":
                 return [f"stops in time: {text(event, 'reason')}"]
             case "validation_skipped":

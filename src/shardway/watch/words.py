@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from shardway.units import render_clock, render_count
-from shardway.watch.facts import Ending, Fault, Save, Start, Validation
+from shardway.watch.facts import Ending, FailedSave, Fault, Save, SetAside, Start, Validation
 from shardway.watch.progress import Progress
 
 UNKNOWN = "n/a"
@@ -90,6 +90,16 @@ def render_validation(validation: Validation) -> str:
     if validation.accuracy is not None:
         parts.append(f"{validation.accuracy:.2%} correct")
     return "  ".join(parts)
+
+
+def render_failed_save(failed: FailedSave) -> str:
+    """ "not saved: no space is left; the next try is in 30 s"."""
+    return f"not saved: {one_line(failed.reason)}; the next try is in {render_time(failed.retry_s)}"
+
+
+def render_set_aside(damaged: SetAside) -> str:
+    """ "step-000000200 is damaged (a shard is missing) and kept as damaged-step-000000200"."""
+    return one_line(f"{damaged.name} is damaged ({damaged.reason}) and kept as {damaged.kept_as}")
 
 
 def render_save(save: Save) -> str:

@@ -1,0 +1,81 @@
+"""When a run is saved besides its cadence in steps, and what a save that failed means for it.
+
+Invariant: a save that fails while the run goes on costs nothing but the time until the next try; where the run ends, it
+is an error. This module must not decide when a run ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardway.checkpoint.save import prune_checkpoints, save_checkpoint
+from shardway.checkpoint.state import State
+from shardway.errors import JobError, LostContact, render_reason
+from shardway.train.session import Session
+
+RETRY_S = 30.0
+"""How long after a save that failed the next is tried: a file system that was busy or full for a moment is well again,
+and one that stays full costs a few tries an hour."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """What is saved: the state, the step that it belongs to, the run's counters. `last`: nothing comes after it."""
+
+    state: State
+    step: int
+    numbers: Mapping[str, Any]
+    last: bool
+
+
+class Saver:
+    """Saves on all ranks together; only rank 0's clock counts."""
+
+    def __init__(
+        self, session: Session, every_s: float | None, keep: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._session = session
+        self._every_s = every_s
+        self._keep = keep
+        self._clock = clock
+        self._tried_at = clock()
+        self._failed = False
+
+    def is_due(self) -> bool:
+        """Whether rank 0 wishes for a save: by the clock, or since the last one failed."""
+        since = self._clock() - self._tried_at
+        due = self._every_s is not None and since >= self._every_s
+        return self._session.ranks.is_first and (due or (self._failed and since >= RETRY_S))
+
+    def save(self, point: Point) -> float | None:
+        """Save; the seconds that it took, None where this step is saved already or the save failed.
+
+        Raises JobError on every rank where it fails and nothing comes after it.
+        """
+        session, started = self._session, time.perf_counter()
+        try:
+            saved = save_checkpoint(session.directory, session.ranks, point.state, point.step, point.numbers)
+        except LostContact:
+            raise
+        except JobError as error:
+            if point.last:
+                raise
+            self._note_failure(point.step, render_reason(str(error)))
+            return None
+        self._tried_at, self._failed = self._clock(), False
+        if saved is None:
+            return None
+        seconds = time.perf_counter() - started
+        session.recorder.event("saved", step=point.step, name=saved.name, bytes=saved.bytes, seconds=seconds)
+        session.recorder.status(saved_step=point.step, save_seconds=seconds, save_failed="")
+        if session.ranks.is_first:
+            prune_checkpoints(session.directory, self._keep)
+        return seconds
+
+    def _note_failure(self, step: int, reason: str) -> None:
+        self._tried_at, self._failed = self._clock(), True
+        self._session.recorder.event("save_failed", step=step, reason=reason, retry_s=RETRY_S)
+        self._session.recorder.status(save_failed=reason)

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from pool import ranks
+from runs import lone_rank, pool_ranks, read_column, train_tiny
+from shardway.errors import JobError
+from shardway.rundir.directory import RunDir
+from shardway.train import saving
+from shardway.train.run import Run
+
+SHORT = ("train.steps=6", "optim.warmup=0 steps", "checkpoint.every=2 steps")
+USAGE = shutil.disk_usage
+
+
+class Disk:
+    """A disk that is full before some steps, and so at the saves right before them."""
+
+    def __init__(self, *full_before: int) -> None:
+        self.full_before = full_before
+        self.full = False
+
+    def usage(self, path: Any) -> Any:
+        """As shutil.disk_usage."""
+        return USAGE(path)._replace(free=100) if self.full else USAGE(path)
+
+    def look(self, run: Run, step: int) -> None:
+        """Before a step; a save that is due after it happens before the next."""
+        self.full = step + 1 in self.full_before
+
+
+def train_on(disk: Disk, folder: Path, *words: str, on: Any = None) -> None:
+    with mock.patch.object(shutil, "disk_usage", disk.usage):
+        train_tiny(folder, on or lone_rank(), *SHORT, *words, before_step=disk.look)
+
+
+def events(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [event for event in RunDir(folder).events(0) if event["event"] == name]
+
+
+def test_a_save_that_fails_costs_no_step(tmp_path: Path, quiet_threads: None) -> None:
+    train_on(Disk(), tmp_path / "well")
+    train_on(Disk(3, 5), tmp_path / "full")
+    assert read_column(tmp_path / "full") == read_column(tmp_path / "well")
+    assert RunDir(tmp_path / "full").checkpoint_steps() == [6]
+    failed = events(tmp_path / "full", "save_failed")
+    assert [event["step"] for event in failed] == [2, 4]
+    assert "it needs about" in failed[0]["reason"]
+    assert RunDir(tmp_path / "full").read_status()["save_failed"] == ""
+
+
+def test_it_is_tried_again_by_the_clock(tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "RETRY_S", 0.0)
+    train_on(Disk(4), tmp_path, "checkpoint.every=3 steps")
+    assert [event["step"] for event in events(tmp_path, "save_failed")] == [3]
+    assert RunDir(tmp_path).checkpoint_steps() == [4, 6]
+
+
+def test_where_the_run_ends_it_is_an_error(tmp_path: Path, quiet_threads: None) -> None:
+    with pytest.raises(JobError, match="step 4 is the last complete checkpoint"):
+        train_on(Disk(7), tmp_path)
+    assert RunDir(tmp_path).checkpoint_steps() == [2, 4]
+    train_on(Disk(), tmp_path)
+    assert RunDir(tmp_path).read_status()["state"] == "finished"
+
+
+@ranks(2)
+def test_all_ranks_go_on_when_one_cannot_write(rank: int, tmp_path: Path) -> None:
+    disk = Disk(3)
+    with mock.patch.object(saving, "save_checkpoint", fail_where(disk, rank == 1)):
+        train_tiny(tmp_path, pool_ranks(), *SHORT, before_step=disk.look)
+    if rank == 0:
+        assert [event["step"] for event in events(tmp_path, "save_failed")] == [2]
+        assert RunDir(tmp_path).checkpoint_steps() == [4, 6]
+        assert len(read_column(tmp_path)) == 6
+
+
+def fail_where(disk: Disk, here: bool) -> Any:
+    """save_checkpoint on a rank whose own disk may be full."""
+    save = saving.save_checkpoint
+
+    def try_to_save(directory: RunDir, on: Any, *arguments: Any) -> Any:
+        def check() -> None:
+            if here and disk.full:
+                raise JobError("no space here")
+
+        on.together(check)
+        return save(directory, on, *arguments)
+
+    return try_to_save
