@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -67,7 +68,9 @@ def test_closing_twice(tmp_path: Path) -> None:
         writer.write("step")
 
 
-def test_a_write_that_was_cut_short_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_was_cut_short_is_told_and_completed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a full disk or a quota does: the kernel takes a part."""
     path = tmp_path / "a"
     real_write = os.write
@@ -76,9 +79,26 @@ def test_a_write_that_was_cut_short_is_told(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setattr(os, "write", lambda descriptor, data: real_write(descriptor, data[:5]))
         with pytest.raises(OSError, match=r"only 5 of \d+ bytes of an event could be written"):
             writer.write("step", step=2)
+        assert writer.waiting == 1
         monkeypatch.undo()
         writer.write("fault", step=2)
-    assert [event["event"] for event in read_events(path)] == ["step", "fault"]
+        assert writer.waiting == 0
+    assert [event["event"] for event in read_events(path)] == ["step", "step", "fault"]
+
+
+def test_what_waits_is_written_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with EventWriter(tmp_path / "a") as writer:
+        monkeypatch.setattr(os, "write", refuse)
+        for step in (1, 2, 3):
+            with pytest.raises(OSError, match="No space"):
+                writer.write("step", step=step)
+        assert (writer.waiting, list(read_events(tmp_path / "a"))) == (3, [])
+        monkeypatch.undo()
+        writer.flush()
+    assert steps_of(read_events(tmp_path / "a")) == [1, 2, 3]
 
 
 @given(st.integers(0, 200))

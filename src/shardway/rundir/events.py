@@ -1,15 +1,17 @@
 """Event files: one JSON object a line, append only.
 
-Invariant: a line is written by one `write` call and never changed; a torn last line (the writer was killed) is
-skipped by readers and closed off by the next writer. This module must not interpret events beyond `event` and
-`step`.
+Invariant: a line is never changed, and what the file system refuses is written later, in order; a torn last line (the
+writer was killed) is skipped by readers and closed off by the next writer. This module must not interpret events
+beyond `event` and `step`.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -26,17 +28,34 @@ class EventWriter:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._waiting: deque[bytes] = deque()
         size = os.fstat(self._descriptor).st_size
-        self._torn = bool(size) and os.pread(self._descriptor, 1, size - 1) != b"\n"
+        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+            self._waiting.append(b"\n")
+
+    @property
+    def waiting(self) -> int:
+        """How many lines the file system has not taken yet."""
+        return len(self._waiting)
 
     def write(self, event: str, /, **facts: Any) -> None:
-        """Append one event. Raises OSError where the file system refuses it."""
+        """Append one event, after those that wait.
+
+        Raises OSError where the file system refuses it: then it waits, for the next write or for `flush`.
+        """
         line = render_json({"event": event, **facts, "time": time.time()}, separators=(", ", ": "))
-        data = (b"\n" if self._torn else b"") + line.encode() + b"\n"
-        written = os.write(self._descriptor, data)
-        self._torn = written != len(data)
-        if self._torn:
-            raise OSError(28, f"only {written} of {len(data)} bytes of an event could be written")
+        self._waiting.append(line.encode() + b"\n")
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what waits. Raises OSError where the file system refuses it."""
+        while self._waiting:
+            data = self._waiting[0]
+            written = os.write(self._descriptor, data)
+            if written < len(data):
+                self._waiting[0] = data[written:]
+                raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes of an event could be written")
+            self._waiting.popleft()
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""

@@ -1,7 +1,8 @@
 """Writes down what happens: events of every rank that has something to say, status by rank 0.
 
-Invariant: recording never changes the run; a file system that refuses becomes one JobError with what to do. Rank 0
-writes one step event a step; every file of events says where an attempt began. This module must not decide anything.
+Invariant: recording never changes the run. What the file system refuses while the run goes on is kept and written
+later; at the start and at the end of an attempt it becomes one JobError with what to do. Rank 0 writes one step event a
+step; every file of events says where an attempt began. This module must not decide anything.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from shardway.train.ending import End
 STATUS_EVERY_S = 1.0
 """A status is written to be read by people and schedulers: once a second is often enough."""
 
+MOST_WAITING = 100_000
+"""How many events wait for a file system that refuses them; some tens of megabytes of memory, hours of most runs."""
+
 
 class Recorder:
     """Events and status of one rank, and the result of the attempt that it is a part of."""
@@ -36,6 +40,7 @@ class Recorder:
         self._writer: EventWriter | None = None
         self._status: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "world": ranks.world}
         self._status_at = 0.0
+        self._trouble: OSError | None = None
 
     @property
     def step_done(self) -> int:
@@ -79,8 +84,11 @@ class Recorder:
         if not self._ranks.is_first or (not now and time.monotonic() - self._status_at < STATUS_EVERY_S):
             return
         self._status_at = time.monotonic()
-        with _refusals(self._directory):
+        try:
             self._directory.write_status(durable=now, **self._status, time=time.time())
+        except OSError as error:
+            if now:
+                raise _refused(self._directory, error) from error
 
     def keep(self, **facts: Any) -> None:
         """Facts that the next status shall hold, though nothing of now says them."""
@@ -96,6 +104,9 @@ class Recorder:
         """How the run ended here: its last event, its status, and the result of the attempt."""
         step = self.step_done
         self.event(event, step=step, reason=end.reason, ending=end.state)
+        if self._writer is not None:
+            with _refusals(self._directory):
+                self._writer.flush()
         self.status(now=True, state=event, step=step, reason=end.reason)
         if self._attempt is not None and self._ranks.is_first:
             with _refusals(self._directory):
@@ -111,7 +122,16 @@ class Recorder:
         with _refusals(self._directory):
             if self._writer is None:
                 self._writer = self._directory.event_writer(self._ranks.rank)
+        try:
             self._writer.write(name, **facts)
+        except OSError as error:
+            if name == "started" or self._writer.waiting > MOST_WAITING:
+                raise _refused(self._directory, error) from error
+            self._trouble = error
+            return
+        if self._trouble is not None:
+            reason, self._trouble = self._trouble.strerror, None
+            self._write("recorded_late", {"step": self.step_done, "reason": reason})
 
 
 @contextlib.contextmanager
@@ -120,8 +140,12 @@ def _refusals(directory: RunDir) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise JobError(
-            f"the run directory {directory.path} does not take more writing: {error.strerror}.\n"
-            "  What was saved before is unchanged. To do: make room (or check the quota and the mount), then run the "
-            "same command again: it goes on from the last checkpoint."
-        ) from error
+        raise _refused(directory, error) from error
+
+
+def _refused(directory: RunDir, error: OSError) -> JobError:
+    return JobError(
+        f"the run directory {directory.path} does not take more writing: {error.strerror}.\n"
+        "  What was saved before is unchanged. To do: make room (or check the quota and the mount), then run the "
+        "same command again: it goes on from the last checkpoint."
+    )
