@@ -14,9 +14,10 @@ from torch import nn
 
 from pool import RankPool, ranks
 from runs import lone_rank, pool_ranks
-from shardway.checkpoint.load import PassedOver, load_latest, peek_latest, verify_checkpoint
+from shardway.checkpoint.load import PassedOver, load_latest, peek_latest
 from shardway.checkpoint.save import save_checkpoint
 from shardway.checkpoint.state import Trained, collect_tensors
+from shardway.checkpoint.verify import verify_checkpoint
 from shardway.errors import JobError, UserError
 from shardway.models.transformer import TransformerShape
 from shardway.ranks.start import Ranks
@@ -209,7 +210,7 @@ def test_the_newest_is_read_by_number_not_by_time(tmp_path: Path) -> None:
     manifest = peek_latest(directory)
     assert manifest is not None
     assert manifest.step == 10
-    assert verify_checkpoint(directory.checkpoint_path(9)).step == 9
+    assert verify_checkpoint(directory, 9).step == 9
 
 
 WIDER = TransformerShape(vocab=64, dim=48, layers=2, heads=2, kv_heads=1, ffn_dim=64)

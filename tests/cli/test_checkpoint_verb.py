@@ -60,6 +60,35 @@ def test_a_run_of_any_layout_is_read_by_the_library(rank: int, tmp_path: Path, w
         assert all(torch.equal(saved, written) for saved, written in pairs)
 
 
+def test_verify_tells_each_checkpoint_and_changes_nothing(shardway: Shardway, tmp_path: Path) -> None:
+    write_text(tmp_path)
+    assert shardway("train", *TINY, "checkpoint.every=1 steps", "--dir", "a").code == 0
+    ended = shardway("checkpoint", "verify", "a")
+    assert ended.code == 0
+    assert [line.partition("  ")[0] for line in ended.out.splitlines()] == ["step-000000002", "step-000000001"]
+    assert "  whole  " in ended.out
+    assert ", saved by 1 rank\n" in ended.out
+    shard = tmp_path / "a/checkpoints/step-000000002/__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    (tmp_path / "a/checkpoints/step-000000001/manifest.json").unlink()
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "a").rglob("*")}
+    ended = shardway("checkpoint", "verify", "a", "--json")
+    assert ended.code == 4
+    newest, oldest = json.loads(ended.out)
+    assert (newest["whole"], newest["world"]) == (False, 1)
+    assert newest["reasons"][0].startswith("__0_0.distcp has ")
+    assert (oldest["reasons"], oldest["bytes"]) == (["its manifest.json is missing"], None)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "a").rglob("*")} == before
+    ended = shardway("checkpoint", "verify", "a")
+    assert (ended.code, ended.out.count("damaged: ")) == (4, 2)
+
+
+def test_verify_of_no_run(shardway: Shardway) -> None:
+    ended = shardway("checkpoint", "verify", "none")
+    assert (ended.code, ended.out) == (2, "")
+    assert "none holds no checkpoint" in ended.err
+
+
 @pytest.mark.slow
 def test_export_says_what_it_wrote(shardway: Shardway, tmp_path: Path) -> None:
     write_text(tmp_path)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from shardway.checkpoint.manifest import Manifest, seal_file, write_manifest
 from shardway.rundir.directory import RunDir
 from speed import mostly_slow
 
@@ -38,6 +39,7 @@ ANSWERS = {
     "status": ("status", "runs/a"),
     "logs": ("logs", "runs/a"),
     "report": ("report", "runs/a"),
+    "checkpoint-verify": ("checkpoint", "verify", "runs/b"),
     "plan": ("plan", "llama3-8b", "--on", "leonardo-booster", "--nodes", "16", "--tokens", "100e9"),
 }
 TIMED = ("help", "config-show", "plan", "status")
@@ -59,6 +61,12 @@ def folder(tmp_path: Path) -> Path:
         for step in range(1, 1001):
             events.write("step", step=step, loss=3.2, grad_norm=0.9, lr=1e-3, tokens_per_s=5e4, samples_per_s=400.0)
         events.write("finished", step=1000, reason="all steps are done")
+    saved = RunDir(tmp_path / "runs/b")
+    saved.create()
+    saved.checkpoint_path(5).mkdir()
+    (saved.checkpoint_path(5) / "shard").write_bytes(b"weights")
+    seals = {"shard": seal_file(saved.checkpoint_path(5) / "shard")}
+    write_manifest(saved.checkpoint_path(5), Manifest(5, 1, {}, seals))
     return tmp_path
 
 

@@ -17,8 +17,9 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from shardway.checkpoint.manifest import Damaged, Manifest, find_damage, read_manifest
+from shardway.checkpoint.manifest import Damaged, Manifest
 from shardway.checkpoint.state import State, random_state, set_random_state
+from shardway.checkpoint.verify import manifest_of_step, verify_checkpoint
 from shardway.errors import JobError
 from shardway.ranks.start import Ranks
 from shardway.rundir.directory import RunDir
@@ -63,7 +64,7 @@ def peek_latest(directory: RunDir) -> Manifest | None:
     passed_over = []
     for step in reversed(directory.checkpoint_steps()):
         try:
-            return _read_manifest_of(directory, step)
+            return manifest_of_step(directory, step)
         except Damaged as damage:
             passed_over.append(PassedOver(step, "; ".join(damage.reasons)))
     if passed_over:
@@ -93,16 +94,6 @@ def load_latest(directory: RunDir, ranks: Ranks, state: State) -> Loaded | None:
     return Loaded(folder.name, manifest.step, manifest.world, manifest.numbers, same_world, whole.passed_over)
 
 
-def verify_checkpoint(folder: Path, rank: int = 0, world: int = 1) -> Manifest:
-    """Compare this rank's share of the files with the manifest. Raises Damaged that names what differs."""
-    manifest = read_manifest(folder)
-    shares = list(manifest.files.items())[rank::world]
-    damages = [damage for name, seal in shares if (damage := find_damage(folder, name, seal))]
-    if damages:
-        raise Damaged(folder, damages)
-    return manifest
-
-
 def _find_whole(directory: RunDir, ranks: Ranks, steps: Sequence[int]) -> _Whole:
     """The newest of these checkpoints that is whole; each rank reads its share of every one that is looked at."""
     passed_over: list[PassedOver] = []
@@ -110,26 +101,17 @@ def _find_whole(directory: RunDir, ranks: Ranks, steps: Sequence[int]) -> _Whole
         shares = ranks.gather(ranks.together(partial(_damage_of_share, directory, step, ranks)))
         reasons = dict.fromkeys(reason for share in shares for reason in share)
         if not reasons:
-            return _Whole(directory.checkpoint_path(step), _read_manifest_of(directory, step), tuple(passed_over))
+            return _Whole(directory.checkpoint_path(step), manifest_of_step(directory, step), tuple(passed_over))
         passed_over.append(PassedOver(step, "; ".join(reasons)))
     raise JobError(_nothing_whole(directory, passed_over))
 
 
 def _damage_of_share(directory: RunDir, step: int, ranks: Ranks) -> tuple[str, ...]:
     try:
-        _read_manifest_of(directory, step)
-        verify_checkpoint(directory.checkpoint_path(step), ranks.rank, ranks.world)
+        verify_checkpoint(directory, step, ranks.rank, ranks.world)
     except Damaged as damage:
         return damage.reasons
     return ()
-
-
-def _read_manifest_of(directory: RunDir, step: int) -> Manifest:
-    folder = directory.checkpoint_path(step)
-    manifest = read_manifest(folder)
-    if manifest.step != step:
-        raise Damaged(folder, [f"its manifest is that of step {manifest.step}"])
-    return manifest
 
 
 def _nothing_whole(directory: RunDir, damaged: Sequence[PassedOver]) -> str:

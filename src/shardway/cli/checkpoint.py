@@ -1,4 +1,4 @@
-"""`shardway checkpoint export`: a run's newest weights as a folder of the Hugging Face library.
+"""`shardway checkpoint`: are a run's checkpoints whole, and its newest weights as a folder of the Hugging Face library.
 
 Invariant: the run directory is only read. This module must not know formats: `shardway.train.export` does.
 """
@@ -10,13 +10,18 @@ import os
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shardway.cli.options import JsonOption
 
-app = typer.Typer(help="What is in a run's checkpoints, for use elsewhere.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from shardway.checkpoint.verify import Verified
+
+app = typer.Typer(
+    help="Whether a run's checkpoints are whole, and what is in them, for use elsewhere.", no_args_is_help=True
+)
 
 
 class Format(StrEnum):
@@ -25,6 +30,46 @@ class Format(StrEnum):
     fp32 = "fp32"
     bf16 = "bf16"
     fp16 = "fp16"
+
+
+@app.command("verify")
+def verify(
+    run: Annotated[Path, typer.Argument(help="The run directory.")],
+    as_json: JsonOption = False,
+) -> int:
+    """Compare every byte of every checkpoint with its checksum; exit code 4 where one is damaged.
+
+    Nothing is changed: a run that goes on sets damaged ones aside itself.
+    """
+    from shardway.checkpoint.verify import verify_run
+    from shardway.errors import UserError
+    from shardway.rundir.directory import RunDir
+
+    found = []
+    for each in verify_run(RunDir(run)):
+        found.append(each)
+        if not as_json:
+            typer.echo(_render_verified(each))
+    if not found:
+        raise UserError(
+            f"{run} holds no checkpoint.\n"
+            "  To do: name a run directory that has one (`shardway status` lists runs and their steps)."
+        )
+    if as_json:
+        typer.echo(json.dumps([each.as_json() for each in found], indent=1))
+    return 0 if all(each.is_whole for each in found) else 4
+
+
+def _render_verified(each: Verified) -> str:
+    from shardway.watch.words import render_size
+
+    if each.manifest is None or not each.is_whole:
+        return f"{each.name}  damaged: {'; '.join(each.reasons)}"
+    files, ranks = len(each.manifest.files), each.manifest.world
+    return (
+        f"{each.name}  whole  {render_size(each.manifest.total_bytes)} in {files} file{'s' * (files != 1)}, "
+        f"saved by {ranks} rank{'s' * (ranks != 1)}"
+    )
 
 
 @app.command("export")

@@ -6,6 +6,7 @@ know what a verb does.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import traceback
@@ -19,6 +20,10 @@ from shardway.cli.verbs import Verbs
 from shardway.errors import Bug, ShardwayError
 
 EXIT_KILLED = 130
+
+START_THRESHOLD = 50_000
+"""Objects between two collections. What a verb imports is many objects and no garbage: at Python's own threshold a
+tenth of the time of a short verb goes into looking for some."""
 
 _ClickException: Any = typer.BadParameter.__mro__[2]
 """Base of typer's usage errors. Newer releases of typer carry a click of their own, whose classes are no others'."""
@@ -45,6 +50,8 @@ def _options(version: bool = typer.Option(False, "--version", help="Print the ve
 
 def main() -> None:
     """Entry point of the command `shardway`."""
+    if sys.argv[1:2] != ["train"]:  # whose garbage may hold memory of a device
+        gc.set_threshold(START_THRESHOLD)
     code = run_guarded(lambda: app(standalone_mode=False))
     sys.stdout.flush()
     sys.stderr.flush()
