@@ -22,6 +22,7 @@ from shardway.units import (
     render_clock,
     render_count,
     render_seconds,
+    say_bytes,
 )
 
 AMOUNTS = st.one_of(st.integers(0, 2**53).map(float), st.floats(0.0, 2.0**53, allow_subnormal=False))
@@ -138,10 +139,24 @@ def test_cadences(value: str | int, cadence: Cadence) -> None:
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0B"), (1000, "1000B"), (1024, "1KiB"), (64 * 2**30, "64GiB"), (2**60, "1024PiB"), (2**30 + 1, "1073741825B")],
+    [
+        *((0, "0B"), (1000, "1kB"), (1024, "1KiB"), (2**30 + 1, "1073741825B")),
+        *((64 * 2**30, "64GiB"), (2**60, "1024PiB"), (480 * 10**9, "480GB"), (500 * 2**10, "500KiB")),
+    ],
 )
 def test_bytes_in_their_shortest_form(count: int, text: str) -> None:
     assert render_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        *((480 * 10**9, "480GB"), (9000 * 2**20, "9000MiB"), (123_457, "123457B")),
+        *((515_000 * 2**20, "515000MiB (about 502.9GiB)"), (2**30 + 1, "1073741825B (about 1GiB)")),
+    ],
+)
+def test_a_size_that_is_a_long_number_is_told_in_gib_as_well(count: int, text: str) -> None:
+    assert say_bytes(count) == text
 
 
 @pytest.mark.parametrize(

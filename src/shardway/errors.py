@@ -25,9 +25,13 @@ class ShardwayError(Exception):
 
 
 class UserError(ShardwayError):
-    """Something that the person who started the run can mend."""
+    """Something that the person who started the run can mend; `problems` where the message counts several."""
 
     exit_code = 2
+
+    def __init__(self, message: str = "", problems: Sequence[Problem] = ()) -> None:
+        super().__init__(message)
+        self.problems = tuple(problems)
 
 
 class SiteError(ShardwayError):
@@ -89,7 +93,7 @@ def render_problems(title: str, problems: Sequence[Problem]) -> str:
 def check_no_problems(title: str, problems: Sequence[Problem]) -> None:
     """Raise one UserError that names every problem; return where there is none."""
     if problems:
-        raise UserError(render_problems(title, problems))
+        raise UserError(render_problems(title, problems), problems)
 
 
 def render_reason(message: str) -> str:

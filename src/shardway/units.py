@@ -20,6 +20,9 @@ _SECONDS = {"d": 86400.0, "h": 3600.0, "min": 60.0, "m": 60.0, "s": 1.0}
 _MS_PER_S = 1000.0
 _COUNTS = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
+_GLANCE = 4
+"""Figures of a number that a person takes in at a glance."""
+
 MAX_BYTES = 2**80
 MAX_SECONDS = 3650 * 86400.0
 MAX_AMOUNT = 2.0**53
@@ -44,11 +47,20 @@ def parse_bytes(text: str) -> int:
 
 
 def render_bytes(count: int) -> str:
-    """The shortest exact binary form: 68719476736 -> "64GiB", 1000 -> "1000B"."""
-    for unit, size in reversed(_BINARY.items()):
-        if count and count % size == 0:
-            return f"{count // size}{unit}"
-    return "0B"
+    """The shortest exact form, binary rather than decimal where both are as short: 68719476736 -> "64GiB",
+    480000000000 -> "480GB", 2049 -> "2049B"."""
+    units = (*_BINARY.items(), *((unit, size) for unit, size in _DECIMAL.items() if unit != "KB"))
+    exact = [(size, unit) for unit, size in units if count % size == 0]
+    size, unit = max(exact, key=lambda each: (-len(str(count // each[0])), each[1].endswith("iB"), each[0]))
+    return f"{count // size}{unit}" if count else "0B"
+
+
+def say_bytes(count: int) -> str:
+    """A size for people: `render_bytes`, and where that is a long number, about how many GiB it is:
+    540016640000 -> "515000MiB (about 502.9GiB)"."""
+    exact = render_bytes(count)
+    is_long = count >= _BINARY["GiB"] and len(exact.rstrip("BkKMGTPi")) > _GLANCE
+    return f"{exact} (about {count / _BINARY['GiB']:.4g}GiB)" if is_long else exact
 
 
 def parse_seconds(text: str) -> float:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import tomllib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import TINY, Ended, Shardway, write_text
 
+from shardway.launch.runs import logs
 from shardway.resolve.request import Request, resolve_request
+from shardway.rundir.attempts import Started, Submission
 from shardway.rundir.directory import RunDir
 from shardway.runfile.load import load_run
 from shardway.runfile.schema import RunFile, all_keys
@@ -185,6 +188,27 @@ def test_logs_json_is_one_event_a_line(shardway: Shardway, trained: Path) -> Non
 
 def test_logs_follow_ends_with_a_run_that_has_ended(shardway: Shardway, trained: Path) -> None:
     assert shardway("logs", "--follow", "--json").out == shardway("logs", "--json").out
+
+
+def test_logs_follow_ends_with_a_run_whose_node_died_with_the_lock(
+    shardway: Shardway, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers of NFS may keep the lock of a node that is gone; the scheduler knows that its job is over."""
+    run = RunDir(trained)
+    attempt = run.attempt(1)
+    attempt.make()
+    attempt.write_submission(Submission("local", "a1b2c3", "999999999.1", submitted=1.0))
+    attempt.write_started(Started("999999999.1", "n1", "n1"))
+    monkeypatch.setattr(logs, "LeftLock", partial(logs.LeftLock, gap_s=0.0))
+    lock = run.writer_lock()
+    lock.acquire()
+    (trained / "writer.lock").write_text('{"pid": 7, "host": "n1", "since": "2026-01-02 03:04:05"}')
+    try:
+        ended = shardway("logs", "--follow", "--json")
+    finally:
+        lock.release()
+    assert ended.out == shardway("logs", "--json").out
+    assert ended.err.startswith("shardway: attempt 1 (job 999999999.1) is over: lost: ")
 
 
 def test_logs_output_is_what_a_rank_printed(shardway: Shardway, trained: Path) -> None:

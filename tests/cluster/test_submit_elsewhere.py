@@ -22,19 +22,17 @@ def bound(image: Image) -> str:
 
 @pytest.fixture(scope="module")
 def contained(busy_alice: Person, image: Image, podman_image: str) -> dict[str, Submitted]:
-    """A training on two nodes inside each runtime; the nodes have no /dev/mqueue, which podman wants to share."""
-    own = "--ipc=private", "--volume=/dev/shm:/dev/shm"
-    busy_alice.add_site("podman", 'container = "podman"', "[containers]", f"options = {json.dumps(own)}")
+    """A training on two nodes inside each runtime; the nodes have no /dev/mqueue, which podman would share."""
     ways = {
-        "apptainer": (image.squashfs, "torchrun", "generic-slurm"),
-        "charliecloud": (image.squashfs, "srun", "generic-slurm"),
-        "podman": (podman_image, "srun", "podman"),
+        "apptainer": (image.squashfs, "torchrun"),
+        "charliecloud": (image.squashfs, "srun"),
+        "podman": (podman_image, "srun"),
     }
     runs = {}
-    for runtime, (name, starter, site) in ways.items():
+    for runtime, (name, starter) in ways.items():
         words = (f"site.container={runtime}", f"site.image={name}", f"site.starter={starter}", bound(image))
         marked = disturbed(Path("/mnt"), MARKS="yes")
-        runs[runtime] = busy_alice.train(runtime, "--on", site, *words, marked)
+        runs[runtime] = busy_alice.train(runtime, *words, marked)
     return runs
 
 

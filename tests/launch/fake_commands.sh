@@ -9,6 +9,8 @@
 #              answer), down, account; ok when there are no more lines
 #   queue      what was taken, as squeue tells it
 #   silent     squeue and sacct do not answer
+#   steps      states of a job and of its steps, as sacct tells them
+#   of-the-job what PBS hands from its tasks to the job's own output, past whoever started them
 me=${0##*/}
 words=("$me" "$@")
 call=$(mktemp "$FAKES/calls/$me.XXXXXX")
@@ -118,7 +120,7 @@ case $me in
     ;;
   pbs_tmrsh)
     shift
-    exec env -i PATH="$PATH" FAKES="$FAKES" HOME="$HOME" "$@"
+    exec env -i PATH="$PATH" FAKES="$FAKES" HOME="$HOME" "$@" >> "$FAKES/of-the-job" 2>&1
     ;;
   scontrol)
     case $* in
@@ -127,7 +129,10 @@ case $me in
     esac
     ;;
   squeue) [ "$1" != -h ] || in_queue "$@"; [ ! -e "$FAKES/end" ] || cat "$FAKES/end" ;;
-  sacct) [ ! -e "$FAKES/silent" ] ;;
+  sacct)
+    [ ! -e "$FAKES/silent" ] || exit 1
+    [ ! -e "$FAKES/steps" ] || cat "$FAKES/steps"
+    ;;
   sbatch) next_job "" ;;
   qsub) next_job .server ;;
   qstat) echo "    Exit_status = $(state "${*: -1}")" ;;

@@ -138,10 +138,10 @@ class Cluster:
         job.folder.job_script.write_text(render_job_script(job), encoding="utf-8")
         job.around.workdir.mkdir(parents=True, exist_ok=True)
 
-    def start(self, job: Job, job_id: str = "101", **variables: str) -> subprocess.Popen[str]:
-        """Run the script of a prepared attempt, in a session of its own as schedulers do."""
+    def start(self, job: Job, job_id: str = "101", script: str = "", **variables: str) -> subprocess.Popen[str]:
+        """Run the script of a prepared attempt, or another one, in a session of its own as schedulers do."""
         return subprocess.Popen(
-            ["bash", str(job.folder.job_script)],
+            ["bash", script or str(job.folder.job_script)],
             cwd=self.path,
             env={**self.variables(job_id), **variables},
             stdout=subprocess.PIPE,

@@ -20,7 +20,7 @@ from shardway.launch.blocks import read_block, read_blocks
 from shardway.launch.job import Job
 from shardway.launch.job_script import render_job_script
 from shardway.launch.schedulers.local import query
-from shardway.rundir.attempts import Attempt, Ending, Result, parse_result, parse_started, parse_submission
+from shardway.rundir.attempts import Attempt, Ending, Result, Submission, parse_result, parse_started, parse_submission
 from speed import mostly_slow
 
 
@@ -65,6 +65,7 @@ def begin_chain(path: Path, scheduler: str = "slurm", most: int = 5, own: bool =
     job = replace(job, around=replace(job.around, workdir=run, venv=""), warn_s=0.0)
     job = chained(replace(job, program=replace(OWN, meets_by_itself=own)), most=most)
     cluster.prepare(job)
+    cluster.write("submitted", "x\n")  # the first attempt, as job 101
     return Chain(cluster, job)
 
 
@@ -82,9 +83,9 @@ def test_an_attempt_that_finishes_needs_no_successor(chain: Chain) -> None:
     assert (ran.code, ran.state) == (0, "finished")
     assert ran.result is not None
     assert ran.result.by == "rank 0"
-    assert chain.cancelled == ["101"]  # what sbatch called the successor
+    assert chain.cancelled == ["102"]  # what sbatch called the successor
     assert (second := chain.attempt(2).read_result()) is not None
-    assert (second.state, second.job) == (Ending.NOT_NEEDED, "101")
+    assert (second.state, second.job) == (Ending.NOT_NEEDED, "102")
     started = chain.attempt(1).read_started()
     assert started is not None
     assert (started.job, started.nodes) == ("101", "localhost localhost2")
@@ -161,6 +162,26 @@ def test_the_same_failure_twice_stops_the_chain(chain: Chain) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    ("steps", "word"),
+    [
+        ("FAILED\nFAILED\nOUT_OF_MEMORY\n", "out_of_memory"),
+        ("FAILED\nFAILED\nFAILED\n", "crashed"),
+        ("", "crashed"),
+    ],
+)
+def test_a_chain_that_stops_says_that_memory_was_short_where_slurm_knows(chain: Chain, steps: str, word: str) -> None:
+    """The kernel killed a rank, the others lost contact, and the state of the job tells of neither."""
+    for number in (1, 2):
+        chain.run(number, chain.says(number, "crashed", "LostContact", 6) + "; exit 1")
+    chain.cluster.write("jobs", "101 FAILED\n102 FAILED\n")
+    chain.cluster.write("steps", steps)
+    third = chain.run(3, "exit 0")
+    assert f"attempts 0001 and 0002 ended alike ({word} at step 6)" in third.said
+    assert third.state == "not_needed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("first", "second", "goes_on"),
     [
         (("crashed", "NaN", 4), ("crashed", "NaN", 5), True),
@@ -217,7 +238,7 @@ def test_a_successor_that_is_refused_leaves_nothing(scheduler: str, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("scheduler", "job_id"), [("slurm", "101"), ("pbs", "101.server")])
+@pytest.mark.parametrize(("scheduler", "job_id"), [("slurm", "102"), ("pbs", "102.server")])
 def test_how_the_successor_is_submitted(scheduler: str, job_id: str, tmp_path: Path) -> None:
     chain = begin_chain(tmp_path, scheduler)
     chain.run(1, "exit 3", job_id="55")
@@ -264,10 +285,20 @@ def test_a_stop_while_queued_runs_nothing(chain: Chain) -> None:
     assert "a stop was asked for" in ran.said
 
 
+def test_what_a_person_has_resumed_meanwhile_is_let_be(chain: Chain) -> None:
+    """A job takes a moment to end after its ranks; what follows it is its own chain, not the next one."""
+    resumed = chain.attempt(3)
+    resumed.path.mkdir(parents=True)
+    resumed.write_submission(Submission("slurm", "run.0003.x", "103", submitted=1.0))
+    ran = chain.run(1, 'echo stopped > "$SHARDWAY_STOP_FILE"; ' + chain.says(1, "stopped", step=2))
+    assert (ran.state, chain.cancelled) == ("stopped", ["102"])
+    assert resumed.read_result() is None
+
+
 @pytest.mark.slow
 def test_a_stop_by_a_person_cancels_later_attempts(chain: Chain) -> None:
     ran = chain.run(1, 'echo stopped > "$SHARDWAY_STOP_FILE"; ' + chain.says(1, "stopped", step=2))
-    assert (ran.code, ran.state, chain.cancelled) == (0, "stopped", ["101"])
+    assert (ran.code, ran.state, chain.cancelled) == (0, "stopped", ["102"])
     second = chain.attempt(2).read_result()
     assert second is not None
     assert second.state == Ending.NOT_NEEDED

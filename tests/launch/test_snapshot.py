@@ -166,6 +166,24 @@ def test_large_files_are_linked(project: Path) -> None:
     assert "more than 1KiB" in links(plan)["big.py"]
 
 
+@pytest.mark.parametrize(
+    ("here", "told"),
+    [
+        (True, "linked, not copied: 2 files over 1MiB (5.0 MiB, the largest w/b.bin with 3.0 MiB); to edit them while"),
+        (False, "not carried to the other host: 2 files over 1MiB (5.0 MiB, the largest w/b.bin with 3.0 MiB)."),
+    ],
+)
+def test_large_files_are_told_with_the_largest(here: bool, told: str, project: Path) -> None:
+    """What git ignores is data, and no news; nor is a file of just the limit."""
+    for name, mebibytes in (("a.bin", 2), ("w/b.bin", 3), ("data/c.bin", 4), ("small.bin", 1)):
+        put(project / name, "x" * (mebibytes << 20))
+    (note,) = plan_snapshot(project, SnapshotLimits(file_bytes=1 << 20), links=here).notes
+    assert note.startswith(told)
+    (project / "a.bin").unlink()
+    (project / "w/b.bin").unlink()
+    assert plan_snapshot(project, SnapshotLimits(file_bytes=1 << 20), links=here).notes == ()
+
+
 @pytest.mark.parametrize("limits", [SnapshotLimits(files=4), SnapshotLimits(total_bytes=1024)])
 def test_a_project_over_the_limits_is_refused_with_its_largest_folders(project: Path, limits: SnapshotLimits) -> None:
     write(project, results__a__one="x" * 600, results__a__two="x" * 600, results__a__three="x")

@@ -24,15 +24,16 @@ from shardway.launch.submission.submit import Submitter
 
 @dataclass
 class Bench:
-    """A submitter before fake commands of Slurm; pauses are noted and not made."""
+    """A submitter before fake commands of Slurm; pauses are noted and not made, and what is told is kept."""
 
     cluster: Cluster
     pauses: list[float] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
 
     @property
     def submitter(self) -> Submitter:
         """One of those that may be at work."""
-        return Submitter(LocalHost(), pause=self.pauses.append)
+        return Submitter(LocalHost(), pause=self.pauses.append, tell=self.told.append)
 
     @property
     def job(self) -> Job:
@@ -69,6 +70,7 @@ def test_a_job_is_taken_at_once(bench: Bench) -> None:
     file = bench.job.folder.run_file
     done = bench.submitter.submit(bench.job, {file: "format = 1\n"})
     assert (done.job, done.found, bench.queue, bench.pauses) == ("101", False, ["101"], [])
+    assert bench.told == []
     assert (bench.noted(), file.read_text(), bench.job.folder.job_script.exists()) == ("101", "format = 1\n", True)
 
 
@@ -85,6 +87,17 @@ def test_a_scheduler_that_is_down_is_asked_again(bench: Bench) -> None:
     bench.answers("down", "down", "ok")
     done = bench.submitter.submit(bench.job, {})
     assert (done.job, done.found, bench.queue, bench.pauses) == ("101", False, ["101"], [2.0, 4.0])
+    told = "slurm on {} did not take the job: Slurm's controller does not answer. Trying again for about a minute."
+    assert bench.told == [told.format(bench.job.site)], "once"
+
+
+def test_a_host_that_is_no_login_node_is_named(bench: Bench) -> None:
+    class Box(LocalHost):
+        name = "alice@box"
+
+    bench.cluster.write("refuse", "sbatch: fatal: Could not establish a configuration source\n")
+    with pytest.raises(UserError, match=r"Slurm is not configured on alice@box\.\n.*name a login node"):
+        Submitter(Box()).submit(bench.job, {})
 
 
 @pytest.mark.slow

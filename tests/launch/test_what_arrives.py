@@ -7,15 +7,18 @@ import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from job_cases import Cluster, Ran, Rank, list_combinations, make_job
 
+from shardway.launch.blocks import read_block
+from shardway.launch.hosts.local import LocalHost
 from shardway.launch.job import ContainerUse, Job, Mount, Program
 from shardway.launch.script import quote, quote_expanding, quote_place
+from shardway.launch.submission.secrets import Secrets, read_secrets
 from speed import mostly_slow
 
 AWKWARD = (
@@ -63,14 +66,16 @@ def run(tmp_path: Path) -> Iterator[Run]:
     """Run a job's script among fakes of its own; nothing that a word says may be done."""
     numbers = count()
 
-    def run_job(job: Job, run: str = "runs/base", secrets: str = "") -> tuple[Ran, list[Rank], Cluster]:
+    def run_job(
+        job: Job, run: str = "runs/base", secrets: str = "", **variables: str
+    ) -> tuple[Ran, list[Rank], Cluster]:
         cluster = Cluster.make(tmp_path / f"cluster{next(numbers)}")
         if secrets:
             cluster.secrets.write_text(secrets)
         path = cluster.path / run
         job = replace(job, run=path, around=replace(job.around, workdir=path / "attempts/0001/code", venv=""))
         cluster.prepare(job)
-        return cluster.run(job), cluster.list_ranks(), cluster
+        return cluster.run(job, **variables), cluster.list_ranks(), cluster
 
     yield run_job
     assert not list(tmp_path.rglob("hurt"))
@@ -173,17 +178,81 @@ def test_mounts_and_images_arrive(runtime: str, run: Run) -> None:
 
 # --- secrets
 
-SECRET = "hf_verysecret'\"$x"
+SECRET = "hf_verysecret'\"$x $HOME cd&;word $(touch hurt) `touch hurt`"
+AWKWARD_SECRETS = tuple(value for value in AWKWARD if "\n" not in value)
+SECRET_VALUES = st.text(
+    st.characters(blacklist_characters="\x00\n", blacklist_categories=("Cs",)), max_size=20
+) | st.sampled_from(AWKWARD_SECRETS)
 
 
 @pytest.mark.parametrize("name", mostly_slow(COMBINATIONS, "pbs-torchrun-none"))
 def test_a_secret_reaches_the_ranks_and_nobody_else(name: str, run: Run) -> None:
-    """It is in no file of the run and in no word of a process."""
+    """It is in no file of the run and in no word of a process, also where the run names the same variable."""
     job = make_job(*COMBINATIONS[name])
-    job = replace(job, around=replace(job.around, secret_names=("HF_TOKEN",)))
-    ran, ranks, cluster = run(job, secrets=f"HF_TOKEN={quote(SECRET)}\n")
+    around = replace(job.around, secret_names=("HF_TOKEN",), literal={"HF_TOKEN": "of the run"})
+    ran, ranks, cluster = run(replace(job, around=around), secrets=f"HF_TOKEN={SECRET}\n")
     assert ran.state == "finished", ran.said
     assert {rank.variables.get("HF_TOKEN") for rank in ranks} == {SECRET}
     assert not [words for words in cluster.list_calls() if any("verysecret" in word for word in words)]
     kept = [path for path in (cluster.path / "runs").rglob("*") if path.is_file() and "verysecret" in path.read_text()]
     assert (kept, "verysecret" in ran.said) == ([], False)
+
+
+def test_a_traced_job_shows_no_secret(run: Run) -> None:
+    ran, ranks, _ = run(make_job("pbs"), secrets=f"HF_TOKEN={SECRET}\n", SHELLOPTS="xtrace")
+    assert ("read_secrets" in ran.said, "verysecret" in ran.said) == (True, False)
+    assert {rank.variables.get("HF_TOKEN") for rank in ranks} == {SECRET}
+
+
+def read_by_bash(text: bytes, folder: Path) -> tuple[dict[str, str], Secrets]:
+    """What the job's own function exports, and what a submission is told of the file."""
+    path = folder / "secrets.env"
+    path.write_bytes(text)
+    script = f'{read_block("secret_lines", "read_secrets").text}\nnodes=(a b)\nread_secrets "$0"\nexec env -0'
+    words = ["env", "-i", "PATH=/usr/bin:/bin", "bash", "-c", script, str(path)]
+    done = subprocess.run(words, capture_output=True, check=True, cwd=folder)
+    entries = done.stdout.decode(errors="surrogateescape").split("\0")[:-1]
+    return dict(entry.split("=", 1) for entry in entries), read_secrets(LocalHost(), PurePosixPath(path))
+
+
+@example(list(AWKWARD_SECRETS))
+@given(st.lists(SECRET_VALUES, max_size=6))
+@settings(LOOP, max_examples=10)
+def test_any_secret_is_read_as_it_stands(tmp_path: Path, values: list[str]) -> None:
+    """But for quotes around all of it, and a carriage return that ends the line."""
+    named = {f"S_{number}": value for number, value in enumerate(values)}
+    plain = "".join(f"{name}={value}\n" for name, value in named.items())
+    quoted = "".join(f"export Q{name}='{value}'\nD{name}=\"{value}\"\r\n" for name, value in named.items())
+    found, told = read_by_bash((plain + quoted).encode(), tmp_path)
+    for name, value in named.items():
+        bare = value.removesuffix("\r")
+        inner = bare[1:-1] if len(bare) > 1 and bare[0] == bare[-1] and bare[0] in "'\"" else bare
+        assert (found[name], found[f"Q{name}"], found[f"D{name}"]) == (inner, value, value)
+    assert (set(told.names), told.faults) == ({*named, *(f"{q}{name}" for q in "QD" for name in named)}, ())
+    assert not (tmp_path / "hurt").exists()
+
+
+def test_the_last_of_a_name_counts_and_lines_that_are_none_are_named(tmp_path: Path) -> None:
+    text = b"""# a comment
+  # and one
+
+A=1
+ export A="2"
+A='3
+HALF="
+NO EQUALS s3cr3t
+1A=s3cr3t
+B =s3cr3t
+nodes=($(touch hurt))
+BASH_REMATCH=($(touch hurt))
+X[$(touch hurt)]=s3cr3t
+UID=5
+BYTES=\xff\xfe
+END=no newline"""
+    found, told = read_by_bash(text, tmp_path)
+    assert (found["A"], found["HALF"], found["BYTES"], found["END"]) == ("'3", '"', "\udcff\udcfe", "no newline")
+    assert told.names == ("A", "HALF", "nodes", "BYTES", "END")  # that nodes is its own variable, only the job knows
+    assert told.faults == (8, 9, 10, 12, 13, 14)
+    assert "nodes" not in found
+    assert not (tmp_path / "hurt").exists()
+    assert "s3cr3t" not in "".join(problem.render() for problem in told.list_problems())

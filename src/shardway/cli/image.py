@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -99,11 +99,13 @@ def build_image(
     _make(base, recipe, said, on, _Manner(_read_timeout(timeout), dry_run, as_json))
 
 
+@dataclass(frozen=True)
 class _Manner:
     """How a verb goes about it: the longest time in seconds, print only, facts as JSON."""
 
-    def __init__(self, limit_s: float, dry_run: bool, as_json: bool) -> None:
-        self.limit_s, self.dry_run, self.as_json = limit_s, dry_run, as_json
+    limit_s: float
+    dry_run: bool
+    as_json: bool
 
 
 def _make(uri: str, recipe: Recipe, said: Said, on: str, manner: _Manner) -> None:

@@ -17,6 +17,7 @@ from shardway.cli.status import RunWord
 from shardway.errors import UserError
 
 if TYPE_CHECKING:
+    from shardway.launch.runs.registry import Known
     from shardway.rundir.directory import RunDir
     from shardway.rundir.events import Event
 
@@ -32,37 +33,81 @@ def logs(
     as_json: JsonOption = False,
 ) -> None:
     """Print the events of a run as lines, or what its jobs printed."""
-    if job or node is not None or attempt is not None or _is_elsewhere(run):
-        for line in _job_lines(run, rank, node, attempt, follow):
-            typer.echo(line)
-        return
-    directory = find_run(Path(run) if run else None)
-    directory.check_format()
-    if output:
+    known = _find(run)
+    directory = _directory(known)
+    if not known.host:
+        directory.check_format()
+    asks_for_job = job or node is not None or attempt is not None or bool(known.host)
+    if asks_for_job or not (output or as_json or _has_events(directory, follow)):
+        lines = _job_lines(known, rank, node, attempt, follow)
+    elif output:
         typer.echo(_read_output(directory, rank or 0), nl=False)
         return
-    for line in _event_lines(directory, rank or 0, follow, as_json):
+    elif follow:
+        lines = _followed_lines(directory, rank or 0, as_json)
+    else:
+        lines = _event_lines(directory, rank or 0, False, as_json)
+    for line in lines:
         typer.echo(line)
 
 
-def _is_elsewhere(run: str | None) -> bool:
-    """Whether a word names no folder here with events: a run on another host, or one whose job has not begun."""
+def _find(word: str | None) -> Known:
+    """The run that a word means; the only one of a folder, or of ./runs where nothing is said."""
+    from shardway.launch.runs.find import find_known, is_run
+    from shardway.launch.runs.registry import Known
+
+    folder = Path(word or "runs")
+    if word is not None and (is_run(folder) or not folder.is_dir()):
+        return find_known(word)
+    runs = [path for path in folder.iterdir() if is_run(path)] if folder.is_dir() else []
+    return Known(str(runs[0] if len(runs) == 1 else find_run(folder).path))
+
+
+def _directory(known: Known) -> RunDir:
     from shardway.rundir.directory import RunDir
 
-    return run is not None and not RunDir(Path(run)).exists() and not Path(run).is_dir()
+    return RunDir(Path(known.run))
 
 
-def _job_lines(run: str | None, rank: int | None, node: int | None, attempt: int | None, follow: bool) -> Iterator[str]:
+def _has_events(run: RunDir, follow: bool) -> bool:
+    """Whether a run is told by its events: it has some, or its job will write them and is waited for."""
+    from shardway.launch.runs.begin import trains_a_run_file
+
+    return bool(run.ranks_with_events()) or not run.attempts() or (follow and trains_a_run_file(run))
+
+
+def _job_lines(known: Known, rank: int | None, node: int | None, attempt: int | None, follow: bool) -> Iterator[str]:
     from shardway.launch.hosts import find_host
-    from shardway.launch.runs.find import find_known
     from shardway.launch.runs.ledger import read_ledger
-    from shardway.launch.runs.logs import choose_attempt, only_rank, read_output
+    from shardway.launch.runs.logs import choose_attempt, follow_output, only_rank, read_output
 
-    known = find_known(run or str(find_run(None).path))
     host = find_host(known.host)
     entry = choose_attempt(read_ledger(host, Path(known.run)), attempt)
-    lines = read_output(host, entry.attempt, node, follow=follow)
+    lines = follow_output(host, entry.attempt, node, _tell) if follow else read_output(host, entry.attempt, node)
     return lines if rank is None else only_rank(lines, rank)
+
+
+def _followed_lines(run: RunDir, rank: int, as_json: bool) -> Iterator[str]:
+    """The events of a job from its begin on; where it ended without one, what it printed says more."""
+    from shardway.launch.hosts import find_host
+    from shardway.launch.runs.begin import Beginning
+    from shardway.launch.runs.logs import read_output
+
+    host = find_host("")
+    why = Beginning(host, run).wait(rank)
+    attempts = run.attempts()
+    try:
+        if run.ranks_with_events() or not attempts or as_json:
+            yield from _event_lines(run, rank, True, as_json)
+        else:
+            yield from read_output(host, attempts[-1], None)
+    finally:
+        if why:
+            _tell(why)
+
+
+def _tell(text: str) -> None:
+    typer.echo(f"shardway: {text}", err=True)
 
 
 def _event_lines(run: RunDir, rank: int, follow: bool, as_json: bool) -> Iterator[str]:
@@ -77,9 +122,30 @@ def _event_lines(run: RunDir, rank: int, follow: bool, as_json: bool) -> Iterato
 
 
 def _events(run: RunDir, rank: int, follow: bool) -> Iterator[Event]:
-    if not follow:
-        return iter(run.events(rank))
-    return run.follow_events(rank).follow(until=lambda: run.find_writer() is None)
+    if follow:
+        yield from _followed_events(run, rank)
+    else:
+        yield from run.events(rank)
+
+
+def _followed_events(run: RunDir, rank: int) -> Iterator[Event]:
+    """Events until nobody writes any more, or whoever held the lock died without freeing it, which is told."""
+    from shardway.launch.hosts import find_host
+    from shardway.launch.runs.logs import LeftLock
+
+    left, why = LeftLock(find_host(""), run), ""
+
+    def is_over() -> bool:
+        nonlocal why
+        why = "" if run.find_writer() is None else left.look()
+        return why != "" or run.find_writer() is None
+
+    left.put_off()
+    for event in run.follow_events(rank).follow(until=is_over):
+        left.put_off()
+        yield event
+    if why:
+        _tell(why)
 
 
 def _read_output(run: RunDir, rank: int) -> str:

@@ -10,6 +10,8 @@ from typing import Any
 
 from typer.core import TyperCommand
 
+from shardway.errors import UserError
+
 _KEY = "shardway.program"
 
 
@@ -26,5 +28,11 @@ class CommandWithProgram(TyperCommand):
 
 
 def read_program_words(ctx: Any) -> tuple[str, ...]:
-    """The words after `--`; empty where there are none."""
-    return tuple(ctx.meta.get(_KEY, ()))
+    """The words after `--`; empty where there is no `--`. Raises UserError where nothing follows it."""
+    words = ctx.meta.get(_KEY)
+    if words == ():
+        raise UserError(
+            "no command stands after `--`.\n"
+            "  To do: name one, such as `-- python train.py` (is a variable in it empty?), or leave out `--`."
+        )
+    return tuple(words or ())

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardway.cli.options import JsonOption
-from shardway.errors import UserError, render_reason
+from shardway.errors import UserError
 
 if TYPE_CHECKING:
     from shardway.launch.probe.findings import Findings
@@ -105,7 +105,7 @@ def _describe(file: ProfileFile) -> dict[str, str]:
     try:
         profile = load_profile(file)
     except UserError as error:
-        reason = f"cannot be used: {render_reason(str(error))}"
+        reason = f"cannot be used: {_first_line(error)}; `shardway sites show {file.name}` tells all"
         return {"name": file.name, "scheduler": "-", "node": "-", "origin": origin, "title": reason}
     return {
         "name": file.name,
@@ -114,6 +114,11 @@ def _describe(file: ProfileFile) -> dict[str, str]:
         "origin": origin,
         "title": profile.title,
     }
+
+
+def _first_line(error: UserError) -> str:
+    """How many problems there are and in which file, or the one that there is."""
+    return str(error).splitlines()[0].rstrip(".:")
 
 
 def _say_node(profile: SiteProfile) -> str:

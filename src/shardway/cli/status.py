@@ -146,7 +146,7 @@ def _render(shown: _Shown) -> str:
     """One run in a few lines, what is unknown left out."""
     from shardway.launch.runs.render import render_attempts
 
-    head = _summary_lines(shown.summary) if shown.summary else _bare_lines(shown)
+    head = _summary_lines(shown.summary, len(shown.standings)) if shown.summary else _bare_lines(shown)
     return "\n".join([*head, *render_attempts(shown.standings)])
 
 
@@ -155,14 +155,16 @@ def _bare_lines(shown: _Shown) -> list[str]:
     from shardway.launch.runs.find import render_known
 
     status = shown.ledger.status
-    word = shown.standings[-1].word if shown.standings else "new"
+    active = [standing for standing in shown.standings if standing.is_active]
+    word = next((standing.word for standing in [*active, *shown.standings[-1:]]), "new")
     state = str(status.get("state") or word)
     total = f"/{status['total_steps']}" if status.get("total_steps") else ""
     lines = [f"{render_known(shown.known)}  {state}"]
     return [*lines, f"  step        {status['step']}{total}"] if "step" in status else lines
 
 
-def _summary_lines(summary: RunSummary) -> list[str]:
+def _summary_lines(summary: RunSummary, known: int) -> list[str]:
+    """`known`: attempts that stand below, those that wait or never began with them."""
     total = f"/{summary.total_steps}" if summary.total_steps else ""
     share = f" ({100 * summary.step / summary.total_steps:.0f} %)" if summary.total_steps else ""
     rate = summary.tokens_per_s if summary.unit == "tokens" else summary.samples_per_s
@@ -176,10 +178,16 @@ def _summary_lines(summary: RunSummary) -> list[str]:
         f"  time left   {render_clock(summary.seconds_left)}" if summary.seconds_left else "",
         f"  last save   step {save.step}, {render_clock(time.time() - save.time)} ago" if save else "",
         f"  ranks       {summary.world} on {summary.device}" if summary.world else "",
-        f"  attempts    {summary.attempts}" if summary.attempts > 1 else "",
+        _say_attempts(summary.attempts, known),
         f"  writer      {summary.writer}" if summary.writer else "",
     ]
     return [line for line in lines if line]
+
+
+def _say_attempts(begun: int, known: int) -> str:
+    if max(begun, known) < 2:
+        return ""
+    return f"  attempts    {known}, of which {begun} began to train" if known > begun else f"  attempts    {begun}"
 
 
 def _line(label: str, value: float | None, form: str) -> str:

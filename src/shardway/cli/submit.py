@@ -51,8 +51,9 @@ def carry_out(order: Order, host: Host, *, dry_run: bool, as_json: bool) -> None
     """Submit an order and say what became of it, or print its job script."""
     if not dry_run:
         from shardway.launch.submission.send import send
+        from shardway.launch.submission.submit import Submitter
 
-        _print_sent(send(order, host), as_json)
+        _print_sent(send(order, host, Submitter(host, tell=_tell)), as_json)
         return
     from shardway.launch.submission.prepare import prepare
 
@@ -62,13 +63,26 @@ def carry_out(order: Order, host: Host, *, dry_run: bool, as_json: bool) -> None
 
 
 def read_order(ctx: typer.Context, words: list[str], site: str, directory: Path | None) -> Order:
-    """What the words of the command line ask for. Raises UserError where a run file and a command are both named."""
+    """What the words of the command line ask for. Raises UserError where a program stands in place of a run file."""
     from shardway.launch.submission.prepare import Order
 
-    request, command = read_request(words, directory), read_program_words(ctx)
+    command = read_program_words(ctx)
+    _check_no_program(words, command)
+    request = read_request(words, directory)
     if command and request.run_file is not None and request.run_file.suffix != ".toml":
         raise UserError(f"{request.run_file} stands before `--`, where a run file (.toml) and keys may stand.")
     return Order(request, site=site, command=command)
+
+
+def _check_no_program(words: list[str], command: tuple[str, ...]) -> None:
+    """Raise UserError for a program of a person, which belongs behind `--` and would be read as a run file."""
+    script = next((word for word in words if word.endswith((".py", ".sh")) and "=" not in word), "")
+    if script and not command:
+        starts = "python " if script.endswith(".py") else "bash "
+        raise UserError(
+            f"{script} is a program and no run file (.toml).\n"
+            f"  To do: name it behind `--`: shardway submit ... -- {starts}{script}"
+        )
 
 
 def _with_chain(order: Order, until_done: bool, max_attempts: int) -> Order:
@@ -88,7 +102,11 @@ def _set(nodes: int | None, walltime: str | None) -> list[str]:
 def _warn(prepared: Prepared) -> None:
     """Tell what may be meant so, on stderr."""
     for warning in prepared.warnings:
-        typer.echo(f"shardway: {warning}", err=True)
+        _tell(warning)
+
+
+def _tell(text: str) -> None:
+    typer.echo(f"shardway: {text}", err=True)
 
 
 def _print_sent(sent: Sent, as_json: bool) -> None:

@@ -115,6 +115,8 @@ class Surroundings:
     expanded: Mapping[str, str] = field(default_factory=dict)
     literal: Mapping[str, str] = field(default_factory=dict)
     secrets_file: str = SECRETS
+    source: Path | None = None
+    """The folder that `workdir` is a snapshot of, for a job that is submitted by hand; None where it is not here."""
     secret_names: tuple[str, ...] = ()
     """Names, never values, of what the secrets file sets: some runtimes pass on only what is named."""
 

@@ -21,7 +21,7 @@ from shardway.launch.containers.charliecloud import CHARLIECLOUD
 from shardway.launch.containers.enroot import ENROOT
 from shardway.launch.containers.podman import PODMAN
 from shardway.launch.containers.pyxis import PYXIS
-from shardway.launch.job import Job
+from shardway.launch.job import Job, Surroundings
 from shardway.launch.schedulers.base import SchedulerScript
 from shardway.launch.schedulers.local.script import LOCAL
 from shardway.launch.schedulers.pbs.script import PBS
@@ -65,7 +65,7 @@ LAUNCHERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 _PATHS = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "ENROOT_DATA_PATH")
 _IN_EVERY_SCRIPT = (
     *("say", "field", "in_json", "whole", "step_now", "write_result", "ask_to_stop", "cancel_later"),
-    *("claim", "note_start", "check_stop", "fail", "wait_for", "finish"),
+    *("claim", "note_submission", "note_start", "check_stop", "fail", "wait_for", "finish"),
 )
 _OF_A_CHAIN = ("leave", "settle", "state_of", "same_end", "check_chain")
 
@@ -91,9 +91,12 @@ def render_job_script(job: Job) -> str:
 
 
 def _header(job: Job) -> tuple[Line, ...]:
-    by_hand = {"slurm": "sbatch", "pbs": "qsub", "local": "bash"}[job.scheduler]
-    text = f"# Written by Shardway {__version__} for {job.site}. To submit it by hand: {by_hand} THIS_FILE"
-    return (Line(text),)
+    by_hand = {
+        "slurm": "make the folder of --output, sbatch THIS_FILE",
+        "pbs": "make the folder of -o, qsub THIS_FILE",
+        "local": "bash THIS_FILE",
+    }[job.scheduler]
+    return (Line(f"# Written by Shardway {__version__} for {job.site}. To submit it by hand: {by_hand}"),)
 
 
 def _names(job: Job) -> tuple[Line, ...]:
@@ -113,6 +116,7 @@ def _names(job: Job) -> tuple[Line, ...]:
     ]
     if job.log_for_scheduler != str(job.folder.job_log):
         lines.append(Line('exec >> "$here/log/job.out" 2>&1', "what this job prints"))
+        lines += [Line("prints=$here/log/job.out")] if _by_function(job) else []
     return tuple(lines)
 
 
@@ -126,6 +130,7 @@ def _functions(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
         *(read_block("control", name) for name in control),
         *(read_block(scheduler.shell, name) for name in scheduler.functions(job)),
         *(read_block("addresses", name) for name in ("address", "meet")),
+        read_block("secret_lines", "read_secrets"),
     )
 
 
@@ -161,12 +166,22 @@ def _around(job: Job) -> tuple[Line, ...]:
     secrets = quote_expanding(around.secrets_file)
     lines += [
         Line(f"secrets={secrets}", "passwords and tokens stand in a file of your own alone"),
-        Line('[ ! -r "$secrets" ] || { set -a; . "$secrets"; set +a; }'),
+        Line('read_secrets "$secrets"'),
         Line(f"suffix={quote(job.meeting.host_suffix)} resolve={'yes' if job.meeting.resolve else 'no'}", _MEET),
         Line("meet"),
-        Line(f"cd {quote(str(around.workdir))} || fail 'there is no folder to run in'", "the code that was submitted"),
+        Line(_enter(around), "the code that was submitted"),
     ]
     return tuple(lines)
+
+
+def _enter(around: Surroundings) -> str:
+    """The way into the snapshot; there is none of a script that was submitted by hand."""
+    workdir, gone = quote(str(around.workdir)), "fail 'there is no folder to run in'"
+    if around.source is None:
+        return f"cd {workdir} || {gone}"
+    source = quote(str(around.source))
+    instead = f'{{ [ ! -e "$here/order.json" ] && cd {source} && say "no snapshot was made: it runs in" {source}; }}'
+    return wrap_command((f"cd {workdir} 2> /dev/null ||", f"{instead} ||", gone))
 
 
 _MEET = "where the ranks meet: rules of this site for the name of a node on the network for computing"
@@ -178,29 +193,42 @@ def _modules(job: Job) -> list[Line]:
     if around.modules or around.purge_modules:
         lines.append(Line("command -v module > /dev/null || . /etc/profile", "software of the site"))
         lines += [Line("module purge")] if around.purge_modules else []
-        lines += [Line(f"module load {quote(name)}") for name in around.modules]
+        lines += [Line("exported=$(compgen -e)")] if _notes_modules(job) else []
+        lines += [Line(_or_fail(f"module load {quote(name)}", "site.modules")) for name in around.modules]
+        if _notes_modules(job):
+            noted = "mapfile -t loaded < <(compgen -e | grep -vxF \"$exported\" | grep -v '^_')"
+            lines.append(Line(noted, "what it set, for nodes on which PBS starts ranks with next to no environment"))
     if around.venv.startswith("conda:"):
         name = quote(around.venv.removeprefix("conda:"))
-        lines.append(Line(f'eval "$(conda shell.bash hook)" && conda activate {name}', "Python and its packages"))
+        activate = f'eval "$(conda shell.bash hook)" && conda activate {name}'
+        lines.append(Line(_or_fail(activate, "site.venv", f"conda activate {name}"), "Python and its packages"))
     elif around.venv and not inside:
-        lines.append(Line(f". {quote_place(around.venv + '/bin/activate')}", "Python and its packages"))
+        activate = f". {quote_place(around.venv + '/bin/activate')}"
+        lines.append(Line(_or_fail(activate, "site.venv"), "Python and its packages"))
     return lines
+
+
+def _or_fail(command: str, key: str, name: str = "") -> str:
+    """A command without which the ranks would find other software than was asked for. Old modules fail with 0."""
+    return f"{command} || fail {quote(f'{name or command} failed, as the lines before say; see {key}')}"
 
 
 def _run(job: Job, scheduler: SchedulerScript, runtime: Runtime) -> tuple[Line, ...]:
     lines = []
     if _inherits_nothing(job):
-        names = " ".join(job.variables)
+        names = " ".join(name for name in job.variables if name not in job.around.secret_names)
         keep = f'declare -p {names} > "$here/environment.sh" 2> /dev/null'
         lines.append(Line(keep, "variables of the job, for ranks that do not inherit them; no secrets"))
-    lines += _mpirun_options(job) if job.starter == "mpirun" else []
     if "on_each_node" in scheduler.functions(job):
-        lines.append(Line(f"carried=({' '.join(_PATHS)})", "what other nodes need to find programs"))
+        lines.append(Line(f"carried=({' '.join(_carried(job))})", "what other nodes need to find programs"))
     lines += runtime.setup(job, scheduler)
+    lines += _mpirun_options(job) if job.starter == "mpirun" else []  # of variables that the lines before have set
     if job.preflight is not None:
         doctor = _command(replace(job, program=job.preflight), scheduler, runtime)
+        doctor = f"prints=$here/log/doctor.out {doctor}" if _by_function(job) else doctor
         lines.append(Line(f'{doctor} > "$here/log/doctor.out" 2>&1', "what the nodes are like; it stops nothing"))
-        lines.append(Line('grep -E "(warn|fail) " "$here/log/doctor.out"'))
+        found = 'grep -E "(warn|fail) " "$here/log/doctor.out"'
+        lines.append(Line(f'! {found} || say "this is what the doctor found; all of it is in $here/log/doctor.out"'))
     lines += [
         Line(f"{_command(job, scheduler, runtime)} &", "the ranks, and how they ended"),
         Line("wait_for $!"),
@@ -208,9 +236,24 @@ def _run(job: Job, scheduler: SchedulerScript, runtime: Runtime) -> tuple[Line, 
     return tuple(lines)
 
 
+def _notes_modules(job: Job) -> bool:
+    """Whether what modules set has to be carried to the other nodes by name."""
+    return job.scheduler == "pbs" and bool(job.around.modules)
+
+
+def _carried(job: Job) -> tuple[str, ...]:
+    """Names of variables that other nodes need, as words of shell."""
+    return (*_PATHS, '"${loaded[@]}"') if _notes_modules(job) else _PATHS
+
+
 def _inherits_nothing(job: Job) -> bool:
     """Whether ranks are in a container, whose image may set the same names, or on nodes that get no environment."""
     return job.container.runtime != "none" or job.starter == "mpirun" or job.scheduler == "pbs"
+
+
+def _by_function(job: Job) -> bool:
+    """Whether `on_each_node` starts the ranks, which has to be told where they print."""
+    return job.scheduler == "pbs" and job.starter == "torchrun"
 
 
 def _command(job: Job, scheduler: SchedulerScript, runtime: Runtime) -> str:
@@ -233,7 +276,7 @@ def _prepared(job: Job) -> tuple[str, ...]:
 
 def _mpirun_options(job: Job) -> list[Line]:
     """Variables go by name, so that no value is seen in the list of processes."""
-    names = (*job.around.secret_names, *_PATHS)
+    names = (*job.around.secret_names, *_carried(job))
     lines = [
         Line("mpirun_options=()", "mpirun gives other nodes the variables that are named"),
         Line(f'for name in {" ".join(names)}; do [ -z "${{!name+set}}" ] || mpirun_options+=(-x "$name"); done'),
@@ -241,9 +284,6 @@ def _mpirun_options(job: Job) -> list[Line]:
     if job.scheduler == "pbs":
         lines += [
             Line('mpirun_options+=(--hostfile "$PBS_NODEFILE")', "the nodes, and who starts its daemons there"),
-            Line(
-                "ompi_info 2> /dev/null | grep -q 'MCA plm: tm' || "
-                '{ remote_shell; mpirun_options+=(--mca plm_rsh_agent "$here/remote_shell"); }'
-            ),
+            Line("ompi_info 2> /dev/null | grep -q 'MCA plm: tm' || remote_shell"),
         ]
     return lines

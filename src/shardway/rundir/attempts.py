@@ -210,8 +210,7 @@ class Attempt:
 
     def write_result(self, result: Result) -> bool:
         """Say how it ended, unless somebody has; whether these words were taken."""
-        text = render_json({"format": FORMAT, **asdict(result)}, indent=1) + "\n"
-        return write_new(self.result_path, text)
+        return write_new(self.result_path, render_result(result))
 
     def read_submission(self) -> Submission | None:
         """How it was submitted; None where it was not, or the file is damaged."""
@@ -228,6 +227,11 @@ class Attempt:
     def write_started(self, started: Started) -> None:
         """Say that it starts, for a job without a script."""
         write_json(self.path / "started.json", {"format": FORMAT, **asdict(started)})
+
+
+def render_result(result: Result) -> str:
+    """The text of `result.json`."""
+    return render_json({"format": FORMAT, **asdict(result)}, indent=1) + "\n"
 
 
 def parse_result(text: str) -> Result | None:

@@ -140,7 +140,11 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also for a number or a nesting that Python cannot hold
-        raise UserError(f"{path} is not valid TOML: {error}.") from None
+        raise UserError(
+            f"{path} is not valid TOML: {error}.\n"
+            "  To do: correct it there: texts stand in quotes, keys below their [section]; `shardway init` writes a "
+            "file with every key."
+        ) from None
 
 
 def _flatten(table: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:

@@ -14,6 +14,7 @@ from typing import Any
 from shardway.checkpoint.save import prune_checkpoints, save_checkpoint
 from shardway.checkpoint.state import State
 from shardway.errors import JobError, LostContact, render_reason
+from shardway.ranks.start import is_out_of_memory
 from shardway.train.session import Session
 
 RETRY_S = 30.0
@@ -53,7 +54,7 @@ class Saver:
     def save(self, point: Point) -> float | None:
         """Save; the seconds that it took, None where this step is saved already or the save failed.
 
-        Raises JobError on every rank where it fails and nothing comes after it.
+        Raises JobError on every rank where it fails and nothing comes after it, or where memory ran out.
         """
         session, started = self._session, time.perf_counter()
         try:
@@ -61,7 +62,7 @@ class Saver:
         except LostContact:
             raise
         except JobError as error:
-            if point.last:
+            if point.last or is_out_of_memory(error):
                 raise
             self._note_failure(point.step, render_reason(str(error)))
             return None

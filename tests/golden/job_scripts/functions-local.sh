@@ -34,27 +34,44 @@ ask_to_stop() {
   [ -e "$run/stop" ] || printf '%s\n' "$*" | whole "$run/stop"
   asked=$1
 }
-# cancel_later REASON: takes the attempts after this one out of the queue
+# cancel_later REASON: takes the links of the chain after this one out of the queue, up to what a person has resumed
 cancel_later() {
   local folder number id
   for folder in "$run"/attempts/[0-9]*/; do
     number=$(basename "$folder")
     [ $((10#$number)) -gt $((10#$attempt)) ] || continue
+    [ -n "$(field "$folder/submission.json" after)" ] || break
     id=$(field "$folder/submission.json" job)
     [ -n "$id" ] && cancel_job "$id" || continue
     write_result "$number" not_needed "attempt $attempt: $1" null "" "$id"
     say "took job $id (attempt $number) out of the queue"
   done
 }
-# claim: one job alone runs an attempt, should it have been submitted twice
+# claim: one job alone runs an attempt, should it have been submitted twice, or by hand when it had been submitted
 claim() {
-  if ! ln -s "$job" "$here/claim" 2>/dev/null && [ "$(readlink "$here/claim")" != "$job" ]; then
-    say "attempt $attempt belongs to job $(readlink "$here/claim"); this job does nothing"
-    exit 0
+  local owner
+  owner=$(field "$here/submission.json" job)
+  if [ -z "$owner" ] || [ "${owner%%[!0-9]*}" = "${job%%[!0-9]*}" ]; then
+    mkdir -p "$here/log" && ln -s "$job" "$here/claim" 2>/dev/null
+    owner=$(readlink "$here/claim")
   fi
+  [ -n "$owner" ] || { say "attempt $attempt cannot be claimed: nothing can be written to $here"; exit 1; }
+  [ "$owner" != "$job" ] || return 0
+  say "this job does nothing: attempt $attempt belongs to job $owner ($(field "$here/result.json" state | grep . || echo "no end yet"))"
+  say "to see where the run stands: shardway status $run; to go on with it: shardway resume $run"
+  exit 0
+}
+# note_submission ATTEMPT JOB AFTER: where it is not Python that submits
+note_submission() {
+  {
+    printf '{\n "format": 1,\n "scheduler": "%s",\n "token": "%s",\n "job": "%s",\n' "$scheduler" "$token" "$2"
+    printf ' "host": "%s",\n "after": "%s",\n "submitted": %s\n}\n' "$(hostname)" "$3" "$(date +%s)"
+  } | whole "$run/attempts/$1/submission.json"
 }
 # note_start: what the ranks and `shardway status` read; times in seconds since 1970
 note_start() {
+  [ -e "$here/job.sh" ] || cp "$0" "$here/job.sh" # it was submitted by hand
+  [ -e "$here/submission.json" ] || note_submission "$attempt" "$job" ""
   {
     printf '{\n "format": 1,\n "job": "%s",\n "host": "%s",\n "nodes": "%s",\n' "$job" "$(hostname)" "${nodes[*]}"
     printf ' "started": %s,\n "deadline": %s\n}\n' "$started" "$deadline"
@@ -111,6 +128,7 @@ finish() {
 # in_time SECONDS COMMAND: then, unless this script has ended by that time
 in_time() {
   (
+    unset SHARDWAY_JOB # a clock is no work: a job of which nothing else is left has ended
     trap 'kill "$sleeping"; exit' TERM
     sleep "$1" & sleeping=$!
     wait "$sleeping" && "${@:2}"
@@ -171,6 +189,9 @@ check_chain() {
   esac
   before=$(printf '%04d' $((10#$after - 1)))
   if same_end "$before" "$after"; then
+    # the kernel killed a rank, and only the scheduler knows why
+    [[ $state != crashed && $state != lost ]] ||
+      [ "$(ask_ending "$(field "$run/attempts/$after/started.json" job)" steps)" != out_of_memory ] || state=out_of_memory
     leave "attempts $before and $after ended alike ($state at step $(field "$run/attempts/$after/result.json" step))"
   fi
 }
@@ -188,10 +209,7 @@ queue_next() {
   sed -e "/^#/s/\.$attempt\.$token\$/.$next.$token/" -e "/^#/s|/attempts/$attempt/log/job.out\$|/attempts/$next/log/job.out|" \
     -e "s/^attempt=$attempt\$/attempt=$next/" -e "s/^after=$after\$/after=$attempt/" "$here/job.sh" > "$folder/job.sh"
   if id=$(submit_after "$folder/job.sh") && [ -n "$id" ]; then
-    {
-      printf '{\n "format": 1,\n "scheduler": "%s",\n "token": "%s",\n "job": "%s",\n' "$scheduler" "$token" "$id"
-      printf ' "host": "%s",\n "after": "%s",\n "submitted": %s\n}\n' "$(hostname)" "$job" "$(date +%s)"
-    } | whole "$folder/submission.json"
+    note_submission "$next" "$id" "$job"
     say "queued attempt $next as job $id, to follow this one"
   else
     rm -r "$folder"
@@ -200,28 +218,65 @@ queue_next() {
 }
 # begin: a job of this machine is a process; it waits for the one that it follows, and is ended at its wall-time
 begin() {
-  while [ -n "$predecessor" ] && kill -0 "$predecessor" 2>/dev/null; do
+  while [ -n "$predecessor" ] && [ "$(began "${predecessor%%.*}")" = "${predecessor##*.}" ]; do
     sleep 0.2
   done
-  job=$$.$(sed 's/.*) //' "/proc/$$/stat" | cut -d' ' -f20)
+  while [ -n "$predecessor" ] && [ -n "$(members "$predecessor")" ]; do # its script was killed, and its ranks were not
+    # where it has said how it ended, what it left behind is of no use
+    [ ! -e "$run/attempts/$after/result.json" ] || kill_job "$predecessor"
+    sleep 1
+  done
+  job=$$.$(began $$)
   nodes=("$(hostname)")
   started=$(date +%s)
   deadline=$((started + walltime))
   in_time "$walltime" kill -TERM $$
-  in_time $((walltime + 30)) kill -KILL -- -$$
+  in_time $((walltime + 30)) kill_job "$job"
 }
 # ask_ending JOB: a process leaves no record of how it ended
 ask_ending() { echo lost; }
-# submit_after SCRIPT: starts when this job has ended; prints the job id
-submit_after() {
-  local process
-  setsid bash "$1" "$$" > "$(dirname "$1")/log/job.out" 2>&1 < /dev/null &
-  process=$!
-  sleep 0.2 # until it has a session of its own
-  echo "$process.$(sed 's/.*) //' "/proc/$process/stat" | cut -d' ' -f20)"
+# began PROCESS: when, in clock ticks since the machine booted; nothing for one that is gone or a zombie
+began() {
+  local line fields
+  { IFS= read -r -d '' line < "/proc/$1/stat"; } 2>/dev/null
+  read -ra fields <<< "${line##*) }"
+  [[ ${fields[0]-} != [!ZX] ]] || echo "${fields[19]}"
 }
+# members JOB: processes that bear its name, as all do that its ranks start, and those of its session
+members() {
+  local session=${1%%.*} named is_it="" here=() all=() stat line fields
+  named=" $(grep -lzxF "SHARDWAY_JOB=$1" /proc/[0-9]*/environ 2>/dev/null | tr -c 0-9 ' ') "
+  [ "$(began "$session")" != "${1##*.}" ] || is_it=yes
+  for stat in /proc/[0-9]*/stat; do
+    line=""
+    { IFS= read -r -d '' line < "$stat"; } 2>/dev/null
+    read -ra fields <<< "${line##*) }"
+    [[ ${fields[0]-} == [!ZX] ]] || continue
+    line=${line%% *}
+    [[ " $line ${fields[2]} ${fields[3]} " != *" $session "* ]] || here+=("$line")
+    [[ $named == *" $line "* ]] || continue
+    all+=("$line") # torchrun gives its ranks sessions of their own
+    [[ " ${fields[2]} ${fields[3]} " != *" $session "* ]] || is_it=yes
+  done
+  # without its script and names in it, a session of this number may be another one by now
+  [ -z "$is_it" ] || all+=("${here[@]}")
+  [ "${#all[@]}" = 0 ] || printf '%s\n' "${all[@]}" | sort -nu
+}
+# start_job SCRIPT BEFORE LOG: in a session of its own, to follow the job BEFORE; prints its id
+start_job() {
+  local line fields
+  # it says who it is before it does anything else: one that ends at once has run all the same
+  line=$(setsid bash -c 'IFS= read -r -d "" line < /proc/$$/stat; printf %s "$line" >&3
+    unset SHARDWAY_JOB; exec bash "$@" 3>&-' start "$1" ${2:+"$2"} 3>&1 > "$3" 2>&1 < /dev/null &)
+  read -ra fields <<< "${line##*) }"
+  [ -n "$line" ] && echo "${line%% *}.${fields[19]}"
+}
+# submit_after SCRIPT: starts when this job has ended; prints the job id
+submit_after() { start_job "$1" "$job" "$(dirname "$1")/log/job.out"; }
 # cancel_job JOB: with everything that it started
-cancel_job() { kill -TERM -- "-${1%%.*}"; }
+cancel_job() { members "$1" | xargs -r kill -TERM; }
+# kill_job JOB: where it may not go on for a moment longer
+kill_job() { members "$1" | xargs -r kill -KILL; }
 # address NODE: its name on the network for computing, or its number there
 address() {
   local name=${1%%.*}$suffix
@@ -245,6 +300,33 @@ meet() {
   MASTER_ADDR=${SHARDWAY_NODES%% *}
   MASTER_PORT=$((15000 + $(printf %s "$job" | cksum | cut -d' ' -f1) % 15000))
   export SHARDWAY_NODES MASTER_ADDR MASTER_PORT
+}
+# read_secrets FILE: exports its lines NAME=value as they stand: nothing in them is replaced or run, the last of a name
+# counts, and quotes around a whole value are not a part of it; sets `secret_names`, and `secret_faults` to the numbers
+# of lines that are none, or whose name is a variable that this shell keeps for itself
+read_secrets() {
+  local line name value there number=0 traced=""
+  [[ $- != *x* ]] || { traced=yes; set +x; } # a trace would show them
+  secret_names=() secret_faults=()
+  [ -r "$1" ] || return 0
+  while IFS= read -r line || [ -n "$line" ]; do
+    number=$((number + 1)) line=${line%$'\r'}
+    case ${line//[[:blank:]]/} in '' | '#'*) continue ;; esac
+    name=${line%%=*} value=${line#*=} there=none
+    case $value in \"*\" | \'*\') value=${value:1:${#value}-2} ;; esac
+    if [[ $line == *=* && $name =~ ^[[:blank:]]*(export[[:blank:]]+)?([A-Za-z_][A-Za-z0-9_]*)$ ]]; then
+      name=${BASH_REMATCH[2]}
+      there=$(declare -p "$name" 2> /dev/null) # what it gives to an array it would take for shell
+    fi
+    if [[ -z $there || $there == "declare -x "* ]]; then
+      export "$name=$value"
+      secret_names+=("$name")
+    else
+      secret_faults+=("$number")
+      echo "line $number of $1 is not NAME=value with a name of its own, and was passed over" >&2
+    fi
+  done < "$1"
+  [ -z "$traced" ] || set -x
 }
 
 main

@@ -34,27 +34,44 @@ ask_to_stop() {
   [ -e "$run/stop" ] || printf '%s\n' "$*" | whole "$run/stop"
   asked=$1
 }
-# cancel_later REASON: takes the attempts after this one out of the queue
+# cancel_later REASON: takes the links of the chain after this one out of the queue, up to what a person has resumed
 cancel_later() {
   local folder number id
   for folder in "$run"/attempts/[0-9]*/; do
     number=$(basename "$folder")
     [ $((10#$number)) -gt $((10#$attempt)) ] || continue
+    [ -n "$(field "$folder/submission.json" after)" ] || break
     id=$(field "$folder/submission.json" job)
     [ -n "$id" ] && cancel_job "$id" || continue
     write_result "$number" not_needed "attempt $attempt: $1" null "" "$id"
     say "took job $id (attempt $number) out of the queue"
   done
 }
-# claim: one job alone runs an attempt, should it have been submitted twice
+# claim: one job alone runs an attempt, should it have been submitted twice, or by hand when it had been submitted
 claim() {
-  if ! ln -s "$job" "$here/claim" 2>/dev/null && [ "$(readlink "$here/claim")" != "$job" ]; then
-    say "attempt $attempt belongs to job $(readlink "$here/claim"); this job does nothing"
-    exit 0
+  local owner
+  owner=$(field "$here/submission.json" job)
+  if [ -z "$owner" ] || [ "${owner%%[!0-9]*}" = "${job%%[!0-9]*}" ]; then
+    mkdir -p "$here/log" && ln -s "$job" "$here/claim" 2>/dev/null
+    owner=$(readlink "$here/claim")
   fi
+  [ -n "$owner" ] || { say "attempt $attempt cannot be claimed: nothing can be written to $here"; exit 1; }
+  [ "$owner" != "$job" ] || return 0
+  say "this job does nothing: attempt $attempt belongs to job $owner ($(field "$here/result.json" state | grep . || echo "no end yet"))"
+  say "to see where the run stands: shardway status $run; to go on with it: shardway resume $run"
+  exit 0
+}
+# note_submission ATTEMPT JOB AFTER: where it is not Python that submits
+note_submission() {
+  {
+    printf '{\n "format": 1,\n "scheduler": "%s",\n "token": "%s",\n "job": "%s",\n' "$scheduler" "$token" "$2"
+    printf ' "host": "%s",\n "after": "%s",\n "submitted": %s\n}\n' "$(hostname)" "$3" "$(date +%s)"
+  } | whole "$run/attempts/$1/submission.json"
 }
 # note_start: what the ranks and `shardway status` read; times in seconds since 1970
 note_start() {
+  [ -e "$here/job.sh" ] || cp "$0" "$here/job.sh" # it was submitted by hand
+  [ -e "$here/submission.json" ] || note_submission "$attempt" "$job" ""
   {
     printf '{\n "format": 1,\n "job": "%s",\n "host": "%s",\n "nodes": "%s",\n' "$job" "$(hostname)" "${nodes[*]}"
     printf ' "started": %s,\n "deadline": %s\n}\n' "$started" "$deadline"
@@ -111,6 +128,7 @@ finish() {
 # in_time SECONDS COMMAND: then, unless this script has ended by that time
 in_time() {
   (
+    unset SHARDWAY_JOB # a clock is no work: a job of which nothing else is left has ended
     trap 'kill "$sleeping"; exit' TERM
     sleep "$1" & sleeping=$!
     wait "$sleeping" && "${@:2}"
@@ -171,6 +189,9 @@ check_chain() {
   esac
   before=$(printf '%04d' $((10#$after - 1)))
   if same_end "$before" "$after"; then
+    # the kernel killed a rank, and only the scheduler knows why
+    [[ $state != crashed && $state != lost ]] ||
+      [ "$(ask_ending "$(field "$run/attempts/$after/started.json" job)" steps)" != out_of_memory ] || state=out_of_memory
     leave "attempts $before and $after ended alike ($state at step $(field "$run/attempts/$after/result.json" step))"
   fi
 }
@@ -188,10 +209,7 @@ queue_next() {
   sed -e "/^#/s/\.$attempt\.$token\$/.$next.$token/" -e "/^#/s|/attempts/$attempt/log/job.out\$|/attempts/$next/log/job.out|" \
     -e "s/^attempt=$attempt\$/attempt=$next/" -e "s/^after=$after\$/after=$attempt/" "$here/job.sh" > "$folder/job.sh"
   if id=$(submit_after "$folder/job.sh") && [ -n "$id" ]; then
-    {
-      printf '{\n "format": 1,\n "scheduler": "%s",\n "token": "%s",\n "job": "%s",\n' "$scheduler" "$token" "$id"
-      printf ' "host": "%s",\n "after": "%s",\n "submitted": %s\n}\n' "$(hostname)" "$job" "$(date +%s)"
-    } | whole "$folder/submission.json"
+    note_submission "$next" "$id" "$job"
     say "queued attempt $next as job $id, to follow this one"
   else
     rm -r "$folder"
@@ -229,23 +247,31 @@ submit_after() {
 # cancel_job JOB
 cancel_job() { qdel "$1"; }
 # on_each_node COMMAND: at once on every node, in this folder, with the variables of `carried`; ends as one of them fails
+# PBS hands what it prints to the job's own output, whatever this shell redirects; `prints` names another file
 on_each_node() (
   trap '' TERM # the ranks get their own, and this waits until they have left in order
-  carry=() index=0 ended=0
+  carry=() starts=() index=0 ended=0
   for name in "${carried[@]}"; do
     [ -z "${!name+set}" ] || carry+=("$name=${!name}")
   done
   for node in "${nodes[@]}"; do
     # secrets are read there again: as words of this command everybody would see them
-    pbs_tmrsh "$node" /usr/bin/env "${carry[@]}" NODE="$index" /bin/bash -c \
-      '[ ! -r "$0" ] || { set -a; . "$0"; set +a; }; . "$1" && cd "$2" && shift 2 && exec "$@"' \
-      "$secrets" "$here/environment.sh" "$PWD" "$@" &
-    index=$((index + 1))
+    pbs_tmrsh "$node" /usr/bin/env "${carry[@]}" NODE="$index" /bin/bash -c "$(declare -f read_secrets)"'
+      [ "$3" = - ] || exec >> "$3" 2>&1
+      read_secrets "$0" 2> /dev/null; . "$1" && cd "$2" && shift 3 && exec "$@"' \
+      "$secrets" "$here/environment.sh" "$PWD" "${prints:--}" "$@" &
+    starts+=($!) index=$((index + 1))
   done
-  while [ "$index" -gt 0 ]; do
-    wait -n || { ended=$?; break; }
+  while [ "$index" -gt 0 ] && [ "$ended" = 0 ]; do
+    wait -n || ended=$?
     index=$((index - 1))
   done
+  if [ "$ended" = 127 ]; then # bash 5.2 may say so of the last ones, as if there were none: each tells how it ended
+    ended=0
+    for start in "${starts[@]}"; do
+      kill -0 "$start" 2>/dev/null || wait "$start" || ended=$?
+    done
+  fi
   exit "$ended"
 )
 # address NODE: its name on the network for computing, or its number there
@@ -271,6 +297,33 @@ meet() {
   MASTER_ADDR=${SHARDWAY_NODES%% *}
   MASTER_PORT=$((15000 + $(printf %s "$job" | cksum | cut -d' ' -f1) % 15000))
   export SHARDWAY_NODES MASTER_ADDR MASTER_PORT
+}
+# read_secrets FILE: exports its lines NAME=value as they stand: nothing in them is replaced or run, the last of a name
+# counts, and quotes around a whole value are not a part of it; sets `secret_names`, and `secret_faults` to the numbers
+# of lines that are none, or whose name is a variable that this shell keeps for itself
+read_secrets() {
+  local line name value there number=0 traced=""
+  [[ $- != *x* ]] || { traced=yes; set +x; } # a trace would show them
+  secret_names=() secret_faults=()
+  [ -r "$1" ] || return 0
+  while IFS= read -r line || [ -n "$line" ]; do
+    number=$((number + 1)) line=${line%$'\r'}
+    case ${line//[[:blank:]]/} in '' | '#'*) continue ;; esac
+    name=${line%%=*} value=${line#*=} there=none
+    case $value in \"*\" | \'*\') value=${value:1:${#value}-2} ;; esac
+    if [[ $line == *=* && $name =~ ^[[:blank:]]*(export[[:blank:]]+)?([A-Za-z_][A-Za-z0-9_]*)$ ]]; then
+      name=${BASH_REMATCH[2]}
+      there=$(declare -p "$name" 2> /dev/null) # what it gives to an array it would take for shell
+    fi
+    if [[ -z $there || $there == "declare -x "* ]]; then
+      export "$name=$value"
+      secret_names+=("$name")
+    else
+      secret_faults+=("$number")
+      echo "line $number of $1 is not NAME=value with a name of its own, and was passed over" >&2
+    fi
+  done < "$1"
+  [ -z "$traced" ] || set -x
 }
 
 main

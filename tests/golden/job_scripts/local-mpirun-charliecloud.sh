@@ -2,7 +2,7 @@
 # Written by Shardway VERSION for test. To submit it by hand: bash THIS_FILE
 # local base.0001.a1b2c3
 # output /scratch/alice/runs/base/attempts/0001/log/job.out
-# the process that this job follows, if there is one
+# the job that this one follows, if there is one
 predecessor=${1:-}
 
 # --- this run and this attempt
@@ -46,7 +46,7 @@ main() {
   export PYTHONUNBUFFERED=1
   # passwords and tokens stand in a file of your own alone
   secrets="$HOME/.config/shardway/secrets.env"
-  [ ! -r "$secrets" ] || { set -a; . "$secrets"; set +a; }
+  read_secrets "$secrets"
   # where the ranks meet: rules of this site for the name of a node on the network for computing
   suffix='' resolve=no
   meet

@@ -2,7 +2,7 @@
 # Written by Shardway VERSION for test. To submit it by hand: bash THIS_FILE
 # local base.0001.a1b2c3
 # output /scratch/alice/runs/base/attempts/0001/log/job.out
-# the process that this job follows, if there is one
+# the job that this one follows, if there is one
 predecessor=${1:-}
 
 # --- this run and this attempt
@@ -46,7 +46,7 @@ main() {
   export PYTHONUNBUFFERED=1
   # passwords and tokens stand in a file of your own alone
   secrets="$HOME/.config/shardway/secrets.env"
-  [ ! -r "$secrets" ] || { set -a; . "$secrets"; set +a; }
+  read_secrets "$secrets"
   # where the ranks meet: rules of this site for the name of a node on the network for computing
   suffix='' resolve=no
   meet
@@ -56,15 +56,19 @@ main() {
   # --- run
   # variables of the job, for ranks that do not inherit them; no secrets
   declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PYTHONUNBUFFERED > "$here/environment.sh" 2> /dev/null
+  # adds the container's name, of this job and of the node
+  named='[ -w "${XDG_RUNTIME_DIR:-/run}" ] || export XDG_RUNTIME_DIR=${TMPDIR:-/tmp}/$0
+    words=(); until [ "$1" = -- ]; do words+=("$1"); shift; done
+    exec "${words[@]}" "$0-$(uname -n)" "${@:2}"'
   # the container of this job, on every node
-  enroot create --name "shardway-$SHARDWAY_JOB" /images/torch.sqsh || fail 'the container could not be created'
+  bash -c "$named" "shardway-$SHARDWAY_JOB" enroot create --name -- /images/torch.sqsh || fail 'the container could not be created'
   # the ranks, and how they ended
-  enroot start --root --rw \
+  bash -c "$named" "shardway-$SHARDWAY_JOB" enroot start --root --rw \
     --mount /scratch/alice/runs/base:/scratch/alice/runs/base:x-create=auto,rbind \
-    --mount /data:/data:x-create=auto,rbind,ro --mount /etc/hosts:/etc/hosts:x-create=auto,rbind,ro \
-    "shardway-$SHARDWAY_JOB" bash -c 'cd "$0" && exec "$@"' \
-    /scratch/alice/runs/base/attempts/0001/code bash -c '. "$0" && exec "$@"' "$here/environment.sh" \
-    bash -c 'node=0; addresses=($SHARDWAY_NODES); host=false
+    --mount /data:/data:x-create=auto,rbind,ro --mount /etc/hosts:/etc/hosts:x-create=auto,rbind,ro -- \
+    bash -c 'cd "$0" && exec "$@"' /scratch/alice/runs/base/attempts/0001/code bash -c \
+    '. "$0" && exec "$@"' "$here/environment.sh" bash -c \
+    'node=0; addresses=($SHARDWAY_NODES); host=false
     [ $node != 0 ] || host=true
     export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="\${rank}: "
     exec python3 -m torch.distributed.run --nnodes=1 --nproc-per-node=4 \
@@ -76,7 +80,7 @@ main() {
 
   # --- end
   # the container is not needed any more
-  enroot remove --force "shardway-$SHARDWAY_JOB"
+  bash -c "$named" "shardway-$SHARDWAY_JOB" enroot remove --force --
   # how this attempt ended, and what comes next
   finish
 }

@@ -2,7 +2,7 @@
 # Written by Shardway VERSION for test. To submit it by hand: bash THIS_FILE
 # local base.0001.a1b2c3
 # output /scratch/alice/runs/base/attempts/0001/log/job.out
-# the process that this job follows, if there is one
+# the job that this one follows, if there is one
 predecessor=${1:-}
 
 # --- this run and this attempt
@@ -46,7 +46,7 @@ main() {
   export PYTHONUNBUFFERED=1
   # passwords and tokens stand in a file of your own alone
   secrets="$HOME/.config/shardway/secrets.env"
-  [ ! -r "$secrets" ] || { set -a; . "$secrets"; set +a; }
+  read_secrets "$secrets"
   # where the ranks meet: rules of this site for the name of a node on the network for computing
   suffix='' resolve=no
   meet
@@ -56,8 +56,11 @@ main() {
   # --- run
   # variables of the job, for ranks that do not inherit them; no secrets
   declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PYTHONUNBUFFERED > "$here/environment.sh" 2> /dev/null
+  # ranks share memory of the node; its /dev/shm alone where it has no message queues
+  ipc=(--ipc=host)
+  [ -e /dev/mqueue ] || ipc=(--ipc=private --volume=/dev/shm:/dev/shm)
   # the ranks, and how they ended
-  podman run --rm --network=host --ipc=host --security-opt=label=disable --device nvidia.com/gpu=all \
+  podman run --rm --network=host --security-opt=label=disable "${ipc[@]}" --device nvidia.com/gpu=all \
     --env 'OMPI_*' --env 'PMIX_*' --env 'PMI_*' \
     --volume /scratch/alice/runs/base:/scratch/alice/runs/base --volume /data:/data:ro \
     --volume /etc/hosts:/etc/hosts:ro --workdir /scratch/alice/runs/base/attempts/0001/code \

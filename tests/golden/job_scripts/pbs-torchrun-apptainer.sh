@@ -1,5 +1,5 @@
 #!/bin/bash
-# Written by Shardway VERSION for test. To submit it by hand: qsub THIS_FILE
+# Written by Shardway VERSION for test. To submit it by hand: make the folder of -o, qsub THIS_FILE
 # the run, its attempt, and what makes it unique
 #PBS -N base.0001.a1b2c3
 # who is charged, and where the job waits
@@ -60,7 +60,7 @@ main() {
   export PYTHONUNBUFFERED=1
   # passwords and tokens stand in a file of your own alone
   secrets="$HOME/.config/shardway/secrets.env"
-  [ ! -r "$secrets" ] || { set -a; . "$secrets"; set +a; }
+  read_secrets "$secrets"
   # where the ranks meet: rules of this site for the name of a node on the network for computing
   suffix='' resolve=no
   meet

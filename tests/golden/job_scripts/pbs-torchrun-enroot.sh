@@ -1,5 +1,5 @@
 #!/bin/bash
-# Written by Shardway VERSION for test. To submit it by hand: qsub THIS_FILE
+# Written by Shardway VERSION for test. To submit it by hand: make the folder of -o, qsub THIS_FILE
 # the run, its attempt, and what makes it unique
 #PBS -N base.0001.a1b2c3
 # who is charged, and where the job waits
@@ -60,7 +60,7 @@ main() {
   export PYTHONUNBUFFERED=1
   # passwords and tokens stand in a file of your own alone
   secrets="$HOME/.config/shardway/secrets.env"
-  [ ! -r "$secrets" ] || { set -a; . "$secrets"; set +a; }
+  read_secrets "$secrets"
   # where the ranks meet: rules of this site for the name of a node on the network for computing
   suffix='' resolve=no
   meet
@@ -72,15 +72,19 @@ main() {
   declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PYTHONUNBUFFERED > "$here/environment.sh" 2> /dev/null
   # what other nodes need to find programs
   carried=(PATH LD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX ENROOT_DATA_PATH)
+  # adds the container's name, of this job and of the node
+  named='[ -w "${XDG_RUNTIME_DIR:-/run}" ] || export XDG_RUNTIME_DIR=${TMPDIR:-/tmp}/$0
+    words=(); until [ "$1" = -- ]; do words+=("$1"); shift; done
+    exec "${words[@]}" "$0-$(uname -n)" "${@:2}"'
   # the container of this job, on every node
-  on_each_node enroot create --name "shardway-$SHARDWAY_JOB" /images/torch.sqsh || fail 'the container could not be created'
+  on_each_node bash -c "$named" "shardway-$SHARDWAY_JOB" enroot create --name -- /images/torch.sqsh || fail 'the container could not be created'
   # the ranks, and how they ended
-  on_each_node enroot start --root --rw \
+  on_each_node bash -c "$named" "shardway-$SHARDWAY_JOB" enroot start --root --rw \
     --mount /scratch/alice/runs/base:/scratch/alice/runs/base:x-create=auto,rbind \
     --mount /data:/data:x-create=auto,rbind,ro --mount /etc/hosts:/etc/hosts:x-create=auto,rbind,ro \
-    --env NODE "shardway-$SHARDWAY_JOB" bash -c 'cd "$0" && exec "$@"' \
-    /scratch/alice/runs/base/attempts/0001/code bash -c '. "$0" && exec "$@"' "$here/environment.sh" \
-    bash -c 'node=$NODE; addresses=($SHARDWAY_NODES); host=false
+    --env NODE -- bash -c 'cd "$0" && exec "$@"' /scratch/alice/runs/base/attempts/0001/code bash -c \
+    '. "$0" && exec "$@"' "$here/environment.sh" bash -c \
+    'node=$NODE; addresses=($SHARDWAY_NODES); host=false
     [ $node != 0 ] || host=true
     export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="\${rank}: "
     exec python3 -m torch.distributed.run --nnodes=2 --nproc-per-node=4 \
@@ -92,7 +96,7 @@ main() {
 
   # --- end
   # the container is not needed any more
-  on_each_node enroot remove --force "shardway-$SHARDWAY_JOB"
+  on_each_node bash -c "$named" "shardway-$SHARDWAY_JOB" enroot remove --force --
   # how this attempt ended, and what comes next
   finish
 }

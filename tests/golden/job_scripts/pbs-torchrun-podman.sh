@@ -1,5 +1,5 @@
 #!/bin/bash
-# Written by Shardway VERSION for test. To submit it by hand: qsub THIS_FILE
+# Written by Shardway VERSION for test. To submit it by hand: make the folder of -o, qsub THIS_FILE
 # the run, its attempt, and what makes it unique
 #PBS -N base.0001.a1b2c3
 # who is charged, and where the job waits
@@ -60,7 +60,7 @@ main() {
   export PYTHONUNBUFFERED=1
   # passwords and tokens stand in a file of your own alone
   secrets="$HOME/.config/shardway/secrets.env"
-  [ ! -r "$secrets" ] || { set -a; . "$secrets"; set +a; }
+  read_secrets "$secrets"
   # where the ranks meet: rules of this site for the name of a node on the network for computing
   suffix='' resolve=no
   meet
@@ -72,8 +72,11 @@ main() {
   declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PYTHONUNBUFFERED > "$here/environment.sh" 2> /dev/null
   # what other nodes need to find programs
   carried=(PATH LD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX ENROOT_DATA_PATH)
+  # ranks share memory of the node; its /dev/shm alone where it has no message queues
+  ipc=(--ipc=host)
+  [ -e /dev/mqueue ] || ipc=(--ipc=private --volume=/dev/shm:/dev/shm)
   # the ranks, and how they ended
-  on_each_node podman run --rm --network=host --ipc=host --security-opt=label=disable \
+  on_each_node podman run --rm --network=host --security-opt=label=disable "${ipc[@]}" \
     --device nvidia.com/gpu=all --env 'PBS_*' --env 'OMPI_*' --env 'PMIX_*' --env 'PMI_*' \
     --volume /scratch/alice/runs/base:/scratch/alice/runs/base --volume /data:/data:ro \
     --volume /etc/hosts:/etc/hosts:ro --workdir /scratch/alice/runs/base/attempts/0001/code \

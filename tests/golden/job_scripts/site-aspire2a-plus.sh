@@ -1,5 +1,5 @@
 #!/bin/bash
-# Written by Shardway VERSION for aspire2a-plus. To submit it by hand: qsub THIS_FILE
+# Written by Shardway VERSION for aspire2a-plus. To submit it by hand: make the folder of -o, qsub THIS_FILE
 # the run, its attempt, and what makes it unique
 #PBS -N base.0001.a1b2c3
 # who is charged, and where the job waits
@@ -65,7 +65,7 @@ main() {
   export no_proxy="localhost,127.0.0.1,10.104.0.0/21"
   # passwords and tokens stand in a file of your own alone
   secrets="$HOME/.config/shardway/secrets.env"
-  [ ! -r "$secrets" ] || { set -a; . "$secrets"; set +a; }
+  read_secrets "$secrets"
   # where the ranks meet: rules of this site for the name of a node on the network for computing
   suffix='' resolve=no
   meet
@@ -75,14 +75,14 @@ main() {
   # --- run
   # variables of the job, for ranks that do not inherit them; no secrets
   declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PYTHONUNBUFFERED http_proxy https_proxy no_proxy > "$here/environment.sh" 2> /dev/null
+  # where this job's containers are, on the node's own disk
+  export ENROOT_DATA_PATH="/raid/local/containers/enroot-data/$PBS_JOBID"
   # mpirun gives other nodes the variables that are named
   mpirun_options=()
   for name in PATH LD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX ENROOT_DATA_PATH; do [ -z "${!name+set}" ] || mpirun_options+=(-x "$name"); done
   # the nodes, and who starts its daemons there
   mpirun_options+=(--hostfile "$PBS_NODEFILE")
-  ompi_info 2> /dev/null | grep -q 'MCA plm: tm' || { remote_shell; mpirun_options+=(--mca plm_rsh_agent "$here/remote_shell"); }
-  # where this job's containers are, on the node's own disk
-  export ENROOT_DATA_PATH="/raid/local/containers/enroot-data/$PBS_JOBID"
+  ompi_info 2> /dev/null | grep -q 'MCA plm: tm' || remote_shell
   # the ranks, and how they ended
   /usr/mpi/gcc/openmpi-4.1.7a1/bin/mpirun -n 16 --map-by ppr:8:node:PE=14 --tag-output \
     "${mpirun_options[@]}" enroot start --root --rw \

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Written by Shardway VERSION for generic-pbs. To submit it by hand: qsub THIS_FILE
+# Written by Shardway VERSION for generic-pbs. To submit it by hand: make the folder of -o, qsub THIS_FILE
 # the run, its attempt, and what makes it unique
 #PBS -N base.0001.a1b2c3
 # who is charged, and where the job waits
@@ -52,14 +52,14 @@ main() {
 
   # --- what the ranks find
   # Python and its packages
-  . /home/alice/venv/bin/activate
+  . /home/alice/venv/bin/activate || fail '. /home/alice/venv/bin/activate failed, as the lines before say; see site.venv'
   # threads of a rank
   export OMP_NUM_THREADS=1
   # what a rank prints is seen at once, and not lost with the rank
   export PYTHONUNBUFFERED=1
   # passwords and tokens stand in a file of your own alone
   secrets="$HOME/.config/shardway/secrets.env"
-  [ ! -r "$secrets" ] || { set -a; . "$secrets"; set +a; }
+  read_secrets "$secrets"
   # where the ranks meet: rules of this site for the name of a node on the network for computing
   suffix='' resolve=no
   meet
@@ -74,7 +74,7 @@ main() {
   for name in PATH LD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX ENROOT_DATA_PATH; do [ -z "${!name+set}" ] || mpirun_options+=(-x "$name"); done
   # the nodes, and who starts its daemons there
   mpirun_options+=(--hostfile "$PBS_NODEFILE")
-  ompi_info 2> /dev/null | grep -q 'MCA plm: tm' || { remote_shell; mpirun_options+=(--mca plm_rsh_agent "$here/remote_shell"); }
+  ompi_info 2> /dev/null | grep -q 'MCA plm: tm' || remote_shell
   # the ranks, and how they ended
   mpirun -n 2 --map-by ppr:1:node:PE=1 --tag-output "${mpirun_options[@]}" bash -c \
     '. "$0" && exec "$@"' "$here/environment.sh" python3 -m shardway train \

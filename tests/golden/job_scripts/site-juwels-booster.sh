@@ -1,5 +1,5 @@
 #!/bin/bash
-# Written by Shardway VERSION for juwels-booster. To submit it by hand: sbatch THIS_FILE
+# Written by Shardway VERSION for juwels-booster. To submit it by hand: make the folder of --output, sbatch THIS_FILE
 # the run, its attempt, and what makes it unique
 #SBATCH --job-name=base.0001.a1b2c3
 # who is charged, and where the job waits
@@ -52,7 +52,7 @@ main() {
 
   # --- what the ranks find
   # Python and its packages
-  . /home/alice/venv/bin/activate
+  . /home/alice/venv/bin/activate || fail '. /home/alice/venv/bin/activate failed, as the lines before say; see site.venv'
   # threads of a rank
   export OMP_NUM_THREADS=12
   # what a rank prints is seen at once, and not lost with the rank
@@ -68,7 +68,7 @@ main() {
   export NCCL_IB_HCA="mlx5_0,mlx5_1,mlx5_2,mlx5_3"
   # passwords and tokens stand in a file of your own alone
   secrets="$HOME/.config/shardway/secrets.env"
-  [ ! -r "$secrets" ] || { set -a; . "$secrets"; set +a; }
+  read_secrets "$secrets"
   # where the ranks meet: rules of this site for the name of a node on the network for computing
   suffix=i resolve=yes
   meet

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Written by Shardway VERSION for test. To submit it by hand: sbatch THIS_FILE
+# Written by Shardway VERSION for test. To submit it by hand: make the folder of --output, sbatch THIS_FILE
 # the run, its attempt, and what makes it unique
 #SBATCH --job-name=base.0001.a1b2c3
 # who is charged, and where the job waits
@@ -61,7 +61,7 @@ main() {
   export PYTHONUNBUFFERED=1
   # passwords and tokens stand in a file of your own alone
   secrets="$HOME/.config/shardway/secrets.env"
-  [ ! -r "$secrets" ] || { set -a; . "$secrets"; set +a; }
+  read_secrets "$secrets"
   # where the ranks meet: rules of this site for the name of a node on the network for computing
   suffix='' resolve=no
   meet
@@ -71,18 +71,23 @@ main() {
   # --- run
   # variables of the job, for ranks that do not inherit them; no secrets
   declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PYTHONUNBUFFERED > "$here/environment.sh" 2> /dev/null
+  # adds the container's name, of this job and of the node
+  named='[ -w "${XDG_RUNTIME_DIR:-/run}" ] || export XDG_RUNTIME_DIR=${TMPDIR:-/tmp}/$0
+    words=(); until [ "$1" = -- ]; do words+=("$1"); shift; done
+    exec "${words[@]}" "$0-$(uname -n)" "${@:2}"'
+  # the container of this job, on every node
+  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 --kill-on-bad-exit=1 \
+    bash -c "$named" "shardway-$SHARDWAY_JOB" enroot create --name -- /images/torch.sqsh || fail 'the container could not be created'
   # mpirun gives other nodes the variables that are named
   mpirun_options=()
   for name in PATH LD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX ENROOT_DATA_PATH; do [ -z "${!name+set}" ] || mpirun_options+=(-x "$name"); done
-  # the container of this job, on every node
-  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 --kill-on-bad-exit=1 enroot create \
-    --name "shardway-$SHARDWAY_JOB" /images/torch.sqsh || fail 'the container could not be created'
   # the ranks, and how they ended
-  mpirun -n 8 --map-by ppr:4:node:PE=8 --tag-output "${mpirun_options[@]}" enroot start --root --rw \
+  mpirun -n 8 --map-by ppr:4:node:PE=8 --tag-output "${mpirun_options[@]}" bash -c "$named" \
+    "shardway-$SHARDWAY_JOB" enroot start --root --rw \
     --mount /scratch/alice/runs/base:/scratch/alice/runs/base:x-create=auto,rbind \
     --mount /data:/data:x-create=auto,rbind,ro --mount /etc/hosts:/etc/hosts:x-create=auto,rbind,ro \
     --env OMPI_COMM_WORLD_RANK --env OMPI_COMM_WORLD_SIZE --env OMPI_COMM_WORLD_LOCAL_RANK \
-    --env OMPI_COMM_WORLD_LOCAL_SIZE "shardway-$SHARDWAY_JOB" bash -c 'cd "$0" && exec "$@"' \
+    --env OMPI_COMM_WORLD_LOCAL_SIZE -- bash -c 'cd "$0" && exec "$@"' \
     /scratch/alice/runs/base/attempts/0001/code bash -c '. "$0" && exec "$@"' "$here/environment.sh" \
     bash -c \
     'export RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK; exec "$@"' \
@@ -92,7 +97,7 @@ main() {
   # --- end
   # the container is not needed any more
   srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 --kill-on-bad-exit=1 \
-    enroot remove --force "shardway-$SHARDWAY_JOB"
+    bash -c "$named" "shardway-$SHARDWAY_JOB" enroot remove --force --
   # how this attempt ended, and what comes next
   finish
 }

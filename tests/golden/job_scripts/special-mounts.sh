@@ -1,5 +1,5 @@
 #!/bin/bash
-# Written by Shardway VERSION for test. To submit it by hand: sbatch THIS_FILE
+# Written by Shardway VERSION for test. To submit it by hand: make the folder of --output, sbatch THIS_FILE
 # the run, its attempt, and what makes it unique
 #SBATCH --job-name=base.0001.a1b2c3
 # who is charged, and where the job waits
@@ -61,7 +61,7 @@ main() {
   export PYTHONUNBUFFERED=1
   # passwords and tokens stand in a file of your own alone
   secrets="$HOME/.config/shardway/secrets.env"
-  [ ! -r "$secrets" ] || { set -a; . "$secrets"; set +a; }
+  read_secrets "$secrets"
   # where the ranks meet: rules of this site for the name of a node on the network for computing
   suffix='' resolve=no
   meet
@@ -71,9 +71,12 @@ main() {
   # --- run
   # variables of the job, for ranks that do not inherit them; no secrets
   declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PYTHONUNBUFFERED > "$here/environment.sh" 2> /dev/null
+  # ranks share memory of the node; its /dev/shm alone where it has no message queues
+  ipc=(--ipc=host)
+  [ -e /dev/mqueue ] || ipc=(--ipc=private --volume=/dev/shm:/dev/shm)
   # the ranks, and how they ended
   srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=8 --kill-on-bad-exit=1 --label \
-    podman run --rm --network=host --ipc=host --security-opt=label=disable --env 'SLURM_*' \
+    podman run --rm --network=host --security-opt=label=disable "${ipc[@]}" --env 'SLURM_*' \
     --env 'PMI_*' --env 'PMIX_*' --env 'OMPI_*' \
     --volume /scratch/alice/runs/base:/scratch/alice/runs/base --volume /data:/data:ro \
     --volume '/a b:/c d' --volume /etc/hosts:/etc/hosts:ro \

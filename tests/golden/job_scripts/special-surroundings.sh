@@ -1,5 +1,5 @@
 #!/bin/bash
-# Written by Shardway VERSION for test. To submit it by hand: sbatch THIS_FILE
+# Written by Shardway VERSION for test. To submit it by hand: make the folder of --output, sbatch THIS_FILE
 # the run, its attempt, and what makes it unique
 #SBATCH --job-name=base.0001.a1b2c3
 # who is charged, and where the job waits
@@ -58,10 +58,10 @@ main() {
   # software of the site
   command -v module > /dev/null || . /etc/profile
   module purge
-  module load GCC/13.3.0
-  module load 'PyTorch/2.5 beta'
+  module load GCC/13.3.0 || fail 'module load GCC/13.3.0 failed, as the lines before say; see site.modules'
+  module load 'PyTorch/2.5 beta' || fail 'module load '\''PyTorch/2.5 beta'\'' failed, as the lines before say; see site.modules'
   # Python and its packages
-  eval "$(conda shell.bash hook)" && conda activate 'my torch'
+  eval "$(conda shell.bash hook)" && conda activate 'my torch' || fail 'conda activate '\''my torch'\'' failed, as the lines before say; see site.venv'
   # threads of a rank
   export OMP_NUM_THREADS=8
   # what a rank prints is seen at once, and not lost with the rank
@@ -74,7 +74,7 @@ main() {
   export LINES=$'a\nb'
   # passwords and tokens stand in a file of your own alone
   secrets="$HOME/.config/shardway/secrets.env"
-  [ ! -r "$secrets" ] || { set -a; . "$secrets"; set +a; }
+  read_secrets "$secrets"
   # where the ranks meet: rules of this site for the name of a node on the network for computing
   suffix='' resolve=no
   meet

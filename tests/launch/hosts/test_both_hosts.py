@@ -5,6 +5,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pytest
 from fake_ssh import make_fake
@@ -12,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardway.errors import UserError
-from shardway.launch.hosts import Host, LocalHost, find_host
+from shardway.launch.hosts import Host, LocalHost, find_host, local
 from shardway.launch.hosts.base import MISSING
 from shardway.launch.hosts.ssh import SshHost
 
@@ -104,6 +105,35 @@ def test_a_command_out_of_time_is_ended(host: Host, tmp_path: Path) -> None:
     assert (done.timed_out, done.ok, done.out) == (True, False, "begun")
     assert time.monotonic() - begin < 10
     assert host.run(["sh", "-c", "exit 124"], timeout_s=5).timed_out is False
+
+
+@pytest.fixture
+def undying(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Processes that no signal ends, as those are which hang in the kernel on a mount that is gone."""
+    started = list[subprocess.Popen[bytes]]()
+
+    class Noted(subprocess.Popen[bytes]):
+        def __init__(self, *words: Any, **options: Any) -> None:
+            super().__init__(*words, **options)
+            started.append(self)
+
+    monkeypatch.setattr(local.subprocess, "Popen", Noted)
+    monkeypatch.setattr(local.os, "killpg", lambda group, number: None)
+    monkeypatch.setattr(local, "_GRACE_S", 0.05)
+    yield
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_a_command_that_nothing_ends_is_left_behind(undying: None) -> None:
+    begin = time.monotonic()
+    done = LocalHost().run(["sh", "-c", "printf begun; exec sleep 20"], timeout_s=0.2)
+    assert (done.timed_out, done.ok, done.code, done.out) == (True, False, 128 + 9, "begun")
+    lines = LocalHost().follow(["sh", "-c", "echo begun; exec sleep 20"])
+    assert next(iter(lines)) == "begun"
+    lines.close()  # type: ignore[attr-defined]
+    assert time.monotonic() - begin < 10
 
 
 def test_files_are_written_whole_and_read_back(host: Host, tmp_path: Path) -> None:
@@ -222,6 +252,7 @@ def test_paths_are_filled_in_with_the_host_s_values(
         "runs/a": base / "runs" / "a",
     }
     assert {path: host.expand(path) for path in expected} == {path: pure(there) for path, there in expected.items()}
+    assert host.expand_many(list(expected)) == [pure(there) for there in expected.values()]
     for bad, reason in (
         ("$NOT_SET/x", r"\$NOT_SET is not set on (there|this machine)"),
         ("~bob/x", "write that folder"),

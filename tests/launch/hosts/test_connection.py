@@ -55,6 +55,22 @@ def test_all_calls_ride_one_connection(tmp_path: Path) -> None:
     assert not (fake.folder / "open").exists()
 
 
+@pytest.mark.parametrize(
+    ("paths", "exchanges"), [(["/a", "/b/~"], 0), (["runs", "~/x", "$SCRATCH/y"], 1), (["/a", "/$SCRATCH"], 1), ([], 0)]
+)
+def test_paths_are_expanded_in_one_exchange(
+    paths: list[str], exchanges: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    fake = make_fake(tmp_path / "fake")
+    (fake.folder / "calls").touch()
+    home = f"{tmp_path}/home"
+    expected = {"runs": f"{home}/runs", "~/x": f"{home}/x", "$SCRATCH/y": "/scratch/y", "/$SCRATCH": "/scratch"}
+    found = SshHost("there", fake.surroundings).expand_many(paths)
+    assert found == [PurePosixPath(expected.get(path, path)) for path in paths]
+    assert len(fake.calls("exec bash")) == exchanges
+
+
 def test_the_user_s_own_shared_connection_is_ridden(tmp_path: Path) -> None:
     fake = make_fake(tmp_path / "fake", controlpath="/run/mine/100%-there")
     (fake.folder / "open").touch()

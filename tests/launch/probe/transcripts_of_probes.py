@@ -57,3 +57,6 @@ class TalkingHost:
 
     def expand(self, path: str) -> PurePosixPath:
         raise NotImplementedError
+
+    def expand_many(self, paths: Sequence[str]) -> list[PurePosixPath]:
+        raise NotImplementedError

@@ -3,7 +3,9 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -146,9 +148,10 @@ def test_an_array_runs_while_a_task_runs() -> None:
 
 
 def test_one_job_is_asked_for_in_a_call_and_an_array_with_its_tasks() -> None:
-    assert query_commands(["1.pbshead", "2[].pbshead"]) == (
-        ("qstat", "-x", "-f", "-F", "json", "1.pbshead"),
-        ("qstat", "-x", "-t", "-f", "-F", "json", "2[].pbshead"),
+    asked = tuple(words[3:] for words in query_commands(["1.pbshead", "2[].pbshead"]))
+    assert asked == (
+        ("qstat", "-f", "-F", "json", "1.pbshead"),
+        ("qstat", "-t", "-f", "-F", "json", "2[].pbshead"),
     )
 
 
@@ -196,12 +199,50 @@ def test_a_job_that_may_not_be_seen_is_unknown_with_a_note() -> None:
 
 
 def test_jobs_are_found_by_name() -> None:
-    assert find_commands("my-run.0001.k3f9") == (("qselect", "-x", "-N", "my-run.0001.k3f9"),)
+    ((*_, command, option, name),) = find_commands("my-run.0001.k3f9")
+    assert (command, option, name) == ("qselect", "-N", "my-run.0001.k3f9")
     assert parse_found([find("pbs/qselect", "qselect -N long").done]) == ("134.pbshead",)
     assert parse_found([find("pbs/qselect", "qselect -N nosuch").done]) == ()
     assert parse_found([Done((), 0, "12[].s\n9.s\n", "")]) == ("9.s", "12[].s")
     with pytest.raises(SchedulerSilent, match="15010"):
         parse_found([find("pbs/server-down", "qselect").done])
+
+
+def ask_fake(words: tuple[str, ...], folder: Path, text: str) -> tuple[Done, list[str]]:
+    """Run words among a fake qstat and qselect of this text; also what they were called with."""
+    for name in ("qstat", "qselect"):
+        (folder / name).write_text(f'#!/bin/bash\necho "$*" >> {folder}/calls\n{text}\n')
+        (folder / name).chmod(0o755)
+    done = subprocess.run(words, env={"PATH": f"{folder}:/usr/bin:/bin"}, capture_output=True, text=True, check=False)
+    return Done(words, done.returncode, done.stdout, done.stderr), (folder / "calls").read_text().splitlines()
+
+
+NO_HISTORY = 'if [ "$1" = -x ]; then echo "{"; echo "PBS is not configured to maintain job history" >&2; exit 36; fi\n'
+
+
+def test_a_server_without_history_is_asked_for_what_it_knows(tmp_path: Path) -> None:
+    (tmp_path / "answer").write_text(read_json("pbs/state-R.json"))
+    job = first_job("state-R")
+    (query,), (search,) = query_commands([job]), find_commands("a.0001.b")
+    done, calls = ask_fake(query, tmp_path, f"{NO_HISTORY}cat {tmp_path}/answer")
+    assert parse_records([job], [done])[job].phase is Phase.RUNNING
+    assert calls == [f"-x -f -F json {job}", f"-f -F json {job}"]
+    done, _ = ask_fake(search, tmp_path, f"{NO_HISTORY}echo 7.pbshead")
+    assert parse_found([done]) == ("7.pbshead",)
+
+
+@pytest.mark.parametrize("code", [0, 35, 153, 255])
+def test_any_other_answer_is_the_answer(code: int, tmp_path: Path) -> None:
+    """A server that was away for a moment would else seem to have no finished job of that name."""
+    (search,) = find_commands("a.0001.b")
+    done, calls = ask_fake(search, tmp_path, f"printf '7.pbshead\\n'; echo said >&2; exit {code}")
+    assert (done.code, done.out, done.err, len(calls)) == (code, "7.pbshead\n", "said\n", 1)
+
+
+def test_a_silence_names_the_command_that_was_asked() -> None:
+    (words,) = query_commands(["1.s"])
+    with pytest.raises(SchedulerSilent, match=r"^qstat did not answer in time"):
+        parse_records(["1.s"], [Done(words, 0, "", "", timed_out=True)])
 
 
 # --- JSON that is none

@@ -5,18 +5,18 @@ import json
 import pytest
 
 from shardway.launch.hosts.base import Done
+from shardway.launch.schedulers.explain import Explainer
 from shardway.launch.schedulers.pbs import query as pbs_query
-from shardway.launch.schedulers.pbs import reasons as pbs
 from shardway.launch.schedulers.records import Asked, Explanation, JobRecord, Phase, SchedulerEnding
 from shardway.launch.schedulers.slurm import query as slurm_query
-from shardway.launch.schedulers.slurm import reasons as slurm
 from transcripts import TRANSCRIPTS, list_transcripts, read_json, read_transcript
 
+SLURM, PBS = Explainer("slurm"), Explainer("pbs")
 ASKED = Asked(queue="booster", account="hai_x", qos="long", walltime_s=5400.0, nodes=3, accelerators=4)
 
 
 def pending(reason: str, state: str = "PENDING") -> Explanation:
-    explanation = slurm.explain_pending(JobRecord("1", Phase.QUEUED, state, reason), ASKED)
+    explanation = SLURM.explain_pending(JobRecord("1", Phase.QUEUED, state, reason), ASKED)
     assert explanation is not None
     return explanation
 
@@ -104,11 +104,11 @@ def test_an_unknown_reason_is_passed_on() -> None:
 def test_only_what_waits_waits_and_only_what_ended_ended() -> None:
     running = JobRecord("1", Phase.RUNNING, "RUNNING")
     ended = JobRecord("1", Phase.ENDED, "COMPLETED", ending=SchedulerEnding.COMPLETED)
-    for module in (slurm, pbs):
-        assert module.explain_pending(running) is None
-        assert module.explain_ending(running) is None
-        assert module.explain_pending(ended) is None
-        assert module.explain_ending(ended) is not None
+    for explainer in (SLURM, PBS):
+        assert explainer.explain_pending(running) is None
+        assert explainer.explain_ending(running) is None
+        assert explainer.explain_pending(ended) is None
+        assert explainer.explain_ending(ended) is not None
 
 
 # --- PBS
@@ -152,7 +152,7 @@ def test_every_pbs_job_that_waits_is_explained() -> None:
     comments = {*list_pbs_comments(), *SOURCED_COMMENTS}
     waiting |= {comment: JobRecord("1", Phase.QUEUED, "Q", comment) for comment in comments}
     codes = {
-        name: (pbs.explain_pending(record, ASKED) or Explanation("none", "", "")).code
+        name: (PBS.explain_pending(record, ASKED) or Explanation("none", "", "")).code
         for name, record in waiting.items()
     }
     assert [name for name, code in codes.items() if code in ("pending", "none", "waiting")] == []
@@ -178,14 +178,14 @@ def test_every_pbs_job_that_waits_is_explained() -> None:
     ],
 )
 def test_a_comment_of_pbs_says_whether_waiting_helps(comment: str, code: str, hopeless: bool) -> None:
-    explanation = pbs.explain_pending(JobRecord("1", Phase.QUEUED, "Q", comment), ASKED)
+    explanation = PBS.explain_pending(JobRecord("1", Phase.QUEUED, "Q", comment), ASKED)
     assert explanation is not None
     assert (explanation.code, explanation.hopeless) == (code, hopeless)
 
 
 def test_numbers_of_a_comment_are_in_the_sentence() -> None:
     record = JobRecord("1", Phase.QUEUED, "Q", "Not Running: Insufficient amount of resource: ngpus (R: 8 A: 4 T: 12)")
-    explanation = pbs.explain_pending(record)
+    explanation = PBS.explain_pending(record)
     assert explanation is not None
     assert explanation.sentence == "The job waits for 8 of ngpus; 4 are free and the machine has 12 in all."
 
@@ -211,7 +211,7 @@ PBS_ENDINGS = {
 
 def test_every_ending_of_pbs_is_explained() -> None:
     ended = {name: record for name, record in pbs_records().items() if record.phase is Phase.ENDED}
-    found = {name: pbs.explain_ending(record, ASKED) for name, record in ended.items()}
+    found = {name: PBS.explain_ending(record, ASKED) for name, record in ended.items()}
     assert [name for name, explanation in found.items() if explanation is None or explanation.code == "ended"] == []
     by_case = {name.split()[0]: explanation.code for name, explanation in found.items() if explanation}
     assert {name: by_case[name] for name in PBS_ENDINGS} == PBS_ENDINGS
@@ -248,7 +248,7 @@ def test_every_ending_of_pbs_is_explained() -> None:
 def test_an_ending_of_slurm_is_explained(state: str, exit_text: str, code: str, words: str) -> None:
     line = f"7|7|{state}|{exit_text}|1|2|3|n1|None|wrap\n"
     record = slurm_query.parse_records(["7"], [Done((), 0, "", ""), Done((), 0, line, "")])["7"]
-    explanation = slurm.explain_ending(record, ASKED)
+    explanation = SLURM.explain_ending(record, ASKED)
     assert explanation is not None
     assert explanation.code == code
     assert words in explanation.sentence
@@ -257,6 +257,6 @@ def test_an_ending_of_slurm_is_explained(state: str, exit_text: str, code: str, 
 def test_a_step_that_ran_out_of_memory_is_told_of_a_job_that_completed() -> None:
     lines = "7|7|COMPLETED|0:0|1|2|3|n1|None|wrap\n7.0|7.0|OUT_OF_MEMORY|0:125|1|2|3|n1||python\n"
     record = slurm_query.parse_records(["7"], [Done((), 0, "", ""), Done((), 0, lines, "")])["7"]
-    explanation = slurm.explain_ending(record)
+    explanation = SLURM.explain_ending(record)
     assert explanation is not None
     assert explanation.code == "step_out_of_memory"

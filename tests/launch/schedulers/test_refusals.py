@@ -3,10 +3,9 @@ from __future__ import annotations
 import pytest
 
 from shardway.launch.hosts.base import Done
+from shardway.launch.schedulers.clients import CLIENTS
 from shardway.launch.schedulers.explain import load_rules
-from shardway.launch.schedulers.pbs import refusals as pbs
 from shardway.launch.schedulers.records import Asked
-from shardway.launch.schedulers.slurm import refusals as slurm
 from transcripts import Recorded, find, list_transcripts, read_transcript
 
 ASKED = Asked(
@@ -23,7 +22,8 @@ ASKED = Asked(
     memory=2**39,
     script="job.sh",
 )
-EXPLAIN = {"sbatch": slurm.explain_refusal, "qsub": pbs.explain_refusal}
+SLURM, PBS = CLIENTS["slurm"], CLIENTS["pbs"]
+EXPLAIN = {"sbatch": SLURM.explain_refusal, "qsub": PBS.explain_refusal}
 
 
 def list_refused(program: str, *patterns: str) -> list[Recorded]:
@@ -123,9 +123,27 @@ def test_a_missing_program_is_told(program: str) -> None:
     assert EXPLAIN[program](Done((program,), 127, "", ""), Asked()).code == "not_installed"
 
 
+@pytest.mark.parametrize("host", ["", "alice@box"])
+@pytest.mark.parametrize(
+    ("program", "done"),
+    [
+        ("sbatch", Done(("sbatch",), 127, "", "")),
+        ("sbatch", find("slurm/no-client-config", "SLURM_CONF=/nonexistent sbatch").done),
+        ("qsub", Done(("qsub",), 127, "", "")),
+        ("qsub", find("pbs/no-client-config", "qsub job.sh").done),
+    ],
+)
+def test_the_host_that_cannot_submit_is_named(program: str, done: Done, host: str) -> None:
+    """Who came through ssh is not told to come through ssh."""
+    explanation = EXPLAIN[program](done, Asked(host=host))
+    assert f" on {host or 'this machine'}." in explanation.sentence
+    assert ("through ssh" in explanation.remedy) == (not host)
+    assert "login node" in explanation.remedy
+
+
 def test_what_was_not_asked_is_said_to_be_so() -> None:
     done = find("slurm/sbatch-refused-account-qos", "sbatch -A nosuch").done
-    assert "account (none was named)" in slurm.explain_refusal(done, Asked()).sentence
+    assert "account (none was named)" in SLURM.explain_refusal(done, Asked()).sentence
 
 
 @pytest.mark.parametrize("table", ["slurm/refusals", "pbs/refusals"])
@@ -149,7 +167,7 @@ def test_no_rule_is_written_twice(table: str) -> None:
     ],
 )
 def test_the_id_that_sbatch_prints(text: str, job: str) -> None:
-    assert slurm.parse_job_id(text) == job
+    assert SLURM.read_job_id(text) == job
 
 
 @pytest.mark.parametrize(
@@ -162,15 +180,15 @@ def test_the_id_that_sbatch_prints(text: str, job: str) -> None:
     ],
 )
 def test_the_id_that_qsub_prints(text: str, job: str) -> None:
-    assert pbs.parse_job_id(text) == job
+    assert PBS.read_job_id(text) == job
 
 
 def test_every_recorded_submission_that_was_taken_has_an_id() -> None:
     for name in list_transcripts("slurm/sbatch-refused-*"):
         for entry in read_transcript(name):
             if entry.command.startswith("sbatch") and entry.done.code == 0:
-                assert slurm.parse_job_id(entry.done.out).isdigit(), entry.command
+                assert SLURM.read_job_id(entry.done.out).isdigit(), entry.command
     for name in list_transcripts("pbs/qsub-*"):
         for entry in read_transcript(name):
             if entry.command.startswith("qsub") and entry.done.code == 0 and "-z" not in entry.done.words:
-                assert pbs.parse_job_id(entry.done.out).endswith(".pbshead"), entry.command
+                assert PBS.read_job_id(entry.done.out).endswith(".pbshead"), entry.command

@@ -3,10 +3,13 @@
 Where PBS makes the container itself (`containers.by_scheduler` of the site: container_engine=enroot, container_image,
 container_name), it is only started, under the name and from the folder that PBS gave it.
 
-Invariant: containers of two jobs never share a name or a folder. This module must not start anything.
+A container has the name of its job and of its node, since enroot keeps containers in the home folder, which nodes
+share, unless the site or ENROOT_DATA_PATH says otherwise, and refuses a name that is there.
+
+Invariant: containers of two jobs or nodes never share a name or a folder. This module must not start anything.
 
 Sources: enroot's documentation, "enroot create", "enroot start" (--root, --rw, --mount, --env), "Image format"
-(x-create); ENROOT_DATA_PATH in "Configuration".
+(x-create); ENROOT_DATA_PATH, ENROOT_RUNTIME_PATH in "Configuration"; issues 13 and 23 of NVIDIA/enroot.
 """
 
 from __future__ import annotations
@@ -14,17 +17,35 @@ from __future__ import annotations
 from shardway.launch.containers.base import HOST_NAMES, Runtime, all_mounts, command_of
 from shardway.launch.job import Job, Mount
 from shardway.launch.schedulers.base import SchedulerScript
-from shardway.launch.script import Line, quote, quote_expanding, quote_place, wrap_command
+from shardway.launch.script import Line, quote, quote_expanding, quote_place, quote_shell, wrap_command
+
+_NAMED = """\
+[ -w "${XDG_RUNTIME_DIR:-/run}" ] || export XDG_RUNTIME_DIR=${TMPDIR:-/tmp}/$0
+  words=(); until [ "$1" = -- ]; do words+=("$1"); shift; done
+  exec "${words[@]}" "$0-$(uname -n)" "${@:2}\""""
+"""Shell of the node on which it runs: enroot's words up to `--`, the container's name there, and what follows.
+
+$HOSTNAME may be another node's, whose environment srun handed on, and so may XDG_RUNTIME_DIR be, which PBS does not
+set: enroot makes a folder in it, or in /run, unless the site has another in its enroot.conf."""
+
+
+def _enroot(job: Job, *words: str) -> tuple[str, ...]:
+    """enroot with these words, of which the first `--` stands for the name of the container."""
+    command = quote(command_of(job.container, "enroot"))
+    if job.container.rules.by_scheduler:
+        return (command, *(quote(job.name) if word == "--" else word for word in words))
+    return ('bash -c "$named"', '"shardway-$SHARDWAY_JOB"', command, *words)
 
 
 def _wrap(job: Job, scheduler: SchedulerScript) -> tuple[str, ...]:
     use, around = job.container, job.around
-    return (
-        f"{quote(command_of(use, 'enroot'))} start --root --rw",
+    return _enroot(
+        job,
+        "start --root --rw",
         *(f"--mount {quote_place(_render(mount))}" for mount in all_mounts(job, HOST_NAMES)),
         *(f"--env {name}" for name in (*around.secret_names, *_starter_variables(job))),
         *map(quote, use.rules.options),
-        quote(job.name) if use.rules.by_scheduler else '"shardway-$SHARDWAY_JOB"',
+        "--",
         *_in_folder(job),
     )
 
@@ -59,9 +80,10 @@ def _setup(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
         path = quote_expanding(rules.data_path)
         lines.append(Line(f"export ENROOT_DATA_PATH={path}", "where this job's containers are, on the node's own disk"))
     if not rules.by_scheduler:
+        lines.append(Line(f"named={quote_shell(_NAMED)}", "adds the container's name, of this job and of the node"))
         each_node = scheduler.each_node(job).words
-        words = (f"{quote(command_of(job.container, 'enroot'))} create", '--name "shardway-$SHARDWAY_JOB"')
-        create = wrap_command((*each_node, *words, quote_place(job.container.image)))
+        words = _enroot(job, "create --name", "--", quote_place(job.container.image))
+        create = wrap_command((*each_node, *words))
         lines.append(
             Line(f"{create} || fail 'the container could not be created'", "the container of this job, on every node")
         )
@@ -71,7 +93,7 @@ def _setup(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
 def _teardown(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
     if job.container.rules.by_scheduler:
         return ()
-    words = (f"{quote(command_of(job.container, 'enroot'))} remove --force", '"shardway-$SHARDWAY_JOB"')
+    words = _enroot(job, "remove --force", "--")
     return (Line(wrap_command((*scheduler.each_node(job).words, *words)), "the container is not needed any more"),)
 
 

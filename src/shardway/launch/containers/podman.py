@@ -3,7 +3,7 @@
 Invariant: the container gets the secrets and what the starter tells a rank, and nothing else of the host's environment.
 This module must not start anything.
 
-Source: podman-run(1) (--env with a name or a pattern ending in *, --volume, --network, --device).
+Source: podman-run(1) (--env with a name or a pattern ending in *, --volume, --network, --device, --ipc).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from shardway.launch.containers.base import HOST_NAMES, Runtime, all_mounts, command_of
 from shardway.launch.job import Job
 from shardway.launch.schedulers.base import SchedulerScript
-from shardway.launch.script import quote, quote_place
+from shardway.launch.script import Line, quote, quote_place
 
 _ACCELERATORS = {
     "nvidia": ("--device nvidia.com/gpu=all",),
@@ -20,11 +20,20 @@ _ACCELERATORS = {
 _STARTERS = ("OMPI_*", "PMIX_*", "PMI_*")
 
 
+def _setup(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
+    """`--ipc=host` also mounts the node's message queues, and fails where the node has none."""
+    return (
+        Line("ipc=(--ipc=host)", "ranks share memory of the node; its /dev/shm alone where it has no message queues"),
+        Line("[ -e /dev/mqueue ] || ipc=(--ipc=private --volume=/dev/shm:/dev/shm)"),
+    )
+
+
 def _wrap(job: Job, scheduler: SchedulerScript) -> tuple[str, ...]:
     use, around = job.container, job.around
     patterns = dict.fromkeys((*scheduler.launcher_variables, *_STARTERS))
     return (
-        f"{quote(command_of(use, 'podman'))} run --rm --network=host --ipc=host --security-opt=label=disable",
+        f"{quote(command_of(use, 'podman'))} run --rm --network=host --security-opt=label=disable",
+        '"${ipc[@]}"',
         *_ACCELERATORS.get(use.vendor, ()),
         *(f"--env {name}" for name in around.secret_names),
         *(f"--env '{pattern}'" for pattern in patterns),
@@ -35,4 +44,6 @@ def _wrap(job: Job, scheduler: SchedulerScript) -> tuple[str, ...]:
     )
 
 
-PODMAN = Runtime(wrap=_wrap, images="an image that every node has (podman images), or a URI that nodes can pull")
+PODMAN = Runtime(
+    wrap=_wrap, setup=_setup, images="an image that every node has (podman images), or a URI that nodes can pull"
+)

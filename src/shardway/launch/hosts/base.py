@@ -74,3 +74,7 @@ class Host(Protocol):
         """An absolute path on the host: `~` and `$VARIABLES` are the host's, a relative path is below the current
         folder here, or the home folder there."""
         ...
+
+    def expand_many(self, paths: Sequence[str]) -> list[PurePosixPath]:
+        """The same of several paths, in one exchange."""
+        ...

@@ -1,6 +1,7 @@
 """This machine as a host: commands are processes, files are files.
 
-Invariant: a command that ran out of time is gone with all that it started. This module must not use a shell.
+Invariant: a command that ran out of time is gone with all that it started, but for a process that the kernel does not
+let go (a hung mount), which is left behind: nobody waits for it. This module must not use a shell.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from shardway.rundir.atomic import write_whole
 
 _NOT_EXECUTABLE = 126
 _GRACE_S = 2.0
+_GONE = -signal.SIGKILL
+"""What a process that was left behind counts as."""
 
 
 class LocalHost:
@@ -43,18 +46,20 @@ class LocalHost:
             return Done(tuple(words), MISSING, "", f"{words[0]}: no such program\n")
         except OSError as error:
             return Done(tuple(words), _NOT_EXECUTABLE, "", f"{words[0]}: {error.strerror}\n")
-        with process:
-            try:
-                out, err = process.communicate(stdin.encode("utf-8", "surrogateescape"), timeout_s)
-                late = False
-            except subprocess.TimeoutExpired:
-                _end_group(process)
-                out, err = _drain(process)
-                late = True
-            except BaseException:
-                _end_group(process)
-                raise
-        code = process.returncode if process.returncode >= 0 else 128 - process.returncode
+        late = False
+        try:
+            out, err = process.communicate(stdin.encode("utf-8", "surrogateescape"), timeout_s)
+        except subprocess.TimeoutExpired:
+            _end_group(process)
+            out, err = _drain(process)
+            late = True
+        except BaseException:
+            _end_group(process)
+            raise
+        finally:
+            _let_go(process)
+        code = _GONE if process.returncode is None else process.returncode
+        code = code if code >= 0 else 128 - code
         return Done(tuple(words), code, out.decode("utf-8", "replace"), err.decode("utf-8", "replace"), late)
 
     def run_many(self, commands: Sequence[Sequence[str]], *, timeout_s: float = 60.0) -> list[Done]:
@@ -78,12 +83,12 @@ class LocalHost:
             )
         except OSError:
             return
-        with process:
-            try:
-                for line in process.stdout or ():
-                    yield line.decode("utf-8", "replace").removesuffix("\n")
-            finally:
-                _end_group(process)
+        try:
+            for line in process.stdout or ():
+                yield line.decode("utf-8", "replace").removesuffix("\n")
+        finally:
+            _end_group(process)
+            _let_go(process)
 
     def read_files(self, paths: Sequence[PurePosixPath]) -> dict[PurePosixPath, str]:
         """The text of each of these files that can be read."""
@@ -131,6 +136,10 @@ class LocalHost:
             values["HOME"] = values["HOME"] or str(Path.home())
         return fill_in(path, values, os.getcwd(), self.name)
 
+    def expand_many(self, paths: Sequence[str]) -> list[PurePosixPath]:
+        """Absolute paths, in their order."""
+        return [self.expand(path) for path in paths]
+
 
 def refuse_to_write(path: PurePosixPath, reason: str, host: str = "") -> str:
     """The message of a file or folder that cannot be written."""
@@ -156,3 +165,13 @@ def _drain(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
         return process.communicate(timeout=_GRACE_S)
     except subprocess.TimeoutExpired as error:
         return error.output or b"", error.stderr or b""
+
+
+def _let_go(process: subprocess.Popen[bytes]) -> None:
+    """Close the pipes of a process that has ended or was killed, and take note of its end where that comes soon."""
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        if pipe is not None:
+            with contextlib.suppress(OSError):  # a full pipe whose reader is gone
+                pipe.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_GRACE_S)

@@ -98,12 +98,14 @@ class SshHost:
 
     def expand(self, path: str) -> PurePosixPath:
         """An absolute path there; a relative one is below the home folder there. Raises UserError, HostUnreachable."""
-        names = list(dict.fromkeys(["HOME", *list_variables(path)]))
-        if path.startswith("/") and len(names) == 1 and "$" not in path:
-            return fill_in(path, {}, "/", self.name)
+        return self.expand_many([path])[0]
+
+    def expand_many(self, paths: Sequence[str]) -> list[PurePosixPath]:
+        """Absolute paths there, in their order and in one exchange, or none where all are plain."""
+        names = list(dict.fromkeys(name for path in paths for name in _list_unknown(path)))
         done = self.run_many([["printenv", name] for name in names])
         values = {name: ended.out.removesuffix("\n") for name, ended in zip(names, done, strict=True) if ended.ok}
-        return fill_in(path, values, values.get("HOME", "/"), self.name)
+        return [fill_in(path, values, values.get("HOME", "/"), self.name) for path in paths]
 
     # --- exchanges
 
@@ -152,6 +154,11 @@ class SshHost:
             f"    {said.strip() or 'It said nothing.'}\n"
             "  To do: name a login node, where commands may be run; a machine for file transfers alone is none."
         )
+
+
+def _list_unknown(path: str) -> list[str]:
+    """The variables without which a path is not absolute; a relative one is below HOME."""
+    return [] if path.startswith("/") and "$" not in path else ["HOME", *list_variables(path)]
 
 
 def _call(words: Sequence[str], stdin: IO[bytes], timeout_s: float) -> tuple[int | None, bytes, bytes]:

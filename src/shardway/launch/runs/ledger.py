@@ -64,6 +64,14 @@ class Ledger:
         """The newest attempt."""
         return self.entries[-1] if self.entries else None
 
+    @property
+    def next_number(self) -> int:
+        """The number of the attempt that is submitted next: of the newest again where no scheduler is known to have
+        taken it."""
+        if self.last is None:
+            return 1
+        return self.last.number if self.last.is_unsent else self.last.number + 1
+
 
 def read_ledger(host: Host, run: Path) -> Ledger:
     """Read the attempts of a run in two exchanges with its host. Raises HostUnreachable."""
@@ -89,8 +97,12 @@ def read_ledgers(host: Host, runs: Sequence[Path]) -> list[Ledger]:
 
 def write_submission(host: Host, attempt: Attempt, submission: Submission) -> None:
     """Say how an attempt was submitted. Raises UserError where the file system refuses it."""
-    text = json.dumps({"format": FORMAT, **asdict(submission)}, indent=1) + "\n"
-    host.write_files({PurePosixPath(attempt.submission_path): text})
+    host.write_files({PurePosixPath(attempt.submission_path): render_submission(submission)})
+
+
+def render_submission(submission: Submission) -> str:
+    """The text of `submission.json`."""
+    return json.dumps({"format": FORMAT, **asdict(submission)}, indent=1) + "\n"
 
 
 def _entry(attempt: Attempt, texts: Mapping[Any, str]) -> Entry:

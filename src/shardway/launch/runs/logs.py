@@ -3,29 +3,46 @@
 Lines of ranks begin with the rank, whoever started them: "3: ..." (torchrun as the job script sets it, srun --label),
 "[1,3]<stdout>: ..." (mpirun --tag-output).
 
-Invariant: following ends when the attempt has ended, on every host. This module must not print.
+Invariant: following ends when the attempt has ended, on every host, and also where nothing was left to say so: as long
+as nothing is printed, the scheduler is asked now and then. This module must not print.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from shardway.errors import UserError
-from shardway.launch.hosts.base import Host
-from shardway.launch.runs.ledger import Entry, Ledger
+from shardway.errors import UserError, list_some
+from shardway.launch.hosts.base import Host, HostUnreachable
+from shardway.launch.runs.ledger import Entry, Ledger, read_ledger
+from shardway.launch.runs.standing import Standing, read_standing
 from shardway.rundir.attempts import Attempt
+from shardway.rundir.directory import RunDir
 
-_FOLLOW = """end=$1 log=$2; shift 2; tail -q -n +1 -F "$@" 2>/dev/null & tail=$!
-trap 'kill "$tail"' EXIT
+_FOLLOW = """end=$1 log=$2 tick=$3 every=$4; shift 4; tail -q -n +1 -F "$@" 2>/dev/null & tail=$!
+while sleep "$every" >/dev/null; do echo "$tick"; done & ticking=$!
+trap 'kill "$tail" "$ticking"' EXIT
 while [ ! -e "$end" ]; do sleep 1; done
 for second in {1..30}; do
   grep -qE 'shardway: (attempt [0-9]+: |nothing to do)' "$log" && break
   sleep 1
 done; sleep 1"""
 """A rank says how it ended before it prints that; the job script's last word comes after those of all ranks, unless the
-job was killed."""
+job was killed. The ticks are lines among the others, at which their reader looks around."""
+_LAST_WORD = re.compile(r"shardway: (attempt \d+: |nothing to do)")
+
+_TICK_S = 5
+_FIRST_GAP, _LONGEST_GAP = 2, 16
+"""Ticks between two questions to the scheduler: 10, 20, 40 and then 80 seconds."""
+_LAST_TICKS = 2
+"""Ticks for what was printed last to arrive, once it is known to be over; then the scheduler is asked once more."""
+
+_MOST_RANKS = 16
 _RANK = re.compile(r"\s*(?:(?P<rank>\d+): |\[\d+,(?P<mpi>\d+)\]<std\w+>:)")
 
 
@@ -39,24 +56,170 @@ def choose_attempt(ledger: Ledger, number: int | None) -> Entry:
     return chosen[0]
 
 
-def read_output(host: Host, attempt: Attempt, node: int | None, *, follow: bool) -> Iterator[str]:
-    """Lines of the job's output, or of every rank of one node. Raises UserError where nothing was printed yet."""
-    paths = [str(attempt.job_log)] if node is None else _files_of_node(host, attempt, node)
-    if follow:
-        words = ("bash", "-c", _FOLLOW, "follow", str(attempt.result_path), str(attempt.job_log), *paths)
-        return host.follow(words)
-    done = host.run(("cat", "--", *paths))
+def read_output(host: Host, attempt: Attempt, node: int | None) -> Iterator[str]:
+    """Lines of the job's output, or of every rank of one node. Raises UserError where nothing was printed."""
+    done = host.run(("cat", "--", *_paths(host, attempt, node)))
     if not done.ok and not done.out:
-        raise UserError(f"attempt {attempt.number} has printed nothing yet: {done.err.strip()}")
+        why = "" if "No such file" in done.err else f": {done.err.strip()}"
+        raise UserError(
+            f"attempt {attempt.number} has printed nothing{why}.\n"
+            "  To do: `shardway status` says whether its job waits, runs or is over; `shardway logs -f` waits for it."
+        )
     return iter(done.out.splitlines())
 
 
+def follow_output(host: Host, attempt: Attempt, node: int | None, tell: Callable[[str], None]) -> Iterator[str]:
+    """The same lines as they come, until the attempt has ended; `tell` gets why where the job itself has not said so.
+
+    Raises UserError where the node has no output by itself, HostUnreachable where the connection breaks.
+    """
+    paths = _paths(host, attempt, node)
+    tick = f"tick-{secrets.token_hex(8)}"
+    names = (str(attempt.result_path), str(attempt.job_log), tick, str(_TICK_S))
+    lines = host.follow(("bash", "-c", _FOLLOW, "follow", *names, *paths))
+    return _Follower(tick, lambda: _find_end(host, attempt)).lines(lines, tell)
+
+
+@dataclass(frozen=True)
+class _End:
+    """How an attempt ended, in a sentence, and whether its folder says so."""
+
+    why: str
+    written: bool
+
+
+def _find_end(host: Host, attempt: Attempt) -> _End | None:
+    """How an attempt ended; None while it may go on for all that is known."""
+    try:
+        standings = read_standing(host, read_ledger(host, attempt.run_path))
+    except HostUnreachable:
+        return None
+    for standing in standings:
+        if standing.entry.number == attempt.number and not standing.is_active:
+            return _End(render_end(standing), standing.entry.result is not None)
+    return None
+
+
+def render_end(standing: Standing) -> str:
+    """How an attempt that is over ended, in a sentence."""
+    entry = standing.entry
+    if standing.result is None:
+        return f"attempt {entry.number} was prepared, and no scheduler is known to have taken it."
+    why = standing.why.sentence if standing.why else standing.result.reason
+    return f"attempt {entry.number} (job {entry.job}) is over: {standing.word}: {why.rstrip('.')}."
+
+
+@dataclass
+class _Follower:
+    """Reads lines with ticks among them, and ends where nothing more will come: it asks after a while of silence, the
+    longer the more often it has asked; all counts are in ticks."""
+
+    tick: str
+    find_end: Callable[[], _End | None]
+    waited: int = 0
+    gap: int = _FIRST_GAP
+    left: int = 0
+    end: _End | None = None
+
+    def lines(self, lines: Iterable[str], tell: Callable[[str], None]) -> Iterator[str]:
+        """The lines without the ticks; `tell` gets how the attempt ended where no line does."""
+        part, heard, said = "", False, False
+        for line in lines:
+            if not line.endswith(self.tick):
+                yield part + line
+                part, heard, said = "", True, said or _LAST_WORD.search(line) is not None
+                continue
+            begun = line.removesuffix(self.tick)  # a line that is not complete yet
+            part += begun
+            if self._is_over(heard or begun != ""):
+                break
+            heard = False
+        if part:
+            yield part
+        end = None if said else self.end or self.find_end()
+        if end is not None:
+            tell(end.why)
+
+    def _is_over(self, heard: bool) -> bool:
+        """At a tick, with or without output since the last: whether to end. Whoever is over is asked for twice, since
+        a scheduler's accounting may lag behind."""
+        self.waited += 1
+        if self.left:
+            self.left -= 1
+            return self.left == 0 and self._has_ended()
+        if not heard and self.waited >= self.gap:
+            self.waited, self.gap = 0, min(2 * self.gap, _LONGEST_GAP)
+            self.left = _LAST_TICKS if self._has_ended() else 0
+        return False
+
+    def _has_ended(self) -> bool:
+        """Whether it ended without a word; where its folder says how, the lines end by themselves."""
+        end = self.find_end()
+        self.end = end if end is not None and not end.written else None
+        return self.end is not None
+
+
+@dataclass
+class LeftLock:
+    """Whether the lock of a run directory is what a dead node left: servers of NFS may keep the locks of a node that is
+    gone. It is held from a node of an attempt whose job is over; a lock of this machine is freed by its kernel.
+
+    `host` sees the run directory and the scheduler; times are in seconds of `clock`.
+    """
+
+    host: Host
+    run: RunDir
+    clock: Callable[[], float] = time.monotonic
+    gap_s: float = _FIRST_GAP * _TICK_S
+    next_s: float = 0.0
+
+    def put_off(self) -> None:
+        """Somebody writes: there is nothing to ask for a while."""
+        self.next_s = max(self.next_s, self.clock() + self.gap_s)
+
+    def look(self) -> str:
+        """How the attempt of that node ended; empty while it may go on, and where it is too early to ask again."""
+        if self.clock() < self.next_s:
+            return ""
+        self.gap_s = min(2 * self.gap_s, _LONGEST_GAP * _TICK_S)
+        self.next_s = self.clock() + self.gap_s
+        node = _short(self.run.find_writer_host())
+        if not node or node == _short(socket.gethostname()):
+            return ""
+        standings = read_standing(self.host, read_ledger(self.host, self.run.path))
+        theirs = [standing for standing in standings if node in _nodes(standing)]
+        return render_end(theirs[-1]) if theirs and not any(each.is_active for each in standings) else ""
+
+
+def _nodes(standing: Standing) -> list[str]:
+    started = standing.entry.started
+    return [_short(name) for name in (started.host, *started.nodes.split())] if started else []
+
+
+def _short(name: str) -> str:
+    """A node's name without its domain."""
+    return name.split(".")[0]
+
+
 def only_rank(lines: Iterable[str], rank: int) -> Iterator[str]:
-    """The lines of one rank, without what says so."""
+    """The lines of one rank, without what says so. Raises UserError at the end where there was none, with the ranks
+    that did print."""
+    seen = set[int]()
     for line in lines:
         match = _RANK.match(line)
-        if match and int(match["rank"] or match["mpi"]) == rank:
+        if match is None:
+            continue
+        theirs = int(match["rank"] or match["mpi"])
+        seen.add(theirs)
+        if theirs == rank:
             yield line[match.end() :]
+    if rank not in seen:
+        known = list_some([str(each) for each in sorted(seen)], _MOST_RANKS) or "none"
+        raise UserError(f"rank {rank} has printed nothing; ranks that have: {known}.")
+
+
+def _paths(host: Host, attempt: Attempt, node: int | None) -> list[str]:
+    return [str(attempt.job_log)] if node is None else _files_of_node(host, attempt, node)
 
 
 def _files_of_node(host: Host, attempt: Attempt, node: int) -> list[str]:

@@ -1,7 +1,8 @@
 """Which runs this person has submitted, and where they are, so that they are found again from any folder.
 
-One line of JSON a run in $XDG_STATE_HOME/shardway/submitted-runs (default ~/.local/state), appended in one write. It
-points to run directories alone; what became of a run stands there.
+One line of JSON a run in $XDG_STATE_HOME/shardway/submitted-runs (default ~/.local/state), appended in one write; a
+line with `"gone": true` takes back those before it. It points to run directories alone; what became of a run stands
+there.
 
 Invariant: a line that is torn or foreign is passed over, and a registry that cannot be written stops nobody. This
 module must not ask hosts or schedulers.
@@ -32,15 +33,25 @@ def registry_path(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(base) / "shardway" / "submitted-runs"
 
 
-def remember(known: Known, path: Path | None = None) -> None:
-    """Add a run; one that is there already is not added again."""
+def remember(known: Known, path: Path | None = None) -> bool:
+    """Add a run; one that is there already is not added again. Gives whether it is new."""
+    if known in read_known(path):
+        return False
+    _append(asdict(known), path)
+    return True
+
+
+def forget(known: Known, path: Path | None = None) -> None:
+    """Take a run back of which nothing is left."""
+    _append({**asdict(known), "gone": True}, path)
+
+
+def _append(table: Mapping[str, object], path: Path | None) -> None:
     target = path or registry_path()
-    if known in read_known(target):
-        return
     with contextlib.suppress(OSError):
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(target, "a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(known)) + "\n")
+            file.write(json.dumps(table) + "\n")
 
 
 def read_known(path: Path | None = None) -> list[Known]:
@@ -49,12 +60,20 @@ def read_known(path: Path | None = None) -> list[Known]:
         lines = (path or registry_path()).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
         return []
-    return list(dict.fromkeys(known for line in lines if (known := _parse(line)) is not None))
+    found: dict[Known, None] = {}
+    for known, gone in filter(None, map(_parse, lines)):
+        if gone:
+            found.pop(known, None)
+        else:
+            found[known] = None
+    return list(found)
 
 
-def _parse(line: str) -> Known | None:
+def _parse(line: str) -> tuple[Known, bool] | None:
+    """A line, and whether it takes its run back."""
     try:
         table = json.loads(line)
-        return Known(str(table["run"]), str(table.get("host", "")), str(table.get("site", "")))
+        known = Known(str(table["run"]), str(table.get("host", "")), str(table.get("site", "")))
+        return known, bool(table.get("gone", False))
     except (ValueError, TypeError, KeyError, AttributeError):
         return None

@@ -41,7 +41,8 @@ def _render_why(standing: Standing) -> list[str]:
     if standing.result is not None and standing.result.reason:
         lines.append(standing.result.reason)
     if standing.why is not None and (standing.result is None or standing.why.code != "completed"):
-        lines += [standing.why.sentence, f"to do: {standing.why.remedy}"]
+        lines += [standing.why.sentence] if standing.why.sentence not in lines else []
+        lines.append(f"to do: {standing.why.remedy}")
     if standing.silence:
         lines.append(f"the scheduler did not answer: {standing.silence}")
     return lines

@@ -10,11 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from shardway.launch.hosts.base import Host, HostUnreachable
+from shardway.launch.runs.find import render_known
 from shardway.launch.runs.ledger import Entry, Ledger
-from shardway.launch.schedulers.records import Asked, Explanation, JobRecord, Phase, SchedulerSilent
-from shardway.launch.schedulers.clients import CLIENTS
+from shardway.launch.runs.registry import Known
 from shardway.launch.runs.verdict import CONSEQUENCES, decide
-from shardway.rundir.attempts import Result
+from shardway.launch.schedulers.clients import CLIENTS
+from shardway.launch.schedulers.explain import explain_result
+from shardway.launch.schedulers.records import Asked, Explanation, JobRecord, Phase, SchedulerSilent
+from shardway.rundir.attempts import Ending, Result
+
+_TOLD_BY_CODE = frozenset((Ending.CRASHED, Ending.LOST))
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ def read_standings(host: Host, ledgers: Sequence[Ledger]) -> list[list[Standing]
             if entry.submission and entry.job and _is_open(entry):
                 wanted.setdefault(entry.submission.scheduler, []).append(entry.job)
     answers = {scheduler: _ask(host, scheduler, jobs) for scheduler, jobs in wanted.items()}
-    return [[_stand(entry, answers, _asked(ledger, entry)) for entry in ledger.entries] for ledger in ledgers]
+    return [[_stand(entry, answers, _asked(host, ledger, entry)) for entry in ledger.entries] for ledger in ledgers]
 
 
 def describe_active(standings: Sequence[Standing]) -> str:
@@ -89,14 +94,15 @@ def _ask(host: Host, scheduler: str, jobs: Sequence[str]) -> _Answer:
         return _Answer({}, str(error).splitlines()[0])
 
 
-def _asked(ledger: Ledger, entry: Entry) -> Asked:
+def _asked(host: Host, ledger: Ledger, entry: Entry) -> Asked:
     """What an attempt asked for; of a link that a job submitted, what the one before it did."""
+    run = render_known(Known(str(ledger.run.path), host.name))
     known = {name.name for name in fields(Asked)}
     for earlier in reversed(ledger.entries):
         asked = earlier.submission.asked if earlier.submission else None
         if asked and earlier.number <= entry.number:
-            return Asked(**{name: value for name, value in asked.items() if name in known})
-    return Asked()
+            return Asked(**{name: value for name, value in asked.items() if name in known} | {"run": run})
+    return Asked(run=run)
 
 
 def _stand(entry: Entry, answers: dict[str, _Answer], asked: Asked) -> Standing:
@@ -110,4 +116,6 @@ def _stand(entry: Entry, answers: dict[str, _Answer], asked: Asked) -> Standing:
         client = CLIENTS[scheduler]
         ending = client.explain_ending(record, asked) if result is None or result.by != "rank 0" else None
         why = client.explain_pending(record, asked) or ending
+    if why is None and result is not None and result.state in _TOLD_BY_CODE and not result.by.startswith("rank"):
+        why = explain_result(result.state, result.exit_code, asked, result.reason)
     return Standing(entry, record, result, why, answer.silence if record is None else "")

@@ -17,9 +17,10 @@ from pathlib import PurePosixPath
 from shardway.errors import SiteError
 from shardway.launch.hosts.base import Host
 from shardway.launch.runs.ledger import Entry, Ledger, read_ledger
-from shardway.launch.schedulers.records import Phase
-from shardway.launch.schedulers.clients import CLIENTS
 from shardway.launch.runs.standing import Standing, read_standing
+from shardway.launch.schedulers.clients import CLIENTS
+from shardway.launch.schedulers.records import Phase
+from shardway.rundir.attempts import Ending, Result, render_result
 
 POLLS_S = (1.0, 2.0, 4.0, 8.0, 15.0)
 """Pauses between two looks while waiting; the last one stays. Sites dislike being asked often."""
@@ -48,12 +49,14 @@ class Stopper:
         if running or waiting:
             self.host.write_files({PurePosixPath(ledger.run.stop_path): "stopped by `shardway stop`\n"})
         self._cancel(waiting)
+        self._note(ledger, waiting, "taken out of the queue by `shardway stop`")
         return Stopping(running, waiting)
 
     def cancel(self, ledger: Ledger) -> Stopping:
         """Kill every job of the run that waits or runs. Raises SiteError where the scheduler refuses."""
         active = tuple(standing.entry for standing in read_standing(self.host, ledger) if standing.is_active)
         self._cancel(tuple(reversed(active)))  # successors first, else they would start
+        self._note(ledger, active, "killed by `shardway stop --now`")
         return Stopping(cancelled=active)
 
     def wait(self, ledger: Ledger, timeout_s: float) -> list[Standing]:
@@ -66,6 +69,18 @@ class Stopper:
                 return standings
             pause = next(polls, pause)
             self.pause(pause)
+
+    def _note(self, ledger: Ledger, entries: Sequence[Entry], reason: str) -> None:
+        """Say how attempts ended of which neither their jobs can say it any more nor the scheduler."""
+        mute = [entry for entry in entries if entry.submission and CLIENTS[entry.submission.scheduler].forgets]
+        written = self.host.read_files([PurePosixPath(entry.attempt.result_path) for entry in mute])
+        step, now = ledger.status.get("step"), time.time()
+        for entry in mute:
+            path = PurePosixPath(entry.attempt.result_path)
+            if path not in written:
+                step_now = step if isinstance(step, int) and entry.started else 0
+                result = Result(Ending.STOPPED, reason, step_now, job=entry.job, by="shardway stop", ended=now)
+                self.host.write_files({path: render_result(result)})
 
     def _cancel(self, entries: Sequence[Entry]) -> None:
         for scheduler in dict.fromkeys(entry.submission.scheduler for entry in entries if entry.submission):

@@ -16,7 +16,8 @@ _LINES = 2
 
 def describe_silence(done: Done) -> str:
     """Why an answer cannot be used, in one line: "squeue did not answer in time"."""
-    program = next((word for word in done.words if "=" not in word and word != "env"), "the scheduler")
+    words = done.words[3:] if done.words[:2] == ("sh", "-c") else done.words
+    program = next((word for word in words if "=" not in word and word != "env"), "the scheduler")
     if done.timed_out:
         return f"{program} did not answer in time"
     if done.code == MISSING:

@@ -5,21 +5,28 @@ Invariant: every function is pure: words to run, or the reading of what they pri
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 from shardway.launch.hosts.base import Done
+from shardway.launch.schedulers.explain import Explainer
 from shardway.launch.schedulers.local import query as local
 from shardway.launch.schedulers.pbs import query as pbs
-from shardway.launch.schedulers.pbs import reasons as pbs_reasons
-from shardway.launch.schedulers.pbs import refusals as pbs_refusals
 from shardway.launch.schedulers.records import Asked, Explanation, JobRecord
 from shardway.launch.schedulers.slurm import query as slurm
-from shardway.launch.schedulers.slurm import reasons as slurm_reasons
-from shardway.launch.schedulers.slurm import refusals as slurm_refusals
 
 Words = tuple[str, ...]
+
+_SLURM, _PBS = Explainer("slurm"), Explainer("pbs")
+
+_TAKEN_BY_SBATCH = re.compile(r"^(?:Submitted batch job )?(\d+)(?:;\S+)?\s*$", re.MULTILINE)
+"""With or without --parsable, sbatch(1): "12", "12;cluster", "Submitted batch job 12"."""
+
+_TAKEN_BY_QSUB = re.compile(r"^(\d+(?:\[\])?(?:\.[\w.-]+)?)\s*$", re.MULTILINE)
+"""qsub(1B): "12.server", "12[].server"."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,8 @@ class Client:
 
     `submit(script, log, after)` are the words that submit a script, to start when the job `after` has ended ("": at
     once). `find(name)` looks for jobs of that name, `query(jobs)` asks about jobs; the outputs of their commands go
-    to `read_found` and `read_records`.
+    to `read_found` and `read_records`. `read_job_id` gives the id in what a submission printed, empty where there is
+    none. `forgets`: of a job that was cancelled it does not say so, but `cancel` has seen its end.
     """
 
     submit: Callable[[str, str, str], Words]
@@ -41,6 +49,7 @@ class Client:
     explain_refusal: Callable[[Done, Asked], Explanation]
     explain_pending: Callable[[JobRecord, Asked], Explanation | None]
     explain_ending: Callable[[JobRecord, Asked], Explanation | None]
+    forgets: bool = False
 
 
 def _sbatch(script: str, log: str, after: str) -> Words:
@@ -49,6 +58,12 @@ def _sbatch(script: str, log: str, after: str) -> Words:
 
 def _qsub(script: str, log: str, after: str) -> Words:
     return ("qsub", *(["-W", f"depend=afterany:{after}"] if after else []), script)
+
+
+def _parse_job_id(pattern: re.Pattern[str], text: str) -> str:
+    """The last id in a standard output: a site's wrapper or hook may print lines of its own around it."""
+    found = pattern.findall(text)
+    return found[-1] if found else ""
 
 
 CLIENTS: Mapping[str, Client] = MappingProxyType(
@@ -60,10 +75,10 @@ CLIENTS: Mapping[str, Client] = MappingProxyType(
             read_records=slurm.parse_records,
             find=slurm.find_commands,
             read_found=slurm.parse_found,
-            read_job_id=slurm_refusals.parse_job_id,
-            explain_refusal=slurm_refusals.explain_refusal,
-            explain_pending=slurm_reasons.explain_pending,
-            explain_ending=slurm_reasons.explain_ending,
+            read_job_id=partial(_parse_job_id, _TAKEN_BY_SBATCH),
+            explain_refusal=_SLURM.explain_refusal,
+            explain_pending=_SLURM.explain_pending,
+            explain_ending=_SLURM.explain_ending,
         ),
         "pbs": Client(
             submit=_qsub,
@@ -72,10 +87,10 @@ CLIENTS: Mapping[str, Client] = MappingProxyType(
             read_records=pbs.parse_records,
             find=pbs.find_commands,
             read_found=pbs.parse_found,
-            read_job_id=pbs_refusals.parse_job_id,
-            explain_refusal=pbs_refusals.explain_refusal,
-            explain_pending=pbs_reasons.explain_pending,
-            explain_ending=pbs_reasons.explain_ending,
+            read_job_id=partial(_parse_job_id, _TAKEN_BY_QSUB),
+            explain_refusal=_PBS.explain_refusal,
+            explain_pending=_PBS.explain_pending,
+            explain_ending=_PBS.explain_ending,
         ),
         "local": Client(
             submit=local.submit_command,
@@ -88,6 +103,7 @@ CLIENTS: Mapping[str, Client] = MappingProxyType(
             explain_refusal=local.explain_refusal,
             explain_pending=local.explain_pending,
             explain_ending=local.explain_ending,
+            forgets=True,
         ),
     }
 )

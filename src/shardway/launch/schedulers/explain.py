@@ -1,7 +1,9 @@
-"""Sentences for a scheduler's words, from the tables beside each scheduler.
+"""Sentences for a scheduler's words, from the tables in its folder: `reasons.toml` (why a job waits, how it ended) and
+`refusals.toml` (why it was not taken), which name their sources.
 
 Invariant: a table decides, in its order: the first rule whose pattern is found gives the sentence, with the values
-that were asked for in it. This module must not know what a scheduler says, nor ask one.
+that were asked for in it; words that no rule is for are handed on as they are, never guessed at. This module must not
+know what a scheduler says, nor ask one, nor decide what became of a run: that is what the job wrote, too.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ _TRY_AGAIN = "wait: the submission is tried again, after a look whether the job 
 _ASK_ABOUT_WAIT = "wait, or ask the site's support with these words"
 _READ_LOG = "read the end of the job's output: shardway logs"
 _ASK_SITE = "read the job script with --dry-run, and ask the site's support with these words"
+_NOTHING = Asked()
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,8 @@ class Rule:
     """What stands for one kind of a scheduler's words.
 
     `when` is a regular expression that is searched for; its named groups, the keys of `name_values` and `said` (the
-    scheduler's words in one line) may stand in braces in `sentence` and `remedy`.
+    scheduler's words in one line) may stand in braces in `sentence` and `remedy`. `remedy_by_ssh` takes the place of
+    `remedy` where the scheduler was asked on another host.
     """
 
     code: str
@@ -37,6 +41,7 @@ class Rule:
     sentence: str
     remedy: str
     hopeless: bool = False
+    remedy_by_ssh: str = ""
 
 
 @cache
@@ -53,6 +58,7 @@ def _parse_rule(entry: Mapping[str, str | bool]) -> Rule:
         sentence=str(entry["sentence"]),
         remedy=str(entry["remedy"]),
         hopeless=bool(entry.get("hopeless", False)),
+        remedy_by_ssh=str(entry.get("remedy_by_ssh", "")),
     )
 
 
@@ -62,7 +68,8 @@ def explain(rules: Sequence[Rule], text: str, asked: Asked, said: str = "") -> E
         if match := rule.when.search(text):
             found = {name: value.strip() for name, value in match.groupdict(default="").items()}
             values = {**name_values(asked), "said": _one_line(said or text), **found}
-            sentence, remedy = (_fill(text, values) for text in (rule.sentence, rule.remedy))
+            advice = (asked.host and rule.remedy_by_ssh) or rule.remedy
+            sentence, remedy = (_fill(text, values) for text in (rule.sentence, advice))
             return Explanation(rule.code, sentence, remedy, rule.hopeless)
     return None
 
@@ -89,6 +96,8 @@ def name_values(asked: Asked) -> dict[str, str]:
         **{name: _UNNAMED if number is None else str(number) for name, number in numbers.items()},
         "walltime": _UNNAMED if asked.walltime_s is None else render_seconds(asked.walltime_s),
         "memory": _UNNAMED if asked.memory is None else render_bytes(asked.memory),
+        "host": asked.host or "this machine",
+        "run": asked.run or "RUN",
     }
 
 
@@ -96,37 +105,57 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def explain_refusal(rules: Sequence[Rule], done: Done, asked: Asked) -> Explanation:
-    """Why a submission failed: by the rule for "exit CODE" and what was printed below it, or in its own words."""
-    program = done.words[0] if done.words else "the scheduler"
-    if done.timed_out:
-        sentence = f"{program} did not answer in time; it may have taken the job all the same."
-        return Explanation("scheduler_timeout", sentence, _TRY_AGAIN)
-    said = _one_line(done.err or done.out) or "nothing"
-    found = explain(rules, f"exit {done.code}\n{done.err}\n{done.out}", asked, said)
-    sentence = f"{program} refused the job with exit code {done.code} and said: {said}"
-    return found or Explanation("refused", sentence, _ASK_SITE, hopeless=True)
+def explain_result(state: str, exit_code: int | None, asked: Asked, said: str = "") -> Explanation | None:
+    """How an attempt ended of which only its job script tells, or nobody: by the rules that hold for all schedulers,
+    for the lines "ended STATE" and "exit N"; `said` is the reason that is known."""
+    facts = [f"ended {state}", *([f"exit {exit_code}"] if exit_code is not None else [])]
+    return explain(load_rules("endings", "ending"), "\n".join(facts), asked, said)
 
 
-def explain_pending(rules: Sequence[Rule], record: JobRecord, asked: Asked) -> Explanation | None:
-    """Why a job waits: by the rule for "STATE REASON", or in the scheduler's own words; None for one that does not."""
-    if record.phase is not Phase.QUEUED:
-        return None
-    said = record.reason or record.state
-    found = explain(rules, f"{record.state} {record.reason}", asked, said)
-    return found or Explanation("pending", f"The scheduler lets the job wait and says: {said}", _ASK_ABOUT_WAIT)
+@dataclass(frozen=True)
+class Explainer:
+    """Sentences for what one scheduler says; `scheduler` is the folder of its tables: "slurm", "pbs"."""
 
+    scheduler: str
 
-def explain_ending(rules: Sequence[Rule], record: JobRecord, asked: Asked) -> Explanation | None:
-    """How a job ended: by the rule of a scheduler, then by those that hold for all; None for one that has not.
+    def explain_refusal(self, done: Done, asked: Asked = _NOTHING) -> Explanation:
+        """Why a submission failed: by the rule for "exit CODE" and what was printed below it, or in its own words.
 
-    The text that is searched has "STATE EXIT_TEXT", "ending ...", "exit N", "signal N" and the reason in a line each.
-    """
-    if record.phase is not Phase.ENDED or record.ending is None:
-        return None
-    facts = [f"{record.state} {record.exit_text}", f"ending {record.ending}"]
-    facts += [f"exit {record.exit_code}"] if record.exit_code is not None else []
-    facts += [f"signal {record.signal}"] if record.signal else []
-    said = " ".join(part for part in (record.state, record.exit_text, record.reason) if part)
-    found = explain([*rules, *load_rules("endings", "ending")], "\n".join([*facts, record.reason]), asked, said)
-    return found or Explanation("ended", f"The scheduler says of the job's end: {said}", _READ_LOG)
+        One that is not `hopeless` may be taken later, or hides a job that was taken: whoever tries again looks for it
+        by its name first.
+        """
+        program = done.words[0] if done.words else "the scheduler"
+        if done.timed_out:
+            sentence = f"{program} did not answer in time; it may have taken the job all the same."
+            return Explanation("scheduler_timeout", sentence, _TRY_AGAIN)
+        said = _one_line(done.err or done.out) or "nothing"
+        rules = load_rules(f"{self.scheduler}/refusals", "refusal")
+        found = explain(rules, f"exit {done.code}\n{done.err}\n{done.out}", asked, said)
+        sentence = f"{program} refused the job with exit code {done.code} and said: {said}"
+        return found or Explanation("refused", sentence, _ASK_SITE, hopeless=True)
+
+    def explain_pending(self, record: JobRecord, asked: Asked = _NOTHING) -> Explanation | None:
+        """Why a job waits: by the rule for "STATE REASON", or in the scheduler's own words; `hopeless` where it will
+        never start as it is. None for one that does not wait."""
+        if record.phase is not Phase.QUEUED:
+            return None
+        said = record.reason or record.state
+        rules = load_rules(f"{self.scheduler}/reasons", "pending")
+        found = explain(rules, f"{record.state} {record.reason}", asked, said)
+        return found or Explanation("pending", f"The scheduler lets the job wait and says: {said}", _ASK_ABOUT_WAIT)
+
+    def explain_ending(self, record: JobRecord, asked: Asked = _NOTHING) -> Explanation | None:
+        """How a job ended: by the rules of the scheduler, then by those that hold for all; None for one that has not.
+
+        The text that is searched has "STATE EXIT_TEXT", "ending ...", "exit N", "signal N" and the reason in a line
+        each.
+        """
+        if record.phase is not Phase.ENDED or record.ending is None:
+            return None
+        facts = [f"{record.state} {record.exit_text}", f"ending {record.ending}"]
+        facts += [f"exit {record.exit_code}"] if record.exit_code is not None else []
+        facts += [f"signal {record.signal}"] if record.signal else []
+        said = " ".join(part for part in (record.state, record.exit_text, record.reason) if part)
+        rules = [*load_rules(f"{self.scheduler}/reasons", "ending"), *load_rules("endings", "ending")]
+        found = explain(rules, "\n".join([*facts, record.reason]), asked, said)
+        return found or Explanation("ended", f"The scheduler says of the job's end: {said}", _READ_LOG)

@@ -76,7 +76,8 @@ class Asked:
     """What a job asked of a scheduler, for sentences about it; empty or None is what it did not ask for.
 
     `queue` is a PBS queue or a Slurm partition, `account` a PBS project or a Slurm account. `walltime_s` is in
-    seconds, `memory` in bytes of one node; `accelerators` and `cores` are those of one node.
+    seconds, `memory` in bytes of one node; `accelerators` and `cores` are those of one node. `host` is where the
+    scheduler was asked, as ssh knows it; empty for this machine. `run` is how other verbs name the run.
     """
 
     name: str = ""
@@ -91,6 +92,8 @@ class Asked:
     accelerators: int | None = None
     memory: int | None = None
     script: str = ""
+    host: str = ""
+    run: str = ""
 
 
 @dataclass(frozen=True)

@@ -41,12 +41,13 @@ ask_to_stop() {
   asked=$1
 }
 
-#: cancel_later REASON: takes the attempts after this one out of the queue
+#: cancel_later REASON: takes the links of the chain after this one out of the queue, up to what a person has resumed
 cancel_later() {
   local folder number id
   for folder in "$run"/attempts/[0-9]*/; do
     number=$(basename "$folder")
     [ $((10#$number)) -gt $((10#$attempt)) ] || continue
+    [ -n "$(field "$folder/submission.json" after)" ] || break
     id=$(field "$folder/submission.json" job)
     [ -n "$id" ] && cancel_job "$id" || continue
     write_result "$number" not_needed "attempt $attempt: $1" null "" "$id"
@@ -111,6 +112,9 @@ check_chain() {
   esac
   before=$(printf '%04d' $((10#$after - 1)))
   if same_end "$before" "$after"; then
+    # the kernel killed a rank, and only the scheduler knows why
+    [[ $state != crashed && $state != lost ]] ||
+      [ "$(ask_ending "$(field "$run/attempts/$after/started.json" job)" steps)" != out_of_memory ] || state=out_of_memory
     leave "attempts $before and $after ended alike ($state at step $(field "$run/attempts/$after/result.json" step))"
   fi
 }
@@ -129,10 +133,7 @@ queue_next() {
   sed -e "/^#/s/\.$attempt\.$token\$/.$next.$token/" -e "/^#/s|/attempts/$attempt/log/job.out\$|/attempts/$next/log/job.out|" \
     -e "s/^attempt=$attempt\$/attempt=$next/" -e "s/^after=$after\$/after=$attempt/" "$here/job.sh" > "$folder/job.sh"
   if id=$(submit_after "$folder/job.sh") && [ -n "$id" ]; then
-    {
-      printf '{\n "format": 1,\n "scheduler": "%s",\n "token": "%s",\n "job": "%s",\n' "$scheduler" "$token" "$id"
-      printf ' "host": "%s",\n "after": "%s",\n "submitted": %s\n}\n' "$(hostname)" "$job" "$(date +%s)"
-    } | whole "$folder/submission.json"
+    note_submission "$next" "$id" "$job"
     say "queued attempt $next as job $id, to follow this one"
   else
     rm -r "$folder"
@@ -140,16 +141,33 @@ queue_next() {
   fi
 }
 
-#: claim: one job alone runs an attempt, should it have been submitted twice
+#: claim: one job alone runs an attempt, should it have been submitted twice, or by hand when it had been submitted
 claim() {
-  if ! ln -s "$job" "$here/claim" 2>/dev/null && [ "$(readlink "$here/claim")" != "$job" ]; then
-    say "attempt $attempt belongs to job $(readlink "$here/claim"); this job does nothing"
-    exit 0
+  local owner
+  owner=$(field "$here/submission.json" job)
+  if [ -z "$owner" ] || [ "${owner%%[!0-9]*}" = "${job%%[!0-9]*}" ]; then
+    mkdir -p "$here/log" && ln -s "$job" "$here/claim" 2>/dev/null
+    owner=$(readlink "$here/claim")
   fi
+  [ -n "$owner" ] || { say "attempt $attempt cannot be claimed: nothing can be written to $here"; exit 1; }
+  [ "$owner" != "$job" ] || return 0
+  say "this job does nothing: attempt $attempt belongs to job $owner ($(field "$here/result.json" state | grep . || echo "no end yet"))"
+  say "to see where the run stands: shardway status $run; to go on with it: shardway resume $run"
+  exit 0
+}
+
+#: note_submission ATTEMPT JOB AFTER: where it is not Python that submits
+note_submission() {
+  {
+    printf '{\n "format": 1,\n "scheduler": "%s",\n "token": "%s",\n "job": "%s",\n' "$scheduler" "$token" "$2"
+    printf ' "host": "%s",\n "after": "%s",\n "submitted": %s\n}\n' "$(hostname)" "$3" "$(date +%s)"
+  } | whole "$run/attempts/$1/submission.json"
 }
 
 #: note_start: what the ranks and `shardway status` read; times in seconds since 1970
 note_start() {
+  [ -e "$here/job.sh" ] || cp "$0" "$here/job.sh" # it was submitted by hand
+  [ -e "$here/submission.json" ] || note_submission "$attempt" "$job" ""
   {
     printf '{\n "format": 1,\n "job": "%s",\n "host": "%s",\n "nodes": "%s",\n' "$job" "$(hostname)" "${nodes[*]}"
     printf ' "started": %s,\n "deadline": %s\n}\n' "$started" "$deadline"
@@ -160,6 +178,7 @@ note_start() {
 #: in_time SECONDS COMMAND: then, unless this script has ended by that time
 in_time() {
   (
+    unset SHARDWAY_JOB # a clock is no work: a job of which nothing else is left has ended
     trap 'kill "$sleeping"; exit' TERM
     sleep "$1" & sleeping=$!
     wait "$sleeping" && "${@:2}"

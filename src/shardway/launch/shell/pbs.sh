@@ -33,28 +33,39 @@ submit_after() {
 cancel_job() { qdel "$1"; }
 
 #: on_each_node COMMAND: at once on every node, in this folder, with the variables of `carried`; ends as one of them fails
+# PBS hands what it prints to the job's own output, whatever this shell redirects; `prints` names another file
 on_each_node() (
   trap '' TERM # the ranks get their own, and this waits until they have left in order
-  carry=() index=0 ended=0
+  carry=() starts=() index=0 ended=0
   for name in "${carried[@]}"; do
     [ -z "${!name+set}" ] || carry+=("$name=${!name}")
   done
   for node in "${nodes[@]}"; do
     # secrets are read there again: as words of this command everybody would see them
-    pbs_tmrsh "$node" /usr/bin/env "${carry[@]}" NODE="$index" /bin/bash -c \
-      '[ ! -r "$0" ] || { set -a; . "$0"; set +a; }; . "$1" && cd "$2" && shift 2 && exec "$@"' \
-      "$secrets" "$here/environment.sh" "$PWD" "$@" &
-    index=$((index + 1))
+    pbs_tmrsh "$node" /usr/bin/env "${carry[@]}" NODE="$index" /bin/bash -c "$(declare -f read_secrets)"'
+      [ "$3" = - ] || exec >> "$3" 2>&1
+      read_secrets "$0" 2> /dev/null; . "$1" && cd "$2" && shift 3 && exec "$@"' \
+      "$secrets" "$here/environment.sh" "$PWD" "${prints:--}" "$@" &
+    starts+=($!) index=$((index + 1))
   done
-  while [ "$index" -gt 0 ]; do
-    wait -n || { ended=$?; break; }
+  while [ "$index" -gt 0 ] && [ "$ended" = 0 ]; do
+    wait -n || ended=$?
     index=$((index - 1))
   done
+  if [ "$ended" = 127 ]; then # bash 5.2 may say so of the last ones, as if there were none: each tells how it ended
+    ended=0
+    for start in "${starts[@]}"; do
+      kill -0 "$start" 2>/dev/null || wait "$start" || ended=$?
+    done
+  fi
   exit "$ended"
 )
 
-#: remote_shell: Open MPI without support for PBS starts its daemons through this
+#: remote_shell: Open MPI without support for PBS starts its daemons through this, all from here, where PBS_NODEFILE is;
+# they are found as here, and it stands where no blank or colon is in its path, at which mpirun would cut it
 remote_shell() {
-  printf '%s\n' '#!/bin/bash' 'host=$1; shift' 'exec pbs_tmrsh "$host" /bin/sh -c "$*"' > "$here/remote_shell"
-  chmod +x "$here/remote_shell"
+  local agent=${TMPDIR:-$here}/remote_shell
+  printf '%s\n' 'host=$1; shift' 'found=("PATH=$PATH" "LD_LIBRARY_PATH=${LD_LIBRARY_PATH-}")' \
+    'exec pbs_tmrsh "$host" /usr/bin/env "${found[@]}" /bin/sh -c "$*"' > "$agent"
+  mpirun_options+=(--mca plm_rsh_agent "bash $agent" --mca plm_rsh_no_tree_spawn 1)
 }

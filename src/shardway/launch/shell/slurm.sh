@@ -11,13 +11,18 @@ begin() {
   esac
 }
 
-#: ask_ending JOB: how a job ended, in our words
+#: ask_ending JOB [steps]: how a job ended, in our words; a step that ran out of memory does not show in the job's state
 ask_ending() {
   local shown state
   shown=$(scontrol --oneliner show job "$1" 2>/dev/null)
   [[ $shown != *" PreemptTime="[0-9]* ]] || { echo preempted; return; } # whatever it made of the time of grace
   state=$(sed -n 's/.* JobState=\([A-Z_]*\).*/\1/p' <<< "$shown")
   [ -n "$state" ] || state=$(sacct --noheader --parsable2 --allocations --jobs "$1" --format State 2>/dev/null | tail -n 1)
+  case ${2-}-$state in
+    steps-COMPLETED | steps-FAILED)
+      ! sacct --noheader --parsable2 --jobs "$1" --format State 2>/dev/null | grep -q '^OUT_OF_ME' || state=OUT_OF_MEMORY
+      ;;
+  esac
   case $state in
     COMPLETED) echo completed ;;
     CANCELLED*) echo stopped ;;

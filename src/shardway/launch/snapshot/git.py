@@ -133,7 +133,8 @@ def _read_diff(top: Path, most: int) -> tuple[str, bool]:
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=_environment()) as process:
         text = process.stdout.read(most + 1) if process.stdout else b""
         process.kill()
-    return text[:most].decode("utf-8", "replace"), len(text) > most
+    # git takes a file for text that has a NUL only far from its start; a text that is sent elsewhere cannot hold one.
+    return text[:most].decode("utf-8", "replace").replace("\0", "\ufffd"), len(text) > most
 
 
 def _git(folder: Path, *arguments: str) -> bytes:

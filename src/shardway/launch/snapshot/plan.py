@@ -45,7 +45,7 @@ def plan_snapshot(root: Path, limits: SnapshotLimits | None = None, *, links: bo
         files=tuple(sorter.files),
         links=linked,
         left_out=left_out,
-        notes=(*listing.notes, *sorter.notes),
+        notes=(*listing.notes, *sorter.notes, *_say_large(sorter.large, left_out, limits, links)),
     )
 
 
@@ -84,6 +84,23 @@ def _say_unusable(folder: Path, why: str) -> list[str]:
         f"{repository} is a git repository that git does not read ({why or 'no work tree'}): files that look like "
         "source code are copied, and no commit is recorded."
     ]
+
+
+def _say_large(
+    large: list[CopiedFile], left_out: tuple[LeftOut, ...], limits: SnapshotLimits, linked: bool
+) -> list[str]:
+    """Which files are too large to be copied: the job sees them as they are when it runs, or not at all."""
+    if linked:
+        gone = {entry.path for entry in left_out}
+        large = [file for file in large if file.path not in gone]
+    if not large:
+        return []
+    first, total = max(large, key=lambda file: file.bytes), sum(file.bytes for file in large)
+    which = f"{len(large)} file{'s' if len(large) > 1 else ''} over {render_bytes(limits.file_bytes)}"
+    sizes = f"{total / 2**20:.1f} MiB, the largest {first.path} with {first.bytes / 2**20:.1f} MiB"
+    if linked:
+        return [f"linked, not copied: {which} ({sizes}); to edit them while the job waits changes what it sees."]
+    return [f"not carried to the other host: {which} ({sizes})."]
 
 
 def _check_size(top: Path, files: list[CopiedFile], limits: SnapshotLimits) -> None:

@@ -20,11 +20,13 @@ from shardway.units import render_bytes
 
 
 class Sorter:
-    """Sorts the paths of one listing; what was found stands in `files`, `links`, `left_out` and `notes`."""
+    """Sorts the paths of one listing; what was found stands in `files`, `links`, `left_out` and `notes`, and in `large`
+    the files among the links that are there for their size."""
 
     def __init__(self, root: Path, limits: SnapshotLimits) -> None:
         self.files: list[CopiedFile] = []
         self.links: list[LinkedPath] = []
+        self.large: list[CopiedFile] = []
         self.left_out: list[LeftOut] = []
         self.notes: list[str] = []
         self._root = str(root)
@@ -62,6 +64,7 @@ class Sorter:
         elif state.st_size > self._limits.file_bytes:
             size = f"{state.st_size / 2**20:.1f} MiB, more than {render_bytes(self._limits.file_bytes)}"
             self._link(path, size)
+            self.large.append(CopiedFile(path, state.st_size))
         else:
             self.files.append(CopiedFile(path, state.st_size))
 

@@ -9,20 +9,23 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NoReturn
 
-from shardway.errors import Problem, UserError, check_no_problems
+from shardway.errors import Bug, Problem, UserError, render_problems
 from shardway.launch.hosts.base import Host
 from shardway.launch.job import SECRETS, Chain, Job, Program
 from shardway.launch.job_script import render_job_script
+from shardway.launch.runs.ledger import Ledger, read_ledger
 from shardway.launch.snapshot import SnapshotPlan, plan_snapshot
-from shardway.launch.submission.checks import numbers, places, words
-from shardway.launch.submission.wish import Wish, build_job, shape_of, with_site_defaults
-from shardway.resolve.build import resolve
-from shardway.resolve.request import Request, machine_of_known, resolve_request
-from shardway.resolve.resolved import Circumstances
+from shardway.launch.submission.checks import commands, numbers, places, run_file, words
+from shardway.launch.submission.checks.code import Code
+from shardway.launch.submission.findings import Findings
+from shardway.launch.submission.secrets import read_secrets
+from shardway.launch.submission.wish import Wish, build_job, with_site_defaults
+from shardway.resolve.request import Request
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
 from shardway.runfile.load import DEFAULT, Loaded, load_run
@@ -31,10 +34,12 @@ from shardway.sites.find import find_profile
 from shardway.sites.load import flatten_profile, load_site
 from shardway.sites.schema import SiteProfile
 
-_NAMES = r"s/^\(export \)\{0,1\}\([A-Za-z_][A-Za-z0-9_]*\)=.*/\2/p"
-
 OPEN_CHAIN = 100
 """Most attempts of a chain whose length nobody said; each link submits the next, so that none waits in vain."""
+
+
+_REFUSED = Program(("-m", "torch"))
+"""Stands for a command that was refused, so that the rest of the job can be judged."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +59,15 @@ class Order:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A submission before it happens. `files` are those of the attempt's folder beside its script."""
+    """A submission before it happens. `files` are those of the attempt's folder beside its script; `ledger` is what the
+    run has been so far."""
 
     wish: Wish
     job: Job
     files: dict[Path, str]
     snapshot: SnapshotPlan | None
     warnings: tuple[str, ...]
+    ledger: Ledger
 
     @property
     def script(self) -> str:
@@ -68,51 +75,63 @@ class Prepared:
         return render_job_script(self.job)
 
 
-@dataclass(frozen=True)
-class Secrets:
-    """Names, never values, of what a secrets file sets; `is_open`: people other than its owner can read it."""
+def prepare(order: Order, host: Host, *, look: bool = False) -> Prepared:
+    """Everything of the next attempt, or of the newest again where its submission was interrupted.
 
-    names: tuple[str, ...] = ()
-    is_open: bool = False
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What its owner should know."""
-        return (f"others can read {SECRETS}; close it: `chmod 600 {SECRETS}`",) if self.is_open else ()
-
-
-def prepare(order: Order, host: Host, attempt: int | None = None) -> Prepared:
-    """Everything of the next attempt (or of `attempt`). Raises UserError with every problem that can be known here."""
+    `look`: at the host, for what the job will need there. Raises UserError with every problem that can be known,
+    HostUnreachable.
+    """
+    findings = Findings()
     loaded, profile = _load(order)
-    run = Path(host.expand(str(_run_path(order, loaded))))
-    number = attempt or _next_attempt(host, run)
+    path, secrets_path = host.expand_many([str(_run_path(order, loaded)), SECRETS])
+    run = Path(path)
+    nothing: tuple[SnapshotPlan | None, tuple[str, ...]] = (None, ())
+    snapshot, notes = findings.collect("the code", lambda: _plan_snapshot(order, host), nothing)
+    ledger = read_ledger(host, run)
+    number = ledger.next_number
     folder = RunDir(run).attempt(number)
-    snapshot, notes = _plan_snapshot(order, host)
-    secrets = read_secrets(host)
+    secrets = read_secrets(host, secrets_path)
+    program = _train_program(folder.run_file, run)
+    if order.command:
+        program = findings.collect("the command", lambda: read_program(order.command), _REFUSED)
     wish = Wish(
         loaded=loaded,
         profile=profile,
         run=run,
         workdir=snapshot.start_folder(folder.code) if snapshot else _folder_without_code(order, host, run),
-        program=read_program(order.command) if order.command else _train_program(folder.run_file, run),
+        program=program,
         chain=_chain(order, profile, number),
         project=snapshot.root if snapshot and snapshot.links else None,
+        source=order.here if snapshot and not host.name else None,
         token=os.urandom(3).hex(),
         secret_names=secrets.names,
         here=sys.prefix if not host.name and sys.prefix != sys.base_prefix else "",
     )
-    problems = [*_list_problems(wish), *places.list_local_problems(wish, order.command, order.here)]
-    check_no_problems(f"the job for {profile.name}", problems)
-    if not order.command:
-        _check_run(order, wish)
+    findings.problems += secrets.list_problems()
+    code = Code(order.here, snapshot, is_there=snapshot is not None or not host.name)
+    _find_problems(findings, order, wish, code)
+    if look:
+        findings.problems += places.list_host_problems(wish, host, code)
+    findings.check(f"the job for {profile.name}")
     files = {folder.order_path: render_order(replace(order, site=_site_word(loaded, order.here)))}
     if not order.command:
         loaded, copies = _carry_site(loaded, folder)
         files |= copies
         files[folder.run_file] = render_run(loaded.values, loaded.origins, _is_set(loaded))
-    return Prepared(
-        wish, build_job(wish, number), files, snapshot, (*notes, *secrets.warnings, *numbers.list_warnings(wish))
-    )
+    warnings = (*notes, *secrets.warnings, *numbers.list_warnings(wish))
+    return Prepared(wish, build_job(wish, number), files, snapshot, warnings, ledger)
+
+
+def _find_problems(findings: Findings, order: Order, wish: Wish, code: Code) -> None:
+    """What is wrong with a wish, as far as it is known without its host."""
+    for check in (*numbers.CHECKS, *words.CHECKS):
+        findings.problems += check(wish)
+    shape_is_known = not {"site.nodes", "site.ranks_per_node"} & {problem.where for problem in findings.problems}
+    if order.command:
+        findings.problems += commands.list_local_problems(wish, code)
+    elif shape_is_known:  # the rules of a run file are judged for the ranks that the job will have
+        title = str(order.request.run_file or "the run")
+        findings.collect(title, lambda: run_file.check_run(order.request, order.site, wish), None)
 
 
 def render_order(order: Order) -> str:
@@ -148,40 +167,41 @@ def parse_order(text: str, run: Path, run_file: Path | None) -> Order | None:
         return None
 
 
-def read_secrets(host: Host) -> Secrets:
-    """What the secrets file on the host sets, and whether others can read it. Its values never leave the host."""
-    path = str(host.expand(SECRETS))
-    named, mode = host.run_many([("sed", "-n", _NAMES, path), ("stat", "-c", "%a", path)])
-    is_open = mode.ok and not mode.out.strip().endswith("00")
-    return Secrets(tuple(dict.fromkeys(named.out.split())) if named.ok else (), is_open)
-
-
 def read_program(command: tuple[str, ...]) -> Program:
     """What stands after `--` as a program: `python train.py --lr 3e-4`, `train.py ...`, `python -m x`, `./program`.
 
-    Raises UserError for a launcher's own command, which the job script brings itself.
+    Raises UserError for a launcher's own command, which the job script brings itself, and for one without a program.
     """
     first, rest = os.path.basename(command[0]), command[1:]
+    if not command[0].strip():
+        _refuse("its first word, the program, is an empty text", remedy="look whether a variable in it is set")
     if first in ("torchrun", "srun", "mpirun", "mpiexec", "accelerate", "deepspeed"):
-        raise UserError(
-            f"the command begins with {first}, and the job script starts the ranks itself.\n"
-            f"  To do: leave {first} and its options out; site.nodes, site.ranks_per_node and site.starter say them."
-        )
+        remedy = f"leave {first} and its options out; site.nodes, site.ranks_per_node and site.starter say them"
+        _refuse(f"it begins with {first}, and the job script starts the ranks itself", remedy=remedy)
     if first.startswith("python"):
-        if not rest or (rest[0].startswith("-") and rest[0] != "-m"):
-            raise UserError(
-                f"the command {' '.join(command)!r} names no script.\n"
-                "  Allowed: python SCRIPT ARGUMENTS..., python -m MODULE ARGUMENTS..., or a program of its own."
-            )
+        words = rest[1:] if rest[:1] == ("-m",) else rest
+        if not words or not words[0].strip() or words[0].startswith("-"):
+            allowed = "python SCRIPT ARGUMENTS..., python -m MODULE ARGUMENTS..., or a program of its own"
+            _refuse(f"{' '.join(command)!r} names no script", allowed=allowed)
         return Program(rest)
     return Program(command) if first.endswith(".py") else Program(command, python=False)
 
 
+def _refuse(what: str, allowed: str = "", remedy: str = "") -> NoReturn:
+    problem = Problem("the command", what, "command line", allowed, remedy)
+    raise UserError(render_problems("the command", [problem]), [problem])
+
+
 def _load(order: Order) -> tuple[Loaded, SiteProfile]:
-    loaded = load_run(order.request.run_file, order.request.overrides)
-    if order.site:
+    findings, title = Findings(), str(order.request.run_file or "the command line")
+    loaded = findings.collect(title, lambda: load_run(order.request.run_file, order.request.overrides), None)
+    if order.site and loaded:
         loaded = loaded.with_value("site.name", order.site, "--on")
-    profile = load_site(loaded.values.site.name)
+    name = loaded.values.site.name if loaded else order.site
+    profile = findings.collect(f"the site {name}", lambda: load_site(name), None) if name else None
+    if not loaded or not profile:
+        findings.check("what was asked for")
+        raise Bug("a run or a site was not loaded, and nothing says why")
     return with_site_defaults(loaded, profile), profile
 
 
@@ -213,11 +233,6 @@ def _run_path(order: Order, loaded: Loaded) -> Path:
     return Path(run.root) / name
 
 
-def _next_attempt(host: Host, run: Path) -> int:
-    done = host.run(("ls", "-1", str(RunDir(run).attempts_folder)))
-    return max((int(name) for name in done.out.split() if name.isdecimal()), default=0) + 1
-
-
 def _plan_snapshot(order: Order, host: Host) -> tuple[SnapshotPlan | None, tuple[str, ...]]:
     """The snapshot, and what to tell of it. A run file alone brings no code: where no snapshot can be made, it goes
     without one."""
@@ -246,39 +261,6 @@ def _chain(order: Order, profile: SiteProfile, number: int) -> Chain:
     ahead = profile.request.submit_from_nodes is False
     most = order.max_attempts or (min(profile.request.max_jobs or 5, 5) if ahead else OPEN_CHAIN)
     return Chain(until_done=True, max_attempts=number + most - 1, ahead=ahead)
-
-
-def _list_problems(wish: Wish) -> Iterator[Problem]:
-    for check in (*numbers.CHECKS, *words.CHECKS):
-        yield from check(wish)
-
-
-def _check_run(order: Order, wish: Wish) -> None:
-    """The rules of the run file itself, for the ranks and the machine that the job will have."""
-    values, profile, shape = wish.loaded.values, wish.profile, shape_of(wish)
-    if values.parallel.layout == "auto" or values.model.hf:
-        _check_planned(order, wish)
-        return
-    unknown = shape.ranks_per_node if values.run.device == "cuda" else 0
-    accelerators = profile.node.accelerators_per_node
-    circumstances = Circumstances(
-        ranks=shape.ranks,
-        ranks_per_node=shape.ranks_per_node,
-        usable_cores=profile.node.cores or os.cpu_count() or 1,
-        accelerators=unknown if accelerators is None else accelerators,
-        site=profile.name,
-        own_model=order.request.own_model,
-    )
-    resolve(wish.loaded, circumstances)  # the planner, which is slow to import, would only pick a micro-batch
-
-
-def _check_planned(order: Order, wish: Wish) -> None:
-    """The same where the layout is the planner's, or a checkpoint's config has to be read."""
-    shape = shape_of(wish)
-    machine = machine_of_known(wish.profile) if wish.loaded.values.run.device != "cpu" else None
-    site = [f"site.name={order.site}"] if order.site else []
-    request = replace(order.request, overrides=(*order.request.overrides, *site))
-    resolve_request(request, shape.ranks, shape.ranks_per_node, planned=machine)
 
 
 def _is_set(loaded: Loaded) -> Callable[[str], bool]:

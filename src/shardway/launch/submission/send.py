@@ -6,20 +6,20 @@ module must not print nor build scripts.
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from shardway.errors import check_no_problems
+from shardway.errors import ShardwayError
 from shardway.launch.hosts.base import Host
 from shardway.launch.job import Job
 from shardway.launch.runs.find import render_known
-from shardway.launch.runs.ledger import read_ledger
-from shardway.launch.runs.registry import Known, remember
+from shardway.launch.runs.registry import Known, forget, remember
 from shardway.launch.runs.standing import describe_active, read_standing
 from shardway.launch.snapshot import SnapshotPlan, take_snapshot
-from shardway.launch.submission.checks.places import list_host_problems
 from shardway.launch.submission.prepare import Order, Prepared, prepare
 from shardway.launch.submission.submit import Fill, Submitted, Submitter, check_nothing_runs
 from shardway.rundir.attempts import Attempt
@@ -63,20 +63,46 @@ def send(order: Order, host: Host, submitter: Submitter | None = None) -> Sent:
     Raises UserError where something is wrong or refused, SiteError where the scheduler does not answer.
     """
     submitter = submitter or Submitter(host)
-    prepared = prepare(order, host)
-    run = prepared.job.run
-    check_no_problems(f"the job for {prepared.job.site}", list_host_problems(prepared.wish, host))
-    ledger = read_ledger(host, run)
+    prepared = prepare(order, host, look=True)
+    run, ledger = prepared.job.run, prepared.ledger
     check_nothing_runs(run, describe_active(read_standing(host, ledger)))
-    remember(Known(str(run), host.name, prepared.job.site))
+    known = Known(str(run), host.name, prepared.job.site)
     if ledger.last is not None and ledger.last.is_unsent:
         found = submitter.recover(prepared.job, ledger.last)
         if found is not None:
-            return Sent(prepare(order, host, ledger.last.number), found.job, host.name, found=True)
-        prepared = prepare(order, host)
+            remember(known)
+            return Sent(prepared, found.job, host.name, found=True)
     host.run(("rm", "-f", str(RunDir(run).stop_path)))  # obeyed by an earlier attempt; this one is wanted
-    submitted = submitter.submit(prepared.job, prepared.files, fill=_snapshot_taker(host, prepared.snapshot))
+    with _remembered(known, host, _snapshot_taker(host, prepared.snapshot)) as fill:
+        submitted = submitter.submit(prepared.job, prepared.files, fill=fill)
     return Sent(prepared, submitted.job, host.name, submitted.found, _send_ahead(submitter, prepared.job, submitted))
+
+
+@contextlib.contextmanager
+def _remembered(known: Known, host: Host, fill: Fill) -> Iterator[Fill]:
+    """The run is remembered as soon as there is a folder to fill, before the scheduler is asked, so that a kill does
+    not lose it; one that was refused, and of which nothing is left, is forgotten."""
+    new = False
+
+    def remember_and_fill(attempt: Attempt) -> None:
+        nonlocal new
+        new = remember(known)
+        fill(attempt)
+
+    try:
+        yield remember_and_fill
+    except BaseException:
+        if new and _is_gone(host, known.run):
+            forget(known)
+        raise
+
+
+def _is_gone(host: Host, folder: str) -> bool:
+    try:
+        done = host.run(("test", "-e", folder))
+    except ShardwayError:
+        return False
+    return done.code == 1 and not done.timed_out
 
 
 def _send_ahead(submitter: Submitter, job: Job, first: Submitted) -> tuple[str, ...]:
@@ -100,5 +126,8 @@ def _snapshot_taker(host: Host, plan: SnapshotPlan | None) -> Fill:
             local = Attempt(Path(scratch) / attempt.path.name)
             take_snapshot(plan, local.code)
             host.copy_tree(local.code, PurePosixPath(attempt.code))
+            records = [path for path in sorted(local.path.iterdir()) if path.is_file()]
+            texts = {PurePosixPath(attempt.path / path.name): path.read_bytes().decode("utf-8") for path in records}
+            host.write_files(texts)
 
     return take

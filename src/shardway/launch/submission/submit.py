@@ -11,8 +11,10 @@ Invariant: an attempt has at most one job that does anything. This module must n
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -20,9 +22,10 @@ from shardway.errors import ShardwayError, SiteError, UserError
 from shardway.launch.hosts.base import Done, Host, HostUnreachable
 from shardway.launch.job import Job
 from shardway.launch.job_script import render_job_script
-from shardway.launch.runs.ledger import Entry, write_submission
+from shardway.launch.runs.ledger import Entry, render_submission, write_submission
 from shardway.launch.schedulers.clients import CLIENTS, Client
 from shardway.launch.schedulers.records import Asked, Explanation, SchedulerSilent
+from shardway.launch.submission.claim import Claim, Life, claim_of_this_process, look_at, parse_claim
 from shardway.rundir.attempts import Attempt, Submission
 
 TRIES = 6
@@ -32,7 +35,11 @@ FIRST_PAUSE_S = 2.0
 SUBMIT_TIMEOUT_S = 60.0
 
 UNDER_WAY_S = 120.0
-"""An attempt that was prepared less long ago, and of which nobody said that it was given up, is being submitted."""
+"""An attempt that was prepared less long ago, by a process that cannot be looked at from here, and of which nobody
+said that it was given up, is being submitted."""
+
+IN_FLIGHT_S = 5.0
+"""What a submitter handed over just before it was killed may take so long to be seen in the queue."""
 
 _CERTAINLY_NOT_TAKEN = ("scheduler_down", "max_jobs_queued")
 """Codes of refusals after which no job can be there."""
@@ -54,12 +61,18 @@ def _nothing(attempt: Attempt) -> None:
     pass
 
 
+def _tell_nobody(text: str) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Submitter:
-    """Where submissions go, and how a pause is made between two tries (tests make none)."""
+    """Where submissions go, and how a pause is made between two tries (tests make none). `tell` gets a sentence for
+    the person who waits."""
 
     host: Host
     pause: Callable[[float], None] = time.sleep
+    tell: Callable[[str], None] = _tell_nobody
 
     def submit(self, job: Job, files: dict[Path, str], after: str = "", fill: Fill = _nothing) -> Submitted:
         """Submit an attempt whose folder does not exist yet, with these files and what `fill` puts into it.
@@ -67,27 +80,47 @@ class Submitter:
         Raises UserError where the folder is there or the scheduler refuses, SiteError where it does not answer.
         """
         attempt = job.folder
-        self.make_folder(attempt)
-        asked = asdict(asked_of(job))
-        submission = Submission(job.scheduler, job.token, "", self.host.name, after, time.time(), asked)
+        made = self.make_folder(attempt)
         try:
-            texts = {attempt.job_script: render_job_script(job), **files}
+            return self._fill_and_send(job, files, after, fill)
+        except BaseException:
+            self._sweep(made)
+            raise
+
+    def _fill_and_send(self, job: Job, files: dict[Path, str], after: str, fill: Fill) -> Submitted:
+        attempt = job.folder
+        asked = asdict(asked_of(job))
+        claim = claim_of_this_process().render()
+        submission = Submission(job.scheduler, job.token, "", self.host.name, after, time.time(), asked, claim)
+        try:
+            claimed = {attempt.submission_path: render_submission(submission)}
+            texts = {**claimed, attempt.job_script: render_job_script(job), **files}
             self.host.write_files({PurePosixPath(path): text for path, text in texts.items()})
             fill(attempt)
+            submission = replace(submission, submitted=time.time())  # to fill it may take long
             write_submission(self.host, attempt, submission)
         except BaseException:
             self._remove(attempt)
             raise
         return self.send(job, submission)
 
-    def make_folder(self, attempt: Attempt) -> None:
-        """Make the folder of an attempt. Raises UserError where somebody else just did, or the file system refuses."""
-        runs = str(attempt.path.parent)
-        made, mine = self.host.run_many([("mkdir", "-p", runs), ("mkdir", str(attempt.path))])
+    def make_folder(self, attempt: Attempt) -> tuple[str, ...]:
+        """Make the folder of an attempt; gives the folders above it that had to be made, the innermost first.
+
+        Raises UserError where somebody else just made it, or the file system refuses.
+        """
+        above = tuple(map(str, attempt.path.parents))
+        looked, made, mine = self.host.run_many(
+            [("find", *above, "-maxdepth", "0", "-print0"), ("mkdir", "-p", above[0]), ("mkdir", str(attempt.path))]
+        )
+        there = looked.out.split("\0")
+        new = tuple(folder for folder in above if folder not in there) if "/" in there else ()
         if made.ok and mine.ok:
             made = self.host.run(("mkdir", str(attempt.log_folder)))
         if mine.ok and not made.ok:
             self._remove(attempt)
+        if not (made.ok and mine.ok):
+            self._sweep(new)
         if "File exists" in mine.err:
             raise UserError(
                 f"attempt {attempt.number} of {attempt.path.parents[1]} was made by somebody else just now.\n"
@@ -99,6 +132,7 @@ class Submitter:
                 "  Nothing was submitted. To do: make room or ask for permission there, or choose another folder with "
                 "--dir or run.root."
             )
+        return new
 
     def send(self, job: Job, submission: Submission) -> Submitted:
         """Hand a prepared attempt to the scheduler, again where it does not answer. Raises as `submit` does."""
@@ -117,6 +151,8 @@ class Submitter:
         unsure = False
         for number in range(TRIES):
             if number:
+                if number == 1:
+                    self.tell(_render_retry(job, refusal))
                 self.pause(pause)
                 pause *= 2
                 found = self._find(client, job)
@@ -131,7 +167,7 @@ class Submitter:
             taken = client.read_job_id(done.out) if done.ok else ""
             if taken:
                 return self._note(job, submission, taken)
-            refusal = client.explain_refusal(done, asked_of(job))
+            refusal = client.explain_refusal(done, replace(asked_of(job), host=self.host.name))
             if refusal.hopeless:
                 self._remove(job.folder)
                 raise UserError(_render_refusal(job, refusal))
@@ -143,12 +179,7 @@ class Submitter:
         its folder is gone. Raises SchedulerSilent or HostUnreachable where nobody knows, UserError where it is being
         submitted at this moment."""
         submission = entry.submission
-        if self._is_under_way(entry):
-            raise UserError(
-                f"attempt {entry.number} of {job.run} is being submitted just now, by another command.\n"
-                "  Nothing was submitted. To do: look with `shardway status`; should nobody be at it, submit again in "
-                f"{UNDER_WAY_S:.0f} seconds."
-            )
+        self._check_nobody_is_at_it(entry)
         if submission is not None:
             named = replace(job, attempt=entry.number, token=submission.token)
             found = CLIENTS[job.scheduler].read_found(
@@ -168,11 +199,24 @@ class Submitter:
             return None
         return None if done.timed_out else done
 
-    def _is_under_way(self, entry: Entry) -> bool:
-        if entry.submission is not None:
-            return time.time() - entry.submission.submitted < UNDER_WAY_S
-        minutes = f"-{round(UNDER_WAY_S / 60)}"  # by the clock of the host
-        return bool(self.host.run(("find", str(entry.attempt.path), "-maxdepth", "0", "-mmin", minutes)).out)
+    def _check_nobody_is_at_it(self, entry: Entry) -> None:
+        """Raise UserError where another submitter may be at work on an attempt: one that runs on this machine is, one
+        that died here is not; where that cannot be seen, the age of its last word decides."""
+        submission = entry.submission
+        if submission is None:
+            minutes = f"-{round(UNDER_WAY_S / 60)}"  # by the clock of the host
+            if self.host.run(("find", str(entry.attempt.path), "-maxdepth", "0", "-mmin", minutes)).out:
+                raise UserError(_render_under_way(entry, None, UNDER_WAY_S))
+            return
+        claim, age = parse_claim(submission.claim), time.time() - submission.submitted
+        life = look_at(claim) if claim else Life.UNKNOWN
+        if claim and life is Life.ALIVE and claim.process != os.getpid() and submission.submitted:
+            raise UserError(_render_alive(entry, claim))
+        if life is Life.DEAD:
+            if age < IN_FLIGHT_S:
+                self.pause(IN_FLIGHT_S - max(age, 0.0))
+        elif age < UNDER_WAY_S:
+            raise UserError(_render_under_way(entry, claim, UNDER_WAY_S - age))
 
     def _find(self, client: Client, job: Job) -> str | None:
         """The id of a job with the name of this one; empty where the scheduler knows none, None where it is silent."""
@@ -197,6 +241,11 @@ class Submitter:
         around = [("rmdir", str(folder)) for folder in (attempt.path.parent, attempt.run_path)]
         self.host.run_many([("rm", "-rf", str(attempt.path)), *around])
 
+    def _sweep(self, folders: Sequence[str]) -> None:
+        """Take back folders that were made for a submission, where nothing is left in them."""
+        with contextlib.suppress(ShardwayError):
+            self.host.run_many([("rmdir", folder) for folder in folders])
+
 
 def asked_of(job: Job) -> Asked:
     """What a job asks of its scheduler, for sentences about it."""
@@ -216,6 +265,22 @@ def asked_of(job: Job) -> Asked:
     )
 
 
+def _render_alive(entry: Entry, claim: Claim) -> str:
+    return (
+        f"attempt {entry.number} of {entry.attempt.run_path} is being submitted just now, by {claim.words}.\n"
+        "  Nothing was submitted. To do: wait for it; or end that process (`kill` and its number), and submit again."
+    )
+
+
+def _render_under_way(entry: Entry, claim: Claim | None, left: float) -> str:
+    who = f"{claim.words}; whether that still runs is not seen from here" if claim else "another command"
+    return (
+        f"attempt {entry.number} of {entry.attempt.run_path} is being submitted just now, by {who}.\n"
+        "  Nothing was submitted. To do: look with `shardway status`; should nobody be at it, submit again in "
+        f"{math.ceil(left)} seconds, when it counts as given up."
+    )
+
+
 def check_nothing_runs(run: Path, active: str) -> None:
     """Raise UserError where a job of this run is queued or running; `active` says which."""
     if active:
@@ -231,6 +296,11 @@ def _render_refusal(job: Job, refusal: Explanation) -> str:
         f"{job.scheduler} on {job.site} refused the job: {refusal.sentence}\n"
         f"  Nothing was submitted. To do: {refusal.remedy}"
     )
+
+
+def _render_retry(job: Job, refusal: Explanation | None) -> str:
+    why = refusal.sentence if refusal else "there was no answer."
+    return f"{job.scheduler} on {job.site} did not take the job: {why} Trying again for about a minute."
 
 
 def _render_silence(job: Job, refusal: Explanation | None) -> str:

@@ -28,6 +28,10 @@ _OFFLINE = MappingProxyType(
 )
 """Without these, libraries try for minutes to reach hosts that compute nodes cannot reach."""
 
+_DEVICE_LISTS = frozenset(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"))
+"""A profile gives the accelerators of a node an order. A job that gets a part of them sees these alone, from 0 on: a
+list that begins with a number beyond them would hide all, and which ones they are is for the scheduler to say."""
+
 _PATH_SIGNS = ("/", "~", "$", ".")
 
 _NO_NAME = re.compile(r"[^A-Za-z0-9._-]+")
@@ -53,6 +57,8 @@ class Wish:
     secret_names: tuple[str, ...] = ()
     project: Path | None = None
     """The folder that a snapshot was taken of, where links in the snapshot lead back to it."""
+    source: Path | None = None
+    """The folder that `workdir` is a snapshot of, where it lies on the host of the job."""
 
     @property
     def section(self) -> SiteSection:
@@ -192,13 +198,22 @@ def _around(wish: Wish) -> Surroundings:
     section, profile = wish.section, wish.profile
     return Surroundings(
         workdir=wish.workdir,
+        source=wish.source,
         venv=_venv(wish),
         modules=(*profile.modules.load, *section.modules),
         purge_modules=profile.modules.purge,
-        expanded={**_internet(profile), **profile.environment},
+        expanded={**_internet(profile), **_environment(wish)},
         literal={name: str(value) for name, value in section.environment.items()},
         secret_names=wish.secret_names,
     )
+
+
+def _environment(wish: Wish) -> Mapping[str, str]:
+    """The profile's variables, those that list accelerators only where the job has all of a node."""
+    environment, node = wish.profile.environment, wish.profile.node
+    if shape_of(wish).accelerators_per_node >= (node.accelerators_per_node or 0):
+        return environment
+    return {name: value for name, value in environment.items() if name not in _DEVICE_LISTS}
 
 
 def _venv(wish: Wish) -> str:

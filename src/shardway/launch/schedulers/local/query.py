@@ -1,10 +1,12 @@
 """Asks this machine about the processes that are its jobs, and reads the answers.
 
 A job's id is "PID.START", START being the process's start in clock ticks since the machine booted: a number alone may
-belong to another process by now.
+belong to another process by now. A job is all that its script has started: should the script be killed, the job goes
+on as long as one of these does.
 
-Invariant: a process that is a zombie, or has another start, has ended. This module must not run a command.
-Source: proc_pid_stat(5), fields (1) pid, (3) state, (22) starttime.
+Invariant: a process that is a zombie, or has another start, has ended; a process is the job's only where it bears its
+name (SHARDWAY_JOB), or is in the session of its script or of one that does. This module must not run a command.
+Source: proc_pid_stat(5), fields (1) pid, (3) state, (5) pgrp, (6) session, (22) starttime; proc_pid_environ(5).
 """
 
 from __future__ import annotations
@@ -12,73 +14,113 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from shardway.launch.blocks import read_block
 from shardway.launch.hosts.base import Done
 from shardway.launch.schedulers.answers import describe_silence
 from shardway.launch.schedulers.records import Asked, Explanation, JobRecord, Phase, SchedulerEnding, SchedulerSilent
 
 _JOB = re.compile(r"(\d+)\.(\d+)")
-_GRACE_S = 30
-_LOOK = """for job in "$@"; do stat=$(cat "/proc/${job%%.*}/stat" 2>/dev/null) && echo "$stat"; done; true"""
+_ANSWER = re.compile(r"(?P<job>\d+\.\d+) (?P<word>runs|waits)(?: (?P<after>\d+))?")
+
+GRACE_S = 10
+"""How long a job that is ended may take to leave by itself; then it is killed."""
+
+_LOOK = """for job in "$@"; do
+  [ -n "$(members "$job")" ] || continue
+  words=()
+  { mapfile -d '' -t words < "/proc/${job%%.*}/cmdline"; } 2>/dev/null
+  if [ -n "${words[2]-}" ] && [ -n "$(members "${words[2]}")" ]; then
+    echo "$job waits $(sed -n 's/^after=//p' "${words[1]}")"
+  else
+    echo "$job runs"
+  fi
+done; true"""
 _FIND = """pattern="# local $1"; for d in /proc/[0-9]*; do
-  script=$(tr '\\0' '\\n' < "$d/cmdline" 2>/dev/null | sed -n 2p)
-  case $script in */job.sh) grep -qxF -- "$pattern" "$script" 2>/dev/null && cat "$d/stat" 2>/dev/null ;; esac
+  words=()
+  { mapfile -d '' -t words < "$d/cmdline"; } 2>/dev/null
+  case ${words[1]-} in */job.sh) ;; *) continue ;; esac
+  grep -qxF -- "$pattern" "${words[1]}" 2>/dev/null || continue
+  process=${d##*/} # not one of its own subshells, which bear the same words
+  [ "$(cut -d')' -f2- "$d/stat" 2>/dev/null | cut -d' ' -f5)" != "$process" ] || echo "$process.$(began "$process")"
 done; true"""
-_START = """setsid bash "$1" "$2" > "$3" 2>&1 < /dev/null & sleep 0.2; cat "/proc/$!/stat\""""
-_END = """for job in "$@"; do
-  stat=$(sed 's/.*) //' "/proc/${job%%.*}/stat" 2>/dev/null | cut -d' ' -f20)
-  [ "$stat" != "${job##*.}" ] || kill -TERM -- "-${job%%.*}"
-done; true"""
+_END = """left() { for job; do members "$job"; done; }
+signal=TERM
+for ((tick = 0; tick < 5 * (%(grace)s + 5); tick++)); do
+  mapfile -t processes < <(left "$@")
+  [ "${#processes[@]}" -gt 0 ] || exit 0
+  [ "$tick" -lt $((5 * %(grace)s)) ] || signal=KILL
+  case $signal-$tick in TERM-0 | KILL-*) kill -s "$signal" "${processes[@]}" 2>/dev/null ;; esac
+  sleep 0.2
+done
+echo "processes that do not end: ${processes[*]}" >&2
+exit 1"""
+
+
+def _command(text: str, *words: str) -> tuple[str, ...]:
+    """Shell that uses the functions of a job script, so that both see a job in the same way."""
+    functions = [read_block("local", name).text for name in ("began", "members", "start_job")]
+    return ("bash", "-c", "\n".join([*functions, text]), "local", *words)
 
 
 def query_commands(jobs: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     """The command whose output `parse_records` reads."""
     known = [job for job in jobs if _JOB.fullmatch(job)]
-    return (("bash", "-c", _LOOK, "look", *known),) if known else ()
+    return (_command(_LOOK, *known),) if known else ()
 
 
 def find_commands(token: str) -> tuple[tuple[str, ...], ...]:
     """The command whose output `parse_found` reads: processes of a job script with this name."""
-    return (("bash", "-c", _FIND, "find", token),)
+    return (_command(_FIND, token),)
 
 
 def submit_command(script: str, log: str, after: str) -> tuple[str, ...]:
     """Start a job script in a session of its own; it waits for the job `after`."""
-    return ("bash", "-c", _START, "start", script, after.split(".")[0], log)
+    return _command('start_job "$@"', script, after, log)
 
 
 def cancel_commands(jobs: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """End jobs with everything that they started; a number that is another process by now is left alone."""
-    return (("bash", "-c", _END, "end", *jobs),)
+    """End jobs with everything that they started, and wait until it is gone: SIGTERM, and SIGKILL after `GRACE_S`."""
+    known = [job for job in jobs if _JOB.fullmatch(job)]
+    return (_command(_END % {"grace": GRACE_S}, *known),) if known else ()
 
 
 def parse_records(jobs: Sequence[str], answers: Sequence[Done]) -> dict[str, JobRecord]:
     """A record of each of these jobs. Raises SchedulerSilent where the machine did not answer."""
     if answers and not answers[0].ok:
         raise SchedulerSilent(describe_silence(answers[0]))
-    alive = {_id_of(line): line for line in (answers[0].out.splitlines() if answers else ())}
-    return {job: _record(job, alive.get(job, "")) for job in jobs}
+    lines = answers[0].out.splitlines() if answers else ()
+    alive = {match["job"]: _record(match) for match in map(_ANSWER.fullmatch, lines) if match}
+    gone = {job: JobRecord(job, Phase.ENDED, state="gone", ending=SchedulerEnding.UNCLEAR) for job in jobs}
+    return {job: alive.get(job, gone[job]) for job in jobs}
 
 
 def parse_found(answers: Sequence[Done]) -> tuple[str, ...]:
     """Ids of the jobs of a name. Raises SchedulerSilent where the machine did not answer."""
     if not answers[0].ok:
         raise SchedulerSilent(describe_silence(answers[0]))
-    return tuple(_id_of(line) for line in answers[0].out.splitlines())
+    return tuple(line for line in answers[0].out.splitlines() if _JOB.fullmatch(line))
 
 
 def parse_job_id(text: str) -> str:
     """The id of the process that was started; empty where there is none."""
-    return _id_of(text.strip()) if text.strip() else ""
+    return text.strip() if _JOB.fullmatch(text.strip()) else ""
 
 
 def explain_refusal(done: Done, asked: Asked) -> Explanation:
     """A machine takes every job; what goes wrong is that the script cannot be started."""
-    return Explanation("not_started", describe_silence(done), "look whether bash and setsid are installed", True)
+    return Explanation(
+        "not_started",
+        describe_silence(done),
+        "see what bash says: whether setsid is installed, and the folder of the output is there and writable",
+        True,
+    )
 
 
 def explain_pending(record: JobRecord, asked: Asked) -> Explanation | None:
     """A job of this machine waits for nothing but the one before it."""
-    return None
+    if record.phase is not Phase.QUEUED:
+        return None
+    return Explanation("dependency", f"It starts after {record.reason or 'the job before it'}.", "wait")
 
 
 def explain_ending(record: JobRecord, asked: Asked) -> Explanation | None:
@@ -86,13 +128,7 @@ def explain_ending(record: JobRecord, asked: Asked) -> Explanation | None:
     return None
 
 
-def _record(job: str, stat: str) -> JobRecord:
-    state = stat.rpartition(") ")[2][:1]
-    if state in ("", "Z", "X"):
-        return JobRecord(job, Phase.ENDED, state="gone", ending=SchedulerEnding.UNCLEAR)
-    return JobRecord(job, Phase.RUNNING, state=state)
-
-
-def _id_of(stat: str) -> str:
-    pid, rest = stat.split(" ", 1)[0], stat.rpartition(") ")[2].split()
-    return f"{pid}.{rest[19]}" if len(rest) > 19 else ""
+def _record(match: re.Match[str]) -> JobRecord:
+    if match["word"] == "runs":
+        return JobRecord(match["job"], Phase.RUNNING, state="runs")
+    return JobRecord(match["job"], Phase.QUEUED, state="waits", reason=f"attempt {match['after'] or 'before it'}")

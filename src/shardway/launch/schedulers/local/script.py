@@ -1,7 +1,7 @@
 """The part of a job script where this machine is the scheduler: a process with a wall-time.
 
-Invariant: the job is the session that its script leads, so that ending it ends everything that it started. This module
-must not start processes.
+Invariant: the job bears a name that all it starts inherits, so that ending it ends everything. This module must not
+start processes.
 """
 
 from __future__ import annotations
@@ -16,14 +16,23 @@ def directives(job: Job) -> tuple[Line, ...]:
     return (
         Line(f"# local {job.scheduler_name}"),
         Line(f"# output {job.folder.job_log}"),
-        Line("predecessor=${1:-}", "the process that this job follows, if there is one"),
+        Line("predecessor=${1:-}", "the job that this one follows, if there is one"),
     )
 
 
 LOCAL = SchedulerScript(
     directives=directives,
     shell="local",
-    functions=lambda job: ("begin", "ask_ending", "submit_after", "cancel_job"),
+    functions=lambda job: (
+        "begin",
+        "ask_ending",
+        "began",
+        "members",
+        "start_job",
+        "submit_after",
+        "cancel_job",
+        "kill_job",
+    ),
     each_node=lambda job: EachNode((), "0"),
     warns=False,
     launcher_variables=(),

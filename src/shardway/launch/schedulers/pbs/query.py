@@ -1,12 +1,14 @@
 """Asks PBS about jobs, and reads its answers.
 
+A server that keeps no history refuses `-x` for every job, for those that run too; it is then asked without.
+
 One job a call: asked for several, `qstat -f -F json` prints the first that it finds and exits 0. Its JSON is what the
 user's own values make of it (wrong types, doubled keys, bytes that are no UTF-8), so that where it cannot be read the
 few attributes that matter are picked from its lines.
 
 Invariant: `job_state` decides the phase before `Exit_status` is looked at, which a job that waits again still has.
 This module must not run a command.
-Sources: qstat(1B), PBS Professional Reference Guide "Job Attributes", "Job States" and "Job Exit Codes", OpenPBS
+Sources: qstat(1B) "-x", PBS Professional Reference Guide "Job Attributes", "Job States" and "Job Exit Codes", OpenPBS
 src/include/job.h; transcripts of OpenPBS 23.06.
 """
 
@@ -56,18 +58,27 @@ _HEAD_OF_ANSWER = re.compile(r'"pbs_version"')
 _LINE = re.compile(r'^(?:\t{3}| {12})"(\w+)"\s*:\s*(.*?),?\s*$')
 _HEAD = re.compile(r'^(?:\t{2}| {8})"(\d+(?:\[\d*\])?[\w.-]*)"\s*:\s*\{\s*$')
 
+_WITH_HISTORY = (
+    'answer=$("$0" -x "$@"); code=$?; [ "$code" != 36 ] || exec "$0" "$@"; '
+    '[ -z "$answer" ] || printf "%s\\n" "$answer"; exit "$code"'
+)
+"""Shell: a command of PBS with -x, and without where that is refused: error 15140, job_history_enable not set, of which
+the exit code is the last byte. After any other failure it is not asked again: that finished jobs are missing would
+look as if there were none."""
+
 _LOST_OUTPUT = "PBS could not deliver the job's output files; they stayed on its node"
 _FAILED_BY_PBS = "PBS counts it as failed though its script ended with 0: it may have lost a node while it ran"
 
 
 def query_commands(jobs: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     """One command a job, whose outputs `parse_records` reads in the same order."""
-    return tuple(("qstat", "-x", *(("-t",) if "[]" in job else ()), "-f", "-F", "json", job) for job in jobs)
+    tasks = {job: ("-t",) if "[]" in job else () for job in jobs}
+    return tuple(("sh", "-c", _WITH_HISTORY, "qstat", *tasks[job], "-f", "-F", "json", job) for job in jobs)
 
 
 def find_commands(token: str) -> tuple[tuple[str, ...], ...]:
-    """The command whose output `parse_found` reads: jobs of this name, finished ones too."""
-    return (("qselect", "-x", "-N", token),)
+    """The command whose output `parse_found` reads: jobs of this name, finished ones too where PBS remembers them."""
+    return (("sh", "-c", _WITH_HISTORY, "qselect", "-N", token),)
 
 
 def parse_records(jobs: Sequence[str], answers: Sequence[Done]) -> dict[str, JobRecord]:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from shardway.errors import Problem
 from shardway.launch.job_script import LAUNCHERS, RUNTIMES
 from shardway.launch.submission.wish import Wish, runtime_of, shape_of, starter_of, walltime_of
-from shardway.units import render_bytes, render_seconds
+from shardway.units import render_seconds, say_bytes
 
 Check = Callable[[Wish], Iterator[Problem]]
 
@@ -81,8 +81,8 @@ def memory_is_there_and_may_be_asked_for(wish: Wish) -> Iterator[Problem]:
         what = f"{wish.profile.name} does not take a job that says how much memory it wants"
         yield problem(wish, "memory", what, '"auto"', "leave it out")
     if node.memory is not None and int(asked) > node.memory:
-        what = f"{render_bytes(int(asked))} of nodes with {render_bytes(node.memory)}"
-        yield problem(wish, "memory", what, f"at most {render_bytes(node.memory)}")
+        what = f"{say_bytes(int(asked))} of nodes with {say_bytes(node.memory)}"
+        yield problem(wish, "memory", what, f"at most {say_bytes(node.memory)}")
 
 
 def a_starter_goes_with_its_scheduler(wish: Wish) -> Iterator[Problem]:

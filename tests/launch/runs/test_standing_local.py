@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardway.cli import status
+from shardway.launch.hosts.local import LocalHost
+from shardway.launch.runs.ledger import Ledger, read_ledger
+from shardway.launch.runs.render import render_attempts
+from shardway.launch.runs.standing import Standing, read_standing
+from shardway.launch.runs.stop import Stopper
+from shardway.launch.schedulers.local import query
+from shardway.rundir.attempts import Attempt, Ending, Result, Started, Submission
+from shardway.rundir.directory import RunDir
+
+SLEEPS = """# local base.{number:04d}.x
+after={after:04d}
+while [ -n "${{1-}}" ] && kill -0 ${{1%.*}}; do sleep 0.1; done
+sleep 30
+"""
+
+
+def begin(run: Path, number: int, before: str = "") -> Attempt:
+    """Submit an attempt that sleeps; it says of itself only that it began."""
+    attempt = RunDir(run).attempt(number)
+    attempt.make()
+    attempt.job_script.write_text(SLEEPS.format(number=number, after=number - 1))
+    done = LocalHost().run(query.submit_command(str(attempt.job_script), str(attempt.job_log), before))
+    attempt.write_submission(Submission("local", "x", job=query.parse_job_id(done.out)))
+    return attempt
+
+
+def job_of(attempt: Attempt) -> str:
+    submission = attempt.read_submission()
+    assert submission is not None
+    return submission.job
+
+
+def read(run: Path) -> Ledger:
+    return read_ledger(LocalHost(), run)
+
+
+def stand(run: Path) -> list[Standing]:
+    return read_standing(LocalHost(), read(run))
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Iterator[Path]:
+    """A run whose first attempt runs and whose second waits for it."""
+    run = tmp_path / "run"
+    first = begin(run, 1)
+    first.write_started(Started(job_of(first), nodes="here", started=1.0))
+    begin(run, 2, job_of(first))
+    yield run
+    Stopper(LocalHost()).cancel(read(run))
+
+
+def test_a_run_that_is_killed_was_stopped_by_a_person(chain: Path) -> None:
+    assert [standing.word for standing in stand(chain)] == ["running", "queued"]
+    assert "      It starts after attempt 0001." in render_attempts(stand(chain))
+    stopping = Stopper(LocalHost()).cancel(read(chain))
+    assert len(stopping.cancelled) == 2
+    for standing in stand(chain):
+        assert standing.result is not None
+        assert (standing.word, standing.result.by) == ("stopped", "shardway stop")
+        assert standing.result.reason == "killed by `shardway stop --now`"
+        assert standing.why is None
+
+
+@pytest.mark.slow
+def test_what_only_waits_is_taken_out_of_the_queue(chain: Path) -> None:
+    stopping = Stopper(LocalHost()).ask(read(chain))
+    assert [entry.number for entry in stopping.asked] == [1]
+    assert [entry.number for entry in stopping.cancelled] == [2]
+    assert [standing.word for standing in stand(chain)] == ["running", "stopped"]
+
+
+@pytest.mark.slow
+def test_what_a_job_wrote_itself_stays(chain: Path) -> None:
+    RunDir(chain).attempt(1).write_result(Result(Ending.CRASHED, exit_code=3, by="job script"))
+    Stopper(LocalHost()).cancel(read(chain))
+    assert [standing.word for standing in stand(chain)] == ["crashed", "stopped"]
+
+
+# --- how an attempt ended of which only its exit code is known
+
+
+def ended(run: Path, result: Result | None) -> Standing:
+    """An attempt of this machine that is over."""
+    attempt = RunDir(run).attempt(1)
+    attempt.make()
+    attempt.write_submission(Submission("local", "x", job="4194304.1"))
+    if result is not None:
+        attempt.write_result(result)
+    return stand(run)[0]
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "remedy"),
+    [
+        (137, "killed", "site.memory"),
+        (139, "segmentation_fault", "shardway doctor"),
+        (143, "terminated", "shardway logs RUN --job"),
+        (127, "command_not_found", "site.venv"),
+        (1, "failed", "shardway logs RUN --job"),
+    ],
+)
+def test_an_exit_code_is_explained(code: int, name: str, remedy: str, tmp_path: Path) -> None:
+    standing = ended(tmp_path / "run", Result(Ending.CRASHED, exit_code=code, by="job script"))
+    assert standing.why is not None
+    assert standing.why.code == name
+    assert remedy.replace("RUN", str(tmp_path / "run")) in standing.why.remedy
+
+
+def test_an_attempt_that_is_lost_says_what_to_do(tmp_path: Path) -> None:
+    standing = ended(tmp_path / "run", None)
+    assert (standing.word, standing.why and standing.why.code) == ("lost", "lost")
+    assert f"      to do: `shardway logs {tmp_path}/run --job` shows" in "\n".join(render_attempts([standing]))
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        Result(Ending.CRASHED, reason="KeyError: 'x'", exit_code=1, by="rank 0"),
+        Result(Ending.STOPPED, exit_code=143, by="job script"),
+        Result(Ending.FINISHED, exit_code=0, by="job script"),
+    ],
+)
+def test_what_says_enough_is_not_explained(result: Result, tmp_path: Path) -> None:
+    assert ended(tmp_path / "run", result).why is None
+
+
+@pytest.mark.parametrize(
+    ("begun", "known", "line"),
+    [(1, 1, ""), (1, 0, ""), (3, 3, "3"), (3, 0, "3"), (3, 5, "5, of which 3 began to train")],
+)
+def test_attempts_are_counted_as_they_are_shown(begun: int, known: int, line: str) -> None:
+    assert status._say_attempts(begun, known).removeprefix("  attempts    ") == line

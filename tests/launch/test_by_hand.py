@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from job_cases import Cluster, Ran, make_job
+
+from shardway.launch.hosts.local import LocalHost
+from shardway.launch.job import Job
+from shardway.launch.job_script import render_job_script
+from shardway.launch.schedulers.local import query
+from shardway.launch.submission.prepare import Order, prepare
+from shardway.resolve.request import Request
+from shardway.rundir.attempts import Submission
+from speed import mostly_slow
+
+
+class Hand:
+    """A script that was printed, among fakes, and started by a person."""
+
+    def __init__(self, path: Path, scheduler: str) -> None:
+        self.cluster = Cluster.make(path / "cluster")
+        job = make_job(scheduler, run=path / "run")
+        self.job: Job = replace(job, around=replace(job.around, workdir=path, venv=""), warn_s=0.0)
+        self.script = path / "hand.sh"
+
+    def start(self, job_id: str = "7") -> Ran:
+        """Run the script to its end."""
+        self.script.write_text(render_job_script(self.job))
+        process = self.cluster.start(self.job, job_id, script=str(self.script))
+        out, _ = process.communicate(timeout=60)
+        return Ran(process.returncode, out, self.job.folder.read_result())
+
+
+@pytest.mark.parametrize("scheduler", mostly_slow(["slurm", "local"], "slurm"))
+def test_a_script_that_was_printed_runs_once(scheduler: str, tmp_path: Path) -> None:
+    hand = Hand(tmp_path, scheduler)
+    first = hand.start()
+    ranks = len(hand.cluster.list_ranks())
+    assert (first.code, first.state, ranks > 0) == (0, "finished", True), first.said
+    folder = hand.job.folder
+    submission, started = folder.read_submission(), folder.read_started()
+    assert submission is not None
+    assert started is not None
+    assert (submission.scheduler, submission.job) == (scheduler, started.job)
+    assert folder.job_script.read_text() == hand.script.read_text()  # of which a chain makes the next
+    second = hand.start("8")
+    assert (second.code, len(hand.cluster.list_ranks())) == (0, ranks)
+    assert f"attempt 0001 belongs to job {started.job} (finished)" in second.said
+    assert f"shardway status {hand.job.run}" in second.said
+
+
+def test_an_attempt_that_was_submitted_is_not_begun_by_hand(tmp_path: Path) -> None:
+    hand = Hand(tmp_path, "slurm")
+    hand.cluster.prepare(hand.job)
+    hand.job.folder.write_submission(Submission("slurm", "a1b2c3", job="6"))
+    ran = hand.start("7")
+    assert (ran.code, ran.result, hand.cluster.list_ranks()) == (0, None, [])
+    assert "attempt 0001 belongs to job 6 (no end yet)" in ran.said
+    assert hand.start("6").state == "finished"
+
+
+@pytest.mark.slow
+def test_without_a_snapshot_the_code_itself_runs(tmp_path: Path) -> None:
+    """Only where nothing was submitted: a snapshot that is gone is an error."""
+    hand = Hand(tmp_path, "slurm")
+    source = tmp_path / "it's here"
+    source.mkdir()
+    hand.job = replace(hand.job, around=replace(hand.job.around, workdir=tmp_path / "gone", source=source))
+    ran = hand.start()
+    assert ran.state == "finished"
+    assert f"no snapshot was made: it runs in {source}" in ran.said
+    assert {rank.folder for rank in hand.cluster.list_ranks()} == {source}
+    (hand.job.run / "attempts/0002").mkdir()
+    (hand.job.run / "attempts/0002/order.json").write_text("{}")
+    hand.job = replace(hand.job, attempt=2)
+    assert hand.start().state == "crashed"
+
+
+def test_a_printed_script_knows_the_code_that_it_is_of(tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "train.py").write_text("")
+    words = ("site.venv=none", "site.ranks_per_node=1")
+    order = Order(Request(None, words, tmp_path / "run"), command=("python", "train.py"), here=project)
+    prepared = prepare(order, LocalHost())
+    assert (prepared.job.around.source, prepared.job.around.workdir) == (project, prepared.job.folder.code)
+    assert f"cd {project} && say" in prepared.script
+
+
+@pytest.mark.slow
+def test_a_run_directory_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    hand = Hand(tmp_path, "slurm")
+    hand.job.run.write_text("a file")
+    ran = hand.start()
+    assert (ran.code, hand.cluster.list_ranks()) == (1, [])
+    assert "attempt 0001 cannot be claimed" in ran.said
+
+
+# --- what a job needs before its ranks start
+
+
+@pytest.mark.parametrize(
+    ("around", "line"),
+    [
+        ({"venv": "/gone/it's"}, r". '/gone/it'\''s/bin/activate' failed"),
+        ({"venv": "conda:torch"}, "conda activate torch failed"),
+        ({"modules": ("GCC/1", "Gone/2")}, "module load Gone/2 failed"),
+    ],
+)
+def test_surroundings_that_fail_end_the_job(around: dict[str, str], line: str, tmp_path: Path) -> None:
+    hand = Hand(tmp_path, "slurm")
+    (hand.cluster.path / "bin/module").write_text('#!/bin/bash\n[ "$2" != Gone/2 ]\n')
+    (hand.cluster.path / "bin/module").chmod(0o755)
+    hand.job = replace(hand.job, around=replace(hand.job.around, **around))
+    ran = hand.start()
+    assert (ran.code, ran.state, hand.cluster.list_ranks()) == (1, "crashed", []), ran.said
+    assert ran.result is not None
+    assert ran.result.reason.startswith(line)
+    assert json.loads(hand.job.folder.result_path.read_text())["exit_code"] == 1
+
+
+def test_a_job_of_this_machine_is_submitted_with_the_functions_of_its_script() -> None:
+    words = query.submit_command("/job.sh", "/job.out", "12.34")
+    assert words[-3:] == ("/job.sh", "12.34", "/job.out")
