@@ -49,9 +49,9 @@ def stubborn():
     time.sleep(60)
 
 def bound():
-    from shardway.ranks.local_rank import die_with_parent
+    from shardway.ranks.parent import stop_with_parent
 
-    die_with_parent()
+    stop_with_parent()
     wait(60)
 
 def well():

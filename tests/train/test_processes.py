@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slow
 
 LONG = (*TINY, "train.steps=160", "checkpoint.every=20 steps", "model.dropout=0.1", "data.record_ids=true")
 ENDLESS = (*TINY, "train.steps=1000000", "checkpoint.every=off")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 PATIENCE_S = 90.0
 
 
@@ -83,8 +84,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
     """`start("name", *words)` in a folder of that name."""
     started: list[Command] = []
 
-    def go(name: str, *words: str) -> Command:
-        command = [sys.executable, "-m", "shardway", "train", "--json", "--dir", str(tmp_path / name), *words]
+    def go(name: str, *words: str, launcher: Sequence[str] = ()) -> Command:
+        program = [sys.executable, *launcher, "-m", "shardway", "train"]
+        command = [*program, "--json", "--dir", str(tmp_path / name), *words]
         environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         pipe = subprocess.PIPE
         before = len(list(RunDir(tmp_path / name).all_events()))
@@ -167,8 +169,9 @@ def test_sigterm_stops_a_single_process_after_the_step(start: Start) -> None:
     assert command.run.checkpoint_steps() == [outcome["step"]]
 
 
-def test_ranks_stop_and_save_when_their_agent_is_killed(start: Start) -> None:
-    command = start("run", *PAIR, *ENDLESS)
+@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["our agent", "torchrun"])
+def test_ranks_stop_and_save_when_their_agent_is_killed(start: Start, launcher: Sequence[str]) -> None:
+    command = start("run", *(() if launcher else PAIR), *ENDLESS, launcher=launcher)
     command.wait_for_step(5)
     command.process.send_signal(signal.SIGKILL)
     assert command.end()[0] == -signal.SIGKILL

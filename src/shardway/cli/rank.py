@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from shardway.cli.main import run_guarded
-from shardway.ranks.local_rank import die_with_parent
+from shardway.ranks.parent import stop_with_parent
 from shardway.resolve.request import Request
 
 
@@ -29,7 +29,7 @@ def read_packed(word: str) -> Request:
 
 def main() -> None:
     """Train as one rank."""
-    die_with_parent()
+    stop_with_parent()
 
     def work() -> None:
         from shardway.train.recipe import train

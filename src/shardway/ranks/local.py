@@ -1,7 +1,7 @@
 """Starts ranks on this machine through torch's own elastic agent, and says how they ended.
 
 Invariant: when `run_local` returns or raises, none of the ranks it started is alive; should this process be killed,
-the kernel tells the ranks (`ranks.local_rank`). This module must not know what the ranks do.
+the kernel tells the ranks (`ranks.parent`). This module must not know what the ranks do.
 """
 
 from __future__ import annotations

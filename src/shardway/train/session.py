@@ -30,6 +30,7 @@ from shardway.parallel.switches import apply_backend_switches
 from shardway.ranks.attempt import describe_error, find_attempt, tell_fault
 from shardway.ranks.launcher import Placement, find_placement
 from shardway.ranks.leave import left_at_once
+from shardway.ranks.parent import stop_with_parent
 from shardway.ranks.signals import SignalWatch
 from shardway.ranks.start import Ranks, StartOptions, is_out_of_memory, start_ranks
 from shardway.resolve import DataFacts, Resolved, check_same_run, find_changes, resolve_with_data
@@ -102,6 +103,8 @@ def open_session(request: Request, environ: Mapping[str, str]) -> Iterator[Sessi
     """Resolve the request, join the ranks, take the run directory. Raises ShardwayError on every rank alike."""
     attempt = find_attempt(environ)
     placement = find_placement(environ)
+    if placement.launcher == "torchrun":
+        stop_with_parent()
     with _failure_told(attempt, f"rank {placement.rank}"):
         ranks, resolution = _join(_placed(request, attempt), placement)
         with left_at_once(ranks.world), hold_session(resolution, ranks, attempt) as session:
