@@ -76,8 +76,9 @@ def test_config_explain(shardway: Shardway) -> None:
     ended = shardway("config", "explain", "checkpoint")
     assert ended.out == (
         "checkpoint.every\n"
-        '  How often to save: an amount of training, a time, or "off".\n'
-        '  allowed: such as "200 steps", "10min", "off"\n'
+        '  How often to save: an amount of training, a time, "auto" (what costs least, by the time of a save and the '
+        'number of ranks) or "off".\n'
+        '  allowed: such as "200 steps", "10min", "auto", "off"\n'
         '  default: "200 steps"\n'
         "\n"
         "checkpoint.keep\n"

@@ -10,9 +10,11 @@ import pytest
 from pool import ranks
 from runs import lone_rank, pool_ranks, read_column, train_tiny
 from shardway.errors import JobError
+from shardway.plan.economy import GPU_MTBF_SECONDS
 from shardway.rundir.directory import RunDir
 from shardway.train import saving
 from shardway.train.run import Run
+from shardway.train.saving import LeastCost
 
 SHORT = ("train.steps=6", "optim.warmup=0 steps", "checkpoint.every=2 steps")
 USAGE = shutil.disk_usage
@@ -67,6 +69,29 @@ def test_where_the_run_ends_it_is_an_error(tmp_path: Path, quiet_threads: None) 
     assert RunDir(tmp_path).checkpoint_steps() == [2, 4]
     train_on(Disk(), tmp_path)
     assert RunDir(tmp_path).read_status()["state"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("ranks_", "save_s", "expected"),
+    [
+        (1, None, 120.0),  # nothing was measured yet
+        (8, 0.3, 1800.0),  # such a job fails once in months: the longest that a person would want to lose
+        (16_384, 0.3, 120.0),
+        (16_384, 10.0, 465.27),  # a failure every 11,135 s: √(2·10·11135) · 1.00711 - 10
+        (16_384, 60.0, 1200.0),  # saves take a twentieth of the time at most
+    ],
+)
+def test_the_interval_that_costs_least(ranks_: int, save_s: float | None, expected: float) -> None:
+    assert LeastCost(GPU_MTBF_SECONDS / ranks_).interval_s(save_s) == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_run_saves_at_the_interval_that_costs_least(
+    tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LeastCost, "interval_s", lambda cost, save_s: 0.0)
+    train_tiny(tmp_path, lone_rank(), *SHORT, "checkpoint.every=auto", "checkpoint.keep=9")
+    assert RunDir(tmp_path).checkpoint_steps() == [1, 2, 3, 4, 5, 6]
+    assert {event["next_in_s"] for event in events(tmp_path, "saved")} == {0.0}
 
 
 @ranks(2)

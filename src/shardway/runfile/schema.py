@@ -23,8 +23,8 @@ from shardway.runfile.section import (
 from shardway.runfile.types import (
     Auto,
     BytesField,
-    CadenceOrOff,
     Off,
+    SaveCadence,
     SettingsField,
     SpanField,
     SpanOrOff,
@@ -328,7 +328,11 @@ class RecomputeSection(Section):
 class CheckpointSection(Section):
     """When state is saved and how much of it is kept."""
 
-    every: CadenceOrOff = key(Span(200, "steps"), 'How often to save: an amount of training, a time, or "off".')
+    every: SaveCadence = key(
+        Span(200, "steps"),
+        'How often to save: an amount of training, a time, "auto" (what costs least, by the time of a save and the '
+        'number of ranks) or "off".',
+    )
     keep: PositiveInt = key(
         3, "Complete checkpoints that are kept; older ones are removed after a newer one is complete."
     )

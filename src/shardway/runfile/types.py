@@ -37,8 +37,8 @@ def _as_span_or_off(value: Any) -> Span | str:
     return "off" if value == "off" else _check_interval(_as_span(value))
 
 
-def _as_cadence_or_off(value: Any) -> Cadence | str:
-    return "off" if value == "off" else _check_interval(parse_cadence(_text_or_steps(value)))
+def _as_save_cadence(value: Any) -> Cadence | str:
+    return value if value in ("auto", "off") else _check_interval(parse_cadence(_text_or_steps(value)))
 
 
 def _check_interval(cadence: Any) -> Any:
@@ -109,11 +109,11 @@ SpanOrOff = Annotated[
     PlainSerializer(str, return_type=str),
     _schema(_AMOUNT, ["500 steps", "1 epochs", "off"], 'a number of steps, samples, tokens or epochs, or "off"'),
 ]
-CadenceOrOff = Annotated[
+SaveCadence = Annotated[
     Any,
-    BeforeValidator(_as_cadence_or_off),
-    PlainSerializer(lambda v: v if v == "off" else render_cadence(v), return_type=str),
-    _schema(_AMOUNT, ["200 steps", "10min", "off"], 'an amount of training, a time, or "off"'),
+    BeforeValidator(_as_save_cadence),
+    PlainSerializer(lambda v: v if v in ("auto", "off") else render_cadence(v), return_type=str),
+    _schema(_AMOUNT, ["200 steps", "10min", "auto", "off"], 'an amount of training, a time, "auto" or "off"'),
 ]
 SecondsField = Annotated[
     float,

@@ -27,7 +27,7 @@ from shardway.train.ending import End, find_end
 from shardway.train.engines.base import Engine
 from shardway.train.loss_scale import LossScale
 from shardway.train.machine import Facts, Phase, next_phase
-from shardway.train.saving import Point, Saver
+from shardway.train.saving import LeastCost, Point, Saver
 from shardway.train.schedule import Course, lr_factor
 from shardway.train.session import Session, machine_facts
 from shardway.train.step import Moment, StepResult
@@ -46,7 +46,7 @@ class LoopPlan:
     tokens_per_sample: int
     validate_every: int | None = None
     save_every: int | None = None
-    save_every_s: float | None = None
+    save_every_s: float | LeastCost | None = None
     save_at_end: bool = True
     keep: int = 3
     schedule: str = "constant"

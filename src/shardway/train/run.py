@@ -28,6 +28,7 @@ from shardway.data.sources.base import Source
 from shardway.errors import UserError
 from shardway.parallel.apply import ApplyOptions, ParallelModel, apply_parallelism
 from shardway.parallel.compile import CompileOptions
+from shardway.plan.economy import GPU_MTBF_SECONDS
 from shardway.resolve import DataFacts, Resolved, scale_of
 from shardway.resolve.request import Request, parse_words
 from shardway.rundir.directory import RunDir
@@ -40,6 +41,7 @@ from shardway.train.loss import LossSum
 from shardway.train.loss_scale import LossScale
 from shardway.train.memory import Holder, memory_told
 from shardway.train.passes import Portions
+from shardway.train.saving import LeastCost
 from shardway.train.schedule import Course
 from shardway.train.session import Session, open_session
 from shardway.train.validate import Validation
@@ -225,7 +227,7 @@ class Run:
             tokens_per_sample=loader.tokens_per_sample,
             validate_every=None if validate_every == "off" else max(1, validate_every.in_steps(scale)),
             save_every=max(1, every.in_steps(scale)) if isinstance(every, Span) else None,
-            save_every_s=every if isinstance(every, float) else None,
+            save_every_s=self._save_interval(every),
             save_at_end=every != "off",
             keep=values.checkpoint.keep,
             schedule="constant" if constant else values.optim.schedule,
@@ -234,6 +236,11 @@ class Run:
             loss_scale=_loss_scale_of(values.precision) if self._session.precision.scales_loss else None,
             stop_margin_s=None if margin == "auto" else float(margin),
         )
+
+    def _save_interval(self, every: object) -> float | LeastCost | None:
+        if every == "auto":
+            return LeastCost(GPU_MTBF_SECONDS / self._session.ranks.world)
+        return every if isinstance(every, float) else None
 
 
 def start(

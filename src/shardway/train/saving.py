@@ -14,12 +14,35 @@ from typing import Any
 from shardway.checkpoint.save import prune_checkpoints, save_checkpoint
 from shardway.checkpoint.state import State
 from shardway.errors import JobError, LostContact, render_reason
+from shardway.plan.economy import daly_interval
 from shardway.ranks.start import is_out_of_memory
 from shardway.train.session import Session
 
 RETRY_S = 30.0
 """How long after a save that failed the next is tried: a file system that was busy or full for a moment is well again,
 and one that stays full costs a few tries an hour."""
+
+
+@dataclass(frozen=True)
+class LeastCost:
+    """The interval at which saves and what failures undo cost least together (Daly 2006; `plan.economy`).
+
+    `mtbf_s` is the mean time between failures of the whole job, in seconds. `shortest_s` until a save was measured and
+    as the least; `longest_s` is for jobs that hardly ever fail, since people stop them too; `most_share` bounds the
+    share of the time that goes into saves.
+    """
+
+    mtbf_s: float
+    shortest_s: float = 120.0
+    longest_s: float = 1800.0
+    most_share: float = 0.05
+
+    def interval_s(self, save_s: float | None) -> float:
+        """Seconds from one save to the next, where a save takes `save_s` (None: not known yet)."""
+        if save_s is None:
+            return self.shortest_s
+        least = max(self.shortest_s, save_s / self.most_share)
+        return max(least, min(daly_interval(save_s, self.mtbf_s), self.longest_s))
 
 
 @dataclass(frozen=True)
@@ -36,7 +59,11 @@ class Saver:
     """Saves on all ranks together; only rank 0's clock counts."""
 
     def __init__(
-        self, session: Session, every_s: float | None, keep: int, clock: Callable[[], float] = time.monotonic
+        self,
+        session: Session,
+        every_s: float | LeastCost | None,
+        keep: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._session = session
         self._every_s = every_s
@@ -44,11 +71,19 @@ class Saver:
         self._clock = clock
         self._tried_at = clock()
         self._failed = False
+        self._save_s: float | None = None
+
+    @property
+    def interval_s(self) -> float | None:
+        """Seconds from one save to the next; None where the clock does not ask for any."""
+        if isinstance(self._every_s, LeastCost):
+            return self._every_s.interval_s(self._save_s)
+        return self._every_s
 
     def is_due(self) -> bool:
         """Whether rank 0 wishes for a save: by the clock, or since the last one failed."""
         since = self._clock() - self._tried_at
-        due = self._every_s is not None and since >= self._every_s
+        due = self.interval_s is not None and since >= self.interval_s
         return self._session.ranks.is_first and (due or (self._failed and since >= RETRY_S))
 
     def save(self, point: Point) -> float | None:
@@ -69,8 +104,9 @@ class Saver:
         self._tried_at, self._failed = self._clock(), False
         if saved is None:
             return None
-        seconds = time.perf_counter() - started
-        session.recorder.event("saved", step=point.step, name=saved.name, bytes=saved.bytes, seconds=seconds)
+        self._save_s = seconds = time.perf_counter() - started
+        facts = {"next_in_s": self.interval_s} if isinstance(self._every_s, LeastCost) else {}
+        session.recorder.event("saved", step=point.step, name=saved.name, bytes=saved.bytes, seconds=seconds, **facts)
         session.recorder.status(saved_step=point.step, save_seconds=seconds, save_failed="")
         if session.ranks.is_first:
             prune_checkpoints(session.directory, self._keep)
