@@ -351,3 +351,31 @@ def test_the_manifest_names_every_file(tmp_path: Path) -> None:
     folder = RunDir(tmp_path).checkpoint_path(7)
     assert {*found["files"], "manifest.json"} == {path.name for path in folder.iterdir()}
     assert all(seal.bytes == (folder / name).stat().st_size for name, seal in found["files"].items())
+
+
+@pytest.mark.parametrize(("all_files", "left", "fits"), [(1000, 3, False), (1000, 6, True), (0, 0, True)])
+def test_files_that_may_be_made_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, all_files: int, left: int, fits: bool
+) -> None:
+    """A file system without a limit of its own says 0 of 0."""
+    directory, trained, look = made(tmp_path), make_trained(lone_rank()), os.statvfs
+    monkeypatch.setattr(os, "statvfs", lambda path: _Looked(all_files, left, look(path)))
+    if fits:
+        save_checkpoint(directory, lone_rank(), trained, 1, numbers(1))
+    else:
+        with pytest.raises(JobError, match=rf"it needs about 6 files and {left} more may be made \(inodes\)"):
+            save_checkpoint(directory, lone_rank(), trained, 1, numbers(1))
+    assert directory.checkpoint_steps() == ([1] if fits else [])
+
+
+class _Looked:
+    """What statvfs(3) says, with other numbers of files."""
+
+    def __init__(self, all_files: int, left: int, found: os.statvfs_result) -> None:
+        self.f_files, self.f_favail = all_files, left
+        self.f_frsize, self.f_bavail, self.f_blocks, self.f_bfree = (
+            found.f_frsize,
+            found.f_bavail,
+            found.f_blocks,
+            found.f_bfree,
+        )

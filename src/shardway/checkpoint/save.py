@@ -31,6 +31,9 @@ from shardway.watch.words import render_size
 HEADROOM = 1.05
 """A checkpoint needs a little more than its tensors: metadata and file system blocks."""
 
+FURTHER_FILES = 5
+"""Files and folders of a checkpoint besides one shard a rank."""
+
 
 @dataclass(frozen=True)
 class Saved:
@@ -91,8 +94,13 @@ def _check_space(directory: RunDir, ranks: Ranks, whole_bytes: int) -> None:
     def check() -> None:
         with _told():
             free = shutil.disk_usage(directory.checkpoints).free
+            system = os.statvfs(directory.checkpoints)
         if free < needed:
             raise JobError(f"it needs about {render_size(needed)} and {render_size(free)} are free")
+        if system.f_files and system.f_favail < ranks.world + FURTHER_FILES:  # 0: such a file system has no limit
+            raise JobError(
+                f"it needs about {ranks.world + FURTHER_FILES} files and {system.f_favail} more may be made (inodes)"
+            )
 
     ranks.together(lambda: check() if ranks.is_first else None)
 
