@@ -8,62 +8,43 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from shardway.checkpoint.load import PassedOver, load_latest
-from shardway.checkpoint.quarantine import set_aside
 from shardway.data.loader import Batch
 from shardway.errors import Bug, JobError, UserError
 from shardway.parallel.axes.replicate import average_buffers
 from shardway.ranks.agreement import Decision, Wishes
+from shardway.ranks.progress import Activity
 from shardway.rundir.attempts import Ending
-from shardway.train.counters import Counters, read_counters
+from shardway.train.counters import Counters
 from shardway.train.deadline import Deadline, find_deadline, read_pace
 from shardway.train.ending import End, find_end
-from shardway.train.engines.base import Engine
-from shardway.train.loss_scale import LossScale
+from shardway.train.loop_plan import LoopParts, LoopPlan
 from shardway.train.machine import Facts, Phase, next_phase
-from shardway.train.saving import LeastCost, Point, Saver
-from shardway.train.schedule import Course, lr_factor
+from shardway.train.restore import restore, set_damaged_aside
+from shardway.train.saving import Point, Saver
+from shardway.train.schedule import lr_factor
 from shardway.train.session import Session, machine_facts
 from shardway.train.step import Moment, StepResult
-from shardway.train.validate import Validation, validate
+from shardway.train.validate import validate
 
 LOOK_EVERY_S = 0.5
 """How often rank 0 looks for the stop file: a look costs a millisecond on a busy parallel file system."""
 
 
-@dataclass(frozen=True)
-class LoopPlan:
-    """Lengths and cadences of a run, in steps unless named otherwise; None: never."""
-
-    total_steps: int
-    global_batch: int
-    tokens_per_sample: int
-    validate_every: int | None = None
-    save_every: int | None = None
-    save_every_s: float | LeastCost | None = None
-    save_at_end: bool = True
-    keep: int = 3
-    schedule: str = "constant"
-    course: Course = field(default_factory=lambda: Course(1, 0, 0, 1.0))
-    data_fingerprint: str = ""
-    loss_scale: LossScale | None = None
-    stop_margin_s: float | None = None
-
-
-@dataclass(frozen=True)
-class LoopParts:
-    """What the loop works with: the engine, a stream of batches from a data position, validation."""
-
-    engine: Engine
-    batches_from: Callable[[int], Iterator[Batch]]
-    validation: Validation | None = None
-    on_step: Callable[[int, dict[str, Any]], None] | None = None
+_ACTIVITIES = {
+    Phase.RESTORE: Activity.LOAD,
+    Phase.STEP: Activity.DATA,
+    Phase.VALIDATE: Activity.VALIDATE,
+    Phase.SAVE: Activity.SAVE,
+    Phase.STOP: Activity.END,
+    Phase.FINISH: Activity.END,
+}
+"""What a rank does first in a phase; a step goes on once its batch is there."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +92,7 @@ class Loop:
     def batches(self) -> Iterator[Any]:
         """Yield the batch of each step that is left; what happens between two steps happens in here."""
         while self._phase is not Phase.END:
+            self._session.progress.enter(_ACTIVITIES[self._phase], self._counters.step)
             if self._phase is Phase.STEP:
                 yield from self._step()
             else:
@@ -137,6 +119,7 @@ class Loop:
             return
         if self._open_step is not None and self._result is not None:
             self._close_step(self._open_step, self._result)
+        self._session.progress.enter(Activity.SAVE, self._counters.step)
         self._save_point(last=True)
         self._end("stopped", End(Ending.STOPPED, "the script left its loop"))
         self._phase = Phase.END
@@ -181,12 +164,8 @@ class Loop:
     def _restore(self) -> None:
         session, engine = self._session, self._parts.engine
         self._peak_lrs = [float(group["lr"]) for group in engine.groups]
-        loaded = load_latest(session.directory, session.ranks, engine.state)
-        if loaded is not None:
-            self._counters = read_counters(loaded.numbers)
-            if self._loss_scale is not None and "loss_scale" in loaded.numbers:
-                self._loss_scale = self._loss_scale.with_numbers(loaded.numbers["loss_scale"])
-            self._check_goes_on(str(loaded.numbers.get("data", "")))
+        restored = restore(session, self._plan, engine.state)
+        loaded, self._counters, self._loss_scale = restored.loaded, restored.counters, restored.loss_scale
         parameters = self._count_parameters()
         session.recorder.begin(
             self._counters.step,
@@ -203,21 +182,12 @@ class Loop:
             **machine_facts(session.ranks),
         )
         if loaded is not None and loaded.passed_over:
-            self._set_aside(loaded.passed_over)
+            set_damaged_aside(session, restored)
         self._set_deadline(parameters)
         session.recorder.status(
             now=True, state="running", reason="", step=self._counters.step, total_steps=self._plan.total_steps
         )
         self._stream = self._parts.batches_from(self._counters.samples)
-
-    def _set_aside(self, damaged: Sequence[PassedOver]) -> None:
-        """A damaged checkpoint must not stand where this run will save the same step again."""
-        session = self._session
-        done = session.ranks.together(lambda: set_aside(session.directory, damaged) if session.ranks.is_first else [])
-        for each in done:
-            session.recorder.event(
-                "set_aside", step=self._counters.step, name=each.name, kept_as=each.kept_as, reason=each.reason
-            )
 
     def _set_deadline(self, parameters: int) -> None:
         """Rank 0 reads when the wall-time ends and tells of it; the others know that there is an end."""
@@ -234,6 +204,7 @@ class Loop:
     def _step(self) -> Iterator[Any]:
         started = time.perf_counter()
         batch = next(self._stream)
+        self._session.progress.enter(Activity.STEP, self._counters.step)
         lr = self._set_lr()
         self._result = None
         self._open_step = _OpenStep(batch, lr, started)
@@ -362,19 +333,3 @@ class Loop:
         self._session.recorder.status(step=step, loss=result.loss)
         if self._parts.on_step is not None:
             self._parts.on_step(step, facts)
-
-    def _check_goes_on(self, saved_data: str) -> None:
-        """Raise UserError where the checkpoint belongs to other data, or is past what is asked for."""
-        plan, step = self._plan, self._counters.step
-        if saved_data and plan.data_fingerprint and saved_data != plan.data_fingerprint:
-            raise UserError(
-                f"the training data is not what the first {step} steps were trained on: the fingerprint of data.path "
-                f"is {plan.data_fingerprint}, the checkpoint says {saved_data}.\n"
-                "  The position in the data would mean other samples, so nothing was trained. To do: restore the data, "
-                "or start over with --fresh."
-            )
-        if step > plan.total_steps:
-            raise UserError(
-                f"{step} steps are done, and train.steps asks for {plan.total_steps}.\n"
-                "  Nothing was changed. To do: ask for more steps, or start over with --fresh."
-            )

@@ -36,7 +36,8 @@ from shardway.runfile.schema import PrecisionSection
 from shardway.train.engines import ENGINES
 from shardway.train.engines.base import Engine, EngineParts
 from shardway.train.feed import Loader, training_batches, validation_data
-from shardway.train.loop import Loop, LoopParts, LoopPlan
+from shardway.train.loop import Loop
+from shardway.train.loop_plan import LoopParts, LoopPlan
 from shardway.train.loss import LossSum
 from shardway.train.loss_scale import LossScale
 from shardway.train.memory import Holder, memory_told

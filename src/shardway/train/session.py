@@ -31,6 +31,7 @@ from shardway.ranks.attempt import describe_error, find_attempt, tell_fault
 from shardway.ranks.launcher import Placement, find_placement
 from shardway.ranks.leave import left_at_once
 from shardway.ranks.parent import stop_with_parent
+from shardway.ranks.progress import Progress
 from shardway.ranks.signals import SignalWatch
 from shardway.ranks.start import Ranks, StartOptions, is_out_of_memory, start_ranks
 from shardway.resolve import DataFacts, Resolved, check_same_run, find_changes, resolve_with_data
@@ -66,6 +67,7 @@ class Session:
     changes: dict[str, list[Any]] = field(default_factory=dict)
     at_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     attempt: Attempt | None = None
+    progress: Progress = field(default_factory=Progress)
 
     @property
     def resolved(self) -> Resolved:

@@ -1,0 +1,46 @@
+"""What a walk through a run is told before it begins: lengths, cadences, and what it works with.
+
+Invariant: values alone, the same on every rank. This module must not do anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardway.data.loader import Batch
+from shardway.train.engines.base import Engine
+from shardway.train.loss_scale import LossScale
+from shardway.train.saving import LeastCost
+from shardway.train.schedule import Course
+from shardway.train.validate import Validation
+
+
+@dataclass(frozen=True)
+class LoopPlan:
+    """Lengths and cadences of a run, in steps unless named otherwise; None: never."""
+
+    total_steps: int
+    global_batch: int
+    tokens_per_sample: int
+    validate_every: int | None = None
+    save_every: int | None = None
+    save_every_s: float | LeastCost | None = None
+    save_at_end: bool = True
+    keep: int = 3
+    schedule: str = "constant"
+    course: Course = field(default_factory=lambda: Course(1, 0, 0, 1.0))
+    data_fingerprint: str = ""
+    loss_scale: LossScale | None = None
+    stop_margin_s: float | None = None
+
+
+@dataclass(frozen=True)
+class LoopParts:
+    """What the loop works with: the engine, a stream of batches from a data position, validation."""
+
+    engine: Engine
+    batches_from: Callable[[int], Iterator[Batch]]
+    validation: Validation | None = None
+    on_step: Callable[[int, dict[str, Any]], None] | None = None

@@ -1,0 +1,69 @@
+"""Where a run goes on from: the newest whole checkpoint, or its first step.
+
+Invariant: the counters that come back belong to the state that was installed, and the position in the data to the
+data of today. This module must not decide which checkpoint is whole (that is `checkpoint.load`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardway.checkpoint.load import Loaded, load_latest
+from shardway.checkpoint.quarantine import set_aside
+from shardway.checkpoint.state import State
+from shardway.errors import UserError
+from shardway.train.counters import Counters, read_counters
+from shardway.train.loop_plan import LoopPlan
+from shardway.train.loss_scale import LossScale
+from shardway.train.session import Session
+
+
+@dataclass(frozen=True)
+class Restored:
+    """The checkpoint that was loaded (None: the run begins), and what its numbers say."""
+
+    loaded: Loaded | None
+    counters: Counters
+    loss_scale: LossScale | None
+
+
+def restore(session: Session, plan: LoopPlan, state: State) -> Restored:
+    """Install the newest whole checkpoint on all ranks together.
+
+    Raises JobError where none is whole, UserError where it belongs to other data or is past what is asked for.
+    """
+    loaded = load_latest(session.directory, session.ranks, state)
+    if loaded is None:
+        return Restored(None, Counters(), plan.loss_scale)
+    scale = plan.loss_scale
+    if scale is not None and "loss_scale" in loaded.numbers:
+        scale = scale.with_numbers(loaded.numbers["loss_scale"])
+    counters = read_counters(loaded.numbers)
+    _check_goes_on(plan, counters.step, str(loaded.numbers.get("data", "")))
+    return Restored(loaded, counters, scale)
+
+
+def set_damaged_aside(session: Session, restored: Restored) -> None:
+    """A damaged checkpoint must not stand where this run will save the same step again."""
+    damaged = restored.loaded.passed_over if restored.loaded is not None else ()
+    done = session.ranks.together(lambda: set_aside(session.directory, damaged) if session.ranks.is_first else [])
+    for each in done:
+        session.recorder.event(
+            "set_aside", step=restored.counters.step, name=each.name, kept_as=each.kept_as, reason=each.reason
+        )
+
+
+def _check_goes_on(plan: LoopPlan, step: int, saved_data: str) -> None:
+    """Raise UserError where the checkpoint belongs to other data, or is past what is asked for."""
+    if saved_data and plan.data_fingerprint and saved_data != plan.data_fingerprint:
+        raise UserError(
+            f"the training data is not what the first {step} steps were trained on: the fingerprint of data.path "
+            f"is {plan.data_fingerprint}, the checkpoint says {saved_data}.\n"
+            "  The position in the data would mean other samples, so nothing was trained. To do: restore the data, "
+            "or start over with --fresh."
+        )
+    if step > plan.total_steps:
+        raise UserError(
+            f"{step} steps are done, and train.steps asks for {plan.total_steps}.\n"
+            "  Nothing was changed. To do: ask for more steps, or start over with --fresh."
+        )
