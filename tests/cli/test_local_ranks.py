@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,11 @@ class Play:
     failures: list[RankFailure] = field(default_factory=list)
     also: Callable[[RunDir, Callable[[], None]], Any] = lambda run, on_stop: None
     launch: LocalLaunch | None = None
+    starts: int = 0
 
     def __call__(self, launch: LocalLaunch, on_stop: Callable[[], None]) -> list[RankFailure]:
-        self.launch = launch
+        self.launch = replace(launch, pages=None)
+        self.starts += 1
         run = RunDir(launch.log_folder.parent)
         run.create()
         launch.log_folder.mkdir(exist_ok=True)
@@ -53,7 +55,8 @@ def run(tmp_path: Path) -> RunDir:
 
 def train(run: RunDir, play: Play, monkeypatch: pytest.MonkeyPatch, **request: Any) -> dict[str, Any]:
     monkeypatch.setattr(local, "run_local", play)
-    return train_local(resolve_request(Request(directory=run.path, **request), 2, 2), 2)
+    words = ("run.restarts=0", *request.pop("overrides", ()))
+    return train_local(resolve_request(Request(directory=run.path, overrides=words, **request), 2, 2), 2)
 
 
 def failing(run: RunDir, play: Play, monkeypatch: pytest.MonkeyPatch) -> ShardwayError:
@@ -75,6 +78,7 @@ def test_ranks_that_end_well(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> No
         "state": "finished",
         "reason": "all steps are done",
         "step": 5,
+        "restarts": 0,
     }
 
 
@@ -84,7 +88,7 @@ def test_what_is_started(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     assert play.launch == LocalLaunch(
         ranks=2,
         module="shardway.cli.rank",
-        arguments=[pack_request(Request(directory=run.path, overrides=("run.threads=3",)))],
+        arguments=[pack_request(Request(directory=run.path, overrides=("run.restarts=0", "run.threads=3")))],
         log_folder=run.path / "logs",
         threads=3,
     )
@@ -98,7 +102,7 @@ def test_a_fresh_start_keeps_its_own_output(run: RunDir, monkeypatch: pytest.Mon
     assert RunDir(run.path.with_name("a.old-1")).read_status()["step"] == 9
     assert (run.path / "logs").is_dir()
     assert play.launch is not None
-    assert play.launch.arguments == [pack_request(Request(directory=run.path))]
+    assert play.launch.arguments == [pack_request(Request(directory=run.path, overrides=("run.restarts=0",)))]
 
 
 # --- who is to blame
@@ -154,6 +158,83 @@ def test_what_a_rank_printed_is_named_where_nothing_else_explains(run: RunDir, m
 
 def test_an_error_of_an_unknown_kind_is_a_job_error(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(failing(run, Play({1: ("NewError", "what")}, exited(1)), monkeypatch)) is JobError
+
+
+# --- whether they start again
+
+AGAIN = ("run.restarts=auto",)
+KILLED = RankFailure(1, 4711, -9)
+
+
+def saving(*steps: int) -> Callable[[RunDir, Callable[[], None]], None]:
+    """At each start the next of these steps is saved, if it is new."""
+    left = iter(steps)
+
+    def save(run: RunDir, on_stop: Callable[[], None]) -> None:
+        run.checkpoint_path(next(left)).mkdir(exist_ok=True)
+
+    return save
+
+
+def test_ranks_that_fail_start_again_while_checkpoints_get_newer(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    play = Play(failures=[KILLED], also=saving(10, 20, 30, 30))
+    with pytest.raises(JobError) as told:
+        train(run, play, monkeypatch, overrides=AGAIN)
+    assert play.starts == 4
+    assert str(told.value).endswith(
+        "\n  The ranks were started 4 times; it is not started again: the same failure came twice with step 30 as "
+        "the last that was saved."
+    )
+    restarts = [event for event in run.all_events(0) if event["event"] == "restarted"]
+    assert [(event["step"], event["failures"]) for event in restarts] == [(10, 1), (20, 2), (30, 3)]
+    assert restarts[0]["reason"].startswith("rank 1 (process 4711) was ended by SIGKILL")
+
+
+def test_ranks_that_end_well_the_second_time(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    play = Play(failures=[KILLED])
+
+    def finish(run: RunDir, on_stop: Callable[[], None]) -> None:
+        if play.starts == 2:
+            play.failures = []
+            run.write_status(state="finished", reason="all steps are done", step=5)
+
+    play.also = finish
+    ended = train(run, play, monkeypatch, overrides=AGAIN)
+    assert (ended["state"], ended["restarts"]) == ("finished", 1)
+
+
+@pytest.mark.parametrize("kind", ["UserError", "SiteError"])
+def test_what_a_person_has_to_change_is_not_tried_again(
+    kind: str, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play = Play({0: (kind, "what")}, exited(0, 1))
+    with pytest.raises(ShardwayError, match=r"^what$"):
+        train(run, play, monkeypatch, overrides=AGAIN)
+    assert play.starts == 1
+
+
+@pytest.mark.parametrize(("code", "kind"), [(2, UserError), (3, SiteError), (4, JobError), (17, JobError)])
+def test_an_exit_code_says_whose_mistake_it_was(
+    code: int, kind: type[ShardwayError], run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert type(failing(run, Play(failures=exited(1, code=code)), monkeypatch)) is kind
+
+
+def test_nothing_starts_again_after_a_stop_was_asked_for(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    play = Play(failures=[KILLED], also=lambda run, on_stop: on_stop())
+    with pytest.raises(JobError):
+        train(run, play, monkeypatch, overrides=AGAIN)
+    assert play.starts == 1
+
+
+def test_in_a_job_the_next_attempt_goes_on(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = run.path / "attempts/0001"
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("SHARDWAY_ATTEMPT_DIR", str(folder))
+    play = Play(failures=[KILLED])
+    with pytest.raises(JobError):
+        train(run, play, monkeypatch, overrides=AGAIN)
+    assert play.starts == 1
 
 
 # --- what status.json says then

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from commands import PATIENCE_S, Command, Start, training_commands
 from runs import TINY, read_column, read_named, read_steps, worst_difference
 from shardway.rundir.directory import RunDir
 
@@ -26,84 +22,16 @@ pytestmark = pytest.mark.slow
 LONG = (*TINY, "train.steps=160", "checkpoint.every=20 steps", "model.dropout=0.1", "data.record_ids=true")
 ENDLESS = (*TINY, "train.steps=1000000", "checkpoint.every=off")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-PATIENCE_S = 90.0
-
-
-@dataclass
-class Command:
-    """One `shardway train` under way, and all the processes that it has been seen with."""
-
-    folder: Path
-    process: subprocess.Popen[str]
-    events_before: int
-    seen: set[psutil.Process] = field(default_factory=set)
-
-    @property
-    def run(self) -> RunDir:
-        return RunDir(self.folder)
-
-    def wait_for_step(self, step: int) -> None:
-        """Wait until this command has recorded a step, and note its processes."""
-        self.wait_until(lambda: any(event["step"] >= step for event in self.own_events() if event["event"] == "step"))
-        self.seen = {psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)}
-
-    def own_events(self) -> list[dict[str, Any]]:
-        """What was recorded since this command has begun."""
-        return list(self.run.all_events())[self.events_before :]
-
-    def wait_until(self, holds: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not holds():
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < deadline, "it takes too long"
-            time.sleep(0.02)
-
-    def ranks(self) -> dict[int, psutil.Process]:
-        """The local ranks by number."""
-        children = [p for p in self.seen if "shardway.cli.rank" in " ".join(p.cmdline())]
-        return {int(child.environ()["RANK"]): child for child in children}
-
-    def end(self) -> tuple[int, str]:
-        """Wait for the end: exit code and what went to stderr."""
-        _, said = self.process.communicate(timeout=PATIENCE_S)
-        return self.process.returncode, said
-
-    def finish(self) -> None:
-        """Wait for a good end."""
-        code, said = self.end()
-        assert code == 0, said
-
-    def left_alive(self) -> list[psutil.Process]:
-        """Processes that outlive the command; a rank that was told to stop may take a moment to save."""
-        _, alive = psutil.wait_procs(self.seen, timeout=20)
-        return alive
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
+def start(tmp_path: Path) -> Iterator[Start]:
     """`start("name", *words)` in a folder of that name."""
-    started: list[Command] = []
-
-    def go(name: str, *words: str, launcher: Sequence[str] = ()) -> Command:
-        program = [sys.executable, *launcher, "-m", "shardway", "train"]
-        command = [*program, "--json", "--dir", str(tmp_path / name), *words]
-        environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-        pipe = subprocess.PIPE
-        before = len(list(RunDir(tmp_path / name).all_events()))
-        process = subprocess.Popen(command, env=environ, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True)
-        started.append(Command(tmp_path / name, process, before))
-        return started[-1]
-
-    yield go
-    for command in started:
-        command.process.kill()
-        command.process.communicate()
-        for process in command.left_alive():
-            process.kill()
+    with training_commands(tmp_path) as go:
+        yield go
 
 
-Start = Callable[..., Command]
-PAIR = ("--nproc", "2")
+PAIR = ("--nproc", "2", "run.restarts=0")
 
 
 def test_ctrl_c_stops_two_ranks_after_the_step(start: Start, tmp_path: Path) -> None:

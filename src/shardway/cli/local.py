@@ -6,31 +6,40 @@ contact with it. This module must not train.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, NoReturn
 
-from shardway.errors import ERRORS_BY_NAME, JobError, LostContact, ShardwayError, render_reason
-from shardway.ranks.attempt import describe_error, find_attempt, tell_end, tell_fault
+from shardway.errors import ERRORS_BY_NAME, JobError, LostContact, ShardwayError, SiteError, UserError, render_reason
+from shardway.ranks.agent.hang import Hang
+from shardway.ranks.agent.patience import Patience
+from shardway.ranks.agent.policy import Failure, Verdict, decide
+from shardway.ranks.agent.stacks import Group
+from shardway.ranks.agent.watch import Found, watched
+from shardway.ranks.attempt import describe_error, find_attempt, sign_failure, tell_end, tell_fault
 from shardway.ranks.local import LocalLaunch, RankFailure, run_local
 from shardway.resolve.request import Request, Resolution
-from shardway.rundir.attempts import Ending, Result
+from shardway.rundir.attempts import Attempt, Ending, Result
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
+from shardway.runfile.machine import RunSection
 
 SECOND_SIGNAL = "a second signal ended the run at once"
 BY = "shardway train"
 
 
 def train_local(resolution: Resolution, ranks: int) -> dict[str, Any]:
-    """Train on `ranks` local ranks. Raises the error of the rank that failed first."""
+    """Train on `ranks` local ranks, again after a failure where `ranks.agent.policy` says so.
+
+    Raises the error of the rank that failed first, that of the last time.
+    """
     run, request, attempt = resolution.directory, resolution.request, find_attempt(os.environ)
     if request.fresh:  # here, so that what the ranks print does not move with the old run
         run.set_aside()
         request = replace(request, fresh=False)
-    marks = {rank: sum(1 for _ in run.all_events(rank)) for rank in range(ranks)}
     launch = LocalLaunch(
         ranks=ranks,
         module="shardway.cli.rank",
@@ -38,26 +47,79 @@ def train_local(resolution: Resolution, ranks: int) -> dict[str, Any]:
         log_folder=run.log_folder,
         threads=int(resolution.resolved.values.run.threads),
     )
+    settings = resolution.resolved.values.run
+    patience = _read_patience(settings)
+    # In a job the next attempt goes on; what a rank has said of this one is its result.
+    most = 0 if attempt is not None else None if settings.restarts == "auto" else int(settings.restarts)
+    failures: list[Failure] = []
     try:
-        failures = run_local(launch, on_stop=lambda: _ask_to_stop(run))
+        while (error := _run_once(run, launch, patience)) is not None:
+            failures.append(_describe(run, error))
+            verdict = decide(failures, most)
+            if run.stop_requested() or not verdict.restart:
+                _give_up(run, attempt, error, failures, verdict)
+            _tell_restart(run, error, failures)
     except KeyboardInterrupt:
         run.clear_stop()  # nobody is left to obey it, and the next start must not
         _mark_ended(run, "stopped", SECOND_SIGNAL)
         if attempt is not None:
             tell_end(attempt, Result(Ending.STOPPED, SECOND_SIGNAL, _step_of(run), exit_code=130, by=BY))
         raise
-    if failures:
-        error = _explain(run, failures, marks)
-        _mark_ended(run, "failed", render_reason(str(error)))
-        tell_fault(attempt, BY, describe_error(error), _step_of(run))
-        raise error
     status = run.read_status()
     return {
         "directory": str(run.path),
         "state": status.get("state", ""),
         "reason": status.get("reason", ""),
         "step": status.get("step", 0),
+        "restarts": len(failures),
     }
+
+
+def _read_patience(settings: RunSection) -> Patience | None:
+    """None where nobody shall look for hangs."""
+    limit = settings.hang_timeout
+    if limit == "off":
+        return None
+    return Patience(settings.start_timeout, None if limit == "auto" else float(limit))
+
+
+def _run_once(run: RunDir, launch: LocalLaunch, patience: Patience | None) -> ShardwayError | None:
+    """Run the ranks to their end; the error of the rank that failed first, or None."""
+    marks = {rank: sum(1 for _ in run.all_events(rank)) for rank in range(launch.ranks)}
+    with watched(launch.ranks, patience, _tell_wake) as watch:
+        failures = run_local(replace(launch, pages=watch.folder), on_stop=lambda: _ask_to_stop(run))
+    if watch.found is not None:
+        return _explain_hang(run, watch.found)
+    return _explain(run, failures, marks) if failures else None
+
+
+def _tell_wake(hang: Hang) -> None:
+    print(f"{hang.message}, and was told to go on", file=sys.stderr)
+
+
+def _describe(run: RunDir, error: ShardwayError) -> Failure:
+    saved = run.checkpoint_steps()
+    hopeless = isinstance(error, UserError | SiteError)
+    return Failure(sign_failure(describe_error(error)), saved[-1] if saved else 0, hopeless)
+
+
+def _give_up(
+    run: RunDir, attempt: Attempt | None, error: ShardwayError, failures: list[Failure], verdict: Verdict
+) -> NoReturn:
+    if len(failures) > 1:
+        again = f"; it is not started again: {verdict.reason}" if verdict.reason else ""
+        error = type(error)(f"{error}\n  The ranks were started {len(failures)} times{again}.")
+    _mark_ended(run, "failed", render_reason(str(error)))
+    tell_fault(attempt, BY, describe_error(error), _step_of(run))
+    raise error
+
+
+def _tell_restart(run: RunDir, error: ShardwayError, failures: list[Failure]) -> None:
+    """In the events of rank 0, which is gone by now, for whoever reads or shows the run."""
+    with run.event_writer(0) as events, contextlib.suppress(OSError):
+        events.write(
+            "restarted", step=failures[-1].saved_step, reason=render_reason(str(error)), failures=len(failures)
+        )
 
 
 def pack_request(request: Request) -> str:
@@ -97,6 +159,29 @@ def _explain(run: RunDir, failures: list[RankFailure], marks: dict[int, int]) ->
     return _unexplained(run, failures[0])
 
 
+def _explain_hang(run: RunDir, found: Found) -> JobError:
+    """What the agent saw, with where the ranks were; recorded as a fault of the first of them."""
+    hang, places = found.hang, [f"ranks {_numbers(group)}: {_place(group)}" for group in found.groups]
+    told = "".join(f"\n  {place}" for place in places)
+    stacks = [{"ranks": group.ranks, "frames": group.frames} for group in found.groups]
+    with run.event_writer(hang.ranks[0]) as events, contextlib.suppress(OSError):
+        events.write("fault", rank=hang.ranks[0], kind="Hang", exit_code=4, message=hang.message, stacks=stacks)
+    return JobError(
+        f"{hang.message}, so all ranks were ended.{told}\n"
+        "  To do: run the same command again: it goes on from the last checkpoint. If it was no hang, raise "
+        "run.hang_timeout."
+    )
+
+
+def _numbers(group: Group) -> str:
+    return ", ".join(map(str, group.ranks))
+
+
+def _place(group: Group) -> str:
+    """The innermost frames of a group of ranks, in a line."""
+    return " < ".join(group.frames[:3]) or "n/a"
+
+
 def _killed(run: RunDir, failure: RankFailure) -> JobError:
     saved = run.checkpoint_steps()
     base = f"the checkpoint of step {saved[-1]}" if saved else "the start, since nothing was saved yet"
@@ -107,8 +192,11 @@ def _killed(run: RunDir, failure: RankFailure) -> JobError:
     )
 
 
-def _unexplained(run: RunDir, failure: RankFailure) -> JobError:
-    return JobError(f"rank {failure.rank} ended with exit code {failure.exit_code}.{_where_output(run, failure.rank)}")
+def _unexplained(run: RunDir, failure: RankFailure) -> ShardwayError:
+    kinds: dict[int, type[ShardwayError]] = {kind.exit_code: kind for kind in (UserError, SiteError)}
+    return kinds.get(failure.exit_code, JobError)(
+        f"rank {failure.rank} ended with exit code {failure.exit_code}.{_where_output(run, failure.rank)}"
+    )
 
 
 def _where_output(run: RunDir, rank: int) -> str:

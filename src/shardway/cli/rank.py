@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from shardway.cli.main import run_guarded
+from shardway.ranks.agent.join import join_agent
 from shardway.ranks.parent import stop_with_parent
 from shardway.resolve.request import Request
 
@@ -30,6 +31,7 @@ def read_packed(word: str) -> Request:
 def main() -> None:
     """Train as one rank."""
     stop_with_parent()
+    join_agent(os.environ)
 
     def work() -> None:
         from shardway.train.recipe import train

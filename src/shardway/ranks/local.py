@@ -21,18 +21,23 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from shardway.ranks.agent.page import VARIABLE
 from shardway.ranks.signals import STOP_SIGNALS
 
 
 @dataclass(frozen=True)
 class LocalLaunch:
-    """How many ranks run which Python module with which arguments, where their output goes, and CPU threads each."""
+    """How many ranks run which Python module with which arguments, where their output goes, and CPU threads each.
+
+    `pages` is the folder where they show what they do (`ranks.agent`); None: nobody looks.
+    """
 
     ranks: int
     module: str
     arguments: Sequence[str]
     log_folder: Path
     threads: int
+    pages: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ def run_local(launch: LocalLaunch, on_stop: Callable[[], None]) -> list[RankFail
         signals_to_handle="SIGQUIT",
     )
     _silence_agent()
-    with _stop_signals(on_stop), _environment({"OMP_NUM_THREADS": str(launch.threads)}):
+    with _stop_signals(on_stop), _environment(launch):
         try:
             elastic_launch(config, sys.executable)("-m", launch.module, *launch.arguments)
         except ChildFailedError as error:
@@ -109,12 +114,13 @@ def _stop_signals(on_stop: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Variables that the ranks inherit; what the user set already stays."""
-    added = {name: value for name, value in values.items() if name not in os.environ}
-    os.environ.update(added)
+def _environment(launch: LocalLaunch) -> Iterator[None]:
+    """Variables that the ranks inherit; the threads that the user set stay."""
+    before = dict(os.environ)
+    os.environ.setdefault("OMP_NUM_THREADS", str(launch.threads))
+    os.environ[VARIABLE] = str(launch.pages or "")
     try:
         yield
     finally:
-        for name in added:
-            os.environ.pop(name, None)
+        os.environ.clear()
+        os.environ.update(before)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from shardway.runfile.section import PositiveInt, Section, key
-from shardway.runfile.types import Auto, BytesField, SecondsField, SettingsField
+from shardway.runfile.section import NonNegativeInt, PositiveInt, Section, key
+from shardway.runfile.types import Auto, BytesField, Off, SecondsField, SettingsField
 
 
 class RunSection(Section):
@@ -20,6 +20,15 @@ class RunSection(Section):
     threads: PositiveInt | Auto = key("auto", "CPU threads a rank; auto = usable cores / ranks on the node.")
     start_timeout: SecondsField = key(600.0, "How long ranks wait for each other at the start.")
     collective_timeout: SecondsField = key(300.0, "How long a collective waits before the job is ended.")
+    hang_timeout: SecondsField | Auto | Off = key(
+        "auto",
+        "How long a rank may do nothing before it is taken to hang and the ranks start again; auto = three times what "
+        "its activity usually takes and 5 s, and a minute more where it waits for files (`shardway train --nproc`).",
+    )
+    restarts: NonNegativeInt | Auto = key(
+        "auto",
+        "How often ranks start again after a failure; auto = while checkpoints get newer (`shardway train --nproc`).",
+    )
     stop_timeout: SecondsField = key(900.0, "How long a graceful stop may take before ranks are killed.")
     stop_margin: SecondsField | Auto = key(
         "auto", "How long before the end of the wall-time the run stops; auto = from the time that saves take."

@@ -27,6 +27,7 @@ from shardway.hardware.probe import probe_machine
 from shardway.parallel.formats.precision import Precision, read_precision
 from shardway.parallel.mesh import Mesh, build_mesh
 from shardway.parallel.switches import apply_backend_switches
+from shardway.ranks.agent.page import open_page
 from shardway.ranks.attempt import describe_error, find_attempt, tell_fault
 from shardway.ranks.launcher import Placement, find_placement
 from shardway.ranks.leave import left_at_once
@@ -110,6 +111,7 @@ def open_session(request: Request, environ: Mapping[str, str]) -> Iterator[Sessi
     with _failure_told(attempt, f"rank {placement.rank}"):
         ranks, resolution = _join(_placed(request, attempt), placement)
         with left_at_once(ranks.world), hold_session(resolution, ranks, attempt) as session:
+            session.progress = Progress(open_page(environ, placement.local_rank))
             yield session
     ranks.end()
 

@@ -168,6 +168,20 @@ def read_set_aside(event: Mapping[str, Any]) -> SetAside:
 
 
 @dataclass(frozen=True)
+class Restart:
+    """Ranks that start again after a failure: from which step, why, and how many failures there were."""
+
+    step: int | None
+    reason: str
+    failures: int | None
+
+
+def read_restart(event: Mapping[str, Any]) -> Restart:
+    """The facts of a `restarted` event."""
+    return Restart(whole(event, "step"), text(event, "reason"), whole(event, "failures"))
+
+
+@dataclass(frozen=True)
 class Fault:
     """Something that went wrong; `kind` is the name of the error class."""
 

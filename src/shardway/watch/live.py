@@ -24,6 +24,7 @@ from shardway.watch.facts import (
     read_ending,
     read_failed_save,
     read_fault,
+    read_restart,
     read_save,
     read_set_aside,
     read_start,
@@ -39,6 +40,7 @@ from shardway.watch.words import (
     render_machine,
     render_number,
     render_rate,
+    render_restart,
     render_save,
     render_set_aside,
     render_size,
@@ -121,6 +123,8 @@ class LiveView:
                 self._say(render_failed_save(read_failed_save(event)), event, "yellow")
             case "set_aside":
                 self._say(render_set_aside(read_set_aside(event)), event, "yellow")
+            case "restarted":
+                self._say(render_restart(read_restart(event)), event, "yellow")
             case "fault":
                 self._say(render_fault(read_fault(event)), event, "red")
             case "finished" | "stopped" | "failed":

@@ -10,7 +10,16 @@ import time
 from collections.abc import Callable
 
 from shardway.rundir.events import Event
-from shardway.watch.facts import read_ending, read_failed_save, read_fault, read_save, read_set_aside, read_start, text
+from shardway.watch.facts import (
+    read_ending,
+    read_failed_save,
+    read_fault,
+    read_restart,
+    read_save,
+    read_set_aside,
+    read_start,
+    text,
+)
 from shardway.watch.progress import Progress
 from shardway.watch.words import (
     render_ending,
@@ -20,6 +29,7 @@ from shardway.watch.words import (
     render_machine,
     render_number,
     render_rate,
+    render_restart,
     render_save,
     render_set_aside,
     render_start,
@@ -58,6 +68,8 @@ class PlainLines:
                 return [f"{self._place()}  events are written again; until now: {text(event, 'reason')}"]
             case "set_aside":
                 return [render_set_aside(read_set_aside(event))]
+            case "restarted":
+                return [*self._flush(), render_restart(read_restart(event))]
             case "deadline":
                 return [f"stops in time: {text(event, 'reason')}"]
             case "validation_skipped":

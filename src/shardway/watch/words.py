@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from shardway.units import render_clock, render_count
-from shardway.watch.facts import Ending, FailedSave, Fault, Save, SetAside, Start, Validation
+from shardway.watch.facts import Ending, FailedSave, Fault, Restart, Save, SetAside, Start, Validation
 from shardway.watch.progress import Progress
 
 UNKNOWN = "n/a"
@@ -106,6 +106,13 @@ def render_save(save: Save) -> str:
     """ "saved step-000000100  14.2 MiB in 0.3 s"."""
     took = "" if save.seconds is None else f" in {save.seconds:.1f} s"
     return f"saved {one_line(save.name)}  {render_size(save.size_bytes)}{took}"
+
+
+def render_restart(restart: Restart) -> str:
+    """ "starting again from step 40 (2 failures by now): rank 1 was ended by SIGKILL"."""
+    base = f"from step {restart.step}" if restart.step else "from the start"
+    count = "" if restart.failures in (None, 1) else f" ({restart.failures} failures by now)"
+    return one_line(f"starting again {base}{count}: {restart.reason}")
 
 
 def render_fault(fault: Fault) -> str:

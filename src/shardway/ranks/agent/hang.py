@@ -1,0 +1,134 @@
+"""Which ranks hang, from what their pages say at one moment after another.
+
+Invariant: pure but for its own memory. A rank's age grows only by what its observer lived through, so that an observer
+that was asleep itself (Ctrl-Z, a closed lid, a machine that swaps) accuses nobody; what counts is when a page changed,
+never what two clocks say. This module must not touch processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardway.ranks.agent.page import Entry
+from shardway.ranks.agent.patience import Patience, Span
+from shardway.ranks.progress import Activity
+
+_WORDS = {
+    Activity.START: "while starting",
+    Activity.LOAD: "while loading a checkpoint",
+    Activity.DATA: "while waiting for data",
+    Activity.STEP: "in a step",
+    Activity.REPEAT: "in a step",
+    Activity.VALIDATE: "in a validation",
+    Activity.SAVE: "in a save",
+    Activity.END: "while ending",
+}
+
+_IN_STEP = frozenset((Activity.DATA, Activity.STEP, Activity.REPEAT))
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """A rank at one moment: its page, and whether its process is stopped (state T of proc(5))."""
+
+    entry: Entry
+    stopped: bool = False
+
+
+@dataclass(frozen=True)
+class Hang:
+    """Ranks that hang: those to blame, for how long, and what they were doing."""
+
+    ranks: tuple[int, ...]
+    seconds: float
+    limit_s: float
+    sighting: Sighting
+    all_alike: bool
+
+    @property
+    def message(self) -> str:
+        """What happened, in a sentence without numbers of processes."""
+        entry = self.sighting.entry
+        words = _WORDS.get(entry.activity, "")
+        what = f"did nothing for {self.seconds:.1f} s {words} after step {entry.step}"
+        why = ", stopped by a signal" if self.sighting.stopped else ""
+        if self.all_alike and len(self.ranks) > 1:
+            return f"all ranks of this node {what}{why} (more than {self.limit_s:.1f} s means a hang)"
+        names = " and ".join(f"rank {rank}" for rank in self.ranks)
+        return f"{names} {what}{why} (more than {self.limit_s:.1f} s means a hang)"
+
+
+@dataclass
+class _Watched:
+    entry: Entry
+    age: float
+    first_step: int | None = None
+
+    @property
+    def span(self) -> Span:
+        """What the rank does, and whether that is its first step or what comes before it."""
+        return Span(self.entry.activity, self.entry.activity in _IN_STEP and self.entry.step == self.first_step)
+
+
+class HangFinder:
+    """Looks at all ranks of a node together; `longest_tick_s` is the most that one look adds to an age."""
+
+    def __init__(self, patience: Patience, longest_tick_s: float) -> None:
+        self._patience = patience
+        self._longest_tick_s = longest_tick_s
+        self._ranks: dict[int, _Watched] = {}
+        self._looked_at: float | None = None
+
+    def forgive(self) -> None:
+        """Count from now: something was done about what was found."""
+        for watched in self._ranks.values():
+            watched.age = 0.0
+
+    def look(self, sightings: Mapping[int, Sighting], now: float) -> Hang | None:
+        """The hang that these sightings show, by rank; `now` in monotonic seconds. Ranks that are gone are left out."""
+        tick = min(now - self._looked_at, self._longest_tick_s) if self._looked_at is not None else 0.0
+        self._looked_at = now
+        self._ranks = {
+            rank: self._follow(self._ranks.get(rank), sighting.entry, tick) for rank, sighting in sightings.items()
+        }
+        suspects = _find_suspects(sightings)
+        overdue = [rank for rank in suspects if self._is_overdue(rank, stopped=sightings[rank].stopped)]
+        return self._blame(sightings, overdue) if overdue else None
+
+    def _follow(self, known: _Watched | None, entry: Entry, tick: float) -> _Watched:
+        if known is None:
+            return _Watched(entry, 0.0, _first_step(None, entry))
+        if known.entry.changes == entry.changes:
+            return _Watched(entry, known.age + tick, known.first_step)
+        # One change apart the page tells how long it took; else it was shorter than a look, or what was seen of it.
+        exact = entry.changes == known.entry.changes + 1
+        seconds = min(entry.since - known.entry.since, known.age + tick) if exact else known.age
+        self._patience.observe(known.span, max(0.0, seconds))
+        return _Watched(entry, 0.0, _first_step(known.first_step, entry))
+
+    def _is_overdue(self, rank: int, *, stopped: bool) -> bool:
+        return self._ranks[rank].age > self._patience.limit_s(self._ranks[rank].span, stopped=stopped)
+
+    def _blame(self, sightings: Mapping[int, Sighting], overdue: list[int]) -> Hang:
+        blamed = [rank for rank in overdue if sightings[rank].stopped] or overdue
+        first, watched = sightings[blamed[0]], self._ranks[blamed[0]]
+        return Hang(
+            ranks=tuple(blamed),
+            seconds=watched.age,
+            limit_s=self._patience.limit_s(watched.span, stopped=first.stopped),
+            sighting=first,
+            all_alike=len(blamed) == len(sightings),
+        )
+
+
+def _find_suspects(sightings: Mapping[int, Sighting]) -> list[int]:
+    """Ranks that nobody else keeps waiting: those that are behind all others, and those that are stopped."""
+    place = {rank: (each.entry.step, each.entry.activity) for rank, each in sightings.items()}
+    hindmost = min(place.values(), default=None)
+    return [rank for rank, each in sightings.items() if each.stopped or place[rank] == hindmost]
+
+
+def _first_step(known: int | None, entry: Entry) -> int | None:
+    """The step that a rank began with, once it is in one."""
+    return entry.step if known is None and entry.activity in _IN_STEP else known

@@ -1,0 +1,51 @@
+"""Whether the ranks start again after a failure: a pure function of what has failed so far.
+
+Invariant: a run that makes progress starts again however often it fails, one that makes none does not for ever; what a
+person has to change is never tried again. Progress is a newer complete checkpoint, nothing else. This module must not
+start anything nor wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SAME_TWICE = 2
+WITHOUT_PROGRESS = 3
+"""How many failures in a row between two checkpoints end the run, whatever they were."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A failure of the ranks: a line that is the same for the same failure, and the newest complete checkpoint's step.
+
+    `hopeless`: a person has to change something first, such as a run file.
+    """
+
+    signature: str
+    saved_step: int
+    hopeless: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the ranks start again; if not, why."""
+
+    restart: bool
+    reason: str = ""
+
+
+def decide(failures: Sequence[Failure], most: int | None = None) -> Verdict:
+    """What follows from all failures of this start so far, the newest last; `most` restarts are allowed (None: any)."""
+    newest = failures[-1]
+    if newest.hopeless:
+        return Verdict(False)
+    if most is not None and len(failures) > most:
+        return Verdict(False, "" if most == 0 else f"run.restarts allows {most}")
+    stuck = [failure for failure in failures if failure.saved_step == newest.saved_step]
+    where = f"with step {newest.saved_step} as the last that was saved" if newest.saved_step else "with nothing saved"
+    if [failure.signature for failure in stuck].count(newest.signature) >= SAME_TWICE:
+        return Verdict(False, f"the same failure came twice {where}")
+    if len(stuck) >= WITHOUT_PROGRESS:
+        return Verdict(False, f"{len(stuck)} failures came one after another {where}")
+    return Verdict(True)

@@ -1,0 +1,75 @@
+"""Where every thread of a rank is, written when its agent asks, and read by it.
+
+The interpreter's fault handler writes them from the signal itself, so a rank also answers while it waits in a library
+or a thread of it holds Python's lock; a process that is stopped cannot.
+
+Invariant: asking never ends a rank, since only one that has promised an answer (its file is there) is asked. This
+module must not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import re
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+SIGNAL = signal.SIGUSR1
+WAIT_S = 1.0
+_PAUSE_S = 0.02
+_FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
+_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks whose main threads are at the same place, and that place: the innermost frames, innermost first."""
+
+    ranks: tuple[int, ...]
+    frames: tuple[str, ...]
+
+
+def answer_with_stacks(folder: Path, local_rank: int) -> None:
+    """From now on this process writes its stacks when it gets SIGNAL. Called once, from the main thread."""
+    with contextlib.suppress(OSError):
+        # Kept open for the life of the process: the handler writes to its descriptor.
+        descriptor = os.open(_path(folder, local_rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        faulthandler.register(SIGNAL, file=descriptor, all_threads=True, chain=False)
+
+
+def ask_for_stacks(folder: Path, pids: Mapping[int, int]) -> dict[int, str]:
+    """What the fault handler writes of these ranks (local rank -> process id), of those that answer within WAIT_S."""
+    asked = [rank for rank in pids if _path(folder, rank).exists()]
+    for rank in asked:
+        with contextlib.suppress(OSError):
+            os.kill(pids[rank], SIGNAL)
+    until = time.monotonic() + WAIT_S
+    while time.monotonic() < until and not all(_path(folder, rank).stat().st_size for rank in asked):
+        time.sleep(_PAUSE_S)
+    time.sleep(_PAUSE_S)
+    return {rank: text for rank in asked if (text := _path(folder, rank).read_text(errors="replace"))}
+
+
+def group_stacks(stacks: Mapping[int, str]) -> list[Group]:
+    """Ranks by where their main thread is, the smallest groups first: who is alone is most likely to blame."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for rank, text in stacks.items():
+        groups.setdefault(_main_frames(text), []).append(rank)
+    found = [Group(tuple(sorted(ranks)), frames) for frames, ranks in groups.items()]
+    return sorted(found, key=lambda group: (len(group.ranks), group.ranks))
+
+
+def _main_frames(text: str) -> tuple[str, ...]:
+    """Frames of the thread that the handler names last: the main one."""
+    last = text.split("\n\n")[-1]
+    found = [match for line in last.splitlines() if (match := _FRAME.fullmatch(line)) is not None]
+    return tuple(f"{each['name']} ({each['file']}:{each['line']})" for each in found[:_SHOWN])
+
+
+def _path(folder: Path, local_rank: int) -> Path:
+    return folder / f"stacks-{local_rank}"

@@ -1,0 +1,130 @@
+"""Looks at the pages of the ranks that this process has started, and ends them all where one hangs.
+
+A rank that is only stopped is told to go on first: whoever stopped it, the run loses nothing.
+
+Invariant: signals go to children of this process alone, whatever a page says. This module must not decide what comes
+after: it remembers what it found in `hang`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from shardway.ranks.agent.hang import Hang, HangFinder, Sighting
+from shardway.ranks.agent.page import page_path, pages_folder, read_page
+from shardway.ranks.agent.patience import Patience
+from shardway.ranks.agent.stacks import Group, ask_for_stacks, group_stacks
+
+LOOK_EVERY_S = 0.25
+
+_STOPPED = "T"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A hang, and where the ranks that answered were then."""
+
+    hang: Hang
+    groups: tuple[Group, ...]
+
+
+class Watch:
+    """While entered, a thread looks at the pages of `ranks` local ranks; `on_wake` is told whom it let go on."""
+
+    def __init__(self, folder: Path, ranks: int, patience: Patience, on_wake: Callable[[Hang], None]) -> None:
+        self.folder = folder
+        self._ranks = ranks
+        self._on_wake = on_wake
+        self._finder = HangFinder(patience, longest_tick_s=2 * LOOK_EVERY_S)
+        self._woken: dict[int, int] = {}
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self.found: Found | None = None
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while self.found is None and not self._done.wait(LOOK_EVERY_S):
+            sightings = self._see()
+            hang = self._finder.look(sightings, time.monotonic())
+            if hang is not None and not self._wake(hang, sightings):
+                self._end(hang, sightings)
+
+    def _see(self) -> dict[int, Sighting]:
+        """The ranks that have a page and live, by local rank."""
+        entries = {rank: read_page(page_path(self.folder, rank)) for rank in range(self._ranks)}
+        states = {rank: _child_state(entry.pid) for rank, entry in entries.items() if entry is not None}
+        return {
+            rank: Sighting(entry, stopped=states[rank] == _STOPPED)
+            for rank, entry in entries.items()
+            if entry is not None and states[rank] not in ("", "Z")
+        }
+
+    def _wake(self, hang: Hang, sightings: dict[int, Sighting]) -> bool:
+        """Let ranks that are stopped go on, unless that was tried and they did nothing since; whether it was tried."""
+        stopped = [sightings[rank].entry for rank in hang.ranks if sightings[rank].stopped]
+        if not stopped or any(self._woken.get(entry.pid) == entry.changes for entry in stopped):
+            return False
+        for entry in stopped:
+            self._woken[entry.pid] = entry.changes
+            _send(entry.pid, signal.SIGCONT)
+        self._finder.forgive()
+        self._on_wake(hang)
+        return True
+
+    def _end(self, hang: Hang, sightings: dict[int, Sighting]) -> None:
+        pids = {rank: sighting.entry.pid for rank, sighting in sightings.items()}
+        awake = {rank: pid for rank, pid in pids.items() if not sightings[rank].stopped}
+        self.found = Found(hang, tuple(group_stacks(ask_for_stacks(self.folder, awake))))
+        for pid in pids.values():
+            _send(pid, signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Unwatched:
+    """Stands in place of a watch where nobody shall look."""
+
+    folder: None = None
+    found: None = None
+
+
+@contextlib.contextmanager
+def watched(ranks: int, patience: Patience | None, on_wake: Callable[[Hang], None]) -> Iterator[Watch | Unwatched]:
+    """Watch over the ranks that are started meanwhile with the watch's folder; without patience nobody looks."""
+    if patience is None:
+        yield Unwatched()
+        return
+    with pages_folder() as folder, Watch(folder, ranks, patience, on_wake) as watch:
+        yield watch
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    if _child_state(pid):
+        with contextlib.suppress(OSError):
+            os.kill(pid, number)
+
+
+def _child_state(pid: int) -> str:
+    """The state of a child of this process in a letter (proc(5)); empty where there is no such child."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    state, parent = text.rpartition(")")[2].split()[:2]
+    return state if int(parent) == os.getpid() else ""

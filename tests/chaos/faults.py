@@ -1,0 +1,228 @@
+"""What can happen to two ranks and their agent, each at a moment that a seed chooses.
+
+Invariant: a fault is real (a signal, a file, a process), strikes only processes of the command that it is given, and
+strikes once. What has to come of it is for the test to say.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from commands import Command
+from shardway.ranks.agent.page import VARIABLE, Entry, page_path, read_page
+from shardway.ranks.progress import Activity
+
+HANG = "SHARDWAY_TEST_HANG"
+"""RANK:STEP:FILE for `inject/sitecustomize.py`: that rank hangs once it has done that many steps, if FILE is new."""
+
+FIRST, LAST = 22, 130
+"""Steps between which most faults strike: after the first checkpoint, and with some to come."""
+
+
+@dataclass(frozen=True)
+class Struck:
+    """When a fault struck (Unix seconds, this host), and whom."""
+
+    time: float
+    whom: str
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault: its name in the table, what strikes, and what the run needs for it besides."""
+
+    name: str
+    strike: Callable[[Command, random.Random], Struck]
+    words: tuple[str, ...] = ()
+    environ: Callable[[Path, random.Random], Mapping[str, str]] = field(default=lambda folder, dice: {})
+    restarts_itself: bool = True
+    """Whether nobody has to give the command again."""
+
+
+# --- whom
+
+
+def children(command: Command) -> dict[int, psutil.Process]:
+    """The ranks that live, by number."""
+    found = {}
+    for child in psutil.Process(command.process.pid).children(recursive=False):
+        try:
+            if "shardway.cli.rank" in " ".join(child.cmdline()):
+                found[int(child.environ()["RANK"])] = child
+        except psutil.Error:  # it ends at this moment
+            continue
+    return found
+
+
+def see(command: Command, rank: int) -> Entry | None:
+    """What a rank shows its agent."""
+    child = children(command).get(rank)
+    try:
+        folder = child.environ().get(VARIABLE, "") if child is not None else ""
+    except psutil.Error:
+        return None
+    return read_page(page_path(Path(folder), rank)) if folder else None
+
+
+def wait_for(command: Command, rank: int, holds: Callable[[Entry], bool]) -> None:
+    """Until what a rank shows is so."""
+    command.wait_until(lambda: (entry := see(command, rank)) is not None and holds(entry))
+    command.note_processes()
+
+
+def wait_for_some_step(command: Command, dice: random.Random) -> None:
+    """Until a moment within a random step, wherever the ranks are then."""
+    step = dice.randrange(FIRST, LAST)
+    wait_for(command, 0, lambda entry: entry.step >= step)
+    time.sleep(dice.uniform(0.0, 0.02))
+
+
+def strike(process: psutil.Process, number: signal.Signals, whom: str) -> Struck:
+    """Send a signal."""
+    struck = Struck(time.time(), whom)
+    process.send_signal(number)
+    return struck
+
+
+# --- what
+
+
+def signal_rank(number: signal.Signals, rank: int | None = None) -> Callable[[Command, random.Random], Struck]:
+    """A signal to one rank (None: any) at some step."""
+
+    def act(command: Command, dice: random.Random) -> Struck:
+        wait_for_some_step(command, dice)
+        who = dice.randrange(2) if rank is None else rank
+        return strike(children(command)[who], number, f"rank {who}")
+
+    return act
+
+
+def kill_while(activity: Activity) -> Callable[[Command, random.Random], Struck]:
+    """kill -9 a rank that is busy with this."""
+
+    def act(command: Command, dice: random.Random) -> Struck:
+        who = dice.randrange(2)
+        least = dice.randrange(FIRST, LAST) if activity is not Activity.START else 0
+        wait_for(command, who, lambda entry: entry.activity is activity and entry.step >= least)
+        time.sleep(dice.uniform(0.0, 0.5 if activity is Activity.START else 0.03))
+        return strike(children(command)[who], signal.SIGKILL, f"rank {who}")
+
+    return act
+
+
+def kill_agent(command: Command, dice: random.Random) -> Struck:
+    """kill -9 the process that started the ranks."""
+    wait_for_some_step(command, dice)
+    return strike(psutil.Process(command.process.pid), signal.SIGKILL, "agent")
+
+
+def kill_loader(command: Command, dice: random.Random) -> Struck:
+    """kill -9 a process that loads data for a rank."""
+    wait_for_some_step(command, dice)
+    who = dice.randrange(2)
+    workers = [each for each in children(command)[who].children() if "resource_tracker" not in " ".join(each.cmdline())]
+    return strike(dice.choice(workers), signal.SIGKILL, f"loader of rank {who}")
+
+
+def ask_to_stop(command: Command, dice: random.Random) -> Struck:
+    """`touch stop`."""
+    wait_for_some_step(command, dice)
+    struck = Struck(time.time(), "run")
+    command.run.request_stop("")
+    return struck
+
+
+def launch_twice(command: Command, dice: random.Random) -> Struck:
+    """The same command once more beside the first."""
+    wait_for_some_step(command, dice)
+    struck = Struck(time.time(), "run")
+    again = command.again()
+    code, said = again.end()
+    assert code == 2, said
+    assert "another run is training into" in said
+    return struck
+
+
+def damage_newest(command: Command, dice: random.Random) -> Struck:
+    """kill -9 the agent and all ranks, then damage the newest checkpoint in one of many ways."""
+    wait_for_some_step(command, dice)
+    struck = Struck(time.time(), "newest checkpoint")
+    for process in (psutil.Process(command.process.pid), *children(command).values()):
+        process.kill()
+    command.end()
+    newest = command.run.checkpoint_path(command.run.checkpoint_steps()[-1])
+    files = sorted(path for path in newest.rglob("*") if path.is_file())
+    dice.choice((_flip, _truncate, _zero, _remove, _empty))(dice.choice(files), dice)
+    return struck
+
+
+def _flip(path: Path, dice: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+    path.write_bytes(data)
+
+
+def _truncate(path: Path, dice: random.Random) -> None:
+    os.truncate(path, dice.randrange(path.stat().st_size))
+
+
+def _zero(path: Path, dice: random.Random) -> None:
+    """A block that never reached the disk; set to ones where it was zeros."""
+    data = bytearray(path.read_bytes())
+    start = dice.randrange(len(data))
+    length = min(4096, len(data) - start)
+    fill = b"\0" if any(data[start : start + length]) else b"\1"
+    data[start : start + length] = fill * length
+    path.write_bytes(data)
+
+
+def _remove(path: Path, dice: random.Random) -> None:
+    path.unlink()
+
+
+def _empty(path: Path, dice: random.Random) -> None:
+    """A folder half deleted."""
+    for each in dice.sample(sorted(path.parent.iterdir()), k=max(1, len(list(path.parent.iterdir())) // 2)):
+        shutil.rmtree(each) if each.is_dir() else each.unlink()
+
+
+def hangs_once(folder: Path, dice: random.Random) -> dict[str, str]:
+    """A rank that holds Python's lock and does nothing, from some step on."""
+    where = Path(__file__).parent / "inject"
+    path = os.pathsep.join([str(where), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    return {HANG: f"{dice.randrange(2)}:{dice.randrange(FIRST, LAST)}:{folder / 'hung'}", "PYTHONPATH": path}
+
+
+def wait_for_hang(command: Command, dice: random.Random) -> Struck:
+    """The rank hangs by itself (`hangs_once`); when it did is the age of its mark."""
+    mark = command.folder.parent / "hung"
+    command.wait_until(mark.exists)
+    command.note_processes()
+    return Struck(mark.stat().st_mtime, "a rank")
+
+
+FAULTS = (
+    Fault("SIGKILL of rank 0", signal_rank(signal.SIGKILL, 0)),
+    Fault("SIGKILL of a rank", signal_rank(signal.SIGKILL)),
+    Fault("SIGKILL of a rank in a save", kill_while(Activity.SAVE)),
+    Fault("SIGKILL of a rank that starts", kill_while(Activity.START)),
+    Fault("SIGKILL of the agent", kill_agent, restarts_itself=False),
+    Fault("SIGKILL of a loader worker", kill_loader, words=("data.workers=1",)),
+    Fault("SIGSTOP of a rank", signal_rank(signal.SIGSTOP)),
+    Fault("hang with Python's lock held", wait_for_hang, environ=hangs_once),
+    Fault("SIGTERM to a rank", signal_rank(signal.SIGTERM), restarts_itself=False),
+    Fault("SIGUSR2 to a rank", signal_rank(signal.SIGUSR2), restarts_itself=False),
+    Fault("stop file", ask_to_stop, restarts_itself=False),
+    Fault("second launch of the run", launch_twice),
+    Fault("newest checkpoint damaged", damage_newest, restarts_itself=False),
+)

@@ -1,0 +1,110 @@
+"""`shardway train` as processes that a test starts, watches, and ends.
+
+Invariant: when the context of `training_commands` ends, none of the processes that it has seen is alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from shardway.rundir.directory import RunDir
+
+PATIENCE_S = 90.0
+
+
+@dataclass
+class Command:
+    """One `shardway train` under way, and all the processes that it has been seen with."""
+
+    folder: Path
+    process: subprocess.Popen[str]
+    events_before: int
+    again: Callable[[], Command]
+    seen: set[psutil.Process] = field(default_factory=set)
+
+    @property
+    def run(self) -> RunDir:
+        return RunDir(self.folder)
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until this command has recorded a step, and note its processes."""
+        self.wait_until(lambda: any(event["step"] >= step for event in self.own_events() if event["event"] == "step"))
+        self.note_processes()
+
+    def note_processes(self) -> None:
+        """Remember the processes of this moment."""
+        own = psutil.Process(self.process.pid)
+        self.seen |= {own, *own.children(recursive=True)}
+
+    def own_events(self) -> list[dict[str, Any]]:
+        """What was recorded since this command has begun."""
+        return list(self.run.all_events())[self.events_before :]
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not holds():
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline, "it takes too long"
+            time.sleep(0.02)
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        """The local ranks by number."""
+        children = [p for p in self.seen if "shardway.cli.rank" in " ".join(p.cmdline())]
+        return {int(child.environ()["RANK"]): child for child in children}
+
+    def end(self) -> tuple[int, str]:
+        """Wait for the end: exit code and what went to stderr."""
+        _, said = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, said
+
+    def finish(self) -> None:
+        """Wait for a good end."""
+        code, said = self.end()
+        assert code == 0, said
+
+    def left_alive(self) -> list[psutil.Process]:
+        """Processes that outlive the command; a rank that was told to stop may take a moment to save."""
+        _, alive = psutil.wait_procs(self.seen, timeout=20)
+        return alive
+
+
+Start = Callable[..., Command]
+
+
+@contextlib.contextmanager
+def training_commands(folder: Path) -> Iterator[Start]:
+    """`start("name", *words)` trains into a folder of that name, with `environ` besides this process's own."""
+    started: list[Command] = []
+
+    def go(name: str, *words: str, launcher: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Command:
+        program = [sys.executable, *launcher, "-m", "shardway", "train"]
+        command = [*program, "--json", "--dir", str(folder / name), *words]
+        inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        pipe = subprocess.PIPE
+        before = len(list(RunDir(folder / name).all_events()))
+        process = subprocess.Popen(
+            command, env={**inherited, **(environ or {})}, cwd=folder, stdout=pipe, stderr=pipe, text=True
+        )
+        same = partial(go, name, *words, launcher=launcher, environ=environ)
+        started.append(Command(folder / name, process, before, same))
+        return started[-1]
+
+    try:
+        yield go
+    finally:
+        for command in started:
+            command.process.kill()
+            command.process.communicate()
+            for process in command.left_alive():
+                process.kill()

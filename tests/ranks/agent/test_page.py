@@ -1,0 +1,75 @@
+"""Progress pages: what a rank writes is what its agent reads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardway.ranks.agent.page import VARIABLE, Entry, PageWriter, open_page, page_path, pages_folder, read_page
+from shardway.ranks.progress import Activity
+
+
+def test_a_reader_gets_what_was_written_last(tmp_path: Path) -> None:
+    page = PageWriter(tmp_path / "rank-0")
+    assert read_page(tmp_path / "rank-0") is None
+    page.write(Activity.LOAD, 0, 1.5)
+    page.write(Activity.STEP, 7, 2.5)
+    assert read_page(tmp_path / "rank-0") == Entry(2, os.getpid(), Activity.STEP, 7, 2.5)
+
+
+def test_a_page_that_is_opened_again_goes_on(tmp_path: Path) -> None:
+    PageWriter(tmp_path / "rank-0").write(Activity.START, 0, 1.0)
+    assert read_page(tmp_path / "rank-0") is not None
+    PageWriter(tmp_path / "rank-0").write(Activity.LOAD, 0, 2.0)
+    entry = read_page(tmp_path / "rank-0")
+    assert entry is not None
+    assert (entry.changes, entry.activity) == (2, Activity.LOAD)
+
+
+@pytest.mark.parametrize("content", [b"", b"short", b"\1" + bytes(47)])
+def test_what_is_no_whole_page_is_none(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "rank-0").write_bytes(content)
+    assert read_page(tmp_path / "rank-0") is None
+
+
+def test_no_page_where_nobody_wants_one_or_none_can_be_made(tmp_path: Path) -> None:
+    assert open_page({}, 0) is None
+    assert open_page({VARIABLE: ""}, 0) is None
+    assert open_page({VARIABLE: str(tmp_path / "gone")}, 0) is None
+
+
+@pytest.mark.slow
+def test_a_page_is_whole_at_any_moment(tmp_path: Path) -> None:
+    """A rank writes as fast as it can: since = step, so that a torn entry would show."""
+    code = """
+import sys
+from pathlib import Path
+from shardway.ranks.agent.page import PageWriter
+from shardway.ranks.progress import Activity
+page, step = PageWriter(Path(sys.argv[1])), 0
+while True:
+    step += 1
+    page.write(Activity.STEP, step, float(step))
+"""
+    path = page_path(tmp_path, 0)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", code, str(path)], env=environ) as rank:
+        try:
+            while read_page(path) is None:
+                assert rank.poll() is None
+            entries = [entry for _ in range(20_000) if (entry := read_page(path)) is not None]
+        finally:
+            rank.kill()
+    assert len({entry.step for entry in entries}) > 100
+    assert all(entry.step == entry.since == entry.changes for entry in entries)
+
+
+def test_the_folder_of_pages_is_private_and_goes() -> None:
+    with pages_folder() as folder:
+        assert folder.stat().st_mode & 0o777 == 0o700
+        PageWriter(page_path(folder, 3)).write(Activity.STEP, 1, 1.0)
+    assert not folder.exists()

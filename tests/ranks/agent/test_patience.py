@@ -1,0 +1,68 @@
+"""How long an activity may take, from how long it took."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardway.ranks.agent.patience import Patience, Span
+from shardway.ranks.progress import Activity
+
+STEP, SAVE = Span(Activity.STEP), Span(Activity.SAVE)
+
+
+def learnt(span: Span, *seconds: float) -> Patience:
+    patience = Patience(start_s=600.0)
+    for each in seconds:
+        patience.observe(span, each)
+    return patience
+
+
+def test_three_times_the_99th_percentile_and_five_seconds() -> None:
+    times = [float(i) for i in range(1, 201)]
+    assert learnt(STEP, *times).limit_s(STEP, stopped=False) == 3 * 198.0 + 5.0
+
+
+def test_what_waits_for_files_gets_a_minute_more() -> None:
+    assert learnt(SAVE, 2.0, 2.0, 2.0).limit_s(SAVE, stopped=False) == 3 * 2.0 + 5.0 + 60.0
+
+
+def test_a_process_that_is_stopped_waits_for_no_file() -> None:
+    assert learnt(SAVE, 2.0, 2.0, 2.0).limit_s(SAVE, stopped=True) == 3 * 2.0 + 5.0
+    assert Patience(600.0).limit_s(SAVE, stopped=True) == 5.0
+
+
+def test_what_is_unknown_has_the_patience_of_a_start() -> None:
+    patience = learnt(STEP, 1.0, 1.0)
+    assert patience.limit_s(STEP, stopped=False) == 600.0
+    patience.observe(STEP, 1.0)
+    assert patience.limit_s(STEP, stopped=False) == 8.0
+    assert patience.limit_s(Span(Activity.START), stopped=False) == 600.0
+
+
+def test_the_first_step_teaches_nothing_and_is_not_judged_by_others() -> None:
+    patience = learnt(Span(Activity.STEP, is_first=True), 90.0, 90.0, 90.0)
+    assert patience.usual_s(Activity.STEP) is None
+    patience = learnt(STEP, 1.0, 1.0, 1.0)
+    assert patience.limit_s(Span(Activity.STEP, is_first=True), stopped=False) == 600.0
+
+
+def test_a_step_that_is_repeated_is_a_step() -> None:
+    patience = learnt(Span(Activity.REPEAT), 1.0, 1.0, 1.0)
+    assert patience.limit_s(STEP, stopped=False) == 8.0
+    assert patience.as_facts() == {"step": 1.0}
+
+
+@pytest.mark.parametrize("activity", [Activity.STEP, Activity.DATA, Activity.SAVE, Activity.VALIDATE])
+def test_a_fixed_limit_is_kept(activity: Activity) -> None:
+    patience = Patience(600.0, fixed_s=30.0)
+    for _ in range(5):
+        patience.observe(Span(activity), 100.0)
+    assert patience.limit_s(Span(activity), stopped=False) == 30.0
+    assert patience.limit_s(Span(Activity.START), stopped=False) == 600.0
+
+
+@given(st.lists(st.floats(0, 1e5), max_size=50), st.sampled_from(list(Activity)), st.booleans())
+def test_never_less_than_the_margin(times: list[float], activity: Activity, stopped: bool) -> None:
+    assert learnt(Span(activity), *times).limit_s(Span(activity), stopped=stopped) >= 5.0
