@@ -4,6 +4,7 @@
 # make check   what a change must pass: format, lint, types, fast tests (import order is one), under a minute
 # make gpu     tests on a CUDA device: with python3 where that has torch (no install, PYTHONPATH=src), else .venv
 # make cluster tests on a real Slurm of several hosts on this machine; needs root and Debian, installs what is missing
+# make chaos [TIMES=20]   each fault at so many random moments, and the table of what came of it (docs/faults.md)
 # make bench   measure the loop against a hand-written one
 # make bench-planner [ROWS=file]   predict published runs and print how far off the planner was
 
@@ -15,7 +16,7 @@ READY := $(VENV)/.ready
 # Tests that are kept compiled are collected in half the time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test exhaustive check gpu cluster bench bench-planner clean
+.PHONY: run test exhaustive check gpu cluster chaos bench bench-planner clean
 
 ROWS ?= tests/data/planner/rows.csv
 
@@ -40,6 +41,13 @@ gpu:
 cluster: $(READY)
 	@if tests/cluster/able.sh; then tests/cluster/install.sh; fi
 	SHARDWAY_CLUSTER=1 $(BIN)/python -m pytest tests/cluster -rs
+
+TIMES ?= 20
+
+chaos: $(READY)
+	@notes=$$(mktemp) && trap 'rm -f "$$notes"' EXIT && \
+	SHARDWAY_CHAOS_TIMES=$(TIMES) SHARDWAY_CHAOS_NOTES="$$notes" $(BIN)/python -m pytest tests/chaos; \
+	code=$$?; $(BIN)/python tests/chaos/table.py "$$notes"; exit $$code
 
 bench: $(READY)
 	$(BIN)/python bench/loop_overhead.py
