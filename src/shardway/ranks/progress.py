@@ -70,13 +70,15 @@ class Progress:
 
     def spent(self) -> dict[Activity, float]:
         """Seconds by activity up to now."""
-        now = dict(self._spent)
-        now[self._activity] += self._clock() - self._since
-        return now
+        return self._spent_until(self._clock())
 
     def as_facts(self) -> dict[str, Any]:
         """For a record: `spent`, seconds by activity in lower case, and `unfinished_s` of a step under way, in it."""
-        spent = {activity.name.lower(): round(seconds, 6) for activity, seconds in self.spent().items() if seconds}
+        now = self._clock()
+        spent = {each.name.lower(): round(seconds, 6) for each, seconds in self._spent_until(now).items() if seconds}
         if self._activity not in (Activity.STEP, Activity.REPEAT):
             return {"spent": spent}
-        return {"spent": spent, "unfinished_s": round(self._clock() - self._since, 6)}
+        return {"spent": spent, "unfinished_s": round(now - self._since, 6)}
+
+    def _spent_until(self, now: float) -> dict[Activity, float]:
+        return {**self._spent, self._activity: self._spent[self._activity] + now - self._since}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from shardway.rundir.events import Event
@@ -112,9 +112,10 @@ class _Record:
 
 @dataclass
 class _Attempt:
-    """An attempt that began at step `base`; `last_time` and `step` are those of its last event."""
+    """An attempt that went on from step `base` at `started` (Unix seconds); `step`, `last_time` are the last seen."""
 
     base: int
+    started: float
     step: int
     last_time: float
     owner: tuple[Any, Any]
@@ -122,7 +123,7 @@ class _Attempt:
 
     def begun(self) -> float:
         """When its first activity did."""
-        return self.records[0].time - self.records[0].total_s if self.records else self.last_time
+        return self.records[0].time - self.records[0].total_s if self.records else self.started
 
     def add(self, source: Mapping[str, Any]) -> None:
         """Take what an event or a status says of the time, where that is newer than what is known."""
@@ -171,7 +172,8 @@ class Book:
         if isinstance(before, Mapping) and self._attempts and self._attempts[-1].owns(before):
             self._attempts[-1].add(before)
         base = whole(event, "step") or 0
-        self._attempts.append(_Attempt(base, base, _time_of(event), _owner(event)))
+        started = _time_of(event)
+        self._attempts.append(_Attempt(base, started, base, started, _owner(event)))
         self._attempts[-1].add(event)
 
     def account(self, status: Mapping[str, Any], now: float | None = None) -> Account | None:
@@ -181,8 +183,7 @@ class Book:
         """
         attempts = [*self._attempts]
         if attempts and attempts[-1].owns(status):
-            last = attempts[-1]
-            attempts[-1] = _Attempt(last.base, last.step, last.last_time, last.owner, [*last.records])
+            attempts[-1] = replace(attempts[-1], records=[*attempts[-1].records])
             attempts[-1].add(status)
         if not any(attempt.records for attempt in attempts):
             return None
