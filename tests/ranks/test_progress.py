@@ -43,3 +43,33 @@ def test_every_second_belongs_to_one_activity() -> None:
     }
     assert sum(spent.values()) == clock.now - 90.0
     assert page.entries[1] == (Activity.STEP, 0, 105.0)
+
+
+def test_steps_that_were_done_before_are_repeated() -> None:
+    clock = Clock()
+    progress = Progress(clock=clock)
+    progress.reached = 2
+    for step in range(3):
+        progress.take_step(step)
+        clock.now += 1.0
+    assert progress.spent()[Activity.REPEAT] == 2.0
+    assert progress.spent()[Activity.STEP] == 1.0
+
+
+def test_a_record_tells_of_a_step_under_way() -> None:
+    clock = Clock()
+    progress = Progress(clock=clock, began=99.0)
+    progress.take_step(0)
+    clock.now += 3.0
+    progress.enter(Activity.SCRIPT, 0)
+    assert progress.as_facts() == {"spent": {"start": 1.0, "step": 3.0}}
+    progress.take_step(1)
+    clock.now += 0.5
+    assert progress.as_facts() == {"spent": {"start": 1.0, "step": 3.5}, "unfinished_s": 0.5}
+
+
+def test_the_numbers_of_activities_stay() -> None:
+    assert [activity.name for activity in sorted(Activity)] == (
+        ["START", "LOAD", "DATA", "STEP", "REPEAT", "VALIDATE", "SAVE", "END", "SCRIPT"]
+    )
+    assert [int(activity) for activity in Activity] == list(range(9))

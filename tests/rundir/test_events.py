@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardway.rundir.events import EventFollower, EventWriter, drop_undone, parse_event, read_events
+from shardway.rundir.events import EventFollower, EventWriter, drop_undone, parse_event, read_events, read_last_events
 
 
 def write(path: Path, *steps: int) -> None:
@@ -246,3 +247,20 @@ def test_following_ends_with_what_is_left(tmp_path: Path) -> None:
         return done
 
     assert steps_of(EventFollower(tmp_path / "a").follow(ended, pause_s=0.0)) == [1, 2]
+
+
+@given(st.integers(1, 400))
+def test_the_last_events_are_whole(most_bytes: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "events.jsonl"
+        with EventWriter(path) as writer:
+            for number in range(9):
+                writer.write("step", step=number)
+        found = read_last_events(path, most_bytes)
+    sizes = len(found) * len('{"event": "step", "step": 1, "time": 1795378267.5732534}')
+    assert [event["step"] for event in found] == list(range(9))[9 - len(found) :]
+    assert most_bytes - 60 * 2 < sizes <= most_bytes or len(found) == 9
+
+
+def test_no_file_has_no_last_events(tmp_path: Path) -> None:
+    assert read_last_events(tmp_path / "none", 100) == []

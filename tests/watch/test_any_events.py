@@ -26,6 +26,9 @@ numbers = st.floats(allow_nan=True, allow_infinity=True) | st.integers(-(10**12)
 words = st.text(max_size=12) | st.none()
 counts = st.integers(0, 10**6) | st.none()
 steps = st.integers(0, 10**6)
+times = (
+    st.dictionaries(words.filter(bool) | st.sampled_from(("start", "step", "repeat")), numbers, max_size=4) | numbers
+)
 
 
 def _events(name: str, /, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Event]:
@@ -47,13 +50,16 @@ any_event = st.one_of(
         samples_per_step=steps,
         bytes_per_token=numbers,
         checkpoint=words,
+        spent=times,
+        pid=counts,
+        before=st.fixed_dictionaries({}, optional={"spent": times, "time": numbers, "pid": counts, "host": words}),
         machine=st.dictionaries(st.text(max_size=5), words | counts, max_size=3) | st.none(),
     ),
     _events("step", step=steps, loss=numbers, grad_norm=numbers, lr=numbers, tokens_per_s=numbers, seconds=numbers),
     _events("validation", step=steps, loss=numbers, bits_per_byte=numbers, accuracy=numbers, seconds=numbers),
-    _events("saved", step=steps, name=words, bytes=counts, seconds=numbers),
-    _events("fault", step=steps, kind=words, message=words, exit_code=counts),
-    _events("stopped", step=steps, reason=words),
+    _events("saved", step=steps, name=words, bytes=counts, seconds=numbers, spent=times),
+    _events("fault", step=steps, kind=words, message=words, exit_code=counts, spent=times, unfinished_s=numbers),
+    _events("stopped", step=steps, reason=words, spent=times),
     _events("finished", step=steps, reason=words),
     _events("failed", step=steps, reason=words),
     _events("something new", step=steps),

@@ -161,3 +161,38 @@ def test_accuracy_and_samples(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_same_events_give_the_same_report(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     write_events(monkeypatch, run, [started(), step(1, 1.0)])
     assert render_report(run) == render_report(run)
+
+
+def test_where_the_time_went(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = {"start": 20.0, "step": 20.0}
+    events = [
+        started(at=20.0, spent={"start": 20.0}),
+        *(step(number, 20.0 + number) for number in range(1, 21)),
+        event("stopped", 20, 40.0, spent=first),
+        started(step=15, at=140.0, spent={"start": 20.0}),
+        event("finished", 20, 150.0, spent={"start": 20.0, "repeat": 5.0, "validate": 5.0}),
+    ]
+    write_events(monkeypatch, run, events)
+    page = _without_plotly(render_report(run))
+    assert "<h2>Where the time went</h2><p>13 % of 2:30 went into steps that hold: goodput" in page
+    assert "arXiv 2410.21680" in page
+    for row in (
+        "<td>steps that hold</td><td>20.0 s</td><td>13 %</td><td>each step counted once</td>",
+        "<td>steps undone or unfinished</td><td>5.0 s</td><td>3.3 %</td>"
+        "<td>5 steps undone by a resume, 5.0 s to do them again</td>",
+        "<td>start-up</td><td>40.0 s</td><td>27 %</td>",
+        "<td>between attempts</td><td>80.0 s</td><td>53 %</td>",
+    ):
+        assert row in page
+    assert "<td>saving</td>" not in page
+    widths = [float(width) for width in re.findall(r'<i style="width:([0-9.]+)%;background', page)]
+    assert sum(widths) == pytest.approx(100, abs=0.01)
+    assert max(widths) == pytest.approx(100 * 80 / 150, abs=0.001)
+    colours = re.findall(r"width:[0-9.]+%;background:var\(--(\w+)\)", page)
+    assert all(f"--{colour}:" in page for colour in colours)
+
+
+def test_times_that_were_not_recorded_are_said_to_be_missing(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_events(monkeypatch, run, [started(), step(1, 1.0)])
+    page = _without_plotly(render_report(run))
+    assert '<h2>Where the time went</h2><p class="soft">It was not recorded.</p>' in page

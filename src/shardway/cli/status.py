@@ -177,11 +177,18 @@ def _summary_lines(summary: RunSummary, known: int) -> list[str]:
         f"  speed       {render_count(rate)} {summary.unit}/s" if rate else "",
         f"  time left   {render_clock(summary.seconds_left)}" if summary.seconds_left else "",
         f"  last save   step {save.step}, {render_clock(time.time() - save.time)} ago" if save else "",
+        _say_productive(summary),
         f"  ranks       {summary.world} on {summary.device}" if summary.world else "",
         _say_attempts(summary.attempts, known),
         f"  writer      {summary.writer}" if summary.writer else "",
     ]
     return [line for line in lines if line]
+
+
+def _say_productive(summary: RunSummary) -> str:
+    from shardway.watch.words import render_account
+
+    return f"  productive  {render_account(summary.account)}" if summary.account else ""
 
 
 def _say_attempts(begun: int, known: int) -> str:

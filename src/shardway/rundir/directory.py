@@ -18,7 +18,7 @@ from typing import Any
 from shardway.errors import JobError, UserError
 from shardway.rundir.atomic import write_json, write_whole
 from shardway.rundir.attempts import Attempt
-from shardway.rundir.events import Event, EventFollower, EventWriter, drop_undone, read_events
+from shardway.rundir.events import Event, EventFollower, EventWriter, drop_undone, read_events, read_last_events
 from shardway.rundir.lock import WriterLock, find_holder, find_holder_host
 
 FORMAT = 1
@@ -135,6 +135,10 @@ class RunDir:
     def all_events(self, rank: int = 0) -> Iterator[Event]:
         """Every event of a rank as it was written, undone steps too."""
         return read_events(self._events_path(rank))
+
+    def last_events(self, rank: int = 0, most_bytes: int = 2**18) -> list[Event]:
+        """The last events of a rank, as many as stand in so many bytes: quick however long the run was."""
+        return read_last_events(self._events_path(rank), most_bytes)
 
     def follow_events(self, rank: int = 0, *, from_end: bool = False) -> EventFollower:
         """A reader of what is appended from now on (or from the start of the file)."""

@@ -91,6 +91,16 @@ def read_events(path: Path) -> Iterator[Event]:
                 yield event
 
 
+def read_last_events(path: Path, most_bytes: int) -> list[Event]:
+    """The whole events among the last bytes of a file, in the order written; none where there is no file."""
+    if not path.exists():
+        return []
+    with open(path, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - most_bytes))
+        lines = file.read().splitlines()
+    return [event for event in map(parse_event, lines) if event is not None]
+
+
 def drop_undone(events: Iterator[Event]) -> list[Event]:
     """The events that still hold: a run that resumed at step s undoes the steps after s that came before it."""
     kept: list[Event] = []

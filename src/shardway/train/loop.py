@@ -112,6 +112,7 @@ class Loop:
     def note(self, result: StepResult) -> None:
         """Take the result of the step under way."""
         self._result = result
+        self._session.progress.enter(Activity.SCRIPT, self._counters.step)
 
     def leave(self) -> None:
         """End a walk that the script broke off: count the step that it took, save, and say so."""
@@ -204,11 +205,12 @@ class Loop:
     def _step(self) -> Iterator[Any]:
         started = time.perf_counter()
         batch = next(self._stream)
-        self._session.progress.enter(Activity.STEP, self._counters.step)
+        self._session.progress.enter(Activity.SCRIPT, self._counters.step)
         lr = self._set_lr()
         self._result = None
         self._open_step = _OpenStep(batch, lr, started)
         yield batch.data
+        self._session.progress.enter(Activity.DATA, self._counters.step)
         if self._result is None:
             raise UserError(
                 f"the loop went on without run.step for the batch of step {self._counters.step + 1}, so nothing was "

@@ -16,10 +16,12 @@ from typing import Any
 
 from shardway.errors import JobError
 from shardway.ranks.attempt import tell_end
+from shardway.ranks.progress import Progress
 from shardway.ranks.start import Ranks
 from shardway.rundir.attempts import Attempt, Result
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import EventWriter
+from shardway.train.earlier import read_earlier
 from shardway.train.ending import End
 
 STATUS_EVERY_S = 1.0
@@ -28,14 +30,26 @@ STATUS_EVERY_S = 1.0
 MOST_WAITING = 100_000
 """How many events wait for a file system that refuses them; some tens of megabytes of memory, hours of most runs."""
 
+_WITH_TIMES = frozenset(("started", "saved", "stopped", "finished"))
+"""Events that say what rank 0 has spent its time on until then: enough to tell of an attempt that was killed."""
+
 
 class Recorder:
     """Events and status of one rank, and the result of the attempt that it is a part of."""
 
-    def __init__(self, directory: RunDir, ranks: Ranks, *, every_rank: bool, attempt: Attempt | None = None) -> None:
+    def __init__(
+        self,
+        directory: RunDir,
+        ranks: Ranks,
+        *,
+        every_rank: bool,
+        attempt: Attempt | None = None,
+        progress: Progress | None = None,
+    ) -> None:
         self._directory = directory
         self._attempt = attempt
         self._ranks = ranks
+        self._progress = progress or Progress()
         self._every_rank = every_rank
         self._writer: EventWriter | None = None
         self._status: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "world": ranks.world}
@@ -52,13 +66,22 @@ class Recorder:
 
         Also of ranks that an earlier world had and this one lacks: what they wrote after `step` is undone as well.
         """
-        self.event("started", step=step, **facts)
+        self.event("started", step=step, **facts, **self._look_back())
         known, world = self._directory.ranks_with_events(), self._ranks.world
         if self._ranks.is_first:
             for rank in (rank for rank in known if rank >= world):
                 self._mark_start(rank, step)
         elif self._every_rank or self._ranks.rank in known:
             self._write("started", {"step": step, "world": world})
+
+    def _look_back(self) -> dict[str, Any]:
+        """On rank 0: what the start says of earlier attempts, whose steps count as repeated from now on."""
+        if not self._ranks.is_first:
+            return {}
+        earlier = read_earlier(self._directory)
+        self._progress.reached = earlier.reached
+        self.keep(**({"reached": earlier.reached} if earlier.reached else {}))
+        return earlier.as_facts()
 
     def _mark_start(self, rank: int, step: int) -> None:
         with _refusals(self._directory), self._directory.event_writer(rank) as writer:
@@ -67,7 +90,7 @@ class Recorder:
     def event(self, name: str, /, **facts: Any) -> None:
         """An event of the whole run: written by rank 0."""
         if self._ranks.is_first:
-            self._write(name, facts)
+            self._write(name, {**facts, **(self._progress.as_facts() if name in _WITH_TIMES else {})})
 
     def step(self, facts: dict[str, Any], ids: list[int] | None) -> None:
         """A finished step: by rank 0, and with `ids` by every rank for its own samples."""
@@ -76,7 +99,8 @@ class Recorder:
 
     def fault(self, **facts: Any) -> None:
         """What ended this rank: written by the rank itself."""
-        self._write("fault", {"rank": self._ranks.rank, **facts})
+        times = self._progress.as_facts() if self._ranks.is_first else {}
+        self._write("fault", {"rank": self._ranks.rank, **facts, **times})
 
     def status(self, *, now: bool = False, **facts: Any) -> None:
         """Update status.json on rank 0; at most once a second unless `now`, and then durably."""
@@ -85,7 +109,8 @@ class Recorder:
             return
         self._status_at = time.monotonic()
         try:
-            self._directory.write_status(durable=now, **self._status, time=time.time())
+            facts = {**self._status, **self._progress.as_facts(), "time": time.time()}
+            self._directory.write_status(durable=now, **facts)
         except OSError as error:
             if now:
                 raise _refused(self._directory, error) from error

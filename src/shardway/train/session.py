@@ -29,6 +29,7 @@ from shardway.parallel.mesh import Mesh, build_mesh
 from shardway.parallel.switches import apply_backend_switches
 from shardway.ranks.agent.page import open_page
 from shardway.ranks.attempt import describe_error, find_attempt, tell_fault
+from shardway.ranks.began import find_began
 from shardway.ranks.launcher import Placement, find_placement
 from shardway.ranks.leave import left_at_once
 from shardway.ranks.parent import stop_with_parent
@@ -106,12 +107,12 @@ def open_session(request: Request, environ: Mapping[str, str]) -> Iterator[Sessi
     """Resolve the request, join the ranks, take the run directory. Raises ShardwayError on every rank alike."""
     attempt = find_attempt(environ)
     placement = find_placement(environ)
+    progress = Progress(open_page(environ, placement.local_rank), began=find_began(attempt))
     if placement.launcher == "torchrun":
         stop_with_parent()
     with _failure_told(attempt, f"rank {placement.rank}"):
         ranks, resolution = _join(_placed(request, attempt), placement)
-        with left_at_once(ranks.world), hold_session(resolution, ranks, attempt) as session:
-            session.progress = Progress(open_page(environ, placement.local_rank))
+        with left_at_once(ranks.world), hold_session(resolution, ranks, attempt, progress) as session:
             yield session
     ranks.end()
 
@@ -132,23 +133,25 @@ def _join(request: Request, placement: Placement) -> tuple[Ranks, Resolution]:
 
 
 @contextlib.contextmanager
-def hold_session(resolution: Resolution, ranks: Ranks, attempt: Attempt | None = None) -> Iterator[Session]:
+def hold_session(
+    resolution: Resolution, ranks: Ranks, attempt: Attempt | None = None, progress: Progress | None = None
+) -> Iterator[Session]:
     """The session of a resolved run on ranks that have started; they are left as they are when it ends."""
     values, directory = resolution.resolved.values, resolution.directory
-    precision = read_precision(values.precision)
+    precision, progress = read_precision(values.precision), progress or Progress()
     apply_backend_switches(values, ranks.device)
     with contextlib.ExitStack() as stack:
         ranks.together(lambda: _take_directory(resolution, stack) if ranks.is_first else None)
-        recorder = Recorder(directory, ranks, every_rank=values.data.record_ids, attempt=attempt)
+        recorder = Recorder(directory, ranks, every_rank=values.data.record_ids, attempt=attempt, progress=progress)
         stack.callback(recorder.close)
         mesh = build_mesh(ranks, values.parallel)
         seed_all(values.train.seed, ranks.rank)
         signals = stack.enter_context(SignalWatch())
         with _failure_told(attempt, f"rank {ranks.rank}", lambda: recorder.step_done), _faults_recorded(recorder):
             own_model = resolution.request.own_model
-            yield Session(
-                resolution, ranks, mesh, precision, recorder, signals, own_model, at_end=stack, attempt=attempt
-            )
+            session = Session(resolution, ranks, mesh, precision, recorder, signals, own_model, at_end=stack)
+            session.attempt, session.progress = attempt, progress
+            yield session
 
 
 def _take_directory(resolution: Resolution, stack: contextlib.ExitStack) -> None:

@@ -64,6 +64,8 @@ button[aria-pressed="true"] { color: var(--card); background: var(--soft); }
 .key i { display: inline-block; height: 12px; margin: 0 6px 0 14px; border-left: 2px solid; vertical-align: -1px; }
 .key i:first-child { margin-left: 0; }
 .save { color: var(--save); } .resume { color: var(--resume); } .fault { color: var(--fault); }
+.shares { display: flex; height: 18px; margin: 8px 0 12px; border-radius: 6px; overflow: hidden; }
+.shares i { min-width: 1px; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th, td { text-align: left; padding: 5px 12px; border-top: 1px solid var(--line); vertical-align: top; }

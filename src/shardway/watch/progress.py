@@ -13,6 +13,7 @@ from statistics import median
 
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
+from shardway.watch.account import Book
 from shardway.watch.facts import (
     Ending,
     Fault,
@@ -67,9 +68,11 @@ class Progress:
         self.validations: list[Validation] = []
         self.saves: list[Save] = []
         self.recent: deque[Event] = deque(maxlen=RECENT_STEPS)
+        self.book = Book()
 
     def update(self, event: Event) -> None:
         """Take one event into account; events of unknown names only count as a sign of life."""
+        self.book.update(event)
         if event["event"] == "started" or not self.attempts:  # without attempts, the line of a start was lost
             self._start(read_start(event if event["event"] == "started" else {"time": event.get("time")}))
         attempt = self.attempts[-1]

@@ -28,6 +28,7 @@ from shardway.watch.page import (
 )
 from shardway.watch.predicted import Predicted, predict
 from shardway.watch.progress import Attempt, Progress, read_progress
+from shardway.watch.spent import render_spent
 from shardway.watch.summary import RunSummary, summarise_progress
 from shardway.watch.words import (
     UNKNOWN,
@@ -51,6 +52,7 @@ def render_report(run: RunDir) -> str:
             _tiles(summary),
             _curves(figures, progress, events),
             _attempts(progress),
+            render_spent(summary.account),
             _predicted(predict(run, progress.attempts, events)),
             _faults(progress),
             _resolved(run),

@@ -6,11 +6,13 @@ Invariant: the keys of `as_json` are stable; a value that is unknown is None. Th
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from shardway.rundir.directory import RunDir
+from shardway.watch.account import Account
 from shardway.watch.facts import Save, Validation, text, whole
 from shardway.watch.progress import Progress, read_progress
 
@@ -25,7 +27,8 @@ class RunSummary:
     `state` is "new" (nothing recorded yet), "running", "finished", "stopped" or "failed". Losses are NaN where they
     were not a number. `tokens_per_s` and `samples_per_s` are medians over the last 20 steps; `unit` says which of
     them the run is measured in. `seconds_left` is None unless the run is running. Times are Unix seconds: `started`
-    that of the first attempt, `updated` that of the last event; `wall_s` adds up all attempts.
+    that of the first attempt, `updated` that of the last event; `wall_s` adds up all attempts. `account` says where the
+    time went; None where that was not recorded.
     """
 
     name: str
@@ -55,10 +58,12 @@ class RunSummary:
     wall_s: float
     attempts: int
     writer: str | None
+    account: Account | None
 
     def as_json(self) -> dict[str, Any]:
         """Plain data that strict JSON can hold: paths as text, numbers that are not finite as None."""
-        plain: dict[str, Any] = _as_plain(asdict(self))
+        account = self.account.as_json() if self.account else None
+        plain: dict[str, Any] = _as_plain({**asdict(self), "account": account})
         return plain
 
 
@@ -99,6 +104,7 @@ def summarise_progress(run: RunDir, progress: Progress) -> RunSummary:
         wall_s=progress.wall_s,
         attempts=len(progress.attempts),
         writer=standing.writer,
+        account=progress.book.account(run.read_status(), time.time() if standing.state == "running" else None),
     )
 
 

@@ -9,10 +9,26 @@ from __future__ import annotations
 import math
 
 from shardway.units import render_clock, render_count
+from shardway.watch.account import Account
 from shardway.watch.facts import Ending, FailedSave, Fault, Restart, Save, SetAside, Start, Validation
 from shardway.watch.progress import Progress
 
 UNKNOWN = "n/a"
+
+ACCOUNT_WORDS = {
+    "productive_s": "steps that hold",
+    "lost_s": "steps undone or unfinished",
+    "start_s": "start-up",
+    "load_s": "loading a checkpoint",
+    "data_s": "waiting for data",
+    "save_s": "saving",
+    "validation_s": "validation",
+    "script_s": "the script's own",
+    "end_s": "ending",
+    "idle_s": "between attempts",
+    "unaccounted_s": "not accounted for",
+}
+"""Row of an account -> what it is called."""
 
 
 def one_line(text: str) -> str:
@@ -90,6 +106,23 @@ def render_validation(validation: Validation) -> str:
     if validation.accuracy is not None:
         parts.append(f"{validation.accuracy:.2%} correct")
     return "  ".join(parts)
+
+
+def render_account(account: Account) -> str:
+    """ "93 % of 1:02:41, then start-up (4 %)": the productive share, the whole, and where most of the rest went."""
+    words = f"{render_share(account.productive_s, account.wall_s)} of {render_time(account.wall_s)}"
+    name, seconds = max(list(account.rows.items())[1:], key=lambda row: row[1])
+    if seconds < 0.01 * account.wall_s:
+        return words
+    return f"{words}, then {ACCOUNT_WORDS[name]} ({render_share(seconds, account.wall_s)})"
+
+
+def render_share(part: float, whole: float) -> str:
+    """ "93 %", with a decimal where the part is small or nearly all, or n/a."""
+    if whole <= 0:
+        return UNKNOWN
+    percent = 100 * part / whole
+    return f"{percent:.1f} %" if 0 < percent < 10 or 99 < percent < 100 else f"{percent:.0f} %"
 
 
 def render_failed_save(failed: FailedSave) -> str:

@@ -84,6 +84,14 @@ def test_who_waits_for_one_with_more_patience_does_not_hang() -> None:
     assert ranks.now - before == pytest.approx(3 * 0.1 + 65.0, abs=3 * LOOK_S)
 
 
+def test_a_step_that_one_rank_knows_to_be_repeated_is_the_same_place() -> None:
+    ranks = Ranks(2)
+    ranks.train(10)
+    ranks.enter(Activity.STEP, 10)
+    ranks.enter(Activity.REPEAT, 10, 0)
+    assert ranks.wait_for_hang().ranks == (0, 1)
+
+
 def test_where_all_are_at_one_place_all_are_named() -> None:
     ranks = Ranks(2)
     ranks.train(10)

@@ -23,7 +23,19 @@ _WORDS = {
     Activity.VALIDATE: "in a validation",
     Activity.SAVE: "in a save",
     Activity.END: "while ending",
+    Activity.SCRIPT: "in its script",
 }
+
+_ORDER = {
+    Activity.DATA: 1,
+    Activity.STEP: 2,
+    Activity.REPEAT: 2,
+    Activity.SCRIPT: 2,
+    Activity.VALIDATE: 3,
+    Activity.SAVE: 4,
+    Activity.END: 5,
+}
+"""What comes after what once so many steps are done; only rank 0 knows that a step is repeated."""
 
 _IN_STEP = frozenset((Activity.DATA, Activity.STEP, Activity.REPEAT))
 
@@ -124,7 +136,7 @@ class HangFinder:
 
 def _find_suspects(sightings: Mapping[int, Sighting]) -> list[int]:
     """Ranks that nobody else keeps waiting: those that are behind all others, and those that are stopped."""
-    place = {rank: (each.entry.step, each.entry.activity) for rank, each in sightings.items()}
+    place = {rank: (each.entry.step, _ORDER.get(each.entry.activity, 0)) for rank, each in sightings.items()}
     hindmost = min(place.values(), default=None)
     return [rank for rank, each in sightings.items() if each.stopped or place[rank] == hindmost]
 
