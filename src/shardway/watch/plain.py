@@ -13,6 +13,7 @@ from shardway.rundir.events import Event
 from shardway.watch.facts import read_ending, read_failed_save, read_fault, read_save, read_set_aside, read_start, text
 from shardway.watch.progress import Progress
 from shardway.watch.words import (
+    one_line,
     render_ending,
     render_failed_save,
     render_fault,
@@ -58,6 +59,8 @@ class PlainLines:
                 return [f"{self._place()}  events are written again; until now: {text(event, 'reason')}"]
             case "set_aside":
                 return [render_set_aside(read_set_aside(event))]
+            case "data_skipped" | "skip_too_late":
+                return [f"{self._place()}  {one_line(text(event, 'reason'))}"]
             case "deadline":
                 return [f"stops in time: {text(event, 'reason')}"]
             case "validation_skipped":
