@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import pickle
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,6 +48,19 @@ class Entry:
     def part(self) -> str:
         """What of the run it belongs to: one of `PARTS`."""
         return self.name.partition(".")[0]
+
+
+_UNREADABLE = (
+    pickle.UnpicklingError,
+    OSError,
+    RuntimeError,
+    ValueError,
+    LookupError,
+    EOFError,
+    AttributeError,
+    ImportError,
+)
+"""What torch and its pickles raise for files that they cannot read."""
 
 
 class TensorReader:
@@ -95,7 +109,7 @@ class TensorReader:
                 yield
         except CheckpointException as error:  # a BaseException
             raise self._unreadable(next(iter(error.failures.values()))[0]) from None
-        except (OSError, RuntimeError, ValueError, KeyError, EOFError, AttributeError) as error:
+        except _UNREADABLE as error:
             raise self._unreadable(error) from error
 
     def _unreadable(self, error: BaseException) -> JobError:

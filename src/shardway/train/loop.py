@@ -291,11 +291,11 @@ class Loop:
         self._loss_scale = result.loss_scale
         before = self._counters
         self._counters = before.after(self._plan.global_batch, result.targets, step.batch.next_position)
-        tell_skipped(self._session, before, self._counters)
         seconds = time.perf_counter() - step.started
         if self._deadline is not None:
             self._deadline.took_step(seconds)
         self._record(result, step.batch, step.lr, seconds)
+        tell_skipped(self._session, before, self._counters)
         if (
             result.targets
             and not result.skipped
