@@ -19,7 +19,7 @@ from runs import lone_rank, pool_ranks
 from shardway.checkpoint import save
 from shardway.checkpoint.load import load_latest
 from shardway.checkpoint.manifest import read_manifest
-from shardway.checkpoint.save import prune_checkpoints, remove_leftovers, save_checkpoint
+from shardway.checkpoint.save import Keep, prune_checkpoints, remove_leftovers, save_checkpoint
 from shardway.checkpoint.state import count_bytes
 from shardway.errors import Bug, JobError
 from shardway.models.transformer import TransformerShape
@@ -179,13 +179,21 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     directory, trained = made(tmp_path), make_trained(lone_rank())
     for step in (3, 20, 100, 101):
         save_checkpoint(directory, lone_rank(), trained, step, numbers(step))
-    prune_checkpoints(directory, 3)
+    prune_checkpoints(directory, Keep(3))
     assert directory.checkpoint_steps() == [20, 100, 101]
-    prune_checkpoints(directory, 1)
+    prune_checkpoints(directory, Keep(1))
     assert directory.checkpoint_steps() == [101]
-    prune_checkpoints(directory, 2)
+    prune_checkpoints(directory, Keep(2))
     assert directory.checkpoint_steps() == [101]
     assert os.listdir(directory.checkpoints) == ["step-000000101"]
+
+
+def test_two_rules_keep_checkpoints() -> None:
+    saved = [5, 10, 15, 20, 25, 30]
+    assert Keep(2, 10).find_doomed(saved) == [5, 15]
+    assert Keep(1, 15).find_doomed(saved) == [5, 10, 20, 25]
+    assert Keep(2).find_doomed(saved) == [5, 10, 15, 20]
+    assert Keep(9, 10).find_doomed(saved) == []
 
 
 def test_a_removal_that_is_cut_off_leaves_no_half_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +202,7 @@ def test_a_removal_that_is_cut_off_leaves_no_half_checkpoint(tmp_path: Path, mon
         save_checkpoint(directory, lone_rank(), trained, step, numbers(step))
     with monkeypatch.context() as patch, pytest.raises(Killed):
         kill_at_second_removal(patch)
-        prune_checkpoints(directory, 1)
+        prune_checkpoints(directory, Keep(1))
     assert directory.checkpoint_steps() == [2]
     assert len(directory.partial_checkpoints()) == 1
     remove_leftovers(directory)
@@ -226,9 +234,9 @@ def test_a_checkpoint_that_cannot_be_removed_ends_nothing(tmp_path: Path, monkey
         save_checkpoint(directory, lone_rank(), trained, step, numbers(step))
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", refuse)
-        prune_checkpoints(directory, 1)
+        prune_checkpoints(directory, Keep(1))
     assert directory.checkpoint_steps() == [1, 2]
-    prune_checkpoints(directory, 1)
+    prune_checkpoints(directory, Keep(1))
     assert directory.checkpoint_steps() == [2]
 
 

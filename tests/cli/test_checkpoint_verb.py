@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,18 @@ def test_verify_tells_each_checkpoint_and_changes_nothing(shardway: Shardway, tm
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "a").rglob("*")} == before
     ended = shardway("checkpoint", "verify", "a")
     assert (ended.code, ended.out.count("damaged: ")) == (4, 2)
+
+
+def test_verify_of_one_checkpoint_wherever_it_lies(shardway: Shardway, tmp_path: Path) -> None:
+    write_text(tmp_path)
+    assert shardway("train", *TINY, "checkpoint.every=1 steps", "--dir", "a").code == 0
+    ended = shardway("checkpoint", "verify", "a/checkpoints/step-000000001")
+    assert (ended.code, ended.out.partition("  ")[0], ended.out.count("\n")) == (0, "step-000000001", 1)
+    shutil.copytree(tmp_path / "a/checkpoints/step-000000001", tmp_path / "best")
+    assert json.loads(shardway("checkpoint", "verify", "best", "--json").out)[0]["step"] == 1
+    shutil.copytree(tmp_path / "best", tmp_path / "step-000000009")
+    ended = shardway("checkpoint", "verify", "step-000000009")
+    assert (ended.code, ended.out) == (4, "step-000000009  damaged: its manifest is that of step 1\n")
 
 
 def test_verify_of_no_run(shardway: Shardway) -> None:

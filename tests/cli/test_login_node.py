@@ -40,6 +40,7 @@ ANSWERS = {
     "logs": ("logs", "runs/a"),
     "report": ("report", "runs/a"),
     "checkpoint-verify": ("checkpoint", "verify", "runs/b"),
+    "checkpoint-inspect": ("checkpoint", "inspect", "runs/b", "--head"),
     "plan": ("plan", "llama3-8b", "--on", "leonardo-booster", "--nodes", "16", "--tokens", "100e9"),
 }
 TIMED = ("help", "config-show", "plan", "status")
@@ -105,6 +106,13 @@ def test_a_mistake_is_told_without_torch(word: str, told: str, folder: Path) -> 
     done, _ = run_python(folder, CODE, "train", word)
     assert (done.returncode, done.stdout) == (2, "")
     assert told in done.stderr
+
+
+@pytest.mark.slow
+def test_tensors_are_not_listed_without_torch(folder: Path) -> None:
+    done, _ = run_python(folder, CODE, "checkpoint", "inspect", "runs/b")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr.startswith("shardway: tensors cannot be looked at here: No module named 'torch'.\n")
 
 
 def test_torch_really_is_absent() -> None:

@@ -85,10 +85,16 @@ def test_config_explain(shardway: Shardway) -> None:
         "  Complete checkpoints that are kept; older ones are removed after a newer one is complete.\n"
         "  allowed: a whole number, at least 1\n"
         "  default: 3\n"
+        "\n"
+        "checkpoint.keep_every\n"
+        "  Steps whose checkpoints are kept for ever, beside the newest; they are saved whatever `every` says.\n"
+        '  allowed: such as "500 steps", "1 epochs", "off"\n'
+        '  default: "off"\n'
     )
     assert [doc["key"] for doc in facts(shardway("config", "explain", "checkpoint", "--json"))] == [
         "checkpoint.every",
         "checkpoint.keep",
+        "checkpoint.keep_every",
     ]
 
 

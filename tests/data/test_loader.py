@@ -215,8 +215,8 @@ class Pair(NamedTuple):
 
 def test_tensors_move_to_a_device_and_the_rest_stays() -> None:
     tree = {"pair": Pair(torch.zeros(2), [torch.ones(3)]), "names": ["a"], "count": 3}
-    batch = to_device(Batch(tree, np.arange(2), 5), torch.device("meta"))
-    assert (batch.position, batch.ids.tolist()) == (5, [0, 1])
+    batch = to_device(Batch(tree, np.arange(2), 5, 7), torch.device("meta"))
+    assert (batch.position, batch.next_position, batch.ids.tolist()) == (5, 7, [0, 1])
     assert isinstance(batch.data["pair"], Pair)
     assert batch.data["pair"].left.device.type == batch.data["pair"].right[0].device.type == "meta"
     assert (batch.data["names"], batch.data["count"]) == (["a"], 3)

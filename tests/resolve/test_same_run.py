@@ -59,6 +59,8 @@ FREE = (
     "precision.compute=bf16",
     "checkpoint.every=off",
     "checkpoint.keep=1",
+    "checkpoint.keep_every=1000 steps",
+    "data.skip=[[5, 9]]",
     "run.threads=3",
     "run.name=other",
     "data.path=/moved",
@@ -154,8 +156,9 @@ def test_all_changes_are_told_at_once_and_what_to_do_once() -> None:
 
 
 def test_what_changed_is_found_with_both_values() -> None:
-    words = ("optim.lr=0.5", "train.steps=900", "precision.compute=bf16")
+    words = ("optim.lr=0.5", "train.steps=900", "precision.compute=bf16", "data.skip=[[5, 9], [7, 12]]")
     assert find_changes(saved_of(), resolve_words(*words)) == {
+        "data.skip": [[], [[5, 12]]],
         "optim.lr": [0.003, 0.5],
         "precision.compute": ["fp32", "bf16"],
         "train.steps": ["800 steps", "900 steps"],

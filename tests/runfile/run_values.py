@@ -66,6 +66,9 @@ _BY_KEY: dict[str, st.SearchStrategy[Any]] = {
     "data.token_dtype": st.sampled_from(["uint8", "uint16", "uint32"]),
     "data.path": texts(min_size=1),
     "data.mean": st.floats(-1e6, 1e6),
+    "data.skip": st.lists(
+        st.builds(lambda start, length: [start, start + length], st.integers(0, 10**6), SMALL), max_size=4
+    ),
     "data.shape": st.lists(SMALL, max_size=3),
     "train.steps": spans(),
     "train.seed": st.integers(0, 2**63 - 1),
@@ -115,6 +118,7 @@ _BY_KEY: dict[str, st.SearchStrategy[Any]] = {
     "recompute.save": st.lists(texts(), max_size=3),
     "recompute.budget": FRACTION,
     "checkpoint.every": st.one_of(st.just("off"), spans(), times()),
+    "checkpoint.keep_every": st.one_of(st.just("off"), spans()),
     "run.name": texts(min_size=1).filter(lambda name: name.strip(".") and not set(name) & {"/", "\0"}),
     "run.device": st.sampled_from(["auto", "cpu", "cuda"]),
     "run.threads": AUTO_OR_SMALL,

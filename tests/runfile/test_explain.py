@@ -62,7 +62,7 @@ def test_what_is_allowed(dotted: str, allowed: str, default: str) -> None:
 
 def test_a_section_is_all_its_keys() -> None:
     docs = explain_key("checkpoint")
-    assert [doc.key for doc in docs] == ["checkpoint.every", "checkpoint.keep"]
+    assert [doc.key for doc in docs] == ["checkpoint.every", "checkpoint.keep", "checkpoint.keep_every"]
     assert docs[1] == KeyDoc(
         "checkpoint.keep",
         "Complete checkpoints that are kept; older ones are removed after a newer one is complete.",
@@ -77,7 +77,7 @@ def test_an_unknown_key_is_answered_with_the_nearest() -> None:
     assert str(told.value) == (
         "there is no key checkpoint.evry; allowed: a section (model, data, train, optim, parallel, deepspeed, "
         "precision, recompute, checkpoint, run, site) or section.key.\n"
-        "  Did you mean checkpoint.every or checkpoint.keep or checkpoint?"
+        "  Did you mean checkpoint.every or checkpoint.keep_every or checkpoint.keep?"
     )
 
 

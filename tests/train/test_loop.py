@@ -106,6 +106,15 @@ def test_cadences_in_steps(tmp_path: Path, quiet_threads: None) -> None:
     assert [event["step"] for event in read_named(tmp_path, "validation")] == [8, 16, 20]
 
 
+def test_steps_that_are_kept_for_ever_are_saved_whatever_the_cadence(tmp_path: Path, quiet_threads: None) -> None:
+    words = ("checkpoint.every=4 steps", "checkpoint.keep=1", "checkpoint.keep_every=6 steps", "train.steps=20")
+    train_tiny(tmp_path / "both", lone_rank(), *words)
+    assert [event["step"] for event in read_named(tmp_path / "both", "saved")] == [4, 6, 8, 12, 16, 18, 20]
+    assert RunDir(tmp_path / "both").checkpoint_steps() == [6, 12, 18, 20]
+    train_tiny(tmp_path / "alone", lone_rank(), *words, "checkpoint.every=off", "checkpoint.keep_every=96 samples")
+    assert RunDir(tmp_path / "alone").checkpoint_steps() == [12]
+
+
 def test_validation_comes_before_the_save_of_the_same_step(tmp_path: Path, quiet_threads: None) -> None:
     train_tiny(tmp_path, lone_rank(), *SHORT, "checkpoint.every=3 steps", "train.validate_every=3 steps")
     names = [event["event"] for event in RunDir(tmp_path).events()]

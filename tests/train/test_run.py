@@ -266,7 +266,7 @@ def test_the_resolved_run_names_no_model_or_data_that_were_not_used(tmp_path: Pa
         walk(run)
     resolved = tomllib.loads((tmp_path / "resolved.toml").read_text())
     assert "model" not in resolved
-    assert set(resolved["data"]) == {"shuffle", "workers", "prefetch", "record_ids"}
+    assert set(resolved["data"]) == {"shuffle", "workers", "prefetch", "record_ids", "skip"}
 
 
 def test_a_loop_without_a_step_is_refused(tmp_path: Path, quiet_threads: None) -> None:

@@ -125,6 +125,13 @@ def test_note_and_markup_are_shown_as_they_are() -> None:
     assert "0:03  stopping after [bold]this[/bold] step" in text
 
 
+def test_data_that_are_left_out_are_told() -> None:
+    view = _view(
+        [*_running(), event("data_skipped", 100, 12.0, samples=11, reason="data.skip left out 11 samples")], 13
+    )
+    assert "data.skip left out 11 samples" in _text(view.render())
+
+
 def test_only_the_last_messages_stay() -> None:
     view = _view([started()], now=0.0)
     for number in range(6):

@@ -99,6 +99,19 @@ def test_unknown_events_have_no_line(name: str) -> None:
     assert _lines([event(name, 1, 0.0)]) == []
 
 
+def test_data_that_are_left_out_are_told() -> None:
+    reason = "data.skip left out 11 samples between positions 16 and 35"
+    events = [
+        started(total_steps=200),
+        event("skip_too_late", 0, 0.1, reason="data.skip: [8, 16] begins\nbefore position 32", spans=[[8, 16]]),
+        event("data_skipped", 0, 0.2, reason=reason, samples=11),
+    ]
+    assert _lines(events)[1:] == [
+        "step   0/200  data.skip: [8, 16] begins before position 32",
+        f"step   0/200  {reason}",
+    ]
+
+
 def test_troubles_with_the_disk_are_told() -> None:
     events = [
         started(total_steps=200),

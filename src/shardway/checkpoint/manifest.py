@@ -105,5 +105,20 @@ def find_damage(folder: Path, name: str, seal: Seal) -> str | None:
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
     if found.bytes != seal.bytes:
-        return f"{name} has {found.bytes} bytes, the manifest says {seal.bytes}"
+        return _say_size(name, found.bytes, seal)
     return None if found == seal else f"the content of {name} has changed (its checksum is another)"
+
+
+def find_short(folder: Path, name: str, seal: Seal) -> str | None:
+    """What is wrong with the size of one file of a checkpoint, or None; its content is not read."""
+    try:
+        size = (folder / name).stat().st_size
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+    return None if size == seal.bytes else _say_size(name, size, seal)
+
+
+def _say_size(name: str, size: int, seal: Seal) -> str:
+    return f"{name} has {size} bytes, the manifest says {seal.bytes}"

@@ -12,7 +12,7 @@ import errno
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,18 @@ class Saved:
     bytes: int
 
 
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints stay: the `newest` (at least 1), and for ever those whose step is a multiple of `every`."""
+
+    newest: int
+    every: int | None = None
+
+    def find_doomed(self, steps: Sequence[int]) -> list[int]:
+        """Of the steps that are saved, oldest first, those that may go."""
+        return [step for step in steps[: -self.newest] if self.every is None or step % self.every]
+
+
 def save_checkpoint(
     directory: RunDir, ranks: Ranks, state: State, step: int, numbers: Mapping[str, Any]
 ) -> Saved | None:
@@ -71,9 +83,9 @@ def save_checkpoint(
     return Saved(final.name, manifest.total_bytes)
 
 
-def prune_checkpoints(directory: RunDir, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints; called on rank 0 after a save is complete."""
-    for step in directory.checkpoint_steps()[:-keep]:
+def prune_checkpoints(directory: RunDir, keep: Keep) -> None:
+    """Remove what neither rule keeps; called on rank 0 after a save is complete."""
+    for step in keep.find_doomed(directory.checkpoint_steps()):
         # Renamed first, so that one that is half deleted is never taken for a checkpoint.
         doomed = directory.partial_checkpoint_path(step)
         shutil.rmtree(doomed, ignore_errors=True)

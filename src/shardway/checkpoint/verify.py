@@ -6,19 +6,23 @@ must not import torch, so that it runs on a login node, nor change anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shardway.checkpoint.manifest import Damaged, Manifest, find_damage, read_manifest
+from shardway.checkpoint.find import Found
+from shardway.checkpoint.manifest import Damaged, Manifest, find_damage, find_short, read_manifest
 from shardway.rundir.directory import RunDir
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What one checkpoint was found to be; `reasons` is empty for one that is whole, `manifest` None for a lost one."""
+    """What one checkpoint was found to be; `reasons` is empty for one that is whole, `manifest` None for a lost one.
 
-    step: int
+    `step` is None where neither name nor manifest says it.
+    """
+
+    step: int | None
     name: str
     manifest: Manifest | None
     reasons: tuple[str, ...] = ()
@@ -42,34 +46,55 @@ class Verified:
         }
 
 
-def verify_run(directory: RunDir) -> Iterator[Verified]:
-    """Each checkpoint of a run, the newest first. Raises UserError for a newer format."""
-    for step in reversed(directory.checkpoint_steps()):
-        name, manifest = directory.checkpoint_path(step).name, None
+def verify_all(checkpoints: Iterable[Found]) -> Iterator[Verified]:
+    """What each of these is. Raises UserError for a newer format."""
+    for found in checkpoints:
+        step, manifest = found.step, None
         try:
-            manifest = manifest_of_step(directory, step)
-            verify_checkpoint(directory, step)
+            manifest = manifest_of(found)
+            step = manifest.step
+            verify_found(found)
         except Damaged as damage:
-            yield Verified(step, name, manifest, damage.reasons)
+            yield Verified(step, found.folder.name, manifest, damage.reasons)
         else:
-            yield Verified(step, name, manifest)
+            yield Verified(step, found.folder.name, manifest)
 
 
-def verify_checkpoint(directory: RunDir, step: int, rank: int = 0, world: int = 1) -> Manifest:
+def verify_found(found: Found, rank: int = 0, world: int = 1) -> Manifest:
     """Compare this rank's share of the files with the manifest. Raises Damaged that names what differs."""
-    folder, manifest = directory.checkpoint_path(step), manifest_of_step(directory, step)
+    manifest = manifest_of(found)
     shares = list(manifest.files.items())[rank::world]
-    damages = [damage for name, seal in shares if (damage := find_damage(folder, name, seal))]
+    damages = [damage for name, seal in shares if (damage := find_damage(found.folder, name, seal))]
     if damages:
-        raise Damaged(folder, damages)
+        raise Damaged(found.folder, damages)
     return manifest
 
 
+def check_files(found: Found, *read: str) -> Manifest:
+    """Whether all files are there in their size, and those in `read` with the bytes that were saved: quick, and enough
+    to look into. Raises Damaged."""
+    manifest = manifest_of(found)
+    checks = {name: find_damage if name in read else find_short for name in manifest.files}
+    damages = [what for name, check in checks.items() if (what := check(found.folder, name, manifest.files[name]))]
+    if damages:
+        raise Damaged(found.folder, damages)
+    return manifest
+
+
+def verify_checkpoint(directory: RunDir, step: int, rank: int = 0, world: int = 1) -> Manifest:
+    """Compare this rank's share of a run's checkpoint with its manifest. Raises Damaged that names what differs."""
+    return verify_found(Found(directory.checkpoint_path(step), step), rank, world)
+
+
 def manifest_of_step(directory: RunDir, step: int) -> Manifest:
+    """The manifest of a run's checkpoint; raises as `manifest_of`."""
+    return manifest_of(Found(directory.checkpoint_path(step), step))
+
+
+def manifest_of(found: Found) -> Manifest:
     """The manifest of a checkpoint. Raises Damaged where it cannot be read or is another's, UserError for a newer
     format."""
-    folder = directory.checkpoint_path(step)
-    manifest = read_manifest(folder)
-    if manifest.step != step:
-        raise Damaged(folder, [f"its manifest is that of step {manifest.step}"])
+    manifest = read_manifest(found.folder)
+    if found.step is not None and manifest.step != found.step:
+        raise Damaged(found.folder, [f"its manifest is that of step {manifest.step}"])
     return manifest

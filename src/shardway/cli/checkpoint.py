@@ -1,4 +1,4 @@
-"""`shardway checkpoint`: are a run's checkpoints whole, and its newest weights as a folder of the Hugging Face library.
+"""`shardway checkpoint`: are a run's checkpoints whole, what is in them, and the newest weights for use elsewhere.
 
 Invariant: the run directory is only read. This module must not know formats: `shardway.train.export` does.
 """
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardway.cli.checkpoint_contents import CheckpointArgument, diff, inspect
 from shardway.cli.options import JsonOption
 
 if TYPE_CHECKING:
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Whether a run's checkpoints are whole, and what is in them, for use elsewhere.", no_args_is_help=True
 )
+
+
+app.command("inspect")(inspect)
+app.command("diff")(diff)
 
 
 class Format(StrEnum):
@@ -34,27 +39,21 @@ class Format(StrEnum):
 
 @app.command("verify")
 def verify(
-    run: Annotated[Path, typer.Argument(help="The run directory.")],
+    run: CheckpointArgument,
     as_json: JsonOption = False,
 ) -> int:
     """Compare every byte of every checkpoint with its checksum; exit code 4 where one is damaged.
 
     Nothing is changed: a run that goes on sets damaged ones aside itself.
     """
-    from shardway.checkpoint.verify import verify_run
-    from shardway.errors import UserError
-    from shardway.rundir.directory import RunDir
+    from shardway.checkpoint.find import find_checkpoints
+    from shardway.checkpoint.verify import verify_all
 
     found = []
-    for each in verify_run(RunDir(run)):
+    for each in verify_all(find_checkpoints(run)):
         found.append(each)
         if not as_json:
             typer.echo(_render_verified(each))
-    if not found:
-        raise UserError(
-            f"{run} holds no checkpoint.\n"
-            "  To do: name a run directory that has one (`shardway status` lists runs and their steps)."
-        )
     if as_json:
         typer.echo(json.dumps([each.as_json() for each in found], indent=1))
     return 0 if all(each.is_whole for each in found) else 4

@@ -1,7 +1,7 @@
 """The command `shardway`: its verbs, and the one place where errors become messages and exit codes.
 
-Invariant: exit codes are 0 done, 2 user, 3 site, 4 job, 70 bug, 130 ended by a second signal. This module must not
-know what a verb does.
+Invariant: exit codes are 0 done, 1 a comparison found a difference, 2 user, 3 site, 4 job, 70 bug, 130 ended by a
+second signal. This module must not know what a verb does.
 """
 
 from __future__ import annotations

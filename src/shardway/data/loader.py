@@ -17,7 +17,7 @@ import pickle
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -25,6 +25,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from shardway.data.order import Ids, Order, Words, derive_keys, position_share
+from shardway.data.skips import Skips
 from shardway.data.sources.base import Source
 from shardway.data.workers import ended_workers, isolate_worker
 from shardway.errors import Bug, ShardwayError, UserError
@@ -59,12 +60,14 @@ class Batch:
     """This rank's samples of one step.
 
     `data` is {"inputs": tensor, "targets": tensor} from a source, or what the user's dataset collates to; `ids`
-    are the samples in it, int64; `position` is that of the step's first sample over all ranks.
+    are the samples in it, int64; `position` is that of the step's first sample over all ranks, and the next step begins
+    at `next_position` (more than a batch later where positions are skipped).
     """
 
     data: Any
     ids: Ids
     position: int
+    next_position: int
 
     def pin_memory(self) -> Batch:
         """The batch in page-locked memory (the DataLoader calls this by its name)."""
@@ -76,6 +79,7 @@ class Request:
     """What the sampler asks of the dataset for one step."""
 
     position: int
+    next_position: int
     ids: Ids
     seed: int
     """For what the dataset draws at random in a worker; in the rank itself the rank's random state serves."""
@@ -83,23 +87,29 @@ class Request:
 
 @dataclass(frozen=True)
 class StepSampler:
-    """The requests of one rank: steps of `share.global_batch` from `position` on, `steps` of them or without end."""
+    """The requests of one rank: steps of `share.global_batch` from `position` on, `steps` of them or without end.
+
+    A step takes the next positions that `skips` leaves.
+    """
 
     order: Order
     share: Share
     position: int
     steps: int | None = None
+    skips: Skips = field(default_factory=Skips)
 
     def __iter__(self) -> Iterator[Request]:
         batch = self.share.global_batch
         rows = np.array(position_share(batch, self.share.rank, self.share.ranks), np.int64)
         at_once = max(1, _IDS_AT_ONCE // max(1, rows.size))
+        kept_before = self.skips.count_kept(self.position)
         step = 0
         while self.steps is None or step < self.steps:
             count = at_once if self.steps is None else min(at_once, self.steps - step)
-            starts = self.position + np.arange(step, step + count) * batch
-            ids = self.order.ids(starts[:, None] + rows)
-            yield from map(Request, starts.tolist(), ids, self._seeds(starts).tolist())
+            firsts = kept_before + np.arange(step, step + count) * batch
+            starts, nexts = self.skips.find_kept(firsts), self.skips.find_kept(firsts + batch - 1) + 1
+            ids = self.order.ids(self.skips.find_kept(firsts[:, None] + rows))
+            yield from map(Request, starts.tolist(), nexts.tolist(), ids, self._seeds(starts).tolist())
             step += count
 
     def _seeds(self, starts: Ids) -> Words:
@@ -174,12 +184,14 @@ class StepLoader:
             raise Bug(f"an order of {order.samples} samples over data with {len(self._dataset)}; please report this")
         self._order, self._share, self._options = order, share, options
 
-    def batches(self, position: int, steps: int | None = None) -> Iterator[Batch]:
-        """This rank's batches from `position` (samples consumed by all ranks) on; without end where `steps` is None.
+    def batches(self, position: int, steps: int | None = None, skips: Skips | None = None) -> Iterator[Batch]:
+        """This rank's batches from `position` (where its first step begins) on; without end where `steps` is None.
 
-        A rank whose share is empty gets empty batches. Closing the iterator ends its worker processes.
+        Positions in `skips` are left out. A rank whose share is empty gets empty batches. Closing the iterator ends its
+        worker processes.
         """
-        return read_batches(self._dataset, StepSampler(self._order, self._share, position, steps), self._options)
+        sampler = StepSampler(self._order, self._share, position, steps, skips or Skips())
+        return read_batches(self._dataset, sampler, self._options)
 
 
 def validation_batches(
@@ -258,7 +270,7 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> An
 
 
 def _answer(dataset: SourceDataset | CollatedDataset, request: Request) -> Batch:
-    return Batch(dataset.__getitems__(request.ids), request.ids, request.position)
+    return Batch(dataset.__getitems__(request.ids), request.ids, request.position, request.next_position)
 
 
 def _start_workers(

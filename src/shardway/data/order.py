@@ -1,9 +1,9 @@
 """Which sample comes when, as a pure function of (seed, position).
 
-A *position* counts the samples that all ranks together have consumed; step s of global batch G takes positions
-[sG, (s+1)G), and each rank a contiguous share of those rows. Position p is row i of epoch e with
-(e, i) = divmod(p, samples), and the sample is pi(i) under a permutation keyed by (seed, e). No state exists but
-the position itself.
+A *position* counts the samples that come before it over all ranks; step s of global batch G takes positions
+[sG, (s+1)G), or as many later ones where some are skipped (`data.skips`), and each rank a contiguous share of those
+rows. Position p is row i of epoch e with (e, i) = divmod(p, samples), and the sample is pi(i) under a permutation keyed
+by (seed, e). No state exists but the position itself.
 
 Invariant: for one `ORDER_VERSION` the same (samples, seed, shuffle, position) gives the same id for ever; the
 golden vectors of the tests hold it. This module must not know ranks beyond their count, nor workers, nor files.

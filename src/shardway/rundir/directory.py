@@ -33,8 +33,15 @@ OWN_NAMES = frozenset(
 """What a run directory consists of."""
 
 _CHECKPOINT = re.compile(r"step-(\d{9})")
+_SET_ASIDE = re.compile(r"damaged-step-(\d{9})(\.\d+)?")
 _ATTEMPT = re.compile(r"\d{4,}")
 _EVENTS = re.compile(r"rank-(\d{5,})\.jsonl")
+
+
+def step_of_checkpoint(folder: Path) -> int | None:
+    """The step that the name of a checkpoint's folder says, also of one that was set aside; None for another name."""
+    match = _CHECKPOINT.fullmatch(folder.name) or _SET_ASIDE.fullmatch(folder.name)
+    return int(match[1]) if match else None
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from shardway.runfile.types import (
     Off,
     SaveCadence,
     SettingsField,
+    SkipsField,
     SpanField,
     SpanOrOff,
 )
@@ -122,6 +123,11 @@ class DataSection(Section):
     workers: NonNegativeInt = key(0, "Loader processes a rank; 0 reads in the rank itself (best for tokens).")
     prefetch: PositiveInt = key(2, "Batches that each worker reads ahead.")
     record_ids: bool = key(False, "Write the ids of the samples that each rank consumed into its events.")
+    skip: SkipsField = key(
+        [],
+        "Spans [from, to) of positions that no step takes, such as [[120000, 121000]]; a position is the number of "
+        "samples before it in the order of the run, whoever took them. It may change when a run goes on.",
+    )
     cache: str = key("auto", "Folder for prepared token files; auto = shardway in the user's cache folder.")
 
 
@@ -335,6 +341,9 @@ class CheckpointSection(Section):
     )
     keep: PositiveInt = key(
         3, "Complete checkpoints that are kept; older ones are removed after a newer one is complete."
+    )
+    keep_every: SpanOrOff = key(
+        "off", "Steps whose checkpoints are kept for ever, beside the newest; they are saved whatever `every` says."
     )
 
 

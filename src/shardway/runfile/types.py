@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 
+from shardway.runfile.skips import read_skips
 from shardway.units import (
     Cadence,
     Span,
@@ -126,6 +127,18 @@ BytesField = Annotated[
     BeforeValidator(_as_bytes),
     PlainSerializer(render_bytes, return_type=str),
     _schema(_TEXT, ["25MiB", "1GB"], "a size with B, kB, MB, GB, KiB, MiB or GiB"),
+]
+SkipsField = Annotated[
+    list[list[int]],
+    BeforeValidator(read_skips),
+    WithJsonSchema(
+        {
+            "type": "array",
+            "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 2, "maxItems": 2},
+            "examples": [[[120000, 121000]]],
+            "description": "pairs [from, to] of whole numbers, from less than to",
+        }
+    ),
 ]
 SettingsField = Annotated[
     dict[str, Any],

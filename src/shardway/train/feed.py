@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from shardway.data.loader import Batch, LoaderOptions, Share, StepLoader, to_device, validation_batches
 from shardway.data.order import Order
+from shardway.data.skips import Skips
 from shardway.train.session import Session
 
 
@@ -29,12 +30,12 @@ class Loader:
 
 
 def training_batches(session: Session, loader: Loader, position: int) -> Iterator[Batch]:
-    """This rank's share of every global batch from `position` (samples consumed by all ranks) on, without end."""
+    """This rank's share of every global batch from `position` on, without end; spans of `data.skip` are left out."""
     values, mesh = session.resolved.values, session.mesh
     order = Order(loader.size, values.train.seed, values.data.shuffle)
     share = Share(values.train.global_batch, mesh.data_rank, mesh.data_ranks)
     step_loader = StepLoader(loader.samples, order, share, _options(session))
-    return _on_device(step_loader.batches(position), session.ranks.device)
+    return _on_device(step_loader.batches(position, skips=Skips(values.data.skip)), session.ranks.device)
 
 
 def validation_data(session: Session, samples: Any) -> Iterator[Any]:
@@ -63,5 +64,5 @@ def _paired(batch: Batch) -> Batch:
     """A source's batch, {"inputs": ..., "targets": ...}, as the pair that a training script expects."""
     data = batch.data
     if isinstance(data, dict) and data.keys() == {"inputs", "targets"}:
-        return Batch((data["inputs"], data["targets"]), batch.ids, batch.position)
+        return replace(batch, data=(data["inputs"], data["targets"]))
     return batch

@@ -29,6 +29,7 @@ from shardway.train.restore import restore, set_damaged_aside
 from shardway.train.saving import Point, Saver
 from shardway.train.schedule import lr_factor
 from shardway.train.session import Session, machine_facts
+from shardway.train.skipping import tell_late_spans, tell_skipped
 from shardway.train.step import Moment, StepResult
 from shardway.train.validate import validate
 
@@ -127,7 +128,7 @@ class Loop:
 
     def moment(self) -> Moment:
         """What the step to come needs to know of where the run stands."""
-        return Moment(self._counters.samples, self.wishes(), self._loss_scale)
+        return Moment(self._counters.position, self.wishes(), self._loss_scale)
 
     def wishes(self) -> Wishes:
         """What this rank wants to happen after the current step."""
@@ -154,10 +155,7 @@ class Loop:
             done=done,
             stop=stop,
             validate_due=validates and (done or step % (plan.validate_every or 1) == 0),
-            save_due=stop
-            or self._decision.save
-            or (done and plan.save_at_end)
-            or (plan.save_every is not None and step % plan.save_every == 0),
+            save_due=stop or self._decision.save or (done and plan.save_at_end) or plan.saves_after(step),
         )
 
     # --- states
@@ -184,11 +182,12 @@ class Loop:
         )
         if loaded is not None and loaded.passed_over:
             set_damaged_aside(session, restored)
+        tell_late_spans(session, self._counters)
         self._set_deadline(parameters)
         session.recorder.status(
             now=True, state="running", reason="", step=self._counters.step, total_steps=self._plan.total_steps
         )
-        self._stream = self._parts.batches_from(self._counters.samples)
+        self._stream = self._parts.batches_from(self._counters.position)
 
     def _set_deadline(self, parameters: int) -> None:
         """Rank 0 reads when the wall-time ends and tells of it; the others know that there is an end."""
@@ -292,11 +291,13 @@ class Loop:
         self._open_step = None
         self._decision = result.decision
         self._loss_scale = result.loss_scale
-        self._counters = self._counters.after(self._plan.global_batch, result.targets)
+        before = self._counters
+        self._counters = before.after(self._plan.global_batch, result.targets, step.batch.next_position)
         seconds = time.perf_counter() - step.started
         if self._deadline is not None:
             self._deadline.took_step(seconds)
         self._record(result, step.batch, step.lr, seconds)
+        tell_skipped(self._session, before, self._counters)
         if (
             result.targets
             and not result.skipped

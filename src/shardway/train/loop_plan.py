@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardway.checkpoint.save import Keep
 from shardway.data.loader import Batch
 from shardway.train.engines.base import Engine
 from shardway.train.loss_scale import LossScale
@@ -28,12 +29,16 @@ class LoopPlan:
     save_every: int | None = None
     save_every_s: float | LeastCost | None = None
     save_at_end: bool = True
-    keep: int = 3
+    keep: Keep = field(default_factory=lambda: Keep(3))
     schedule: str = "constant"
     course: Course = field(default_factory=lambda: Course(1, 0, 0, 1.0))
     data_fingerprint: str = ""
     loss_scale: LossScale | None = None
     stop_margin_s: float | None = None
+
+    def saves_after(self, step: int) -> bool:
+        """Whether a save is due by the number of this step; one that is kept for ever is made, whatever the cadence."""
+        return any(every is not None and step % every == 0 for every in (self.save_every, self.keep.every))
 
 
 @dataclass(frozen=True)

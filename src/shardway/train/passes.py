@@ -79,7 +79,7 @@ class Passes:
     ) -> torch.Tensor:
         """Accumulate gradients, multiplied by `loss_scale`; [SUMS] of this rank.
 
-        `position`: how many samples all ranks have consumed before this batch.
+        `position`: where this batch begins in the order of samples.
         """
         batch = self.parallel.chunks.take_batch(batch)
         scale = loss_scale * self.count_averaged(model) / self.portions.global_batch
@@ -175,7 +175,8 @@ class Passes:
             parameter.grad = None
 
     def _first_sample(self, position: int) -> int:
-        """The number of this rank's first sample among all that the run has seen."""
+        """A number that this rank's first sample has and no other of the run: the next batch begins at least a whole
+        one later, also where positions are skipped."""
         mesh = self.parallel.mesh
         return position + position_share(self.portions.global_batch, mesh.data_rank, mesh.data_ranks).start
 

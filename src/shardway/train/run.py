@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardway.checkpoint.save import Keep
 from shardway.data.sources.base import Source
 from shardway.errors import UserError
 from shardway.parallel.apply import ApplyOptions, ParallelModel, apply_parallelism
@@ -48,7 +49,7 @@ from shardway.train.session import Session, open_session
 from shardway.train.validate import Validation
 from shardway.units import Span
 
-OWN_MODEL_KEYS = ("data.shuffle", "data.workers", "data.prefetch", "data.record_ids")
+OWN_MODEL_KEYS = ("data.shuffle", "data.workers", "data.prefetch", "data.record_ids", "data.skip")
 """Of [model] and [data], what has an effect on a script that brings its own model and data."""
 
 
@@ -221,7 +222,7 @@ class Run:
         values, derived = resolved.values, resolved.derived
         scale = scale_of(resolved, DataFacts(loader.size, loader.tokens_per_sample, None))
         every, validate_every, margin = values.checkpoint.every, values.train.validate_every, values.run.stop_margin
-        constant = self._session.leaves_alone("optim.schedule")
+        kept, constant = values.checkpoint.keep_every, self._session.leaves_alone("optim.schedule")
         warmup_steps = 0 if constant else derived.warmup_steps
         return LoopPlan(
             total_steps=derived.total_steps,
@@ -231,7 +232,7 @@ class Run:
             save_every=max(1, every.in_steps(scale)) if isinstance(every, Span) else None,
             save_every_s=self._save_interval(every),
             save_at_end=every != "off",
-            keep=values.checkpoint.keep,
+            keep=Keep(values.checkpoint.keep, None if kept == "off" else max(1, kept.in_steps(scale))),
             schedule="constant" if constant else values.optim.schedule,
             course=Course(derived.total_steps, warmup_steps, derived.decay_steps, values.optim.final_lr),
             data_fingerprint=loader.fingerprint,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardway.checkpoint.save import prune_checkpoints, save_checkpoint
+from shardway.checkpoint.save import Keep, prune_checkpoints, save_checkpoint
 from shardway.checkpoint.state import State
 from shardway.errors import JobError, LostContact, render_reason
 from shardway.plan.economy import daly_interval
@@ -62,7 +62,7 @@ class Saver:
         self,
         session: Session,
         every_s: float | LeastCost | None,
-        keep: int,
+        keep: Keep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._session = session

@@ -36,7 +36,8 @@ class StepParts:
 
 @dataclass(frozen=True)
 class Moment:
-    """When a step happens: samples consumed before it, what this rank wishes, and the loss scale (None: no fp16)."""
+    """When a step happens: where it begins in the order of samples, what this rank wishes, and the loss scale (None: no
+    fp16)."""
 
     position: int = 0
     wishes: Wishes = field(default_factory=Wishes)

@@ -28,6 +28,7 @@ from shardway.watch.facts import (
     read_save,
     read_set_aside,
     read_start,
+    text,
 )
 from shardway.watch.plain import PlainLines
 from shardway.watch.progress import Progress
@@ -125,6 +126,8 @@ class LiveView:
                 self._say(render_set_aside(read_set_aside(event)), event, "yellow")
             case "restarted":
                 self._say(render_restart(read_restart(event)), event, "yellow")
+            case "data_skipped" | "skip_too_late":
+                self._say(one_line(text(event, "reason")), event, "yellow")
             case "fault":
                 self._say(render_fault(read_fault(event)), event, "red")
             case "finished" | "stopped" | "failed":

@@ -22,6 +22,7 @@ from shardway.watch.facts import (
 )
 from shardway.watch.progress import Progress
 from shardway.watch.words import (
+    one_line,
     render_ending,
     render_failed_save,
     render_fault,
@@ -70,6 +71,8 @@ class PlainLines:
                 return [render_set_aside(read_set_aside(event))]
             case "restarted":
                 return [*self._flush(), render_restart(read_restart(event))]
+            case "data_skipped" | "skip_too_late":
+                return [f"{self._place()}  {one_line(text(event, 'reason'))}"]
             case "deadline":
                 return [f"stops in time: {text(event, 'reason')}"]
             case "validation_skipped":

@@ -77,6 +77,19 @@ def test_a_checkpoint_is_weights_and_moments(bare: Path) -> None:
     assert wanted.uses_hub is False
 
 
+def test_checkpoints_that_are_kept_for_ever_count() -> None:
+    from shardway.ranks.doctor.estimate import count_kept_for_ever
+    from shardway.runfile.load import load_run
+
+    def count(*words: str) -> int:
+        return count_kept_for_ever(load_run(None, words).values)
+
+    assert count("train.steps=1000") == 0
+    assert count("train.steps=1000", "checkpoint.keep_every=300 steps") == 3
+    assert count("train.steps=2 epochs", "checkpoint.keep_every=0.5 epochs") == 4
+    assert count("train.steps=2 epochs", "checkpoint.keep_every=300 steps") == 0  # only the data can tell
+
+
 def test_a_preflight_survives_a_broken_run_file(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (bare / "run.toml").write_text("[model]\ndimension = 4\n")
     with pytest.raises(UserError, match="dimension"):

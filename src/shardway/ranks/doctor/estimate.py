@@ -22,12 +22,20 @@ def read_wanted(resolution: Resolution) -> Wanted:
     return Wanted(
         folder=Path(values.run.root) / values.run.name,
         checkpoint_bytes=estimate_checkpoint(values, resolution),
-        keep=values.checkpoint.keep,
+        keep=values.checkpoint.keep + count_kept_for_ever(values),
         device=values.run.device,
         account=site.account,
         uses_hub=bool(values.model.hf and not Path(values.model.hf).exists()),
         container=container,
     )
+
+
+def count_kept_for_ever(values: RunFile) -> int:
+    """Checkpoints that `checkpoint.keep_every` adds up to; 0 where only the data can tell."""
+    every, steps = values.checkpoint.keep_every, values.train.steps
+    if every == "off" or every.unit != steps.unit:
+        return 0
+    return int(steps.amount // every.amount)
 
 
 def estimate_checkpoint(values: RunFile, resolution: Resolution) -> float | None:

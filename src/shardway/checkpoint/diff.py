@@ -1,0 +1,118 @@
+"""In what two checkpoints differ: tensors that only one has, shapes, formats, values, and files of other libraries.
+
+Invariant: two checkpoints are equal only where every bit of every tensor is. At most two tensors are in memory, and
+what a block of them needs. This module must not decide what a difference means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from shardway.checkpoint.contents import METADATA
+from shardway.checkpoint.manifest import Manifest
+from shardway.checkpoint.tensors import SHARD, Entry, TensorReader
+
+BLOCK = 2**20
+"""Elements that are compared at a time: their fp64 copies take some tens of megabytes."""
+INFINITE = float("inf")
+
+
+@dataclass(frozen=True)
+class Values:
+    """How far two tensors of one shape and dtype are apart: elements, those with the same bits, and of the others the
+    largest |a - b| and the largest |a - b| / max(|a|, |b|). Infinite where one is no finite number."""
+
+    elements: int
+    same_bits: int
+    max_absolute: float
+    max_relative: float
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor that is not the same in both; None where one has none of this name, `values` where values differ."""
+
+    name: str
+    first: Entry | None
+    second: Entry | None
+    values: Values | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {key: value for key, value in asdict(self).items() if key != "values"} | {
+            "values": asdict(self.values) if self.values else None
+        }
+
+
+@dataclass(frozen=True)
+class FileDifference:
+    """A file besides torch's own that is not the same in both; its size in bytes, None where there is none."""
+
+    name: str
+    first: int | None
+    second: int | None
+
+
+def find_differences(first: TensorReader, second: TensorReader, parts: Sequence[str]) -> Iterator[Difference]:
+    """The tensors of these parts that differ, by name."""
+    names = sorted({*first.entries, *second.entries})
+    for name in (name for name in names if name.partition(".")[0] in parts):
+        one, other = first.entries.get(name), second.entries.get(name)
+        if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
+            yield Difference(name, one, other)
+            continue
+        values = compare_values(first.read(name), second.read(name))
+        if values.same_bits < values.elements:
+            yield Difference(name, one, other, values)
+
+
+def find_other_files(first: Manifest, second: Manifest) -> list[FileDifference]:
+    """Files that another library wrote and that differ, by their seals; torch's own are compared by tensors."""
+    names = sorted(name for name in {*first.files, *second.files} if name != METADATA and not name.endswith(SHARD))
+    return [
+        FileDifference(name, _size(first.files, name), _size(second.files, name))
+        for name in names
+        if first.files.get(name) != second.files.get(name)
+    ]
+
+
+def compare_values(first: torch.Tensor, second: torch.Tensor) -> Values:
+    """Compare two tensors of one dtype and as many elements, a block at a time; bytes of unlike length as well."""
+    if first.numel() != second.numel():  # pickles
+        return Values(max(first.numel(), second.numel()), 0, INFINITE, INFINITE)
+    blocks = [_compare_block(*pair) for pair in zip(_blocks(first), _blocks(second), strict=True)]
+    return Values(
+        elements=first.numel(),
+        same_bits=sum(block.same_bits for block in blocks),
+        max_absolute=max((block.max_absolute for block in blocks), default=0.0),
+        max_relative=max((block.max_relative for block in blocks), default=0.0),
+    )
+
+
+def _blocks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tensor.contiguous().view(-1).split(BLOCK) if tensor.numel() else ()
+
+
+def _compare_block(first: torch.Tensor, second: torch.Tensor) -> Values:
+    same = (_bits(first) == _bits(second)).all(dim=1)
+    if bool(same.all()):
+        return Values(len(first), len(first), 0.0, 0.0)
+    wide = torch.complex128 if first.is_complex() else torch.float64
+    a, b = first[~same].to(wide), second[~same].to(wide)
+    apart = (a - b).abs().nan_to_num(nan=INFINITE, posinf=INFINITE)
+    size = torch.maximum(a.abs(), b.abs())
+    relative = torch.where(apart > 0, apart / size, 0.0).nan_to_num(nan=INFINITE, posinf=INFINITE)
+    return Values(len(first), int(same.sum()), float(apart.max()), float(relative.max()))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """[elements, bytes of one]."""
+    return tensor.view(torch.uint8).view(len(tensor), -1)
+
+
+def _size(files: Mapping[str, Any], name: str) -> int | None:
+    return files[name].bytes if name in files else None
