@@ -11,6 +11,7 @@ from typing import Any
 
 from shardway.data.loader import Batch
 from shardway.train.engines.base import Engine
+from shardway.train.guard import GuardPlan
 from shardway.train.loss_scale import LossScale
 from shardway.train.saving import LeastCost
 from shardway.train.schedule import Course
@@ -34,6 +35,7 @@ class LoopPlan:
     data_fingerprint: str = ""
     loss_scale: LossScale | None = None
     stop_margin_s: float | None = None
+    guard: GuardPlan = field(default_factory=GuardPlan)
 
 
 @dataclass(frozen=True)
