@@ -26,7 +26,6 @@ from runs import (
 )
 from shardway.errors import JobError, UserError
 from shardway.rundir.directory import RunDir
-from shardway.train.recipe import train_run
 from shardway.train.run import Run
 from trained import assert_same_bits, whole_state
 
@@ -40,10 +39,10 @@ def to_nan(values: torch.Tensor) -> torch.Tensor:
     return values * math.nan
 
 
-def flip_lowest_bit(values: torch.Tensor) -> torch.Tensor:
-    """The same numbers but for one bit of the first."""
+def flip_bit(values: torch.Tensor) -> torch.Tensor:
+    """The same numbers but for one bit in the exponent of the last."""
     harmed = values.detach().clone().contiguous()
-    harmed.view(torch.int32).flatten()[0] ^= 1
+    harmed.view(torch.int32).flatten()[-1] ^= 1 << 26
     return values + (harmed - values.detach())
 
 
@@ -111,10 +110,10 @@ def train_net(
         return whole_state(net, optimizer)
 
 
-@pytest.mark.parametrize("backward", [True, False], ids=["gradient", "loss"])
+@pytest.mark.parametrize("backward", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["gradient", "loss"])
 @ranks(2)
 def test_a_transient_fault_leaves_no_trace_in_the_weights(rank: int, tmp_path: Path, backward: bool) -> None:
-    """With dropout, running statistics, accumulation and momentum: bit for bit, gradients and all that passes change."""
+    """With dropout, running statistics, accumulation and momentum: all of it bit for bit."""
     words = ("train.steps=6", "train.micro_batch=2", "guard.non_finite=skip", *layout(2, 1))
     expected = train_net(tmp_path / "well", words)
     found = train_net(tmp_path / "hurt", words, fault_at(4, backward=backward))
@@ -216,34 +215,38 @@ def test_a_script_that_asks_for_nothing_has_its_passes_run_once(tmp_path: Path, 
     assert len(calls) == 2
 
 
-def test_a_batch_that_was_written_into_is_not_run_again(tmp_path: Path, quiet_threads: None) -> None:
-    class Scaled(Net):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x.mul_(0.5))
+class Scaled(Net):
+    """Writes into what it is given."""
 
-    data = TensorDataset(torch.full((16, 2), math.nan), torch.zeros(16, 1))
-    for key, error in (("guard.non_finite=skip", JobError), ("guard.probe_every=1 steps", UserError)):
-        folder = tmp_path / key
-        words = ("train.steps=4", "train.global_batch=4", key)
-        with pytest.raises(error, match="wrote into"), open_tiny(folder, lone_rank(), *words, base=SCRIPT) as run:
-            net = run.shard(Scaled())
-            run.optimizer(torch.optim.SGD, net, lr=0.1)
-            for batch in run.steps(run.loader(data)):
-                run.step(net, batch, lambda out, y: mean_square(out, y) if error is JobError else out.nan_to_num().mean())
-        told = read_named(folder, "step_skipped")
-        assert [event["repeated"] for event in told] == ([False] * 3 if error is JobError else [])
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.mul_(0.5))
+
+
+CASES = {"guard.non_finite=skip": (JobError, math.nan, 3), "guard.probe_every=1 steps": (UserError, 1.0, 0)}
+
+
+@pytest.mark.parametrize("key", CASES)
+def test_a_batch_that_was_written_into_is_not_run_again(tmp_path: Path, key: str, quiet_threads: None) -> None:
+    error, value, skipped = CASES[key]
+    data, words = TensorDataset(torch.full((16, 2), value), torch.zeros(16, 1)), ("train.global_batch=4", key)
+    with pytest.raises(error, match="wrote into"), open_tiny(tmp_path, lone_rank(), *words, base=SCRIPT) as run:
+        net = run.shard(Scaled())
+        run.optimizer(torch.optim.SGD, net, lr=0.1)
+        for batch in run.steps(run.loader(data)):
+            run.step(net, batch, mean_square)
+    assert [event["repeated"] for event in read_named(tmp_path, "step_skipped")] == [False] * skipped
 
 
 # --- the probe
 
 
-@pytest.mark.parametrize("name", ["replicas", "shards"])
+@pytest.mark.parametrize("name", ["replicas", pytest.param("shards", marks=pytest.mark.slow)])
 @ranks(2)
 def test_a_probe_finds_a_flipped_bit_and_goes_on_with_the_majority(rank: int, tmp_path: Path, name: str) -> None:
     words = (*SHORT, *LAYOUTS[name], "guard.probe_every=2 steps")
     train_tiny(tmp_path / "plain", pool_ranks(), *SHORT, *LAYOUTS[name])
     train_tiny(tmp_path / "well", pool_ranks(), *words)
-    train_tiny(tmp_path / "hurt", pool_ranks(), *words, before_step=fault_at(4, flip_lowest_bit, backward=False))
+    train_tiny(tmp_path / "hurt", pool_ranks(), *words, before_step=fault_at(4, flip_bit, backward=False))
     pool_ranks().barrier()
     (told,) = read_named(tmp_path / "hurt", "corruption")
     assert (told["step"], told["ranks"], told["decided"], len(told["hosts"])) == (4, [1], True, 1)
@@ -314,7 +317,7 @@ def test_a_flipped_bit_of_a_copy_is_found(rank: int, tmp_path: Path) -> None:
     assert RunDir(tmp_path).checkpoint_steps() == [1, 2, 3]
     (told,) = read_named(tmp_path, "replica_differs")
     assert (told["step"], told["ranks"], told["decided"], told["equal_at"]) == (4, [0, 1], False, 2)
-    assert "blocks.0.attention_norm.weight" in told["parameters"] or told["parameters"]
+    assert len(told["parameters"]) >= 1
 
 
 @pytest.mark.parametrize("shape", [("parallel.dp_replicate=4",), ("parallel.tp=4", "model.heads=4")], ids=["dp", "tp"])

@@ -28,6 +28,7 @@ from shardway.watch.facts import (
     read_set_aside,
     read_start,
 )
+from shardway.watch.guarded import GUARDED, render_guarded
 from shardway.watch.plain import PlainLines
 from shardway.watch.progress import Progress
 from shardway.watch.words import (
@@ -121,6 +122,8 @@ class LiveView:
                 self._say(render_failed_save(read_failed_save(event)), event, "yellow")
             case "set_aside":
                 self._say(render_set_aside(read_set_aside(event)), event, "yellow")
+            case name if name in GUARDED:
+                self._say(render_guarded(event), event, "yellow")
             case "fault":
                 self._say(render_fault(read_fault(event)), event, "red")
             case "finished" | "stopped" | "failed":
