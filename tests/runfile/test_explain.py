@@ -76,7 +76,7 @@ def test_an_unknown_key_is_answered_with_the_nearest() -> None:
         explain_key("checkpoint.evry")
     assert str(told.value) == (
         "there is no key checkpoint.evry; allowed: a section (model, data, train, optim, parallel, deepspeed, "
-        "precision, recompute, checkpoint, run, site) or section.key.\n"
+        "precision, recompute, checkpoint, guard, run, site) or section.key.\n"
         "  Did you mean checkpoint.every or checkpoint.keep_every or checkpoint.keep?"
     )
 
@@ -86,7 +86,7 @@ def test_a_name_that_is_like_no_other() -> None:
         explain_key("zzz")
     assert str(told.value) == (
         "there is no key zzz; allowed: a section (model, data, train, optim, parallel, deepspeed, precision, "
-        "recompute, checkpoint, run, site) or section.key."
+        "recompute, checkpoint, guard, run, site) or section.key."
     )
 
 

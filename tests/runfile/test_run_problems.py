@@ -15,7 +15,7 @@ OPTIM = (
     "nesterov, weight_decay, clip, schedule, warmup, decay, final_lr, lr_scaling, base_batch"
 )
 CHECKPOINT = "every, keep, keep_every"
-TOP = "model, data, train, optim, parallel, deepspeed, precision, recompute, checkpoint, run, site, format"
+TOP = "model, data, train, optim, parallel, deepspeed, precision, recompute, checkpoint, guard, run, site, format"
 
 
 def problem(*overrides: str) -> str:

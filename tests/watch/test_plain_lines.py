@@ -126,3 +126,27 @@ def test_troubles_with_the_disk_are_told() -> None:
         "step   0/200  not saved: no space is left; the next try is in 0:30",
         "step   0/200  events are written again; until now: No space left on device",
     ]
+
+
+def test_what_the_guard_has_seen_is_told() -> None:
+    events = [
+        started(total_steps=200),
+        event("transient", 3, 0.1, loss=2.5, grad_norm=None),
+        event("step_skipped", 4, 0.2, loss=None, grad_norm=None, in_a_row=2, skipped=5, ids=[[1], [2]]),
+        event("corruption", 6, 0.3, ranks=[1], hosts=["n1"], decided=True),
+        event("corruption", 7, 0.3, ranks=[0, 1], hosts=["n0", "n1"], decided=False),
+        event("replica_differs", 8, 0.3, ranks=[2], hosts=["n2"], parameters=["head.weight"]),
+        event("spike", 9, 0.4, of="grad_norm", value=12.5, median=0.5, deviations=31.25),
+        event("spike", 9, 0.4, of=3),
+    ]
+    assert _lines(events)[1:] == [
+        "step 3  passes repeated: loss 2.5000, gradient norm not finite the first time, finite the second (a fault "
+        "that has passed)",
+        "step 4  no update: loss not finite, gradient norm not finite; 2 skipped in a row, its samples are in the "
+        "events",
+        "step 6  the same passes gave different results on rank 1 (n1): two of three agreed",
+        "step 7  the same passes gave different results on rank 0, 1 (n0, n1): all three differed",
+        "step 8  copies of weights differ on rank 2 (n2)",
+        "step 9  spike: gradient norm 12.5 is 31.2 deviations above the last ones",
+        "step 9  spike: n/a n/a is n/a deviations above the last ones",
+    ]

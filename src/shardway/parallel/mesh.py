@@ -26,6 +26,9 @@ DIMS = ("dp_replicate", "pp", SHARD, "tp")
 EXPERT_DIMS = ("dp_replicate", "pp", EXPERT_SHARD, "ep", "tp")
 """Dims of the grid of experts' weights, outermost first."""
 
+Part = tuple[tuple[str, int], ...]
+"""Which part of a parameter: the place on each dim that splits it."""
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -64,8 +67,15 @@ class Mesh:
         if not self._behind:
             return True
         split = _dims_that_split(tensor)
-        dims = EXPERT_DIMS if isinstance(tensor, DTensor) and "ep" in _names(tensor.device_mesh) else DIMS
-        return all(dim in split for dim in dims if dim in self._behind)
+        return all(dim in split for dim in _dims_around(tensor) if dim in self._behind)
+
+    def part_held(self, tensor: torch.Tensor) -> Part:
+        """Which part of a parameter this rank holds, its stage of the pipeline among the dims.
+
+        Ranks with the same answer for the same parameter hold the same numbers.
+        """
+        split = _dims_that_split(tensor) | {"pp"}
+        return tuple((dim, self.coordinate(dim)) for dim in _dims_around(tensor) if dim in split)
 
     @cached_property
     def _behind(self) -> frozenset[str]:
@@ -131,6 +141,11 @@ def _part(devices: DeviceMesh | None, dims: Sequence[str]) -> DeviceMesh:
 
 def _names(devices: DeviceMesh) -> tuple[str, ...]:
     return devices.mesh_dim_names or ()
+
+
+def _dims_around(tensor: torch.Tensor) -> tuple[str, ...]:
+    """The dims of the grid that a parameter is laid out on."""
+    return EXPERT_DIMS if isinstance(tensor, DTensor) and "ep" in _names(tensor.device_mesh) else DIMS
 
 
 def _dims_that_split(tensor: torch.Tensor) -> set[str]:

@@ -106,7 +106,9 @@ OWNERS: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
             **{f"deepspeed.{name}": ("deepspeed",) for name in DeepspeedSection.model_fields},
             **{f"parallel.{name}": ("torch",) for name in _OF_TORCH},
             "optim.state_dtype": ("torch",),
+            **{f"guard.{name}": ("torch",) for name in ("non_finite", "max_skips", "probe_every", "compare_every")},
         },
+        "guard.non_finite": {"guard.max_skips": ("skip",)},
         "train.compile": {"train.compile_cache": ("blocks", "model")},
         "precision.compute": {
             **{f"precision.loss_scale{part}": ("fp16",) for part in ("", "_growth", "_backoff", "_interval")},

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from shardway.runfile.guard import GuardSection
 from shardway.runfile.machine import RunSection, SiteSection
 from shardway.runfile.section import (
     Fraction,
@@ -368,6 +369,7 @@ class RunFile(Section):
     precision: PrecisionSection = Field(default_factory=PrecisionSection)
     recompute: RecomputeSection = Field(default_factory=RecomputeSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    guard: GuardSection = Field(default_factory=GuardSection)
     run: RunSection = Field(default_factory=RunSection)
     site: SiteSection = Field(default_factory=SiteSection)
 

@@ -6,7 +6,6 @@ user extends it by passing functions or by what stands between two batches. It m
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from shardway.data.loader import Batch
-from shardway.errors import Bug, JobError, UserError
+from shardway.errors import Bug, UserError
 from shardway.parallel.axes.replicate import average_buffers
 from shardway.ranks.agreement import Decision, Wishes
 from shardway.ranks.progress import Activity
@@ -23,6 +22,7 @@ from shardway.rundir.attempts import Ending
 from shardway.train.counters import Counters
 from shardway.train.deadline import Deadline, find_deadline, read_pace
 from shardway.train.ending import End, find_end
+from shardway.train.guard import Guard
 from shardway.train.loop_plan import LoopParts, LoopPlan
 from shardway.train.machine import Facts, Phase, next_phase
 from shardway.train.restore import restore, set_damaged_aside
@@ -71,6 +71,7 @@ class Loop:
         self._stream: Iterator[Batch] = iter(())
         self._peak_lrs: list[float] = []
         self._saver = Saver(session, plan.save_every_s, plan.keep)
+        self._guard = Guard(session, plan.guard, parts.engine.passes.parallel)
         self._looked_at = time.monotonic()
         self._phase = Phase.RESTORE
         self._open_step: _OpenStep | None = None
@@ -128,7 +129,8 @@ class Loop:
 
     def moment(self) -> Moment:
         """What the step to come needs to know of where the run stands."""
-        return Moment(self._counters.position, self.wishes(), self._loss_scale)
+        watch = self._guard.watch(self._counters.step + 1, scales_loss=self._loss_scale is not None)
+        return Moment(self._counters.position, self.wishes(), self._loss_scale, watch)
 
     def wishes(self) -> Wishes:
         """What this rank wants to happen after the current step."""
@@ -165,6 +167,7 @@ class Loop:
         self._peak_lrs = [float(group["lr"]) for group in engine.groups]
         restored = restore(session, self._plan, engine.state)
         loaded, self._counters, self._loss_scale = restored.loaded, restored.counters, restored.loss_scale
+        self._guard.restore(loaded.numbers if loaded is not None else {})
         parameters = self._count_parameters()
         session.recorder.begin(
             self._counters.step,
@@ -253,7 +256,11 @@ class Loop:
     def _save_point(self, *, last: bool) -> None:
         engine = self._parts.engine
         average_buffers(engine.passes.parallel.module, self._session.mesh)
-        numbers = {**self._counters.as_numbers(), "data": self._plan.data_fingerprint}
+        numbers = {
+            **self._counters.as_numbers(),
+            "data": self._plan.data_fingerprint,
+            "guard": self._guard.as_numbers(),
+        }
         if self._loss_scale is not None:
             numbers["loss_scale"] = self._loss_scale.as_numbers()
         seconds = self._saver.save(Point(engine.state, self._counters.step, numbers, last))
@@ -298,25 +305,7 @@ class Loop:
             self._deadline.took_step(seconds)
         self._record(result, step.batch, step.lr, seconds)
         tell_skipped(self._session, before, self._counters)
-        if (
-            result.targets
-            and not result.skipped
-            and not (math.isfinite(result.loss) and math.isfinite(result.grad_norm))
-        ):
-            self._refuse_weights(result)
-
-    def _refuse_weights(self, result: StepResult) -> None:
-        """What a step like this has made of the weights must not push good checkpoints out."""
-        saved, step = self._session.directory.checkpoint_steps(), self._counters.step
-        base = f"step {saved[-1]} is the last one" if saved else "none was saved yet"
-        what = f"loss of step {step} is {result.loss}"
-        if math.isfinite(result.loss):
-            what = f"gradient of step {step} has the norm {result.grad_norm}"
-        raise JobError(
-            f"the {what}, so the weights after it are of no use; the run ends here.\n"
-            f"  No checkpoint was made of them ({base}). To do: look for values in the data that are not finite, lower "
-            "optim.lr, or set optim.clip; then run the same command again."
-        )
+        self._guard.look_at(self._counters.step, result, step.batch)
 
     def _record(self, result: StepResult, batch: Batch, lr: float, seconds: float) -> None:
         plan, step = self._plan, self._counters.step
@@ -330,7 +319,9 @@ class Loop:
             "seconds": seconds,
         }
         if result.loss_scale is not None:
-            facts |= {"skipped": result.skipped, "loss_scale": result.loss_scale.scale}
+            facts["loss_scale"] = result.loss_scale.scale
+        if result.skipped or result.loss_scale is not None:
+            facts["skipped"] = result.skipped
         record_ids = self._session.resolved.values.data.record_ids
         self._session.recorder.step(facts, [int(i) for i in batch.ids] if record_ids else None)
         self._session.recorder.status(step=step, loss=result.loss)

@@ -12,6 +12,7 @@ from typing import Any
 from shardway.checkpoint.save import Keep
 from shardway.data.loader import Batch
 from shardway.train.engines.base import Engine
+from shardway.train.guard import GuardPlan
 from shardway.train.loss_scale import LossScale
 from shardway.train.saving import LeastCost
 from shardway.train.schedule import Course
@@ -35,6 +36,7 @@ class LoopPlan:
     data_fingerprint: str = ""
     loss_scale: LossScale | None = None
     stop_margin_s: float | None = None
+    guard: GuardPlan = field(default_factory=GuardPlan)
 
     def saves_after(self, step: int) -> bool:
         """Whether a save is due by the number of this step; one that is kept for ever is made, whatever the cadence."""

@@ -37,6 +37,7 @@ from shardway.runfile.schema import PrecisionSection
 from shardway.train.engines import ENGINES
 from shardway.train.engines.base import Engine, EngineParts
 from shardway.train.feed import Loader, training_batches, validation_data
+from shardway.train.guard import plan_guard
 from shardway.train.loop import Loop
 from shardway.train.loop_plan import LoopParts, LoopPlan
 from shardway.train.loss import LossSum
@@ -238,6 +239,7 @@ class Run:
             data_fingerprint=loader.fingerprint,
             loss_scale=_loss_scale_of(values.precision) if self._session.precision.scales_loss else None,
             stop_margin_s=None if margin == "auto" else float(margin),
+            guard=plan_guard(self._session, scale),
         )
 
     def _save_interval(self, every: object) -> float | LeastCost | None:

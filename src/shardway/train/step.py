@@ -8,7 +8,9 @@ fetch data, write files or decide what comes next.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,8 +22,10 @@ from shardway.parallel.formats.float8 import compute_scales
 from shardway.parallel.gradients import own_squares, scale_gradients
 from shardway.ranks.agreement import Decision, Wishes, read_decision
 from shardway.ranks.start import Ranks
+from shardway.train.before import Changeable, find_changeable
 from shardway.train.loss_scale import LossScale
 from shardway.train.passes import SUMS, Loss, Passes
+from shardway.train.repeat import Tried, Watch, Watched, Work, run_watched
 
 
 @dataclass(frozen=True)
@@ -33,22 +37,37 @@ class StepParts:
     ranks: Ranks
     clip: float | None
 
+    @cached_property
+    def changeable(self) -> Changeable:
+        """What the passes change beside gradients."""
+        return find_changeable(self.passes.parallel)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All that the optimizer updates."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Those that are there, in the order of the parameters."""
+        return [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+
 
 @dataclass(frozen=True)
 class Moment:
-    """When a step happens: where it begins in the order of samples, what this rank wishes, and the loss scale (None: no
-    fp16)."""
+    """When a step happens: where it begins in the order of samples, what this rank wishes, the loss scale (None: no
+    fp16), and what is looked at before the update (None: nothing)."""
 
     position: int = 0
     wishes: Wishes = field(default_factory=Wishes)
     loss_scale: LossScale | None = None
+    watch: Watch | None = None
 
 
 @dataclass(frozen=True)
 class StepResult:
     """Numbers of a finished step, the same on every rank: mean loss, norm of its gradient before clipping, targets.
 
-    `skipped`: fp16 gradients overflowed on some rank, and no rank changed its weights.
+    `skipped`: no rank changed its weights, since fp16 gradients overflowed on some rank, or since `watched` says that
+    they are of no use.
     """
 
     loss: float
@@ -57,6 +76,7 @@ class StepResult:
     decision: Decision
     skipped: bool = False
     loss_scale: LossScale | None = None
+    watched: Watched | None = None
 
 
 def take_step(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, moment: Moment) -> StepResult:
@@ -64,34 +84,51 @@ def take_step(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, mom
 
     `batch` is a pair (inputs, targets), for which `loss_fn(model(inputs), targets)` is called, or any other tree of
     tensors, for which `loss_fn(model, batch)` is. All tensors have the samples in dim 0. Raises JobError where an
-    fp16 loss cannot be scaled.
+    fp16 loss cannot be scaled, UserError where passes that shall be repeated cannot be.
     """
-    passes, ranks, optimizer = parts.passes, parts.ranks, parts.optimizer
-    parallel, scale = passes.parallel, moment.loss_scale
-    with ranks.contact("during a step"):
-        factor_of_loss = scale.scale if scale is not None else 1.0
-        sums = passes.train(model, batch, loss_fn, position=moment.position, loss_scale=factor_of_loss)
-        if parallel.partial:
-            sum_partial_gradients(parallel.module, parallel.partial, parallel.mesh.group("tp"))
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        vector = ranks.sum(_own_vector(sums, parameters, passes, moment.wishes))
+    passes, optimizer, scale = parts.passes, parts.optimizer, moment.loss_scale
+    factor_of_loss = scale.scale if scale is not None else 1.0
+    with parts.ranks.contact("during a step"):
+        watched = _run_passes(parts, partial(_accumulate, parts, model, batch, loss_fn, moment), batch, moment.watch)
+        vector = watched.tried.summed
         overflow = scale is not None and not math.isfinite(float(vector[SUMS]))
         norm = vector[SUMS].sqrt() * _samples_per_target(vector[1], passes.portions.global_batch) / factor_of_loss
-        if not overflow:
-            _scale(parameters, vector, norm, parts, factor_of_loss)
+        if not (overflow or watched.is_refused):
+            _scale(parts.parameters(), vector, norm, parts, factor_of_loss)
             optimizer.step()
-            compute_scales(parallel.module, passes.precision.float8)
+            compute_scales(passes.parallel.module, passes.precision.float8)
         optimizer.zero_grad(set_to_none=True)
-        balance(passes.routers, parallel.mesh)
+        if not watched.is_refused:
+            balance(passes.routers, passes.parallel.mesh)
         total, targets, _, _, _, *wanted = vector.tolist()
     return StepResult(
         loss=total / targets if targets else float("nan"),
         grad_norm=float(norm),
         targets=targets,
         decision=read_decision(wanted),
-        skipped=overflow,
+        skipped=overflow or watched.is_refused,
         loss_scale=scale.after(overflow) if scale is not None else None,
+        watched=watched if moment.watch is not None else None,
     )
+
+
+def _run_passes(parts: StepParts, run: Callable[[], Tried], batch: Any, watch: Watch | None) -> Watched:
+    """The passes of a step, watched where somebody wants that."""
+    if watch is None:
+        return Watched(run())
+    clear = partial(parts.optimizer.zero_grad, set_to_none=True)
+    return run_watched(Work(run, clear, parts.gradients, parts.ranks, batch, SUMS, parts.changeable), watch)
+
+
+def _accumulate(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, moment: Moment) -> Tried:
+    """The gradients of this rank's share, and the numbers of all ranks."""
+    passes, scale = parts.passes, moment.loss_scale
+    parallel, factor = passes.parallel, scale.scale if scale is not None else 1.0
+    sums = passes.train(model, batch, loss_fn, position=moment.position, loss_scale=factor)
+    if parallel.partial:
+        sum_partial_gradients(parallel.module, parallel.partial, parallel.mesh.group("tp"))
+    vector = _own_vector(sums, parts.parameters(), passes, moment.wishes)
+    return Tried(sums, parts.ranks.sum(vector))
 
 
 def _own_vector(sums: torch.Tensor, parameters: list[nn.Parameter], passes: Passes, wishes: Wishes) -> torch.Tensor:

@@ -30,6 +30,7 @@ from shardway.watch.facts import (
     read_start,
     text,
 )
+from shardway.watch.guarded import GUARDED, render_guarded
 from shardway.watch.plain import PlainLines
 from shardway.watch.progress import Progress
 from shardway.watch.words import (
@@ -128,6 +129,8 @@ class LiveView:
                 self._say(render_restart(read_restart(event)), event, "yellow")
             case "data_skipped" | "skip_too_late":
                 self._say(one_line(text(event, "reason")), event, "yellow")
+            case name if name in GUARDED:
+                self._say(render_guarded(event), event, "yellow")
             case "fault":
                 self._say(render_fault(read_fault(event)), event, "red")
             case "finished" | "stopped" | "failed":

@@ -19,7 +19,9 @@ from shardway.watch.facts import (
     read_set_aside,
     read_start,
     text,
+    whole,
 )
+from shardway.watch.guarded import GUARDED, render_guarded
 from shardway.watch.progress import Progress
 from shardway.watch.words import (
     one_line,
@@ -77,6 +79,8 @@ class PlainLines:
                 return [f"stops in time: {text(event, 'reason')}"]
             case "validation_skipped":
                 return [f"{self._place()}  no validation, which would not end in time: {text(event, 'reason')}"]
+            case name if name in GUARDED:
+                return [f"step {whole(event, 'step') or 0}  {render_guarded(event)}"]
             case "fault":
                 return [render_fault(read_fault(event))]
             case "finished" | "stopped" | "failed":

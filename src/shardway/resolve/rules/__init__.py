@@ -37,6 +37,7 @@ from shardway.resolve.rules.float8 import (
     float8_needs_a_device_that_has_it,
     transformer_engine_knows_other_recipes,
 )
+from shardway.resolve.rules.guard import a_probe_repeats_what_has_one_result
 from shardway.resolve.rules.huggingface import (
     a_hugging_face_model_brings_its_own_shape,
     a_hugging_face_model_brings_its_tokenizer,
@@ -94,6 +95,7 @@ BEFORE_A_LAYOUT: tuple[Rule, ...] = (
     a_run_uses_the_accelerator_where_there_is_one,
     ranks_of_a_node_share_its_cores,
     timeouts_are_nested,
+    a_probe_repeats_what_has_one_result,
     a_key_of_another_kind_is_not_ignored,
     a_hugging_face_model_brings_its_own_shape,
     only_a_hugging_face_model_has_weights_to_start_from,

@@ -1,0 +1,121 @@
+"""What the passes of a step change beside gradients, kept so that they can be run again as if for the first time.
+
+Invariant: after `Before.put_back` the same passes on the same batch compute the same bits; the first backward pass of a
+process is the exception, since DDP orders its buckets by it. This module must not run passes.
+
+That is: the random generators of this rank, the buffers of the model (running statistics, counts of balanced experts)
+and what PowerSGD remembers. Gradients are not kept: whoever repeats drops them. What a script's own model or loss
+function keeps in Python objects is not seen.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from shardway.parallel.apply import ParallelModel
+from shardway.parallel.axes.compression import Compression, CompressionBefore, find_compression
+
+
+@dataclass(frozen=True)
+class _Generators:
+    """States of torch (CPU and the current device), numpy and Python."""
+
+    torch_cpu: torch.Tensor
+    torch_cuda: torch.Tensor | None
+    numpy: Any
+    python: Any
+
+    def put_back(self) -> None:
+        """Let every generator go on from here."""
+        torch.set_rng_state(self.torch_cpu)
+        if self.torch_cuda is not None:
+            torch.cuda.set_rng_state(self.torch_cuda)
+        np.random.set_state(self.numpy)
+        random.setstate(self.python)
+
+
+def _find_generators() -> _Generators:
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return _Generators(torch.get_rng_state(), cuda, np.random.get_state(), random.getstate())
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    """A buffer of a module as it was: the tensor itself, and a copy of its values."""
+
+    owner: nn.Module
+    name: str
+    tensor: torch.Tensor
+    values: torch.Tensor
+
+    def put_back(self) -> None:
+        """The same tensor with the same values, whether the pass changed it or put another in its place."""
+        self.tensor.copy_(self.values)
+        self.owner._buffers[self.name] = self.tensor
+
+
+@dataclass(frozen=True)
+class Before:
+    """The state before the passes of a step."""
+
+    generators: _Generators
+    buffers: tuple[_Buffer, ...]
+    compression: CompressionBefore | None
+    batch: tuple[tuple[torch.Tensor, int], ...]
+
+    def put_back(self) -> None:
+        """Everything as it was."""
+        self.generators.put_back()
+        self.put_back_model()
+
+    @torch.no_grad()
+    def put_back_model(self) -> None:
+        """All but the generators: a step that is skipped has drawn its random numbers."""
+        for buffer in self.buffers:
+            buffer.put_back()
+        if self.compression is not None:
+            self.compression.put_back()
+
+    def has_its_batch(self) -> bool:
+        """Whether no pass wrote into the tensors of the batch."""
+        return all(tensor._version == version for tensor, version in self.batch)
+
+
+@dataclass(frozen=True)
+class Changeable:
+    """The parts of a model that passes may change; found once, since walking over a large model takes time."""
+
+    owners: tuple[nn.Module, ...]
+    compression: Compression | None = None
+
+    @torch.no_grad()
+    def remember(self, batch: Any) -> Before:
+        """The state now, before the passes of `batch`."""
+        held = [
+            (owner, name, tensor)
+            for owner in self.owners
+            for name, tensor in owner._buffers.items()
+            if tensor is not None
+        ]
+        buffers = tuple(_Buffer(owner, name, tensor, tensor.clone()) for owner, name, tensor in held)
+        compression = self.compression.remember() if self.compression is not None else None
+        return Before(_find_generators(), buffers, compression, tuple(_versions(tree_leaves(batch))))
+
+
+def find_changeable(parallel: ParallelModel) -> Changeable:
+    """Of a model as it is trained."""
+    owners = tuple(module for module in parallel.module.modules() if module._buffers)
+    return Changeable(owners, find_compression(parallel.call))
+
+
+def _versions(leaves: Sequence[Any]) -> list[tuple[torch.Tensor, int]]:
+    """Torch counts writes into a tensor, also through views of it."""
+    return [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, torch.Tensor)]
