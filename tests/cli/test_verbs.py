@@ -85,10 +85,17 @@ def test_config_explain(shardway: Shardway) -> None:
         "  Complete checkpoints that are kept; older ones are removed after a newer one is complete.\n"
         "  allowed: a whole number, at least 1\n"
         "  default: 3\n"
+        "\n"
+        "checkpoint.background\n"
+        "  Write checkpoints while the run goes on, from a copy of the state in the host's memory; the last one is "
+        "waited for, as are all where that memory does not suffice or the engine writes files of its own.\n"
+        "  allowed: true, false\n"
+        "  default: true\n"
     )
     assert [doc["key"] for doc in facts(shardway("config", "explain", "checkpoint", "--json"))] == [
         "checkpoint.every",
         "checkpoint.keep",
+        "checkpoint.background",
     ]
 
 

@@ -336,6 +336,11 @@ class CheckpointSection(Section):
     keep: PositiveInt = key(
         3, "Complete checkpoints that are kept; older ones are removed after a newer one is complete."
     )
+    background: bool = key(
+        True,
+        "Write checkpoints while the run goes on, from a copy of the state in the host's memory; the last one is "
+        "waited for, as are all where that memory does not suffice or the engine writes files of its own.",
+    )
 
 
 def _add_parent(schema: dict[str, Any]) -> None:
