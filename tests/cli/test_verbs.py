@@ -89,7 +89,7 @@ def test_config_explain(shardway: Shardway) -> None:
         "checkpoint.background\n"
         "  Write checkpoints while the run goes on, from a copy of the state in the host's memory; the last one is "
         "waited for, as are all where that memory does not suffice or the engine writes files of its own.\n"
-        "  allowed: true, false\n"
+        "  allowed: true or false\n"
         "  default: true\n"
     )
     assert [doc["key"] for doc in facts(shardway("config", "explain", "checkpoint", "--json"))] == [

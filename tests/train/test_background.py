@@ -187,3 +187,13 @@ def test_where_memory_does_not_suffice_saves_are_waited_for(rank: int, tmp_path:
         saved = read_named(tmp_path, "saved")
         assert [event["step"] for event in saved] == [2, 4, 6]
         assert all(event["stall_s"] == event["seconds"] for event in saved)
+
+
+def test_memory_that_ends_while_room_is_made_ends_nothing(
+    tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background.Staging, "reserve", mock.Mock(side_effect=MemoryError("no more")))
+    train_tiny(tmp_path, lone_rank(), *SHORT, "checkpoint.every=3 steps")
+    assert RunDir(tmp_path).checkpoint_steps() == [3, 6]
+    [event] = read_named(tmp_path, "background_off")
+    assert "a copy of the state takes" in event["reason"]
