@@ -56,12 +56,16 @@ RATIOS = (
 
 @dataclass
 class Bench:
-    """One state on one disk; `seconds` holds what each way took, round by round."""
+    """One state on one disk; `seconds` holds what each way took, round by round, `cpu` the CPU time of this thread.
+
+    Other processes of the machine add to the first and hardly to the second, which leaves waiting for the disk out.
+    """
 
     folder: Path
     trained: Trained
     staging: Staging = field(default_factory=Staging)
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    cpu: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def directory(self) -> RunDir:
@@ -76,9 +80,14 @@ class Bench:
     @contextlib.contextmanager
     def timed(self, way: str) -> Iterator[None]:
         """Note what a way took."""
-        started = time.perf_counter()
+        started, began = time.perf_counter(), time.thread_time()
         yield
-        self.seconds.setdefault(way, []).append(time.perf_counter() - started)
+        self.note(way, time.perf_counter() - started, time.thread_time() - began)
+
+    def note(self, way: str, seconds: float, cpu: float) -> None:
+        """What a way took."""
+        self.seconds.setdefault(way, []).append(seconds)
+        self.cpu.setdefault(way, []).append(cpu)
 
     def fresh(self, name: str) -> Path:
         """A folder that is not there."""
@@ -112,6 +121,25 @@ def evict(path: Path) -> None:
             descriptor = os.open(each, os.O_RDONLY)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
+
+
+@dataclass
+class Paced:
+    """Steps of one round, of which the median counts."""
+
+    seconds: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+
+    def take(self, step: Callable[[], None]) -> None:
+        """Time one step."""
+        started, began = time.perf_counter(), time.thread_time()
+        step()
+        self.seconds.append(time.perf_counter() - started)
+        self.cpu.append(time.thread_time() - began)
+
+    def note(self, bench: Bench, way: str) -> None:
+        """Note the median."""
+        bench.note(way, statistics.median(self.seconds), statistics.median(self.cpu))
 
 
 # --- the ways
@@ -154,20 +182,18 @@ def background(bench: Bench) -> None:
     with bench.timed("copy"):
         for buffer, tensor in zip(buffers, flatten(bench.tensors), strict=True):
             buffer.copy_(tensor)
-    step = make_step()
+    step, alone = make_step(), Paced()
     for _ in range(10):
-        with bench.timed("step"):
-            step()
+        alone.take(step)
+    alone.note(bench, "step")
     with bench.timed("stall"):
         content = collect_content(ALONE, bench.trained, 1, {"step": 1})
         copied = replace(content, tensors=bench.staging.stage(content.tensors))
         flight = Flight(1, ALONE, lambda: write_checkpoint(bench.directory, ALONE, copied))
-    beside = []
+    beside = Paced()
     while not flight.has_landed:
-        started = time.perf_counter()
-        step()
-        beside.append(time.perf_counter() - started)
-    bench.seconds.setdefault("step beside a save", []).append(statistics.median(beside))
+        beside.take(step)
+    beside.note(bench, "step beside a save")
     if flight.landing is None or flight.landing.error is not None:
         raise SystemExit(f"the save failed: {flight.landing}")
     bench.fresh("run")
@@ -232,28 +258,34 @@ def take_rounds(bench: Bench, rounds: int) -> None:
             way(bench)
         if number == 0:
             bench.seconds.clear()
+            bench.cpu.clear()
 
 
-def per_round(times: list[float], rounds: int) -> list[float]:
-    """The median of each round, where a way was timed several times in one."""
-    each = len(times) // rounds
-    return [statistics.median(times[number * each : (number + 1) * each]) for number in range(rounds)]
+def middle_half(values: list[float]) -> str:
+    """The median, and between what the middle half of the values lies."""
+    ordered = sorted(values)
+    quarter = len(ordered) // 4
+    return f"{statistics.median(ordered):.2f} ({ordered[quarter]:.2f} to {ordered[-1 - quarter]:.2f})"
 
 
-def print_table(bench: Bench, rounds: int) -> None:
+def ratios(times: dict[str, list[float]], above: str, below: str) -> str:
+    """Of two ways, within rounds."""
+    return middle_half([one / other for one, other in zip(times[above], times[below], strict=True)])
+
+
+def print_table(bench: Bench) -> None:
     """Seconds of each way, then the ratios within rounds."""
-    size = sum(tensor.numel() * tensor.element_size() for tensor in flatten(bench.tensors))
+    size, rounds = sum(t.numel() * t.element_size() for t in flatten(bench.tensors)), len(bench.seconds["save"])
     print(f"{size / 2**20:.0f} MiB, {rounds} rounds, torch {torch.__version__}, {torch.get_num_threads()} threads\n")
-    print("| way | seconds, median | least | most | MiB/s |\n|---|---:|---:|---:|---:|")
+    print("| way | seconds, median | least | most | CPU seconds, median |\n|---|---:|---:|---:|---:|")
     for way, times in bench.seconds.items():
-        rate = "" if way.startswith("step") else f"{size / 2**20 / statistics.median(times):.0f}"
-        print(f"| {way} | {statistics.median(times):.4f} | {min(times):.4f} | {max(times):.4f} | {rate} |")
-    print("\n| ratio of seconds | median of rounds | middle half | aim |\n|---|---:|---|---|")
+        cpu = statistics.median(bench.cpu[way])
+        print(f"| {way} | {statistics.median(times):.4f} | {min(times):.4f} | {max(times):.4f} | {cpu:.4f} |")
+    print("\n| ratio, median of rounds (middle half) | of seconds | of CPU seconds | aim |\n|---|---|---|---|")
     for above, below, aim in RATIOS:
-        pairs = zip(per_round(bench.seconds[above], rounds), per_round(bench.seconds[below], rounds), strict=True)
-        ratios = sorted(ours / theirs for ours, theirs in pairs)
-        low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
-        print(f"| {above} / {below} | {statistics.median(ratios):.2f} | {low:.2f} to {high:.2f} | {aim} |")
+        print(
+            f"| {above} / {below} | {ratios(bench.seconds, above, below)} | {ratios(bench.cpu, above, below)} | {aim} |"
+        )
 
 
 def main() -> None:
@@ -271,7 +303,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         bench = Bench(Path(folder), make_trained(arguments.mib))
         take_rounds(bench, arguments.rounds)
-        print_table(bench, arguments.rounds)
+        print_table(bench)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def test_buffers_are_used_again_until_a_shape_changes() -> None:
 
 
 def test_the_order_of_numbers_in_memory_is_kept() -> None:
-    weight = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last).weight
+    weight = nn.Parameter(torch.rand(4, 3, 2, 2).contiguous(memory_format=torch.channels_last))
     expanded = torch.arange(3.0).expand(4, 3)
     staging = Staging()
     for _ in range(2):

@@ -142,7 +142,7 @@ def test_it_does_not_wait_for_ever(
 def test_a_defect_in_the_thread_ends_the_run(
     tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "write_checkpoint", lambda directory, on, content: {}["x"])
+    monkeypatch.setattr(background, "write_checkpoint", mock.Mock(side_effect=KeyError("x")))
     with pytest.raises(KeyError):
         train_tiny(tmp_path, lone_rank(), *SHORT, "checkpoint.every=2 steps", before_step=wait_for_save)
 
