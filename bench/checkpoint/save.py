@@ -148,7 +148,7 @@ class Paced:
 def plain(bench: Bench) -> None:
     """The state's bytes in one file."""
     path, tensors = bench.folder / "plain", flatten(bench.tensors)
-    parts = [memoryview(tensor.detach().numpy()).cast("B") for tensor in tensors if tensor.ndim]
+    parts = [tensor.detach().numpy().data.cast("B") for tensor in tensors if tensor.ndim]
     path.unlink(missing_ok=True)
     with bench.timed("write"), open(path, "wb", buffering=0) as file:
         for part in parts:

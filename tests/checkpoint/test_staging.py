@@ -80,6 +80,18 @@ def test_the_order_of_numbers_in_memory_is_kept() -> None:
         assert torch.equal(staged["expanded"], expanded)
 
 
+def test_numbers_in_few_bits_are_taken_apart() -> None:
+    module = pytest.importorskip("torchao.optim.subclass_8bit")
+    state = module.OptimState8bit.zeros((4, 256))
+    state.copy_(torch.linspace(-1, 1, 1024).reshape(4, 256))
+    staging, expected = Staging(), state.dequantize()
+    staged = staging.stage({"moment": state})["moment"]
+    state.copy_(torch.zeros(4, 256))
+    assert type(staged) is type(state)
+    assert torch.equal(staged.dequantize(), expected)
+    assert staging.missing_bytes({"moment": state}) == 0
+
+
 def test_memory_that_a_job_may_not_use_is_no_room(tmp_path: Path) -> None:
     group = tmp_path / "sys/fs/cgroup/job"
     group.mkdir(parents=True)

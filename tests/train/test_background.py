@@ -159,6 +159,7 @@ def test_ranks_save_while_they_train(rank: int, tmp_path: Path) -> None:
         assert [event["step"] for event in saved] == RunDir(tmp_path / "flown").checkpoint_steps()
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_all_go_on_when_one_cannot_write(rank: int, tmp_path: Path) -> None:
     def write(directory: RunDir, on: Any, content: Any) -> Any:
@@ -178,6 +179,7 @@ def test_all_go_on_when_one_cannot_write(rank: int, tmp_path: Path) -> None:
         assert RunDir(tmp_path).checkpoint_steps() == [4, 6]
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_where_memory_does_not_suffice_saves_are_waited_for(rank: int, tmp_path: Path) -> None:
     with mock.patch.object(background, "has_room", return_value=rank == 0):
