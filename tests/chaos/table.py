@@ -1,6 +1,6 @@
 """Prints the table of docs/faults.md from the notes that `make chaos` has taken.
 
-    python tests/chaos/table.py NOTES.jsonl
+python tests/chaos/table.py NOTES.jsonl
 """
 
 from __future__ import annotations

@@ -90,11 +90,18 @@ def test_config_explain(shardway: Shardway) -> None:
         "  Steps whose checkpoints are kept for ever, beside the newest; they are saved whatever `every` says.\n"
         '  allowed: such as "500 steps", "1 epochs", "off"\n'
         '  default: "off"\n'
+        "\n"
+        "checkpoint.background\n"
+        "  Write checkpoints while the run goes on, from a copy of the state in the host's memory; the last one is "
+        "waited for, as are all where that memory does not suffice or the engine writes files of its own.\n"
+        "  allowed: true or false\n"
+        "  default: true\n"
     )
     assert [doc["key"] for doc in facts(shardway("config", "explain", "checkpoint", "--json"))] == [
         "checkpoint.every",
         "checkpoint.keep",
         "checkpoint.keep_every",
+        "checkpoint.background",
     ]
 
 

@@ -62,7 +62,12 @@ def test_what_is_allowed(dotted: str, allowed: str, default: str) -> None:
 
 def test_a_section_is_all_its_keys() -> None:
     docs = explain_key("checkpoint")
-    assert [doc.key for doc in docs] == ["checkpoint.every", "checkpoint.keep", "checkpoint.keep_every"]
+    assert [doc.key for doc in docs] == [
+        "checkpoint.every",
+        "checkpoint.keep",
+        "checkpoint.keep_every",
+        "checkpoint.background",
+    ]
     assert docs[1] == KeyDoc(
         "checkpoint.keep",
         "Complete checkpoints that are kept; older ones are removed after a newer one is complete.",

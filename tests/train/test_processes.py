@@ -110,8 +110,22 @@ def test_ranks_stop_and_save_when_their_agent_is_killed(start: Start, launcher: 
 
 
 def kill_somewhere(command: Command, dice: random.Random) -> None:
-    """kill -9 one rank (or the only process) at a random step; the ranks that are left end by themselves."""
+    """Kill at a random step, after the first save."""
     command.wait_for_step(dice.randrange(22, 90))
+    command.wait_until(lambda: bool(command.run.checkpoint_steps()))
+    kill_one(command, dice)
+
+
+def kill_while_saving(command: Command, dice: random.Random) -> None:
+    """The same while a checkpoint is being written and the ranks train on."""
+    base = command.run.checkpoint_steps()[-1]
+    command.wait_for_step(base + 1)
+    command.wait_until(lambda: bool(command.run.partial_checkpoints()))
+    kill_one(command, dice)
+
+
+def kill_one(command: Command, dice: random.Random) -> None:
+    """kill -9 one rank (or the only process); the ranks that are left end by themselves."""
     victims = list(command.ranks().values()) or [psutil.Process(command.process.pid)]
     dice.choice(victims).send_signal(signal.SIGKILL)
     assert command.end()[0] != 0
@@ -123,7 +137,7 @@ def test_what_was_killed_goes_on_with_the_same_bits(start: Start, tmp_path: Path
     dice = random.Random(" ".join(words))
     through = start("through", *words, *LONG)
     kill_somewhere(start("killed", *words, *LONG), dice)
-    kill_somewhere(start("killed", *words, *LONG), dice)
+    kill_while_saving(start("killed", *words, *LONG), dice)
     start("killed", *words, *LONG).finish()
     through.finish()
     starts = [event["step"] for event in read_named(tmp_path / "killed", "started")]

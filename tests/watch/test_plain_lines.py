@@ -119,11 +119,13 @@ def test_troubles_with_the_disk_are_told() -> None:
             "set_aside", 0, 0.1, name="step-000000200", kept_as="damaged-step-000000200", reason="a shard is missing"
         ),
         event("save_failed", 0, 0.2, reason="no space\nis left", retry_s=30.0),
+        event("background_off", 0, 0.2, reason="a copy of the state takes 4 GiB a rank, which some host lacks"),
         event("recorded_late", 0, 0.3, reason="No space left on device"),
     ]
     assert _lines(events)[1:] == [
         "step-000000200 is damaged (a shard is missing) and kept as damaged-step-000000200",
         "step   0/200  not saved: no space is left; the next try is in 0:30",
+        "saves are waited for: a copy of the state takes 4 GiB a rank, which some host lacks",
         "step   0/200  events are written again; until now: No space left on device",
     ]
 

@@ -12,7 +12,7 @@ import errno
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from shardway.checkpoint.manifest import NAME, Manifest, Seal, list_files, seal_file, write_manifest
-from shardway.checkpoint.state import State, count_bytes, random_state
+from shardway.checkpoint.state import State, Tensors, count_bytes, random_state
 from shardway.errors import Bug, JobError, LostContact, ShardwayError
 from shardway.ranks.start import Ranks, is_out_of_memory
 from shardway.rundir.atomic import fsync_folder
@@ -55,24 +55,57 @@ class Keep:
         return [step for step in steps[: -self.newest] if self.every is None or step % self.every]
 
 
+@dataclass(frozen=True)
+class Content:
+    """What becomes a checkpoint: this rank's tensors at `step`, the run's counters, and the bytes of all ranks.
+
+    `write_files` writes what is no tensor into the folder that it is given; it is called on all ranks together.
+    """
+
+    step: int
+    numbers: Mapping[str, Any]
+    tensors: Tensors
+    bytes: int
+    write_files: Callable[[Path], None]
+
+
 def save_checkpoint(
     directory: RunDir, ranks: Ranks, state: State, step: int, numbers: Mapping[str, Any]
 ) -> Saved | None:
     """Save on all ranks together; None where this step is saved already. Raises JobError on every rank alike."""
-    # Rank 0 looks for all: on a network file system ranks may see different things for a while.
-    if ranks.gather(ranks.is_first and directory.checkpoint_path(step).exists())[0]:
+    if is_saved(directory, ranks, step):
         return None
-    partial, final = directory.partial_checkpoint_path(step), directory.checkpoint_path(step)
+    return write_checkpoint(directory, ranks, collect_content(ranks, state, step, numbers))
+
+
+def is_saved(directory: RunDir, ranks: Ranks, step: int) -> bool:
+    """Whether there is a checkpoint of this step; asked on all ranks together.
+
+    Rank 0 looks for all: on a network file system ranks may see different things for a while.
+    """
+    return ranks.gather(ranks.is_first and directory.checkpoint_path(step).exists())[0]
+
+
+def collect_content(ranks: Ranks, state: State, step: int, numbers: Mapping[str, Any]) -> Content:
+    """The state as it is now, by reference, with this rank's random state; called on all ranks together."""
     tensors = state.collect()
     tensors["random"] = {f"rank-{ranks.rank}": random_state()}
+    random_elsewhere = (ranks.world - 1) * count_bytes(tensors["random"])
+    whole = count_bytes(tensors) + random_elsewhere + state.count_file_bytes()
+    return Content(step, numbers, tensors, whole, state.write_files)
+
+
+def write_checkpoint(directory: RunDir, ranks: Ranks, content: Content) -> Saved:
+    """Write a checkpoint on all ranks together, in any thread of theirs. Raises JobError on every rank alike."""
+    step = content.step
+    partial, final = directory.partial_checkpoint_path(step), directory.checkpoint_path(step)
     try:
-        random_elsewhere = (ranks.world - 1) * count_bytes(tensors["random"])
-        _check_space(directory, ranks, count_bytes(tensors) + random_elsewhere + state.count_file_bytes())
+        _check_space(directory, ranks, content.bytes)
         ranks.together(lambda: _clear_and_make(partial) if ranks.is_first else None)
-        _write_shards(ranks, tensors, partial)
-        _write_files(ranks, state, partial)
+        _write_shards(ranks, content.tensors, partial)
+        _write_files(ranks, content, partial)
         seals = _seal_all(ranks, partial)
-        manifest = Manifest(step, ranks.world, numbers, seals)
+        manifest = Manifest(step, ranks.world, content.numbers, seals)
         ranks.together(lambda: _commit(partial, final, manifest) if ranks.is_first else None)
     except ShardwayError as error:
         if ranks.is_first:
@@ -123,21 +156,22 @@ def _clear_and_make(partial: Path) -> None:
         partial.mkdir(exist_ok=True)
 
 
-def _write_shards(ranks: Ranks, tensors: dict[str, Any], folder: Path) -> None:
+def _write_shards(ranks: Ranks, tensors: Tensors, folder: Path) -> None:
     def write() -> None:
         writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
-        with ranks.contact("during a save"), _told(ranks.rank), warnings.catch_warnings():
-            # That a process without a group saves alone is meant.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-            dcp.save(tensors, storage_writer=writer, no_dist=not ranks.grouped)
+        # That a process without a group saves alone is meant. The filter stays: to put filters back is for a process
+        # with one thread, and this may be another than that of training.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        with ranks.contact("during a save"), _told(ranks.rank):
+            dcp.save(tensors, storage_writer=writer, process_group=ranks.group, no_dist=not ranks.grouped)
 
     ranks.together(write)
 
 
-def _write_files(ranks: Ranks, state: State, folder: Path) -> None:
+def _write_files(ranks: Ranks, content: Content, folder: Path) -> None:
     def write() -> None:
         with ranks.contact("during a save"), _told(ranks.rank):
-            state.write_files(folder)
+            content.write_files(folder)
 
     ranks.together(write)
 

@@ -83,7 +83,7 @@ def diff(
 
     found = find_checkpoint(run, step), find_checkpoint(other, other_step)
     manifests = [verify_found(each) for each in found]
-    readers = [_reader(each) for each in found]
+    readers = _reader(found[0]), _reader(found[1])
     parts = [each.value for each in part or Part]
     tensors = []
     for each in find_differences(*readers, parts):

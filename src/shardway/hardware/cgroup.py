@@ -28,6 +28,16 @@ def read_cgroup_limits(root: Path = Path("/")) -> CgroupLimits:
     return CgroupLimits(min(cores, default=None), min(memory, default=None))
 
 
+def read_cgroup_memory_left(root: Path = Path("/")) -> int | None:
+    """Bytes that this process's groups still leave, cached files that may be dropped among them; None: no limit.
+
+    The usage of a group is memory.current (version 1: memory.usage_in_bytes), and inactive_file of its memory.stat is
+    what the kernel drops first (Linux, Documentation/admin-guide/cgroup-v2.rst).
+    """
+    folders = [(folder, limit) for folder in _group_folders(root) if (limit := _memory_bytes(folder)) is not None]
+    return min((max(0, limit - _memory_held_bytes(folder)) for folder, limit in folders), default=None)
+
+
 def _group_folders(root: Path) -> Iterator[Path]:
     """Each folder that may hold a limit, from the process's own group up to the root of each hierarchy.
 
@@ -56,6 +66,13 @@ def _cores(folder: Path) -> float | None:
 def _memory_bytes(folder: Path) -> int | None:
     limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
     return int(limit) if limit.isdecimal() else None
+
+
+def _memory_held_bytes(folder: Path) -> int:
+    used = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
+    lines = (line.split() for line in _read(folder / "memory.stat").splitlines())
+    droppable = sum(int(words[1]) for words in lines if words[:1] == ["inactive_file"] and words[1:2])
+    return max(0, int(used) - droppable) if used.isdecimal() else 0
 
 
 def _read(path: Path) -> str:

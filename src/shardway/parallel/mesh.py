@@ -7,7 +7,7 @@ This module must not touch a model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -109,6 +109,15 @@ def build_mesh(ranks: Ranks, parallel: ParallelSection) -> Mesh:
     devices = _grid(ranks.device.type, layout, _needed(layout, DIMS))
     experts = _grid(ranks.device.type, layout, _needed(layout, EXPERT_DIMS)) if layout.ep > 1 else None
     return Mesh(layout, ranks.rank, devices, experts, _context_group(layout) if layout.degree("cp") > 1 else None)
+
+
+def set_apart(ranks: Ranks) -> Ranks:
+    """The same ranks over a group of their own on the CPU, for a thread whose messages must not meet those of training.
+
+    Called on all ranks together. A rank may write for long while the others wait: the group has torch's own, longer
+    timeout.
+    """
+    return replace(ranks, group=dist.new_group(backend="gloo")) if ranks.grouped else ranks
 
 
 def _needed(layout: Layout, dims: Sequence[str]) -> list[str]:

@@ -43,11 +43,12 @@ class StartOptions:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of this launch as seen from one of them."""
+    """The ranks of this launch as seen from one of them; `group` is what they talk over (None: the default group)."""
 
     placement: Placement
     device: torch.device
     grouped: bool
+    group: dist.ProcessGroup | None = None
 
     @property
     def rank(self) -> int:
@@ -70,14 +71,14 @@ class Ranks:
             return [value]
         values: list[Any] = [None] * self.world
         with self.contact("while gathering values"):
-            dist.all_gather_object(values, value)
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of a small tensor over all ranks, in place."""
         if self.grouped:
             with self.contact("while adding values"):
-                dist.all_reduce(values)
+                dist.all_reduce(values, group=self.group)
         return values
 
     def barrier(self) -> None:

@@ -346,6 +346,11 @@ class CheckpointSection(Section):
     keep_every: SpanOrOff = key(
         "off", "Steps whose checkpoints are kept for ever, beside the newest; they are saved whatever `every` says."
     )
+    background: bool = key(
+        True,
+        "Write checkpoints while the run goes on, from a copy of the state in the host's memory; the last one is "
+        "waited for, as are all where that memory does not suffice or the engine writes files of its own.",
+    )
 
 
 def _add_parent(schema: dict[str, Any]) -> None:

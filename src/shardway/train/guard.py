@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -77,11 +77,15 @@ class GuardCounters:
 
 @dataclass
 class Guard:
-    """One rank's view of the guard; `is_new`: no step was taken in this process yet."""
+    """One rank's view of the guard; `is_new`: no step was taken in this process yet.
+
+    `settle` waits for a save that is under way, so that an error names the last checkpoint there will be.
+    """
 
     session: Session
     plan: GuardPlan
     parallel: ParallelModel
+    settle: Callable[[], None] = lambda: None
     counters: GuardCounters = field(default_factory=GuardCounters)
     is_new: bool = True
     recent: dict[str, Recent] = field(default_factory=dict)
@@ -196,6 +200,7 @@ class Guard:
         raise refuse_replicas(mismatch, self._saved())
 
     def _saved(self) -> Sequence[int]:
+        self.settle()
         return self.session.directory.checkpoint_steps()
 
     def _event(self, name: str, step: int, **facts: Any) -> None:

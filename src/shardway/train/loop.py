@@ -70,8 +70,8 @@ class Loop:
         self._result: StepResult | None = None
         self._stream: Iterator[Batch] = iter(())
         self._peak_lrs: list[float] = []
-        self._saver = Saver(session, plan.save_every_s, plan.keep)
-        self._guard = Guard(session, plan.guard, parts.engine.passes.parallel)
+        self._saver = Saver(session, plan.save_every_s, plan.keep, self._took_save)
+        self._guard = Guard(session, plan.guard, parts.engine.passes.parallel, self._saver.settle)
         self._looked_at = time.monotonic()
         self._phase = Phase.RESTORE
         self._open_step: _OpenStep | None = None
@@ -205,6 +205,7 @@ class Loop:
             session.recorder.event("deadline", step=self._counters.step, **self._deadline.facts())
 
     def _step(self) -> Iterator[Any]:
+        self._saver.poll()
         started = time.perf_counter()
         batch = next(self._stream)
         self._session.progress.enter(Activity.SCRIPT, self._counters.step)
@@ -263,8 +264,10 @@ class Loop:
         }
         if self._loss_scale is not None:
             numbers["loss_scale"] = self._loss_scale.as_numbers()
-        seconds = self._saver.save(Point(engine.state, self._counters.step, numbers, last))
-        if seconds is not None and self._deadline is not None:
+        self._saver.save(Point(engine.state, self._counters.step, numbers, last))
+
+    def _took_save(self, seconds: float) -> None:
+        if self._deadline is not None:
             self._deadline.took_save(seconds)
 
     def _stop(self) -> None:
@@ -282,6 +285,7 @@ class Loop:
         close = getattr(self._stream, "close", None)
         if close is not None:
             close()
+        self._saver.settle()
         self._session.recorder.end(event, end)
         if self._session.ranks.is_first:
             self._session.directory.clear_stop()

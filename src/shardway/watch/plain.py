@@ -67,6 +67,8 @@ class PlainLines:
                 return [f"{self._place()}  {render_save(read_save(event))}"]
             case "save_failed":
                 return [f"{self._place()}  {render_failed_save(read_failed_save(event))}"]
+            case "background_off":
+                return [f"saves are waited for: {text(event, 'reason')}"]
             case "recorded_late":
                 return [f"{self._place()}  events are written again; until now: {text(event, 'reason')}"]
             case "set_aside":
