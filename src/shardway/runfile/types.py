@@ -135,7 +135,6 @@ SkipsField = Annotated[
         {
             "type": "array",
             "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 2, "maxItems": 2},
-            "examples": [[[120000, 121000]]],
             "description": "pairs [from, to] of whole numbers, from less than to",
         }
     ),
