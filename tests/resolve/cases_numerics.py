@@ -24,6 +24,14 @@ DERIVATIONS: list[Derives] = [
 
 REFUSALS: list[Refuses] = [
     Refuses(
+        "a_probe_repeats_what_has_one_result",
+        ("run.device=cuda", "guard.probe_every=500 steps"),
+        "  guard.probe_every (command line): two runs of the same passes are compared bit by bit, and on a GPU "
+        "operations have one result only with train.deterministic = true\n"
+        '      allowed: "off"; or train.deterministic = true',
+        GPU,
+    ),
+    Refuses(
         "tf32_needs_a_device_that_has_it",
         ("precision.tf32=true",),
         "  precision.tf32 (command line): true has no effect on a CPU\n      allowed: false",
