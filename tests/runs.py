@@ -37,6 +37,7 @@ COMMON = (
     "train.validate_every=off",
     "optim.warmup=4 steps",
     "checkpoint.every=off",
+    "checkpoint.background=false",
     "run.device=cpu",
     "run.threads=1",
 )
@@ -50,7 +51,10 @@ TINY = (
     "data.seq_len=12",
 )
 TINY_IMAGES = (*COMMON, "model.kind=convnet", "model.channels=[4]", "model.classes=4", "data.shape=[1, 8, 8]")
-"""Overrides that make the default run one of a fraction of a second; what a test sets after them wins."""
+"""Overrides that make the default run one of a fraction of a second; what a test sets after them wins.
+
+Which checkpoints such a run leaves must not depend on how soon one is written: a save that is due too soon is left out.
+"""
 
 
 def place(rank: int, world: int, launcher: str = "torchrun", port: int = 0) -> Placement:

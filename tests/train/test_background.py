@@ -19,7 +19,7 @@ from shardway.rundir.directory import RunDir
 from shardway.train import background, saving
 from shardway.train.run import Run
 
-SHORT = ("train.steps=6", "optim.warmup=0 steps", "checkpoint.keep=9")
+SHORT = ("train.steps=6", "optim.warmup=0 steps", "checkpoint.keep=9", "checkpoint.background=true")
 USAGE = shutil.disk_usage
 
 

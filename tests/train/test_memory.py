@@ -155,7 +155,7 @@ def fail_with(error: Exception) -> Failing:
 def told_by_open_run(folder: Path, error: Exception, where: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """The message of a run of the door, in which one call of this process finds no memory."""
     monkeypatch.setattr(where, fail_with(error))
-    words = (*TINY, "checkpoint.every=2 steps", "checkpoint.background=false")
+    words = (*TINY, "checkpoint.every=2 steps")
     with pytest.raises(JobError) as told, open_run(Request(None, words, folder)) as run:
         train_run(run)
     return str(told.value)

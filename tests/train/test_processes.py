@@ -19,7 +19,8 @@ from shardway.rundir.directory import RunDir
 
 pytestmark = pytest.mark.slow
 
-LONG = (*TINY, "train.steps=160", "checkpoint.every=20 steps", "model.dropout=0.1", "data.record_ids=true")
+SAVED = ("checkpoint.every=20 steps", "checkpoint.background=true")
+LONG = (*TINY, *SAVED, "train.steps=160", "model.dropout=0.1", "data.record_ids=true")
 ENDLESS = (*TINY, "train.steps=1000000", "checkpoint.every=off")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 

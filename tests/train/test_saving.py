@@ -16,7 +16,7 @@ from shardway.train import saving
 from shardway.train.run import Run
 from shardway.train.saving import LeastCost
 
-SHORT = ("train.steps=6", "optim.warmup=0 steps", "checkpoint.every=2 steps", "checkpoint.background=false")
+SHORT = ("train.steps=6", "optim.warmup=0 steps", "checkpoint.every=2 steps")
 USAGE = shutil.disk_usage
 
 
