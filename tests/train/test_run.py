@@ -37,7 +37,14 @@ from trained import assert_same_bits, whole, whole_state
 
 pytestmark = pytest.mark.slow  # test_core.py holds what `make check` runs of this
 
-SCRIPT = ("run.device=cpu", "run.threads=1", "train.steps=12", "checkpoint.every=off", "data.record_ids=true")
+SCRIPT = (
+    "run.device=cpu",
+    "run.threads=1",
+    "train.steps=12",
+    "checkpoint.every=off",
+    "checkpoint.background=false",
+    "data.record_ids=true",
+)
 """What a script's run file says here: nothing of model and data."""
 
 
