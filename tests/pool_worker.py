@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import ctypes
 import faulthandler
+import functools
 import importlib.util
 import json
 import os
@@ -202,14 +203,27 @@ def _run_in_group(task: Task, stores: dict[int, Any], call: Callable[[], None]) 
         raise _LeaksFound("the test leaves behind:\n  a default process group of its own")
 
 
+def _clear_caches(owner: Any) -> None:
+    """Empty what `functools.lru_cache` keeps for the functions of a module or class."""
+    for value in vars(owner).values():
+        function = value.__func__ if type(value) in (staticmethod, classmethod) else value
+        if type(function) is functools._lru_cache_wrapper:
+            function.cache_clear()
+
+
 def _forget_meshes() -> None:
-    """Let go of the groups of this test's meshes: torch caches meshes, and each group it keeps alive has a thread
-    that spins once its peers have closed their ends."""
+    """Let go of the groups of this test's meshes: torch caches meshes in many functions, and each group that is kept
+    alive so has a thread that spins once its peers have closed their ends."""
     import gc
 
+    from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+    for module in [module for name, module in sys.modules.items() if name.startswith("torch.distributed")]:
+        for owner in (module, *(value for value in vars(module).values() if type(value) is type)):
+            _clear_caches(owner)
     gc.collect()
 
 
