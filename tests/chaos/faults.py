@@ -156,6 +156,7 @@ def launch_twice(command: Command, dice: random.Random) -> Struck:
 def damage_newest(command: Command, dice: random.Random) -> Struck:
     """kill -9 the agent and all ranks, then damage the newest checkpoint in one of many ways."""
     wait_for_some_step(command, dice)
+    command.wait_until(lambda: len(command.run.checkpoint_steps()) > 1)
     struck = Struck(time.time(), "newest checkpoint")
     for process in (psutil.Process(command.process.pid), *children(command).values()):
         process.kill()
@@ -219,7 +220,8 @@ FAULTS = (
     Fault("SIGKILL of the agent", kill_agent, restarts_itself=False),
     Fault("SIGKILL of a loader worker", kill_loader, words=("data.workers=1",)),
     Fault("SIGSTOP of a rank", signal_rank(signal.SIGSTOP)),
-    Fault("hang with Python's lock held", wait_for_hang, environ=hangs_once),
+    # Steps of milliseconds may be over before the rank hangs, and in a save it would be given a minute.
+    Fault("hang with Python's lock held", wait_for_hang, ("run.hang_timeout=10s",), hangs_once),
     Fault("SIGTERM to a rank", signal_rank(signal.SIGTERM), restarts_itself=False),
     Fault("SIGUSR2 to a rank", signal_rank(signal.SIGUSR2), restarts_itself=False),
     Fault("stop file", ask_to_stop, restarts_itself=False),

@@ -156,6 +156,18 @@ def test_what_a_rank_printed_is_named_where_nothing_else_explains(run: RunDir, m
     assert (type(defect), str(defect)) == (Bug, f"KeyError: 3{where}")
 
 
+def test_a_rank_that_could_not_write_events_speaks_by_what_it_printed(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = run.path / "logs/start/attempt_0/1"
+    output.mkdir(parents=True)
+    (output / "stderr.log").write_text("a warning\nshardway: no checkpoint is whole:\n  step 20: a file is missing\n")
+    error = failing(run, Play(failures=exited(1, code=4)), monkeypatch)
+    assert (type(error), str(error)) == (JobError, "no checkpoint is whole:\n  step 20: a file is missing")
+    unknown = failing(run, Play(failures=exited(1, code=17)), monkeypatch)
+    assert str(unknown).startswith("rank 1 ended with exit code 17.")
+
+
 def test_an_error_of_an_unknown_kind_is_a_job_error(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(failing(run, Play({1: ("NewError", "what")}, exited(1)), monkeypatch)) is JobError
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 from dataclasses import asdict, replace
 from typing import Any, NoReturn
@@ -193,10 +194,19 @@ def _killed(run: RunDir, failure: RankFailure) -> JobError:
 
 
 def _unexplained(run: RunDir, failure: RankFailure) -> ShardwayError:
-    kinds: dict[int, type[ShardwayError]] = {kind.exit_code: kind for kind in (UserError, SiteError)}
-    return kinds.get(failure.exit_code, JobError)(
-        f"rank {failure.rank} ended with exit code {failure.exit_code}.{_where_output(run, failure.rank)}"
-    )
+    kinds: dict[int, type[ShardwayError]] = {kind.exit_code: kind for kind in (UserError, SiteError, JobError)}
+    kind, words = kinds.get(failure.exit_code), _last_words(run, failure.rank)
+    if kind is not None and words:
+        return kind(words)
+    what = f"rank {failure.rank} ended with exit code {failure.exit_code}."
+    return (kind or JobError)(f"{what}{_where_output(run, failure.rank)}")
+
+
+def _last_words(run: RunDir, rank: int) -> str:
+    """The error that a rank printed last, where it had no events to write it into; empty for none."""
+    printed = "".join(path.read_text(encoding="utf-8", errors="replace") for path in run.rank_output(rank))
+    _, *told = re.split(r"^shardway: ", printed, flags=re.MULTILINE)
+    return told[-1].strip() if told else ""
 
 
 def _where_output(run: RunDir, rank: int) -> str:

@@ -156,6 +156,29 @@ def test_steps_shorter_than_a_look_teach_nothing_longer() -> None:
     assert usual <= LOOK_S
 
 
+def test_steps_between_two_looks_are_enough_to_know_them() -> None:
+    """A rank that takes thousands in a second may hang in its first second."""
+    ranks = Ranks(1)
+    ranks.enter(Activity.STEP, 0)
+    ranks.look()
+    for step in range(100):
+        ranks.now += 0.0025
+        for activity in (Activity.DATA, Activity.SCRIPT, Activity.STEP):
+            ranks.enter(activity, step)
+    assert ranks.wait_for_hang(most_s=8.0).limit_s <= 3 * 2 * LOOK_S + 5.0
+
+
+def test_a_run_that_resumes_has_not_taken_the_steps_before() -> None:
+    """Between two looks its count of steps goes from none to that of its checkpoint."""
+    ranks = Ranks(1)
+    ranks.look()
+    ranks.enter(Activity.LOAD, 0)
+    for activity in (Activity.DATA, Activity.SCRIPT, Activity.STEP):
+        ranks.enter(activity, 5000)
+    ranks.look()
+    assert ranks.patience.usual_s(Activity.STEP) is None
+
+
 @given(st.lists(st.floats(0.01, 0.5), min_size=20, max_size=60))
 def test_a_hang_is_found_in_time_and_not_before(times: list[float]) -> None:
     """Within three times the longest step and five seconds and what two looks take; never while steps go on."""
@@ -165,7 +188,7 @@ def test_a_hang_is_found_in_time_and_not_before(times: list[float]) -> None:
     for step, seconds in enumerate(times, start=1):
         ranks.enter(Activity.STEP, step)
         assert ranks.look(seconds) is None
-    ranks.enter(Activity.STEP, 1000)
+    ranks.enter(Activity.STEP, len(times) + 1)
     ranks.stopped = {1}
     before = ranks.now
     hang = ranks.wait_for_hang(most_s=20.0)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardway.ranks.agent.page import Entry
-from shardway.ranks.agent.patience import Patience, Span
+from shardway.ranks.agent.patience import ENOUGH, Patience, Span
 from shardway.ranks.progress import Activity
 
 _WORDS = {
@@ -37,7 +37,13 @@ _ORDER = {
 }
 """What comes after what once so many steps are done; only rank 0 knows that a step is repeated."""
 
-_IN_STEP = frozenset((Activity.DATA, Activity.STEP, Activity.REPEAT))
+_IN_STEP = frozenset((Activity.DATA, Activity.SCRIPT, Activity.STEP, Activity.REPEAT))
+
+_CHANGES_OF_STEP = 3
+"""A step shows that it waits for data, that it has them, and that it begins."""
+
+_FIRST_CHANGES = 8
+"""Changes of a page with which it is in its first step or the one after: start, load, and twice those of a step."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +81,11 @@ class Hang:
 class _Watched:
     entry: Entry
     age: float
-    first_step: int | None = None
 
     @property
     def span(self) -> Span:
         """What the rank does, and whether that is its first step or what comes before it."""
-        return Span(self.entry.activity, self.entry.activity in _IN_STEP and self.entry.step == self.first_step)
+        return Span(self.entry.activity, self.entry.activity in _IN_STEP and self.entry.changes <= _FIRST_CHANGES)
 
 
 class HangFinder:
@@ -110,14 +115,18 @@ class HangFinder:
 
     def _follow(self, known: _Watched | None, entry: Entry, tick: float) -> _Watched:
         if known is None:
-            return _Watched(entry, 0.0, _first_step(None, entry))
+            return _Watched(entry, 0.0)
         if known.entry.changes == entry.changes:
-            return _Watched(entry, known.age + tick, known.first_step)
+            return _Watched(entry, known.age + tick)
         # One change apart the page tells how long it took; else it was shorter than a look, or what was seen of it.
         exact = entry.changes == known.entry.changes + 1
         seconds = min(entry.since - known.entry.since, known.age + tick) if exact else known.age
         self._patience.observe(known.span, max(0.0, seconds))
-        return _Watched(entry, 0.0, _first_step(known.first_step, entry))
+        between = (entry.changes - known.entry.changes) // _CHANGES_OF_STEP - 1
+        for _ in range(min(between, ENOUGH)):  # steps that began and ended between two looks
+            self._patience.observe(Span(Activity.DATA), tick)
+            self._patience.observe(Span(Activity.STEP), tick)
+        return _Watched(entry, 0.0)
 
     def _is_overdue(self, rank: int, *, stopped: bool) -> bool:
         return self._ranks[rank].age > self._patience.limit_s(self._ranks[rank].span, stopped=stopped)
@@ -139,8 +148,3 @@ def _find_suspects(sightings: Mapping[int, Sighting]) -> list[int]:
     place = {rank: (each.entry.step, _ORDER.get(each.entry.activity, 0)) for rank, each in sightings.items()}
     hindmost = min(place.values(), default=None)
     return [rank for rank, each in sightings.items() if each.stopped or place[rank] == hindmost]
-
-
-def _first_step(known: int | None, entry: Entry) -> int | None:
-    """The step that a rank began with, once it is in one."""
-    return entry.step if known is None and entry.activity in _IN_STEP else known
