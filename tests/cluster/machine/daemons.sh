@@ -76,7 +76,8 @@ boot() {
     echo $! >"$ROOT/run/host.$1.pid"
     # The process is in the host's namespaces as soon as it left ours.
     wait_for 10 "namespaces of $1" own_network $!
-    ip link add "$1" type veth peer name eth0 netns $!
+    # Always of the same address, as a card has: after a boot the others would look for the old one for a while.
+    ip link add "$1" type veth peer name eth0 address "$(mac_of "$1")" netns $!
     ip link set "$1" master br0 up
 }
 own_network() { [ "$(readlink "/proc/$1/ns/net")" != "$(readlink /proc/self/ns/net)" ]; }

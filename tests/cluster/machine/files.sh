@@ -57,6 +57,12 @@ write_gpus() {
     echo "NodeName=n[1-$NODES] Name=gpu Type=fake File=$ROOT/dev/nvidia[0-$((GPUS - 1))]" >"$ROOT/conf/slurm/gres.conf"
 }
 
+# What users mount images with; machines without fuse3's rules let nobody but root do that.
+write_fuse() {
+    mkdir -p "$ROOT/dev"
+    [ ! -e /dev/fuse ] || mknod -m 666 "$ROOT/dev/fuse" c 10 229
+}
+
 write_tracking() {
     if [ "$CGROUPS" = 0 ]; then
         TRACKING=$(printf '%s\n' ProctrackType=proctrack/linuxproc TaskPlugin=task/none \

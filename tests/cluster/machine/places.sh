@@ -28,6 +28,7 @@ give_own_places() {
     cover 755 /run
     mkdir -p /run/{munge,sshd,lock,user}
     mount --bind "$ROOT/run/munge" /run/munge
+    [ ! -e "$ROOT/dev/fuse" ] || mount --bind "$ROOT/dev/fuse" /dev/fuse
     for folder in "${published[@]}"; do open_ways "$folder"; done
     for number in "${!published[@]}"; do
         folder=${published[$number]}

@@ -30,6 +30,13 @@ ip_of() {
     esac
 }
 
+# The address of a host's network card: made from that of the host, from the range that is free for local use.
+mac_of() {
+    local ip
+    ip=$(ip_of "$1")
+    printf '02:00:00:00:00:%02x' "${ip##*.}"
+}
+
 fail() { echo "$(basename "$0"): $*" >&2; exit 1; }
 
 # process_in FILE: the process whose number the file holds, if it lives

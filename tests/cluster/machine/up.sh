@@ -45,6 +45,7 @@ write_files() {
     write_slurmdbd_conf
     write_ssh
     write_podman
+    write_fuse
     write_modules
 }
 
