@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from real_cluster import Cluster, wait_for
-from submitting import RUN_FILE, Person, Submitted
+from submitting import RUN_FILE, START_S, Person, Submitted
 
 COMMAND = ("--on", "generic-slurm", "--walltime", "5m")
 ODD_NAME = "my 'first' run, at 50%"
@@ -60,8 +60,12 @@ def test_status_says_why_a_job_waits(alice: Person, words: list[str], reason: st
 
 def test_a_scheduler_that_is_down_loses_and_doubles_nothing(cluster: Cluster, alice: Person) -> None:
     """A submission waits for it and goes through; meanwhile a status says that it does not know."""
-    other = alice.submit(*COMMAND, "run.name=other", "site.starter=srun", "--", "sleep", "300")
-    cluster.wait_until(other.job(), "RUNNING")
+    begun = alice.folder / "other.begun"
+    other = alice.submit(
+        *COMMAND, "run.name=other", "site.starter=srun", "--", "sh", "-c", f"touch {begun}; exec sleep 300"
+    )
+    # A job of which Slurm has not yet started the step would fail without its scheduler.
+    wait_for("the command of the other job", begun.exists, START_S)
     cluster.stop_scheduler()
     (job,) = alice.facts("status", other.path)["jobs"]
     assert (job["state"], job["scheduler_state"]) == ("unknown", "")
