@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from shardway.checkpoint.contents import VALUE
+from shardway.checkpoint.tensors import TensorReader
 
 
 def read_whole(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint but the random states, whole, by name."""
-    entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    tensors: dict[str, Any] = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata) and not name.startswith("random")
+    reader = TensorReader(folder)
+    return {
+        name: reader.read(name)
+        for name, entry in reader.entries.items()
+        if entry.dtype != VALUE and entry.part != "random"
     }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it loads in one process is meant
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
-    return tensors

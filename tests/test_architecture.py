@@ -119,7 +119,7 @@ def test_only_ranks_reads_what_launchers_say() -> None:
         (r"(.*\.)?init_process_group", "ranks/start.py"),
         (r"(.*\.)?destroy_process_group", "ranks/start.py"),
         (r"torch\.save|(dcp|checkpoint)\.(async_)?save|save_file|save_model|save_pretrained", "checkpoint/"),
-        (r"(.*\.)?FileSystemWriter", "checkpoint/"),
+        (r"(.*\.)?(FileSystemWriter|write_tensors)", "checkpoint/"),
         (r".*engine\.(save|load)_checkpoint", "checkpoint/"),
         (r"(.*\.)?deepspeed\.initialize", "train/engines/zero.py"),
         (r"(.*\.)?(EventWriter|WriterLock)", "rundir/"),
@@ -231,7 +231,7 @@ def test_the_scan_sees_what_it_should() -> None:
     by_name = {module.name: module for module in MODULES}
     assert find_calls([by_name["ranks/start.py"]], "dist.init_process_group")
     assert find_calls([by_name["parallel/mesh.py"]], "init_device_mesh")
-    assert find_calls([by_name["checkpoint/save.py"]], "dcp.save")
+    assert find_calls([by_name["checkpoint/shards/write.py"]], "dcp.save")
     assert find_calls([by_name["cli/main.py"]], "os._exit")
     assert find_calls([by_name["cli/config.py"]], "typer.echo")
     assert len(names_in_a_run_directory(by_name["rundir/directory.py"])) >= 10

@@ -6,17 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from pool import ranks
 from runs import lone_rank, pool_ranks
 from saved_tensors import read_whole
 from shardway.checkpoint import diff
+from shardway.checkpoint.contents import PARTS, Entry
 from shardway.checkpoint.diff import Difference, Values, compare_values, find_differences, find_other_files
-from shardway.checkpoint.manifest import Manifest, Seal
+from shardway.checkpoint.manifest import Damaged, Manifest, write_manifest
 from shardway.checkpoint.save import save_checkpoint
-from shardway.checkpoint.tensors import PARTS, Entry, TensorReader
-from shardway.errors import JobError
+from shardway.checkpoint.seal import Seal
+from shardway.checkpoint.shards.write import write_tensors
+from shardway.checkpoint.tensors import TensorReader
 from shardway.rundir.directory import RunDir
 from trained import make_trained
 
@@ -50,9 +51,10 @@ def test_formats_of_all_widths_are_compared(dtype: torch.dtype) -> None:
 
 
 def write(folder: Path, **tensors: object) -> TensorReader:
-    """A checkpoint of torch alone: tensors, and what is none."""
-    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
-        dcp.save({"model": dict(tensors)}, checkpoint_id=folder, no_dist=True)
+    """A checkpoint of tensors, and of what is none."""
+    folder.mkdir(exist_ok=True)
+    seals = write_tensors(folder, lone_rank(), {"model": dict(tensors)})
+    write_manifest(folder, Manifest(1, 1, {}, seals))
     return TensorReader(folder)
 
 
@@ -66,25 +68,27 @@ def test_shapes_formats_and_names_are_told(tmp_path: Path) -> None:
     assert found["model.gone"] == Difference("model.gone", vector, None)
     assert (found["model.new"].first, found["model.dtype"].second) == (None, Entry("model.dtype", (2,), "float16", 4))
     assert found["model.other"].first is not None
-    assert found["model.other"].first.dtype == "object"
+    assert found["model.other"].first.dtype == "value"
     assert list(find_differences(first, second, ["optimizer"])) == []
 
 
-def test_what_torch_cannot_read_is_told(tmp_path: Path) -> None:
+def test_what_was_changed_is_told(tmp_path: Path) -> None:
     reader = write(tmp_path, weight=torch.ones(2))
-    next(tmp_path.glob("*.distcp")).write_bytes(b"nothing of use")
-    with pytest.raises(
-        JobError, match=r"torch cannot read the checkpoint .*\n  To do: `shardway checkpoint verify` says"
-    ):
+    (tmp_path / "rank-00000.bin").write_bytes(b"not them")
+    with pytest.raises(Damaged, match=r"the content of rank-00000\.bin has changed"):
         reader.read("model.weight")
-    (tmp_path / ".metadata").write_bytes(b"nor this")
-    with pytest.raises(JobError, match="torch cannot read the checkpoint"):
+    (tmp_path / "tensors.json").write_bytes(b"nor this")
+    with pytest.raises(Damaged, match=r"tensors\.json has 8 bytes"):
         TensorReader(tmp_path)
 
 
+def seal(digest: str) -> Seal:
+    return Seal(1, (digest,))
+
+
 def test_files_of_other_libraries_are_compared_by_their_seals() -> None:
-    first = Manifest(1, 1, {}, {".metadata": Seal(1, "a"), "__0_0.distcp": Seal(1, "a"), "zero/a": Seal(3, "b")})
-    second = Manifest(1, 1, {}, {".metadata": Seal(2, "x"), "zero/a": Seal(3, "c"), "zero/b": Seal(4, "d")})
+    first = Manifest(1, 1, {}, {"tensors.json": seal("a"), "rank-00000.bin": seal("a"), "zero/a": Seal(3, ("b",))})
+    second = Manifest(1, 1, {}, {"tensors.json": seal("x"), "zero/a": Seal(3, ("c",)), "zero/b": Seal(4, ("d",))})
     found = [(each.name, each.first, each.second) for each in find_other_files(first, second)]
     assert found == [("zero/a", 3, 3), ("zero/b", None, 4)]
     assert find_other_files(first, first) == []

@@ -46,7 +46,7 @@ def test_the_files_are_the_same(rank: int, tmp_path: Path, shape: tuple[int, int
     assert flight.landing.error is None
     on.barrier()
     one, other = (read_manifest(directory.checkpoint_path(2)) for directory in (waited, flown))
-    shards = [name for name in one.files if name.endswith(".distcp")]
+    shards = [name for name in one.files if name.endswith(".bin")]
     assert len(shards) == 2
     assert {name: other.files[name] for name in shards} == {name: one.files[name] for name in shards}
     again = make_trained(on, shape, steps=0, seed=1)

@@ -59,13 +59,13 @@ def test_diff_says_what_differs_and_by_how_much(shardway: Shardway, trained: Pat
 
 def test_a_damaged_checkpoint_is_told(shardway: Shardway, trained: Path) -> None:
     folder = trained / "checkpoints/step-000000002"
-    shard = folder / "__0_0.distcp"
+    shard = folder / "rank-00000.bin"
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
     ended = shardway("checkpoint", "diff", "a", "a", "--other-step", "1")
     assert (ended.code, ended.out) == (4, "")
     assert ended.err.startswith(
-        "shardway: the checkpoint a/checkpoints/step-000000002 is damaged: the content of __0_0"
+        "shardway: the checkpoint a/checkpoints/step-000000002 is damaged: the content of rank-00000.bin"
     )
     shard.write_bytes(whole[:-1])
     ended = shardway("checkpoint", "inspect", "a")

@@ -69,7 +69,7 @@ def test_verify_tells_each_checkpoint_and_changes_nothing(shardway: Shardway, tm
     assert [line.partition("  ")[0] for line in ended.out.splitlines()] == ["step-000000002", "step-000000001"]
     assert "  whole  " in ended.out
     assert ", saved by 1 rank\n" in ended.out
-    shard = tmp_path / "a/checkpoints/step-000000002/__0_0.distcp"
+    shard = tmp_path / "a/checkpoints/step-000000002/rank-00000.bin"
     shard.write_bytes(shard.read_bytes()[:-1])
     (tmp_path / "a/checkpoints/step-000000001/manifest.json").unlink()
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "a").rglob("*")}
@@ -77,7 +77,7 @@ def test_verify_tells_each_checkpoint_and_changes_nothing(shardway: Shardway, tm
     assert ended.code == 4
     newest, oldest = json.loads(ended.out)
     assert (newest["whole"], newest["world"]) == (False, 1)
-    assert newest["reasons"][0].startswith("__0_0.distcp has ")
+    assert newest["reasons"][0].startswith("rank-00000.bin has ")
     assert (oldest["reasons"], oldest["bytes"]) == (["its manifest.json is missing"], None)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "a").rglob("*")} == before
     ended = shardway("checkpoint", "verify", "a")

@@ -309,11 +309,11 @@ def lose_manifest(checkpoint: Path) -> None:
 
 
 def lose_shard(checkpoint: Path) -> None:
-    (checkpoint / "__0_0.distcp").unlink()
+    (checkpoint / "rank-00000.bin").unlink()
 
 
 def flip_bit(checkpoint: Path) -> None:
-    shard = checkpoint / "__0_0.distcp"
+    shard = checkpoint / "rank-00000.bin"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)

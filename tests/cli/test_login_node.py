@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from shardway.checkpoint.manifest import Manifest, seal_file, write_manifest
+from shardway.checkpoint.manifest import Manifest, write_manifest
+from shardway.checkpoint.seal import seal_file
+from shardway.checkpoint.shards import table
+from shardway.checkpoint.shards.table import Chunk, Row, Table, shard_name, write_table
 from shardway.rundir.directory import RunDir
 from speed import mostly_slow
 
@@ -65,8 +68,10 @@ def folder(tmp_path: Path) -> Path:
     saved = RunDir(tmp_path / "runs/b")
     saved.create()
     saved.checkpoint_path(5).mkdir()
-    (saved.checkpoint_path(5) / "shard").write_bytes(b"weights")
-    seals = {"shard": seal_file(saved.checkpoint_path(5) / "shard")}
+    shard = saved.checkpoint_path(5) / shard_name(0)
+    shard.write_bytes(bytes(8))
+    held = Table({"model.weight": Row("float32", (2,), (Chunk(shard.name, 0, (0,), (2,)),))}, {})
+    seals = {shard.name: seal_file(shard), table.NAME: write_table(saved.checkpoint_path(5) / table.NAME, held)}
     write_manifest(saved.checkpoint_path(5), Manifest(5, 1, {}, seals))
     return tmp_path
 
@@ -109,10 +114,13 @@ def test_a_mistake_is_told_without_torch(word: str, told: str, folder: Path) -> 
 
 
 @pytest.mark.slow
-def test_tensors_are_not_listed_without_torch(folder: Path) -> None:
+def test_tensors_are_listed_and_not_compared_without_torch(folder: Path) -> None:
     done, _ = run_python(folder, CODE, "checkpoint", "inspect", "runs/b")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1].split() == ["model.weight", "float32", "8", "B", "2"]
+    done, _ = run_python(folder, CODE, "checkpoint", "diff", "runs/b", "runs/b")
     assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr.startswith("shardway: tensors cannot be looked at here: No module named 'torch'.\n")
+    assert done.stderr.startswith("shardway: tensors cannot be compared here: No module named 'torch'.\n")
 
 
 def test_torch_really_is_absent() -> None:

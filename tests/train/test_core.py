@@ -46,12 +46,12 @@ def test_a_flipped_bit_costs_the_steps_since_the_checkpoint_before(tmp_path: Pat
     train_tiny(tmp_path / "through", lone_rank(), *words, "train.steps=12")
     train_tiny(tmp_path / "cut", lone_rank(), *words)
     run = RunDir(tmp_path / "cut")
-    shard = next(run.checkpoint_path(10).glob("*.distcp"))
+    shard = next(run.checkpoint_path(10).glob("rank-*.bin"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     train_tiny(tmp_path / "cut", lone_rank(), *words, "train.steps=12")
     assert read_column(tmp_path / "cut") == read_column(tmp_path / "through")
     (event,) = (event for event in run.events(0) if event["event"] == "set_aside")
-    assert event["reason"] == "the content of __0_0.distcp has changed (its checksum is another)"
+    assert event["reason"] == "the content of rank-00000.bin has changed (its checksum is another)"
     assert (run.checkpoints / event["kept_as"] / shard.name).read_bytes() == bytes(content)

@@ -134,7 +134,7 @@ def test_leftovers_of_a_cut_off_save_are_removed(tmp_path: Path, quiet_threads: 
     train_tiny(tmp_path, lone_rank(), *SHORT, before_step=signal_at(2))
     partial = RunDir(tmp_path).partial_checkpoint_path(3)
     partial.mkdir()
-    (partial / "__0_0.distcp").write_bytes(b"half")
+    (partial / "rank-00000.bin").write_bytes(b"half")
     train_tiny(tmp_path, lone_rank(), *SHORT)
     assert not partial.exists()
     assert RunDir(tmp_path).checkpoint_steps() == [2, 3, 6]

@@ -1,19 +1,25 @@
-"""What a checkpoint is by its manifest: step, ranks, counters, files. Quick, and without torch.
+"""What a checkpoint is: step, ranks, counters and files by its manifest, tensors by its table; without torch.
 
 Invariant: what is shown was compared with the manifest as far as it was read. This module must not read tensors.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from shardway.checkpoint.find import Found
 from shardway.checkpoint.manifest import Manifest
+from shardway.checkpoint.shards.table import NAME, Table, read_table
 from shardway.checkpoint.verify import check_files
 
-METADATA = ".metadata"
-"""Where torch.distributed.checkpoint says what is in the shards."""
+PARTS = ("model", "optimizer", "random")
+"""What the names of tensors begin with."""
+
+VALUE = "value"
+"""Stands for the dtype of what is no tensor."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +42,50 @@ class Head:
         }
 
 
+@dataclass(frozen=True)
+class Entry:
+    """One tensor as it is saved, whole: its name in the model that nothing wraps, its shape, its size in bytes.
+
+    What is no tensor has the dtype "value", no shape, and the size of its JSON.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+
+    @property
+    def part(self) -> str:
+        """What of the run it belongs to: one of `PARTS`."""
+        return self.name.partition(".")[0]
+
+
 def read_head(found: Found) -> Head:
-    """The manifest of a checkpoint whose files are all there in their size; what says what is in them is compared.
+    """The manifest of a checkpoint whose files are all there in their size; the table in it is compared.
 
     Raises Damaged.
     """
-    return Head(found, check_files(found, METADATA))
+    return Head(found, check_files(found, NAME))
+
+
+def list_entries(head: Head) -> list[Entry]:
+    """What a checkpoint holds, by name. Raises Damaged."""
+    return make_entries(read_table(head.found.folder, head.manifest))
+
+
+def make_entries(table: Table) -> list[Entry]:
+    """What a table tells of, by name."""
+    tensors = [
+        Entry(name, row.shape, row.dtype, math.prod(row.shape) * _item_bytes(row.dtype))
+        for name, row in table.tensors.items()
+    ]
+    values = [Entry(name, (), VALUE, len(text)) for name, text in table.values.items()]
+    return sorted((*tensors, *values), key=lambda entry: entry.name)
+
+
+def _item_bytes(dtype: str) -> int:
+    """Bytes of one number: names of formats end with their bits, but for what follows them in those of 8."""
+    if dtype == "bool":
+        return 1
+    bits = re.search(r"\d+", dtype)
+    return max(1, int(bits.group()) // 8) if bits else 0

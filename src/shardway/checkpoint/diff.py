@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
-from shardway.checkpoint.contents import METADATA
+from shardway.checkpoint.contents import Entry
 from shardway.checkpoint.manifest import Manifest
-from shardway.checkpoint.tensors import SHARD, Entry, TensorReader
+from shardway.checkpoint.shards import table
+from shardway.checkpoint.shards.table import is_shard
+from shardway.checkpoint.tensors import TensorReader
 
 BLOCK = 2**20
 """Elements that are compared at a time: their fp64 copies take some tens of megabytes."""
@@ -50,7 +52,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class FileDifference:
-    """A file besides torch's own that is not the same in both; its size in bytes, None where there is none."""
+    """A file besides ours that is not the same in both; its size in bytes, None where there is none."""
 
     name: str
     first: int | None
@@ -71,8 +73,8 @@ def find_differences(first: TensorReader, second: TensorReader, parts: Sequence[
 
 
 def find_other_files(first: Manifest, second: Manifest) -> list[FileDifference]:
-    """Files that another library wrote and that differ, by their seals; torch's own are compared by tensors."""
-    names = sorted(name for name in {*first.files, *second.files} if name != METADATA and not name.endswith(SHARD))
+    """Files that another library wrote and that differ, by their seals; ours are compared by tensors."""
+    names = sorted(name for name in {*first.files, *second.files} if name != table.NAME and not is_shard(name))
     return [
         FileDifference(name, _size(first.files, name), _size(second.files, name))
         for name in names
@@ -82,7 +84,7 @@ def find_other_files(first: Manifest, second: Manifest) -> list[FileDifference]:
 
 def compare_values(first: torch.Tensor, second: torch.Tensor) -> Values:
     """Compare two tensors of one dtype and as many elements, a block at a time; bytes of unlike length as well."""
-    if first.numel() != second.numel():  # pickles
+    if first.numel() != second.numel():  # values that are no tensors
         return Values(max(first.numel(), second.numel()), 0, INFINITE, INFINITE)
     blocks = [_compare_block(*pair) for pair in zip(_blocks(first), _blocks(second), strict=True)]
     return Values(

@@ -1,25 +1,24 @@
 """Reads the newest checkpoint that is whole: every byte of it was compared with its manifest.
 
-Invariant: either the whole state of one checkpoint is installed on every rank or nothing is, with an error that names
-the files. It must not change anything on disk.
+Invariant: what `load_latest` returns was installed on every rank, and every byte of that checkpoint was compared; an
+error names the files. Bytes are compared while they are read into the state, so after an error that state is a mixture
+and nobody goes on with it. It must not change anything on disk.
 """
 
 from __future__ import annotations
 
-import warnings
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-
 from shardway.checkpoint.manifest import Damaged, Manifest
-from shardway.checkpoint.state import State, random_state, set_random_state
-from shardway.checkpoint.verify import manifest_of_step, verify_checkpoint
+from shardway.checkpoint.seal import find_damage
+from shardway.checkpoint.shards.read import Source, read_tensors
+from shardway.checkpoint.shards.table import Table, read_table
+from shardway.checkpoint.state import State, Tensors, random_state, set_random_state
+from shardway.checkpoint.verify import manifest_of_step
 from shardway.errors import JobError
 from shardway.ranks.start import Ranks
 from shardway.rundir.directory import RunDir
@@ -49,10 +48,12 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class _Whole:
+class _Opened:
+    """A checkpoint whose manifest and table are whole."""
+
     folder: Path
     manifest: Manifest
-    passed_over: tuple[PassedOver, ...]
+    table: Table
 
 
 def peek_latest(directory: RunDir) -> Manifest | None:
@@ -78,40 +79,50 @@ def load_latest(directory: RunDir, ranks: Ranks, state: State) -> Loaded | None:
     Raises JobError where there are checkpoints and none is whole, or where it does not fit the state.
     """
     steps = ranks.gather(directory.checkpoint_steps() if ranks.is_first else [])[0]
-    if not steps:
-        return None
-    whole = _find_whole(directory, ranks, steps)
-    folder, manifest = whole.folder, whole.manifest
-    same_world = manifest.world == ranks.world
+    passed_over: list[PassedOver] = []
+    for step in reversed(steps):
+        loaded = _load(directory, ranks, state, step)
+        if isinstance(loaded, Loaded):
+            return replace(loaded, passed_over=tuple(passed_over))
+        passed_over.append(loaded)
+    if passed_over:
+        raise JobError(_nothing_whole(directory, passed_over))
+    return None
+
+
+def _load(directory: RunDir, ranks: Ranks, state: State, step: int) -> Loaded | PassedOver:
+    """Restore one checkpoint, or say what of it is damaged; the same on every rank."""
+    opened = ranks.together(lambda: _open(directory, step))
+    if damaged := _agree(ranks, step, opened.reasons if isinstance(opened, Damaged) else ()):
+        return damaged
+    if isinstance(opened, Damaged):  # which is agreed by now
+        raise opened
+    manifest, same_world = opened.manifest, opened.manifest.world == ranks.world
     tensors = state.collect()
     if same_world:
         tensors["random"] = {f"rank-{ranks.rank}": random_state()}
-    ranks.together(lambda: _read(tensors, folder, ranks))
-    ranks.together(lambda: state.read_files(folder, manifest.world))
+    if damaged := _agree(ranks, step, ranks.together(lambda: _read(opened, tensors, ranks))):
+        return damaged
+    ranks.together(lambda: state.read_files(opened.folder, manifest.world))
     state.install(tensors)
     if same_world:
         set_random_state(tensors["random"][f"rank-{ranks.rank}"])
-    return Loaded(folder.name, manifest.step, manifest.world, manifest.numbers, same_world, whole.passed_over)
+    return Loaded(opened.folder.name, manifest.step, manifest.world, manifest.numbers, same_world)
 
 
-def _find_whole(directory: RunDir, ranks: Ranks, steps: Sequence[int]) -> _Whole:
-    """The newest of these checkpoints that is whole; each rank reads its share of every one that is looked at."""
-    passed_over: list[PassedOver] = []
-    for step in reversed(steps):
-        shares = ranks.gather(ranks.together(partial(_damage_of_share, directory, step, ranks)))
-        reasons = dict.fromkeys(reason for share in shares for reason in share)
-        if not reasons:
-            return _Whole(directory.checkpoint_path(step), manifest_of_step(directory, step), tuple(passed_over))
-        passed_over.append(PassedOver(step, "; ".join(reasons)))
-    raise JobError(_nothing_whole(directory, passed_over))
-
-
-def _damage_of_share(directory: RunDir, step: int, ranks: Ranks) -> tuple[str, ...]:
+def _open(directory: RunDir, step: int) -> _Opened | Damaged:
+    folder = directory.checkpoint_path(step)
     try:
-        verify_checkpoint(directory, step, ranks.rank, ranks.world)
+        manifest = manifest_of_step(directory, step)
+        return _Opened(folder, manifest, read_table(folder, manifest))
     except Damaged as damage:
-        return damage.reasons
-    return ()
+        return damage
+
+
+def _agree(ranks: Ranks, step: int, reasons: Sequence[str]) -> PassedOver | None:
+    """What any rank found damaged, on every rank; None where nobody found anything."""
+    found = dict.fromkeys(reason for share in ranks.gather(tuple(reasons)) for reason in share)
+    return PassedOver(step, "; ".join(found)) if found else None
 
 
 def _nothing_whole(directory: RunDir, damaged: Sequence[PassedOver]) -> str:
@@ -123,20 +134,21 @@ def _nothing_whole(directory: RunDir, damaged: Sequence[PassedOver]) -> str:
     )
 
 
-def _read(tensors: dict[str, Any], folder: Path, ranks: Ranks) -> None:
+def _read(opened: _Opened, tensors: Tensors, ranks: Ranks) -> list[str]:
+    """Read what this rank wants, and compare its share of the files besides; what is damaged."""
+    folder, seals, table = opened.folder, opened.manifest.files, opened.table
+    shards = {chunk.file for row in table.tensors.values() for chunk in row.chunks}
+    share = sorted(seals)[ranks.rank :: ranks.world]
+    saved = sorted({**table.tensors, **table.values})
     try:
-        with warnings.catch_warnings():
-            # That a process without a group loads alone is meant.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-            reader = dcp.FileSystemReader(folder)
-            saved = sorted(reader.read_metadata().state_dict_metadata)
-            _check_nothing_is_lost(tensors, saved)
-            _leave_out_unsaved_state(tensors, saved)
-            dcp.load(tensors, storage_reader=reader, no_dist=not ranks.grouped)
-    except CheckpointException as error:
-        raise JobError(_misfit(folder, next(iter(error.failures.values()))[0])) from None
+        _check_nothing_is_lost(tensors, saved)
+        _leave_out_unsaved_state(tensors, saved)
+        source = Source(folder, seals, table, whole=[name for name in share if name in shards])
+        damages = read_tensors(source, tensors)
     except (RuntimeError, KeyError, ValueError) as error:
         raise JobError(_misfit(folder, error)) from error
+    others = (find_damage(folder, name, seals[name]) for name in share if name not in shards)
+    return [*damages, *(damage for damage in others if damage)]
 
 
 def _leave_out_unsaved_state(tensors: dict[str, Any], saved: Sequence[str]) -> None:
@@ -168,6 +180,6 @@ def _saved_state(name: str, saved: Sequence[str]) -> set[str]:
 
 def _misfit(folder: Path, error: BaseException) -> str:
     return (
-        f"the checkpoint {folder} is whole but does not fit this model or optimizer: {error}\n"
+        f"the checkpoint {folder} does not fit this model or optimizer: {error}\n"
         "  To do: use the run file that it was saved with, or start over with --fresh."
     )

@@ -1,8 +1,8 @@
 """Writes a checkpoint: shards, then the manifest, then the rename that makes it exist.
 
 Invariant: until the rename there is no checkpoint of this step, after it there is a whole one; an existing one is
-never overwritten, and an older one goes only once a newer one is complete. A failed save raises on every rank and
-leaves what was saved before as it was.
+never overwritten. A failed save raises on every rank and leaves what was saved before as it was. This module must not
+remove older checkpoints.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import contextlib
 import errno
 import os
 import shutil
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from shardway.checkpoint.manifest import NAME, Manifest, Seal, list_files, seal_file, write_manifest
+from shardway.checkpoint.manifest import Manifest, list_files, write_manifest
+from shardway.checkpoint.seal import Seal, seal_file
+from shardway.checkpoint.shards.write import write_tensors
 from shardway.checkpoint.state import State, Tensors, count_bytes, random_state
 from shardway.errors import Bug, JobError, LostContact, ShardwayError
 from shardway.ranks.start import Ranks, is_out_of_memory
@@ -41,18 +41,6 @@ class Saved:
 
     name: str
     bytes: int
-
-
-@dataclass(frozen=True)
-class Keep:
-    """Which checkpoints stay: the `newest` (at least 1), and for ever those whose step is a multiple of `every`."""
-
-    newest: int
-    every: int | None = None
-
-    def find_doomed(self, steps: Sequence[int]) -> list[int]:
-        """Of the steps that are saved, oldest first, those that may go."""
-        return [step for step in steps[: -self.newest] if self.every is None or step % self.every]
 
 
 @dataclass(frozen=True)
@@ -102,9 +90,9 @@ def write_checkpoint(directory: RunDir, ranks: Ranks, content: Content) -> Saved
     try:
         _check_space(directory, ranks, content.bytes)
         ranks.together(lambda: _clear_and_make(partial) if ranks.is_first else None)
-        _write_shards(ranks, content.tensors, partial)
-        _write_files(ranks, content, partial)
-        seals = _seal_all(ranks, partial)
+        shares = ranks.gather(ranks.together(lambda: _write_share(ranks, content, partial)))
+        seals = {name: seal for share in shares for name, seal in share.items()}
+        seals |= _seal_others(ranks, partial, seals)
         manifest = Manifest(step, ranks.world, content.numbers, seals)
         ranks.together(lambda: _commit(partial, final, manifest) if ranks.is_first else None)
     except ShardwayError as error:
@@ -114,23 +102,6 @@ def write_checkpoint(directory: RunDir, ranks: Ranks, content: Content) -> Saved
             raise  # nothing that more room would mend
         raise _explain(error, directory, step) from error
     return Saved(final.name, manifest.total_bytes)
-
-
-def prune_checkpoints(directory: RunDir, keep: Keep) -> None:
-    """Remove what neither rule keeps; called on rank 0 after a save is complete."""
-    for step in keep.find_doomed(directory.checkpoint_steps()):
-        # Renamed first, so that one that is half deleted is never taken for a checkpoint.
-        doomed = directory.partial_checkpoint_path(step)
-        shutil.rmtree(doomed, ignore_errors=True)
-        with contextlib.suppress(OSError):  # one that cannot be removed now is tried again after the next save
-            directory.checkpoint_path(step).rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
-
-
-def remove_leftovers(directory: RunDir) -> None:
-    """Remove what saves that were cut off have left; called on rank 0 while it holds the writer's lock."""
-    for partial in directory.partial_checkpoints():
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _check_space(directory: RunDir, ranks: Ranks, whole_bytes: int) -> None:
@@ -156,24 +127,12 @@ def _clear_and_make(partial: Path) -> None:
         partial.mkdir(exist_ok=True)
 
 
-def _write_shards(ranks: Ranks, tensors: Tensors, folder: Path) -> None:
-    def write() -> None:
-        writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
-        # That a process without a group saves alone is meant. The filter stays: to put filters back is for a process
-        # with one thread, and this may be another than that of training.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        with ranks.contact("during a save"), _told(ranks.rank):
-            dcp.save(tensors, storage_writer=writer, process_group=ranks.group, no_dist=not ranks.grouped)
-
-    ranks.together(write)
-
-
-def _write_files(ranks: Ranks, content: Content, folder: Path) -> None:
-    def write() -> None:
-        with ranks.contact("during a save"), _told(ranks.rank):
-            content.write_files(folder)
-
-    ranks.together(write)
+def _write_share(ranks: Ranks, content: Content, folder: Path) -> dict[str, Seal]:
+    """Write what this rank has to write; the seals of its files of tensors, made from what was in memory."""
+    with ranks.contact("during a save"), _told(ranks.rank):
+        seals = write_tensors(folder, ranks, content.tensors)
+        content.write_files(folder)
+        return seals
 
 
 @contextlib.contextmanager
@@ -194,12 +153,12 @@ def _told(rank: int = 0) -> Iterator[None]:
         raise JobError(_say(error)) from error
 
 
-def _seal_all(ranks: Ranks, folder: Path) -> dict[str, Seal]:
-    """Every rank reads back its share of the files; the seals of all."""
+def _seal_others(ranks: Ranks, folder: Path, known: Mapping[str, Seal]) -> dict[str, Seal]:
+    """The seals of what another library wrote: every rank reads its share of these files."""
 
     def seal_share() -> dict[str, Seal]:
         with _told():
-            names = [name for name in list_files(folder) if name != NAME]
+            names = [name for name in list_files(folder) if name not in known]
             return {name: seal_file(folder / name) for name in names[ranks.rank :: ranks.world]}
 
     shares = ranks.gather(ranks.together(seal_share))
@@ -218,7 +177,7 @@ def _commit(partial: Path, final: Path, manifest: Manifest) -> None:
 def _say(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return "no space is left on the device"
-    # torch's zip writer reports a full disk as an unexpected file position.
+    # torch's zip writer, which DeepSpeed's files go through, reports a full disk as an unexpected file position.
     if "unexpected pos" in str(error) or "file write failed" in str(error):
         return "the file system took only a part of what was written (no space, or a quota)"
     return f"{type(error).__name__}: {error}"

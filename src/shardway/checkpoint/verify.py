@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardway.checkpoint.find import Found
-from shardway.checkpoint.manifest import Damaged, Manifest, find_damage, find_short, read_manifest
+from shardway.checkpoint.manifest import Damaged, Manifest, read_manifest
+from shardway.checkpoint.seal import find_damage, find_short
 from shardway.rundir.directory import RunDir
 
 

@@ -17,10 +17,8 @@ import typer
 from shardway.cli.options import JsonOption
 
 if TYPE_CHECKING:
-    from shardway.checkpoint.contents import Head
+    from shardway.checkpoint.contents import Entry, Head
     from shardway.checkpoint.diff import Difference, FileDifference
-    from shardway.checkpoint.find import Found
-    from shardway.checkpoint.tensors import Entry, TensorReader
 
 DIFFERS = 1
 """Exit code of a comparison that found a difference, as that of diff(1)."""
@@ -40,19 +38,19 @@ CheckpointArgument = Annotated[
 StepOption = Annotated[int | None, typer.Option("--step", min=0, help="The step (default: the newest).")]
 OtherStepOption = Annotated[int | None, typer.Option("--other-step", min=0, help="The step of OTHER.")]
 PartOption = Annotated[list[Part] | None, typer.Option("--part", help="Compare only this; may be given again.")]
-HeadOption = Annotated[bool, typer.Option("--head", help="What the manifest says alone; needs no torch.")]
+HeadOption = Annotated[bool, typer.Option("--head", help="What the manifest says alone, without the tensors.")]
 
 
 def inspect(
     run: CheckpointArgument, step: StepOption = None, head: HeadOption = False, as_json: JsonOption = False
 ) -> None:
     """Show what is in a checkpoint: step, ranks, counters, files, tensors with shape, dtype and size."""
-    from shardway.checkpoint.contents import read_head
+    from shardway.checkpoint.contents import list_entries, read_head
     from shardway.checkpoint.find import find_checkpoint
     from shardway.rundir.atomic import render_json
 
     known = read_head(find_checkpoint(run, step))
-    entries = None if head else list(_reader(known.found).entries.values())
+    entries = None if head else list_entries(known)
     if as_json:
         tensors = {} if entries is None else {"parts": _total(entries), "tensors": [asdict(each) for each in entries]}
         typer.echo(render_json({**known.as_json(), **tensors}, indent=1))
@@ -76,14 +74,16 @@ def diff(
     Every byte of both is compared with its checksum first. Random states are a part: of runs with other numbers of
     ranks, compare `--part model --part optimizer`.
     """
+    _check_torch()
     from shardway.checkpoint.diff import find_differences, find_other_files
     from shardway.checkpoint.find import find_checkpoint
+    from shardway.checkpoint.tensors import TensorReader
     from shardway.checkpoint.verify import verify_found
     from shardway.rundir.atomic import render_json
 
     found = find_checkpoint(run, step), find_checkpoint(other, other_step)
     manifests = [verify_found(each) for each in found]
-    readers = _reader(found[0]), _reader(found[1])
+    readers = TensorReader(found[0].folder), TensorReader(found[1].folder)
     parts = [each.value for each in part or Part]
     tensors = []
     for each in find_differences(*readers, parts):
@@ -108,17 +108,16 @@ def diff(
     return DIFFERS if tensors or files else 0
 
 
-def _reader(found: Found) -> TensorReader:
+def _check_torch() -> None:
     from shardway.errors import SiteError
 
     try:
-        from shardway.checkpoint.tensors import TensorReader
+        import torch  # noqa: F401
     except ModuleNotFoundError as error:
         raise SiteError(
-            f"tensors cannot be looked at here: {error}.\n"
-            "  To do: run it where torch is installed; `shardway checkpoint inspect --head` needs none."
+            f"tensors cannot be compared here: {error}.\n"
+            "  To do: run it where torch is installed; `shardway checkpoint inspect` needs none."
         ) from None
-    return TensorReader(found.folder)
 
 
 def _total(entries: Iterable[Entry]) -> dict[str, dict[str, int]]:

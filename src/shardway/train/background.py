@@ -11,7 +11,8 @@ import time
 from dataclasses import dataclass, replace
 
 from shardway.checkpoint.flight import Flight
-from shardway.checkpoint.save import Content, Keep, Saved, prune_checkpoints, write_checkpoint
+from shardway.checkpoint.retention import Keep, retire
+from shardway.checkpoint.save import Content, Saved, write_checkpoint
 from shardway.checkpoint.staging import Staging, has_room
 from shardway.checkpoint.state import State, Tensors
 from shardway.parallel.mesh import set_apart
@@ -80,8 +81,7 @@ class Background:
 
         def write() -> Saved:
             saved = write_checkpoint(session.directory, apart, staged)
-            if apart.is_first:
-                prune_checkpoints(session.directory, self._keep)
+            retire(session.directory, apart, self._keep, content.step)
             return saved
 
         self.last_begun = content.step

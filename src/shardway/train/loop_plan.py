@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardway.checkpoint.save import Keep
+from shardway.checkpoint.retention import Keep
 from shardway.data.loader import Batch
 from shardway.train.engines.base import Engine
 from shardway.train.guard import GuardPlan

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardway.checkpoint.save import Keep
+from shardway.checkpoint.retention import Keep
 from shardway.data.sources.base import Source
 from shardway.errors import UserError
 from shardway.parallel.apply import ApplyOptions, ParallelModel, apply_parallelism

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardway.checkpoint.save import Keep, collect_content, is_saved, prune_checkpoints, save_checkpoint
+from shardway.checkpoint.retention import Keep, retire
+from shardway.checkpoint.save import collect_content, is_saved, save_checkpoint
 from shardway.checkpoint.state import State
 from shardway.errors import JobError, LostContact, render_reason
 from shardway.plan.economy import daly_interval
@@ -146,8 +147,7 @@ class Saver:
         if saved is not None:
             seconds = time.perf_counter() - started
             self._note_saved(Landed(point.step, saved, None, seconds, seconds))
-            if session.ranks.is_first:
-                prune_checkpoints(session.directory, self._keep)
+            retire(session.directory, session.ranks, self._keep, point.step)
         self._failed = False
 
     def _note_saved(self, landed: Landed) -> None:

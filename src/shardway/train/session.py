@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from shardway.checkpoint.load import peek_latest
-from shardway.checkpoint.save import remove_leftovers
+from shardway.checkpoint.retention import remove_leftovers
 from shardway.checkpoint.state import seed_all
 from shardway.errors import Bug, JobError, ShardwayError, render_reason
 from shardway.hardware.facts import render_machine

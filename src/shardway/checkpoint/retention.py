@@ -1,0 +1,68 @@
+"""Which checkpoints stay, and the removal of the others.
+
+Invariant: an older checkpoint goes only once a newer one was read back and is what was in memory when it was saved; the
+last that is whole never goes. Nothing is removed that Shardway did not make. This module must not write checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardway.checkpoint.manifest import Damaged
+from shardway.checkpoint.verify import verify_checkpoint
+from shardway.errors import JobError
+from shardway.ranks.start import Ranks
+from shardway.rundir.directory import RunDir
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints stay: the `newest` (at least 1), and for ever those whose step is a multiple of `every`."""
+
+    newest: int
+    every: int | None = None
+
+    def find_doomed(self, steps: Sequence[int]) -> list[int]:
+        """Of the steps that are saved, oldest first, those that may go."""
+        return [step for step in steps[: -self.newest] if self.every is None or step % self.every]
+
+
+def retire(directory: RunDir, ranks: Ranks, keep: Keep, newest: int) -> None:
+    """Remove what neither rule keeps, after the checkpoint of step `newest` was read back; on all ranks together.
+
+    Raises JobError on every rank where it is not what was saved; then nothing was removed.
+    """
+    doomed = ranks.gather(keep.find_doomed(directory.checkpoint_steps()) if ranks.is_first else [])[0]
+    if not doomed:
+        return
+    ranks.together(lambda: _read_back(directory, ranks, newest))
+    if ranks.is_first:
+        for step in doomed:
+            _remove(directory, step)
+
+
+def remove_leftovers(directory: RunDir) -> None:
+    """Remove what saves that were cut off have left; called on rank 0 while it holds the writer's lock."""
+    for partial in directory.partial_checkpoints():
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _read_back(directory: RunDir, ranks: Ranks, step: int) -> None:
+    """Each rank reads files of the next node, where there is one: a node's own cache would show what it believes."""
+    share = (ranks.rank + ranks.placement.local_world) % ranks.world
+    try:
+        verify_checkpoint(directory, step, share, ranks.world)
+    except Damaged as damage:
+        raise JobError(f"{damage}\n  It was read back after it was saved. Older checkpoints were kept.") from None
+
+
+def _remove(directory: RunDir, step: int) -> None:
+    # Renamed first, so that one that is half deleted is never taken for a checkpoint.
+    doomed = directory.partial_checkpoint_path(step)
+    shutil.rmtree(doomed, ignore_errors=True)
+    with contextlib.suppress(OSError):  # one that cannot be removed now is tried again after the next save
+        directory.checkpoint_path(step).rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)

@@ -1,0 +1,128 @@
+"""Ranges of a file come into memory as they are, and whatever was changed around them is found."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shardway.checkpoint import seal
+from shardway.checkpoint.seal import seal_bytes, seal_file
+from shardway.checkpoint.shards import ranges
+from shardway.checkpoint.shards.ranges import Range, read_ranges
+
+BLOCK, STEP = 64, 16
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (seal, ranges):
+        monkeypatch.setattr(module, "BLOCK", BLOCK)
+        monkeypatch.setattr(module, "STEP", STEP)
+    monkeypatch.setattr(ranges, "MOST_PIECES", 3)
+
+
+def cut(rng: random.Random, size: int) -> list[tuple[int, int]]:
+    """Ranges that do not overlap, some of no length, some that touch."""
+    places = sorted(rng.randrange(size + 1) for _ in range(rng.randrange(1, 30)))
+    return [(first, end) for first, end in itertools.pairwise(places) if rng.random() < 0.6]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_is_wanted_comes_as_it_is(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    content = rng.randbytes(rng.choice([0, 1, BLOCK - 1, BLOCK, 3 * BLOCK, 333]))
+    (tmp_path / "f").write_bytes(content)
+    places = cut(rng, len(content))
+    memories = [bytearray(end - first) for first, end in places]
+    finished: list[int] = []
+
+    def wanted(number: int) -> Range:
+        first, end = places[number]
+        return Range(first, end - first, lambda: memoryview(memories[number]), lambda: finished.append(number))
+
+    found = [wanted(number) for number in rng.sample(range(len(places)), len(places))]
+    assert read_ranges(tmp_path, "f", seal_bytes(content), found, whole=bool(seed % 2)) is None
+    assert [bytes(memory) for memory in memories] == [content[first:end] for first, end in places]
+    if content:
+        assert sorted(finished) == list(range(len(places)))
+
+
+def flip(rng: random.Random, data: bytearray) -> None:
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+
+
+def cut_off(rng: random.Random, data: bytearray) -> None:
+    del data[rng.randrange(len(data)) :]
+
+
+def grow(rng: random.Random, data: bytearray) -> None:
+    data += rng.randbytes(rng.randrange(1, 9))
+
+
+def blank(rng: random.Random, data: bytearray) -> None:
+    first = rng.randrange(len(data) - 8)
+    data[first : first + 8] = bytes(8)
+
+
+def swap(rng: random.Random, data: bytearray) -> None:
+    one, other = rng.sample(range(len(data) // BLOCK), 2)
+    first, second = (slice(number * BLOCK, (number + 1) * BLOCK) for number in (one, other))
+    data[first], data[second] = data[second], data[first]
+
+
+@pytest.mark.parametrize("change", [flip, cut_off, grow, blank, swap], ids=lambda change: change.__name__)
+def test_every_change_is_found(change: Callable[[random.Random, bytearray], None], tmp_path: Path) -> None:
+    for seed in range(200):
+        rng = random.Random(seed)
+        content = rng.randbytes(rng.randrange(2 * BLOCK, 6 * BLOCK))
+        data = bytearray(content)
+        change(rng, data)
+        (tmp_path / "f").write_bytes(data)
+        damage = read_ranges(tmp_path, "f", seal_bytes(content), [], whole=True)
+        assert damage is not None, seed
+        assert damage.startswith("f has " if len(data) != len(content) else "the content of f has changed"), damage
+
+
+def test_no_more_is_read_than_the_blocks_around_what_is_wanted(tmp_path: Path) -> None:
+    content = bytearray(random.Random(0).randbytes(10 * BLOCK))
+    seals = seal_bytes(bytes(content))
+    content[5 * BLOCK] ^= 1
+    (tmp_path / "f").write_bytes(content)
+    memory = bytearray(BLOCK)
+    before, around = ([Range(at, BLOCK, lambda: memoryview(memory))] for at in (3 * BLOCK + 7, 4 * BLOCK + 7))
+    assert read_ranges(tmp_path, "f", seals, before, whole=False) is None
+    assert bytes(memory) == bytes(content[3 * BLOCK + 7 : 4 * BLOCK + 7])
+    told = read_ranges(tmp_path, "f", seals, around, whole=False)
+    assert told == f"the content of f has changed (the checksum of its bytes {5 * BLOCK} to {6 * BLOCK} is another)"
+
+
+def test_what_is_not_whole_is_not_handed_on(tmp_path: Path) -> None:
+    content = bytes(3 * BLOCK)
+    (tmp_path / "f").write_bytes(content[:-1] + b"x")
+    finished: list[str] = []
+
+    def wanted(name: str, at: int) -> Range:
+        return Range(at, BLOCK, lambda: memoryview(bytearray(BLOCK)), lambda: finished.append(name))
+
+    found = [wanted("first", 0), wanted("across", BLOCK + 9)]
+    assert read_ranges(tmp_path, "f", seal_bytes(content), found, whole=False) is not None
+    assert finished == ["first"]
+
+
+def test_a_table_may_not_point_behind_the_file(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"abc")
+    beyond = [Range(1, 3, lambda: memoryview(bytearray(3)))]
+    told = read_ranges(tmp_path, "f", seal_bytes(b"abc"), beyond, whole=False)
+    assert told == "f has 3 bytes, and more are said to be in it"
+
+
+@pytest.mark.parametrize("size", [0, 1, STEP, BLOCK, BLOCK + 1, 5 * BLOCK])
+def test_a_seal_is_that_of_the_file(size: int, tmp_path: Path) -> None:
+    content = random.Random(size).randbytes(size)
+    (tmp_path / "f").write_bytes(content)
+    assert seal_file(tmp_path / "f") == seal_bytes(content)
+    assert len(seal_bytes(content).blocks) == -(-size // BLOCK)
