@@ -321,7 +321,7 @@ def flip_bit(checkpoint: Path) -> None:
 
 def come_from_the_future(checkpoint: Path) -> None:
     manifest = checkpoint / "manifest.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 2}))
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 3}))
 
 
 @pytest.mark.parametrize(
