@@ -78,7 +78,7 @@ def tried(run: Path, trained: Path) -> Callable[[Case, Callable[[], list[str]]],
     return damage
 
 
-@few_and_many(few=1, many=28)
+@few_and_many(few=1, many=25)
 def test_readers_answer_and_change_nothing(numbers: Sequence[int], run: Path, tried: Tried) -> None:
     def complain(case: Case) -> list[str]:
         verb, *options = case.dice().choice(READERS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -104,3 +105,46 @@ def test_site_profiles(numbers: Sequence[int], here: Path) -> None:
         return [mutant.what, *found, str(answer)] if found else []
 
     check_all(cases(files, numbers), complain)
+
+
+LLAMA = json.dumps(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 1024,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 128,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "rope_scaling": {"factor": 8.0, "rope_type": "llama3"},
+        "torch_dtype": "bfloat16",
+    },
+    indent=1,
+).encode()
+MODEL_VERBS: tuple[tuple[str, ...], ...] = (
+    ("plan", "./model", "--gpu", "h100-sxm5-80gb"),
+    ("plan", "./model/config.json", "--gpu", "a100-sxm4-80gb", "--json"),
+    ("config", "show", "model.hf=./model", "data.seq_len=32"),
+)
+
+
+@few_and_many(few=5, many=100)
+def test_configs_of_models(numbers: Sequence[int], here: Path) -> None:
+    """Those of Hugging Face folders."""
+    path = here / "model/config.json"
+    path.parent.mkdir()
+
+    def complain(case: Case) -> list[str]:
+        mutant = case.mutant(LLAMA, "json")
+        mutant.put(path)
+        answer = call(*case.dice().choice(MODEL_VERBS))
+        found = answer.complaints((0, 2), "model")
+        return [mutant.what, *found, str(answer)] if found else []
+
+    check_all(cases(["config.json"], numbers), complain)

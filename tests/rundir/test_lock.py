@@ -152,7 +152,8 @@ def test_a_lock_that_may_not_be_taken_is_a_users_mistake(tmp_path: Path) -> None
         WriterLock(path).acquire()
     assert str(told.value) == (
         f"the run directory {tmp_path} cannot be locked: Is a directory ({path}).\n"
-        "  To do: choose a directory that you may write to with --dir."
+        "  To do: move away what stands there where it is no file, or choose a directory that you may write to with "
+        "--dir."
     )
 
 

@@ -80,8 +80,9 @@ class RunDir:
             for folder in (self.path, self._events_folder, self.checkpoints):
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
+            where = f" ({error.filename})" if error.filename != str(self.path) else ""
             raise UserError(
-                f"the run directory {self.path} cannot be made: {error.strerror}.\n"
+                f"the run directory {self.path} cannot be made: {error.strerror}{where}.\n"
                 "  To do: choose a folder that you may write to with --dir, or set run.root in the run file."
             ) from None
 

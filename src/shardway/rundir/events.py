@@ -87,12 +87,12 @@ def _open(path: Path) -> contextlib.AbstractContextManager[BinaryIO | None]:
     """The file, None where there is none. Raises JobError where it cannot be read."""
     try:
         return open(path, "rb")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return contextlib.nullcontext()
     except OSError as error:
         raise JobError(
             f"the events in {path} cannot be read: {error.strerror}.\n"
-            "  To do: see what stands there in place of a file, and who may read it."
+            "  To do: move away what stands there in place of a file, or see who may read it; to go on, checkpoints do."
         ) from None
 
 

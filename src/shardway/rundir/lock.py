@@ -95,7 +95,8 @@ def _open(path: Path) -> int:
 def _unlockable(path: Path, reason: str | None) -> str:
     return (
         f"the run directory {path.parent} cannot be locked: {reason} ({path}).\n"
-        "  To do: choose a directory that you may write to with --dir."
+        "  To do: move away what stands there where it is no file, or choose a directory that you may write to with "
+        "--dir."
     )
 
 
