@@ -14,6 +14,7 @@ from shardway.errors import (
     SiteError,
     UserError,
     check_no_problems,
+    legible,
     render_problems,
     render_reason,
 )
@@ -65,3 +66,19 @@ def test_problems_are_raised_together() -> None:
 )
 def test_a_reason_is_one_line_that_says_what(message: str, reason: str) -> None:
     assert render_reason(message) == reason
+
+
+def test_what_a_terminal_would_obey_is_shown() -> None:
+    said = "a \x1b[2Jb\0 \u202ec \ud800\n  é 漢 €"
+    assert legible(said) == "a \\x1b[2Jb\\x00 \\u202ec \\ud800\n  é 漢 €"
+    assert legible(said).encode()
+
+
+def test_a_line_is_no_longer_than_a_person_reads() -> None:
+    first, second, third = legible(f'short\n"{"x" * 10**6}" is no number\n  allowed: {"y" * 900}').split("\n")
+    assert first == "short"
+    assert second.startswith('"xxx')
+    assert second.endswith('xxx" is no number')
+    assert "(999065 characters)" in second
+    assert len(second) < 1000
+    assert third == f"  allowed: {'y' * 900}"

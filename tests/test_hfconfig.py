@@ -96,7 +96,9 @@ def test_all_that_is_missing_in_a_config_is_told(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(("text", "words"), [("{", "cannot be read"), ("[]", "is no JSON object")])
+@pytest.mark.parametrize(
+    ("text", "words"), [("{", "cannot be read"), ("[]", "is no JSON object"), ("[" * 9999, "read: max")]
+)
 def test_a_damaged_config_is_refused(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         read_config(write_config(tmp_path, text))

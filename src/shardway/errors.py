@@ -106,3 +106,21 @@ def render_reason(message: str) -> str:
 def list_some(names: Sequence[str], most: int) -> str:
     """The first names, at most so many, and how many more there are: "a, b and 3 more"."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+WIDEST = 1000
+"""Characters of a line of a message that are printed; of a longer one the middle is left out."""
+
+
+def legible(text: str) -> str:
+    """A message as it is printed, whatever a damaged file has put into it: what a terminal would obey (or could not
+    show) is written as an escape, and a line is no longer than a person reads."""
+    lines = ("".join(char if char.isprintable() else ascii(char)[1:-1] for char in line) for line in text.split("\n"))
+    return "\n".join(map(_shorten, lines))
+
+
+def _shorten(line: str) -> str:
+    if len(line) <= WIDEST:
+        return line
+    head, tail = line[: WIDEST * 3 // 4], line[-WIDEST // 5 :]
+    return f"{head} ... ({len(line) - len(head) - len(tail)} characters) ... {tail}"

@@ -94,8 +94,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise hf_error(str(folder), f"has no {CONFIG}", "a folder that save_pretrained wrote, or a hub name") from None
-    except (OSError, ValueError) as error:
-        raise hf_error(str(folder), f"has a {CONFIG} that cannot be read: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise hf_error(str(folder), f"has a {CONFIG} that cannot be read: {error}") from None
     if not isinstance(config, dict):
         raise hf_error(str(folder), f"has a {CONFIG} that is no JSON object")
     return config

@@ -94,3 +94,11 @@ def test_the_view_ends_where_the_work_fails(run: RunDir) -> None:
     with pytest.raises(ZeroDivisionError), display:
         raise ZeroDivisionError
     assert not display._thread.is_alive()
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_events_that_cannot_be_read_end_the_view_alone(run: RunDir, plain: bool, terminal: io.StringIO) -> None:
+    (run.path / "events/rank-00000.jsonl").mkdir()
+    with Display(run, to_stderr=False, plain=plain):
+        pass
+    assert "cannot be read" not in terminal.getvalue()

@@ -174,7 +174,7 @@ def test_a_job_that_has_printed_nothing_is_told(shardway: Shardway, tmp_path: Pa
     submitted(tmp_path / "runs/a", id_of_this_process())
     ended = shardway("logs", "runs/a")
     assert (ended.code, ended.out) == (2, "")
-    assert "attempt 1 has printed nothing.\n  To do: `shardway status" in ended.err
+    assert "attempt 1 of runs/a has printed nothing.\n  To do: `shardway status" in ended.err
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import Shardway
@@ -380,3 +381,37 @@ def test_secrets_that_others_can_read_are_told(mode: int, told: str, shardway: S
     ended = shardway(*JUPITER)
     assert (ended.code, told in ended.err, bool(ended.err)) == (0, True, bool(told))
     assert "hf_x" not in ended.out + ended.err
+
+
+# --- orders that are damaged
+
+
+@pytest.fixture
+def ordered(shardway: Shardway, slurm: Path) -> RunDir:
+    """A run that was submitted."""
+    assert shardway(*SUBMIT).code == 0
+    return RunDir(Path("run"))
+
+
+@pytest.mark.parametrize(
+    "order",
+    ["", "[" * 10**5, "[]", "9" * 5000, '{"here": "/"}', *({"site": 3}, {"here": "\ud800"}, {"command": "python"})],
+    ids=lambda order: str(order)[:20],
+)
+def test_a_damaged_order_is_named(order: str | dict[str, Any], shardway: Shardway, ordered: RunDir) -> None:
+    path = ordered.attempt(1).order_path
+    changed = order if isinstance(order, str) else json.dumps({**json.loads(path.read_text()), **order})
+    path.write_text(changed)
+    ended = shardway("resume", "run", "--dry-run")
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err == (
+        "shardway: run/attempts/0001/order.json is damaged.\n"
+        "  To do: submit the run with `shardway submit --dir run`.\n"
+    )
+
+
+def test_a_damaged_run_file_of_an_order_is_named(shardway: Shardway, ordered: RunDir) -> None:
+    ordered.attempt(1).run_file.write_text("[train\n")
+    ended = shardway("resume", "run", "--dry-run")
+    assert ended.code == 2
+    assert ended.err.startswith("shardway: run/attempts/0001/run.toml is not valid TOML: ")

@@ -193,6 +193,21 @@ def test_status_only_reads(shardway: Shardway, trained: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == before
 
 
+def test_one_run_that_cannot_be_read_hides_no_other(shardway: Shardway, trained: Path) -> None:
+    run = RunDir(Path("runs/b"))
+    run.create()
+    (run.path / "events/rank-00000.jsonl").mkdir()
+    ended = shardway("status", "runs")
+    assert (ended.code, ended.out.splitlines()[0][:16]) == (0, "runs/a  finished")
+    assert ended.err.startswith("shardway: the events in runs/b/events/rank-00000.jsonl cannot be read: Is a directory")
+    assert shardway("status", "runs/b").code == 4
+
+
+def test_a_reason_is_shown_and_not_obeyed(shardway: Shardway, trained: Path) -> None:
+    RunDir(trained).write_status(state="stopped", step=2, reason="\x1b[2J a\ud800")
+    assert shardway("status", "runs/a").out.startswith("runs/a  stopped: \\x1b[2J a\\ud800\n")
+
+
 def test_logs_json_is_one_event_a_line(shardway: Shardway, trained: Path) -> None:
     ended = shardway("logs", "--json")
     assert (ended.code, ended.err) == (0, "")

@@ -134,5 +134,5 @@ def test_none_where_none_is_wanted_or_known(words: tuple[str, ...], found: tuple
 
 
 def test_an_unknown_site_is_refused() -> None:
-    with pytest.raises(UserError, match='there is no site "moon"'):
+    with pytest.raises(UserError, match=r'^site\.name \(command line\): there is no site "moon"\n  allowed: '):
         resolve_request(Request(overrides=("site.name=moon",)))

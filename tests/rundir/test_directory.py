@@ -296,3 +296,34 @@ def test_the_working_folder_cannot_be_set_aside(tmp_path: Path, monkeypatch: pyt
         "  To do: name it by its path with --dir."
     )
     assert (tmp_path / "a" / "events").is_dir()
+
+
+# --- what is no file
+
+
+def test_a_resolved_run_with_what_is_no_section(tmp_path: Path) -> None:
+    (tmp_path / "resolved.toml").write_text("format = 1\nmodel = true\n")
+    with pytest.raises(JobError, match=r"resolved.toml is damaged: model is no section\.\n  To do: "):
+        RunDir(tmp_path).read_resolved()
+
+
+def test_a_folder_called_stop_asks_for_a_stop(tmp_path: Path) -> None:
+    run = made(tmp_path)
+    run.stop_path.mkdir()
+    assert run.stop_requested()
+    assert run.stop_reason() == ""
+    run.request_stop("why")
+    run.clear_stop()
+    assert not run.stop_requested()
+
+
+def test_a_folder_called_stop_that_holds_something_is_left(tmp_path: Path) -> None:
+    run = made(tmp_path)
+    (run.stop_path / "mine").mkdir(parents=True)
+    run.clear_stop()
+    assert run.stop_requested()
+
+
+def test_a_stop_that_cannot_be_asked_for_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"gone/stop cannot be written: No such file or directory\."):
+        RunDir(tmp_path / "gone").request_stop()

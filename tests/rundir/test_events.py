@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardway.errors import JobError
 from shardway.rundir.events import EventFollower, EventWriter, drop_undone, parse_event, read_events, read_last_events
 
 
@@ -264,3 +265,18 @@ def test_the_last_events_are_whole(most_bytes: int) -> None:
 
 def test_no_file_has_no_last_events(tmp_path: Path) -> None:
     assert read_last_events(tmp_path / "none", 100) == []
+
+
+def test_what_is_no_file_is_named(tmp_path: Path) -> None:
+    folder, loop = tmp_path / "rank-00000.jsonl", tmp_path / "rank-00001.jsonl"
+    folder.mkdir()
+    loop.symlink_to(loop.name)
+    for path, why in ((folder, "Is a directory"), (loop, "Too many levels of symbolic links")):
+        for read in (
+            lambda p: list(read_events(p)),
+            lambda p: read_last_events(p, 9),
+            lambda p: EventFollower(p).new_events(),
+        ):
+            with pytest.raises(JobError) as told:
+                read(path)
+            assert str(told.value).startswith(f"the events in {path} cannot be read: {why}.\n  To do: ")

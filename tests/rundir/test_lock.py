@@ -152,7 +152,8 @@ def test_a_lock_that_may_not_be_taken_is_a_users_mistake(tmp_path: Path) -> None
         WriterLock(path).acquire()
     assert str(told.value) == (
         f"the run directory {tmp_path} cannot be locked: Is a directory ({path}).\n"
-        "  To do: choose a directory that you may write to with --dir."
+        "  To do: move away what stands there where it is no file, or choose a directory that you may write to with "
+        "--dir."
     )
 
 
@@ -172,3 +173,33 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
     assert find_holder(path) is None
     assert len(os.listdir("/proc/self/fd")) == open_files
+
+
+@pytest.mark.parametrize("target", ["/dev/null", "."])
+def test_what_is_no_file_cannot_be_locked(tmp_path: Path, target: str) -> None:
+    """The lock of a device would be one for the whole machine."""
+    path = tmp_path / "writer.lock"
+    path.symlink_to(target)
+    with pytest.raises(UserError, match=f"{tmp_path} cannot be locked: .*writer.lock"):
+        WriterLock(path).acquire()
+
+
+@pytest.mark.parametrize("note", [b"[" * 4096, b"\xff", b"[1]", b"", b"9" * 4096])
+def test_a_note_that_cannot_be_read(tmp_path: Path, note: bytes) -> None:
+    path = tmp_path / "writer.lock"
+    with holder(path):
+        path.write_bytes(note)
+        assert find_holder(path) == "a process that has just started"
+
+
+def test_a_disk_that_takes_no_note_takes_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    path = tmp_path / "writer.lock"
+    held = WriterLock(path)
+    held.acquire()
+    assert find_holder(path) == "a process that has just started"
+    held.release()
+    assert find_holder(path) is None

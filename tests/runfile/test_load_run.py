@@ -204,7 +204,10 @@ def test_a_folder_as_run_file(tmp_path: Path) -> None:
 def test_no_text(tmp_path: Path) -> None:
     path = tmp_path / "my.toml"
     path.write_bytes(b"[train]\n\xff\xfe")
-    assert refused(path) == f"the run file {path} is not UTF-8 text (byte 8): is it a run file?"
+    assert refused(path) == (
+        f"the run file {path} is not UTF-8 text (byte 8): is it a run file?\n"
+        "  To do: name a run file; where it is one, save it as UTF-8 in your editor."
+    )
 
 
 @pytest.mark.parametrize("text", ["[train\n", "x = \n", "[train]\nseed = 1\nseed = 2\n", "train.seed 5\n"])

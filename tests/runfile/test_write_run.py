@@ -107,3 +107,10 @@ def test_every_key_is_in_a_rendered_run() -> None:
     loaded = load_run(None)
     table = tomllib.loads(render_run(loaded.values, loaded.origins, lambda dotted: True))
     assert [f"{section}.{name}" for section in sections() for name in table[section]] == all_keys()
+
+
+@pytest.mark.parametrize("text", ["\u202e", "\x7f", "\x1b[2J", "a\u2028b", "\U000e0001", "é 漢"])
+def test_a_text_is_written_so_that_a_terminal_obeys_none_of_it(text: str) -> None:
+    written = render_value(text)
+    assert written.isprintable()
+    assert tomllib.loads(f"value = {written}") == {"value": text}

@@ -302,6 +302,17 @@ def test_broken_toml(write: Callable[[str], str]) -> None:
     )
 
 
+@pytest.mark.parametrize("value", ["[" * 5000 + "]" * 5000, "9" * 5000, "{x=" * 5000])
+def test_toml_that_python_cannot_hold(value: str, write: Callable[[str], str]) -> None:
+    told = message_of(write(f"{MINIMAL}more = {value}\n"))
+    assert told.startswith("site profile mine.toml is not valid TOML: ")
+    assert told.endswith("\n  to do: correct that line")
+
+
+def test_a_name_that_no_file_can_have() -> None:
+    assert message_of("a\0b.toml").startswith("cannot read the site profile a\0b.toml: embedded null byte\n")
+
+
 def test_a_newer_format_is_refused_before_its_keys(write: Callable[[str], str]) -> None:
     assert message_of(write("format = 2\nfuture_key = true\n")) == (
         "site profile mine.toml has format 2, which is newer than this version of Shardway\n"

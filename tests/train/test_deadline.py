@@ -59,6 +59,8 @@ def test_before_the_first_save_it_is_that_of_an_earlier_attempt_or_an_estimate()
     assert earlier.margin().seconds == pytest.approx(2 * 12.5 + 3.0 + 2.0)
     assert "the last save of an earlier attempt took 12.5 s" in earlier.describe()
     unknown = Deadline(2000.0, 0.0, before=read_pace({"save_seconds": "soon"}), clock=Clock())
+    for odd in (float("nan"), float("inf"), 10**400, -1, None):
+        assert read_pace({"save_seconds": odd, "validation_seconds": odd}) == Pace(None, None)
     unknown.expect_save_of(ESTIMATED_RATE / ESTIMATED_BYTES * 9)
     assert unknown.margin().seconds == pytest.approx(2 * 10.0 + 2.0)
     assert "an estimate, since nothing was saved yet" in unknown.describe()

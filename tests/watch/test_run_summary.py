@@ -180,3 +180,25 @@ def test_a_long_run_is_summarised_quickly(run: RunDir, monkeypatch: pytest.Monke
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         costs.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(costs) < 0.4
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -1e308, 10**400, 1e300])
+def test_times_and_counts_that_are_none(run: RunDir, odd: float) -> None:
+    run.create()
+    lines = [
+        {"event": "started", "step": 0, "total_steps": odd, "time": BEGIN, "spent": {"start": odd, "load": odd}},
+        {"event": "step", "step": odd, "loss": 1.0, "seconds": odd, "time": odd},
+        {"event": "saved", "step": 1, "time": odd, "seconds": odd, "bytes": odd, "spent": {"step": 1.0}},
+    ]
+    (run.path / "events/rank-00000.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    run.write_status(state="running", step=1)
+    lock = run.writer_lock()
+    lock.acquire()
+    try:
+        summary = summarise(run)
+    finally:
+        lock.release()
+    assert (summary.step, summary.total_steps, summary.seconds_left) == (0, None, None)
+    assert summary.last_save is not None
+    assert (summary.last_save.time, summary.last_save.size_bytes) == (0.0, None)
+    assert json.loads(json.dumps(summary.as_json(), allow_nan=False))["loss"] == 1.0

@@ -16,6 +16,7 @@ import typer
 
 from shardway.cli.checkpoint_contents import CheckpointArgument, diff, inspect
 from shardway.cli.options import JsonOption
+from shardway.errors import legible
 
 if TYPE_CHECKING:
     from shardway.checkpoint.verify import Verified
@@ -53,7 +54,7 @@ def verify(
     for each in verify_all(find_checkpoints(run)):
         found.append(each)
         if not as_json:
-            typer.echo(_render_verified(each))
+            typer.echo(legible(_render_verified(each)))
     if as_json:
         typer.echo(json.dumps([each.as_json() for each in found], indent=1))
     return 0 if all(each.is_whole for each in found) else 4

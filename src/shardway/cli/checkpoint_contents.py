@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardway.cli.options import JsonOption
+from shardway.errors import legible
 
 if TYPE_CHECKING:
     from shardway.checkpoint.contents import Entry, Head
@@ -55,10 +56,8 @@ def inspect(
         tensors = {} if entries is None else {"parts": _total(entries), "tensors": [asdict(each) for each in entries]}
         typer.echo(render_json({**known.as_json(), **tensors}, indent=1))
         return
-    for line in _render_head(known):
-        typer.echo(line)
-    for line in _render_entries(entries or ()):
-        typer.echo(line)
+    for line in [*_render_head(known), *_render_entries(entries or ())]:
+        typer.echo(legible(line))
 
 
 def diff(

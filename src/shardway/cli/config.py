@@ -62,10 +62,10 @@ def show(
 
 def _ranks_of_a_node(request: Request) -> int:
     """As many as a node of the site has devices. Raises UserError where the site does not say."""
+    from shardway.resolve.request import site_of
     from shardway.runfile.load import load_run
-    from shardway.sites.load import load_site
 
-    site = load_site(load_run(request.run_file, request.overrides).values.site.name)
+    site = site_of(load_run(request.run_file, request.overrides))
     if not site.node.accelerators_per_node:
         raise UserError(
             f'--nodes: the site "{site.name}" names no accelerators of a node, so its number of ranks is not known.\n'

@@ -17,7 +17,7 @@ import typer
 
 from shardway import __version__
 from shardway.cli.verbs import Verbs
-from shardway.errors import Bug, ShardwayError
+from shardway.errors import Bug, ShardwayError, legible
 
 EXIT_KILLED = 130
 
@@ -87,5 +87,5 @@ def run_guarded(work: Callable[[], object]) -> int:
 def report_error(error: ShardwayError) -> int:
     """Print an error for the person who can act, and return its exit code."""
     tail = "\n  This is a defect of Shardway: please report it with the lines above." if isinstance(error, Bug) else ""
-    print(f"shardway: {error}{tail}", file=sys.stderr)
+    print(f"shardway: {legible(str(error))}{tail}", file=sys.stderr)
     return error.exit_code

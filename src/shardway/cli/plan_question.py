@@ -62,11 +62,13 @@ def _with_site_of_run(model: list[str], where: Where) -> Where:
     """The site that a run file names, where no option says another."""
     if where.on or where.gpu or not model[0].endswith(".toml"):
         return where
-    from shardway.resolve.request import parse_words
+    from shardway.resolve.request import parse_words, site_of
     from shardway.runfile.load import load_run
 
     request = parse_words(model)
-    return replace(where, on=load_run(request.run_file, request.overrides).values.site.name)
+    loaded = load_run(request.run_file, request.overrides)
+    site_of(loaded)
+    return replace(where, on=loaded.values.site.name)
 
 
 def parse_words(text: str) -> tuple[str, ...]:

@@ -6,12 +6,14 @@ trains. This module must not slow the run: it looks twice a second.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from types import TracebackType
 
 from rich.console import Console
 from rich.live import Live
 
+from shardway.errors import JobError
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
 from shardway.watch.live import LiveView
@@ -42,10 +44,11 @@ class Display:
         self._thread.join()
 
     def _show(self) -> None:
-        if self._plain:
-            self._show_lines()
-        else:
-            self._show_live()
+        with contextlib.suppress(JobError):  # events that cannot be read: whoever writes them tells that
+            if self._plain:
+                self._show_lines()
+            else:
+                self._show_live()
 
     def _show_lines(self) -> None:
         lines = PlainLines()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardway.cli.options import JsonOption
-from shardway.errors import UserError
+from shardway.errors import UserError, legible
 
 if TYPE_CHECKING:
     from shardway.launch.probe.findings import Findings
@@ -45,7 +45,7 @@ def list_known(as_json: JsonOption = False) -> None:
     head = {column: column.upper() for column in columns}
     widths = {column: max(len(row[column]) for row in [head, *rows]) for column in columns}
     for row in [head, *rows]:
-        typer.echo("  ".join(row[column].ljust(widths[column]) for column in columns).rstrip())
+        typer.echo(legible("  ".join(row[column].ljust(widths[column]) for column in columns).rstrip()))
     typer.echo(f"\nYour own profiles: {own_folder() or 'none, since this account has no home folder'}")
 
 
@@ -62,8 +62,8 @@ def show(name: NameArgument, as_json: JsonOption = False) -> None:
     if as_json:
         typer.echo(json.dumps({**_head(file, profile), "facts": [_fact_json(fact) for fact in facts]}, indent=1))
         return
-    typer.echo(f"{profile.title}\n{_say_origin(file, profile)}")
-    typer.echo("\n".join(["", *_render_facts(facts)]))
+    typer.echo(legible(f"{profile.title}\n{_say_origin(file, profile)}"))
+    typer.echo(legible("\n".join(["", *_render_facts(facts)])))
     unsure = sum(fact.is_unsure for fact in facts)
     typer.echo(f"\n{len(facts)} facts, {unsure} of them not verified (?). What is not listed is not known.")
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardway.cli.options import JsonOption
-from shardway.errors import ShardwayError, UserError
+from shardway.errors import ShardwayError, UserError, legible
 from shardway.units import render_clock, render_count
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def status(run: RunWord = None, as_json: JsonOption = False) -> None:
         alone = run is not None and len(facts) == 1 and (is_run(Path(run)) or not Path(run).is_dir())
         typer.echo(json.dumps(facts[0] if alone else facts, indent=1))
         return
-    typer.echo("\n\n".join(_render(entry) for entry in shown))
+    typer.echo(legible("\n\n".join(_render(entry) for entry in shown)))
 
 
 def _choose(word: str | None) -> list[Known]:
@@ -88,21 +89,29 @@ def _look(group: Sequence[Known], *, alone: bool) -> list[_Shown]:
     from shardway.launch.runs.ledger import read_ledgers
     from shardway.launch.runs.standing import read_standings
 
+    shown: list[_Shown] = []
     readable = [known for known in group if known.host or _is_readable(Path(known.run), alone=alone)]
     host = find_host(group[0].host)
-    try:
+    with _told(alone=alone):
         ledgers = read_ledgers(host, [Path(known.run) for known in readable])
         standings = read_standings(host, ledgers)
+        for known, ledger, attempts in zip(readable, ledgers, standings, strict=True):
+            if alone or not known.host or attempts or ledger.status:  # elsewhere, one that is gone is no news
+                with _told(alone=alone):
+                    summary = None if known.host else _summarise(ledger, attempts)
+                    shown.append(_Shown(known, ledger, attempts, summary))
+    return shown
+
+
+@contextmanager
+def _told(*, alone: bool) -> Iterator[None]:
+    """Of many runs, what cannot be read is told, and the others are still shown."""
+    try:
+        yield
     except ShardwayError as error:
         if alone:
             raise
-        typer.echo(f"shardway: {error}", err=True)
-        return []
-    return [
-        _Shown(known, ledger, attempts, None if known.host else _summarise(ledger, attempts))
-        for known, ledger, attempts in zip(readable, ledgers, standings, strict=True)
-        if alone or not known.host or attempts or ledger.status  # elsewhere, one that is gone is no news
-    ]
+        typer.echo(legible(f"shardway: {error}"), err=True)
 
 
 def _summarise(ledger: Ledger, attempts: Sequence[Standing]) -> RunSummary | None:
@@ -121,17 +130,13 @@ def _summarise(ledger: Ledger, attempts: Sequence[Standing]) -> RunSummary | Non
 
 
 def _is_readable(path: Path, *, alone: bool) -> bool:
-    """Whether this Shardway can read a run; one of many that it cannot is told, and the others are still shown."""
+    """Whether this Shardway can read a run."""
     from shardway.rundir.directory import RunDir
 
-    try:
+    with _told(alone=alone):
         RunDir(path).check_format()
-    except UserError as error:
-        if alone:
-            raise
-        typer.echo(f"shardway: {error}", err=True)
-        return False
-    return True
+        return True
+    return False
 
 
 def _as_json(shown: _Shown) -> dict[str, Any]:

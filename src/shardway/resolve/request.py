@@ -21,6 +21,7 @@ from shardway.resolve.build import resolve
 from shardway.resolve.resolved import Circumstances, Resolved
 from shardway.rundir.directory import RunDir
 from shardway.runfile.load import Loaded, load_run
+from shardway.sites.find import UnknownSite
 from shardway.sites.load import load_site
 from shardway.sites.schema import CPU, SiteProfile
 
@@ -93,7 +94,7 @@ def resolve_request(
     if request.directory is not None:
         loaded = _place(loaded, request.directory, by_default=request.own_model)
     values, machine = loaded.values, probe.probe_machine()
-    site = load_site(values.site.name, lambda: machine)
+    site = site_of(loaded, machine)
     known = planned or (_planned_machine(site, machine) if values.run.device != "cpu" else None)
     circumstances = Circumstances(
         ranks=ranks,
@@ -107,6 +108,14 @@ def resolve_request(
         own_model=request.own_model,
     )
     return Resolution(request, loaded, resolve(loaded, circumstances))
+
+
+def site_of(loaded: Loaded, machine: probe.Machine | None = None) -> SiteProfile:
+    """The profile that a run names, seen from this machine. Raises UserError, for an unknown name with its origin."""
+    try:
+        return load_site(loaded.values.site.name, lambda: machine or probe.probe_machine())
+    except UnknownSite as error:
+        raise UserError(f"site.name ({loaded.origins['site.name']}): {error}") from None
 
 
 def _facts_of(hf: str) -> ModelFacts | None:

@@ -19,12 +19,13 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
 from shardway.rundir.atomic import render_json, write_json, write_new
+from shardway.rundir.fields import read_fields
 
 FORMAT = 1
 
@@ -257,12 +258,9 @@ def parse_submission(text: str) -> Submission | None:
 
 
 def _parse(kind: type[T], text: str) -> T | None:
-    """The dataclass in a JSON text, unknown keys left out; None where a needed one is missing."""
-    with contextlib.suppress(ValueError, RecursionError, TypeError):
-        table: Any = json.loads(text)
-        if isinstance(table, Mapping):
-            names = {entry.name for entry in fields(kind)}  # type: ignore[arg-type]
-            return kind(**{str(name): value for name, value in table.items() if name in names})
+    """The dataclass in a JSON text; None where that is damaged or says too little."""
+    with contextlib.suppress(ValueError, RecursionError):
+        return read_fields(kind, json.loads(text))
     return None
 
 

@@ -44,6 +44,14 @@ def step_of_checkpoint(folder: Path) -> int | None:
     return int(match[1]) if match else None
 
 
+def _check_sections(resolved: dict[str, Any]) -> dict[str, Any]:
+    """The same tables. Raises ValueError where something else than the format is none."""
+    for name, section in resolved.items():
+        if name != "format" and not isinstance(section, dict):
+            raise ValueError(f"{name} is no section")
+    return resolved
+
+
 @dataclass(frozen=True)
 class RunDir:
     """One run's directory; the object itself touches the disk only when a method is called."""
@@ -72,8 +80,9 @@ class RunDir:
             for folder in (self.path, self._events_folder, self.checkpoints):
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
+            where = f" ({error.filename})" if error.filename != str(self.path) else ""
             raise UserError(
-                f"the run directory {self.path} cannot be made: {error.strerror}.\n"
+                f"the run directory {self.path} cannot be made: {error.strerror}{where}.\n"
                 "  To do: choose a folder that you may write to with --dir, or set run.root in the run file."
             ) from None
 
@@ -122,7 +131,7 @@ class RunDir:
         if not self.resolved_path.exists():
             return {}
         try:
-            return tomllib.loads(self.resolved_path.read_text(encoding="utf-8"))
+            return _check_sections(tomllib.loads(self.resolved_path.read_text(encoding="utf-8")))
         except (ValueError, RecursionError, OSError) as error:
             raise JobError(
                 f"{self.resolved_path} is damaged: {error}.\n"
@@ -180,8 +189,12 @@ class RunDir:
         return self.path / "stop"
 
     def request_stop(self, reason: str = "") -> None:
-        """Ask the run to stop after its current step, and say why."""
-        write_whole(self.stop_path, reason)
+        """Ask the run to stop after its current step, and say why. Raises UserError where that is refused."""
+        try:
+            write_whole(self.stop_path, reason)
+        except OSError as error:
+            if not self.stop_requested():  # a folder of that name asks for the same
+                raise UserError(f"{self.stop_path} cannot be written: {error.strerror}.") from None
 
     def stop_requested(self) -> bool:
         """Whether somebody asked for a stop."""
@@ -194,8 +207,9 @@ class RunDir:
         return ""
 
     def clear_stop(self) -> None:
-        """Take the request back (it has been obeyed)."""
-        (self.stop_path).unlink(missing_ok=True)
+        """Take the request back (it has been obeyed); a folder that holds something stays."""
+        with contextlib.suppress(OSError):
+            (self.stop_path.rmdir if self.stop_path.is_dir() else self.stop_path.unlink)()
 
     # --- checkpoints
 

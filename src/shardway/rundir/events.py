@@ -7,6 +7,7 @@ beyond `event` and `step`.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -15,8 +16,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
+from shardway.errors import JobError
 from shardway.rundir.atomic import render_json
 
 Event = dict[str, Any]
@@ -81,21 +83,34 @@ def parse_event(line: bytes) -> Event | None:
     return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
 
 
+def _open(path: Path) -> contextlib.AbstractContextManager[BinaryIO | None]:
+    """The file, None where there is none. Raises JobError where it cannot be read."""
+    try:
+        return open(path, "rb")
+    except (FileNotFoundError, NotADirectoryError):
+        return contextlib.nullcontext()
+    except OSError as error:
+        raise JobError(
+            f"the events in {path} cannot be read: {error.strerror}.\n"
+            "  To do: move away what stands there in place of a file, or see who may read it; to go on, checkpoints do."
+        ) from None
+
+
 def read_events(path: Path) -> Iterator[Event]:
-    """Every whole event of a file, in the order written; nothing where there is no file."""
-    if not path.exists():
-        return
-    with open(path, "rb") as file:
-        for line in file:
+    """Every whole event of a file, in the order written; nothing where there is no file. Raises JobError where it
+    cannot be read."""
+    with _open(path) as file:
+        for line in file or ():
             if line.endswith(b"\n") and (event := parse_event(line)) is not None:
                 yield event
 
 
 def read_last_events(path: Path, most_bytes: int) -> list[Event]:
-    """The whole events among the last bytes of a file, in the order written; none where there is no file."""
-    if not path.exists():
-        return []
-    with open(path, "rb") as file:
+    """The whole events among the last bytes of a file, in the order written; none where there is no file. Raises
+    JobError where it cannot be read."""
+    with _open(path) as file:
+        if file is None:
+            return []
         file.seek(max(0, os.fstat(file.fileno()).st_size - most_bytes))
         lines = file.read().splitlines()
     return [event for event in map(parse_event, lines) if event is not None]
@@ -129,11 +144,12 @@ class EventFollower:
             self._offset, self._inode = found.st_size, found.st_ino
 
     def new_events(self) -> list[Event]:
-        """Whole events that were appended since the last call; from its start for a file that took its place."""
-        if not self._path.exists():
-            self._offset, self._rest = 0, b""
-            return []
-        with open(self._path, "rb") as file:
+        """Whole events that were appended since the last call; from its start for a file that took its place. Raises
+        JobError where it cannot be read."""
+        with _open(self._path) as file:
+            if file is None:
+                self._offset, self._rest = 0, b""
+                return []
             found = os.fstat(file.fileno())
             if found.st_ino != self._inode or found.st_size < self._offset:
                 self._offset, self._rest = 0, b""

@@ -7,10 +7,12 @@ file would let two writers hold two locks of the same name.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import socket
+import stat
 import time
 from pathlib import Path
 from typing import Any
@@ -38,10 +40,11 @@ class WriterLock:
             holder = _render_holder(_read_note(descriptor))
             os.close(descriptor)
             raise UserError(_held_message(self._path.parent, holder))
-        os.ftruncate(descriptor, 0)
-        note = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        os.pwrite(descriptor, json.dumps(note).encode(), 0)
         self._descriptor = descriptor
+        note = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        with contextlib.suppress(OSError):  # of a full disk: the lock holds without a note
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(note).encode(), 0)
 
     def release(self) -> None:
         """Give the lock back; a second call does nothing."""
@@ -80,12 +83,21 @@ def _find_note(path: Path) -> dict[str, Any] | None:
 
 def _open(path: Path) -> int:
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        raise UserError(
-            f"the run directory {path.parent} cannot be locked: {error.strerror} ({path}).\n"
-            "  To do: choose a directory that you may write to with --dir."
-        ) from None
+        raise UserError(_unlockable(path, error.strerror)) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # a device, which others may hold for a reason of their own
+        os.close(descriptor)
+        raise UserError(_unlockable(path, "it is no file"))
+    return descriptor
+
+
+def _unlockable(path: Path, reason: str | None) -> str:
+    return (
+        f"the run directory {path.parent} cannot be locked: {reason} ({path}).\n"
+        "  To do: move away what stands there where it is no file, or choose a directory that you may write to with "
+        "--dir."
+    )
 
 
 def _try_lock(descriptor: int, path: Path) -> bool:
@@ -110,7 +122,7 @@ def _try_lock(descriptor: int, path: Path) -> bool:
 def _read_note(descriptor: int) -> dict[str, Any]:
     try:
         note = json.loads(os.pread(descriptor, 4096, 0))
-    except ValueError:
+    except (ValueError, RecursionError, OSError):
         return {}
     return note if isinstance(note, dict) else {}
 

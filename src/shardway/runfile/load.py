@@ -126,7 +126,10 @@ def _read_text(path: Path, wanted_by: str = "") -> str:
     try:
         return path.read_text(encoding="utf-8-sig")  # some editors put a byte order mark first
     except UnicodeDecodeError as error:
-        raise UserError(f"the run file {path} is not UTF-8 text (byte {error.start}): is it a run file?") from None
+        raise UserError(
+            f"the run file {path} is not UTF-8 text (byte {error.start}): is it a run file?\n"
+            "  To do: name a run file; where it is one, save it as UTF-8 in your editor."
+        ) from None
     except (OSError, ValueError) as error:  # a ValueError for a name that no file can have
         source = f" ({wanted_by})" if wanted_by else ""
         reason = error.strerror if isinstance(error, OSError) else error

@@ -19,7 +19,7 @@ def render_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
+        return "".join(char if char.isprintable() else _escape(char) for char in json.dumps(value, ensure_ascii=False))
     if isinstance(value, list):
         return f"[{', '.join(map(render_value, value))}]"
     if isinstance(value, dict):
@@ -55,6 +55,11 @@ def render_commented(values: RunFile, chosen: Mapping[str, Any]) -> str:
             entry = f"{name} = {render_value(chosen.get(dotted, default))}"
             lines.append(entry if dotted in chosen else f"# {entry}")
     return "\n".join(lines) + "\n"
+
+
+def _escape(char: str) -> str:
+    """A character that a terminal would obey, as TOML writes one."""
+    return f"\\u{ord(char):04X}" if ord(char) < 0x10000 else f"\\U{ord(char):08X}"
 
 
 def _render_key(name: str) -> str:

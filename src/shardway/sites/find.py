@@ -22,6 +22,10 @@ Origin = Literal["shipped", "yours", "file"]
 _SUFFIX = ".toml"
 
 
+class UnknownSite(UserError):
+    """No profile has this name."""
+
+
 @dataclass(frozen=True)
 class ProfileFile:
     """One profile: its name (a path for `origin` "file") and where it comes from.
@@ -45,8 +49,9 @@ class ProfileFile:
             return files(__package__).joinpath(f"{self.name}{_SUFFIX}").read_text("utf-8")
         try:
             return self.path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        except (OSError, ValueError) as error:  # a ValueError for a name that no file can have
+            not_text = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
+            reason = error.strerror if isinstance(error, OSError) else not_text
             raise UserError(
                 f"cannot read the {self.title}: {reason}\n"
                 f"  allowed: a readable TOML file, or one of {', '.join(list_sites())}\n"
@@ -85,14 +90,14 @@ def list_sites() -> tuple[str, ...]:
 def find_profile(name_or_path: str, beside: Path | None = None) -> ProfileFile:
     """The profile of that name, or at that path (with a "/" or ending in .toml), which is relative to `beside`.
 
-    Raises UserError for a name that no profile has.
+    Raises UnknownSite for a name that no profile has.
     """
     if "/" in name_or_path or name_or_path.endswith(_SUFFIX):
         path = Path(name_or_path).expanduser()
         return ProfileFile(name_or_path, "file", beside / path if beside else path)
     found = next((profile for profile in list_profiles() if profile.name == name_or_path), None)
     if found is None:
-        raise UserError(_render_unknown_site(name_or_path))
+        raise UnknownSite(_render_unknown_site(name_or_path))
     return found
 
 

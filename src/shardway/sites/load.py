@@ -92,8 +92,8 @@ def _is_same(one: ProfileFile, other: ProfileFile) -> bool:
 def _parse_table(title: str, text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{title} is not valid TOML: {error}\n  to do: correct that line") from error
+    except (ValueError, RecursionError) as error:  # also for a number or a nesting that Python cannot hold
+        raise UserError(f"{title} is not valid TOML: {error}\n  to do: correct that line") from None
 
 
 def _check_format(title: str, table: Mapping[str, Any]) -> None:

@@ -10,9 +10,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from shardway.rundir.attempts import Attempt
+from shardway.units import MAX_SECONDS
 
 TEARDOWN_S = 30.0
 """What the end of the ranks and of the job script may take after the last save."""
@@ -147,8 +148,12 @@ class Deadline:
 
 def read_pace(status: Mapping[str, Any]) -> Pace:
     """What an earlier attempt has measured, from its status."""
-    save, validation = (status.get(name) for name in ("save_seconds", "validation_seconds"))
-    return Pace(*(float(value) if isinstance(value, int | float) else None for value in (save, validation)))
+    times = (status.get(name) for name in ("save_seconds", "validation_seconds"))
+    return Pace(*(float(value) if _is_time(value) else None for value in times))
+
+
+def _is_time(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and 0 <= value < MAX_SECONDS
 
 
 def find_deadline(attempt: Attempt | None, fixed_margin_s: float | None, before: Pace) -> Deadline | None:

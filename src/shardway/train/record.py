@@ -169,8 +169,10 @@ def _refusals(directory: RunDir) -> Iterator[None]:
 
 
 def _refused(directory: RunDir, error: OSError) -> JobError:
+    target = error.filename2 or error.filename
+    where = f" ({target})" if target else ""
     return JobError(
-        f"the run directory {directory.path} does not take more writing: {error.strerror}.\n"
+        f"the run directory {directory.path} does not take more writing: {error.strerror}{where}.\n"
         "  What was saved before is unchanged. To do: make room (or check the quota and the mount), then run the "
         "same command again: it goes on from the last checkpoint."
     )

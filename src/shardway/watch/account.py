@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from shardway.rundir.events import Event
-from shardway.watch.facts import number, text, whole
+from shardway.watch.facts import MOST_SECONDS, number, seconds, text, whole
 
 _WORK = ("step", "repeat")
 _ROWS = {
@@ -225,16 +225,15 @@ def _add_attempt(rows: dict[str, float], attempt: _Attempt, keep: int, span: tup
     rows["productive_s"] += kept_s
     rows["lost_s"] += last.lost_s(kept_s)
     rows["repeated_s"] += last.spent.get("repeat", 0.0)
-    for name, seconds in last.spent.items():
+    for name, spent_s in last.spent.items():
         if name not in _WORK:
-            rows[_ROWS.get(name, "unaccounted_s")] += seconds
+            rows[_ROWS.get(name, "unaccounted_s")] += spent_s
     rows["unaccounted_s"] += max(0.0, end - max(last.time, earliest))
     return end
 
 
 def _time_of(event: Event) -> float:
-    seconds = number(event, "time")
-    return seconds if seconds is not None and math.isfinite(seconds) else 0.0
+    return seconds(event, "time") or 0.0
 
 
 def _owner(source: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -243,12 +242,12 @@ def _owner(source: Mapping[str, Any]) -> tuple[Any, Any]:
 
 def _read_record(source: Mapping[str, Any], step: int) -> _Record | None:
     """The times in an event or a status; None where there are none. `step` stands where none is said."""
-    spent, at = source.get("spent"), number(source, "time")
-    if not isinstance(spent, Mapping) or at is None or not math.isfinite(at):
+    spent, at = source.get("spent"), seconds(source, "time")
+    if not isinstance(spent, Mapping) or at is None:
         return None
-    seconds = {str(name): max(0.0, number(spent, name) or 0.0) for name in spent}
-    if not all(map(math.isfinite, seconds.values())):
+    times = {str(name): max(0.0, number(spent, name) or 0.0) for name in spent}
+    if not all(value < MOST_SECONDS for value in times.values()):
         return None
-    unfinished_s = number(source, "unfinished_s") or 0.0
+    unfinished_s = seconds(source, "unfinished_s") or 0.0
     said = whole(source, "step")
-    return _Record(at, step if said is None else said, seconds, unfinished_s if unfinished_s > 0 else 0.0)
+    return _Record(at, step if said is None else said, times, unfinished_s if unfinished_s > 0 else 0.0)

@@ -11,11 +11,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+MOST = 2.0**63
+MOST_SECONDS = 1e12
+"""Some thirty thousand years, before and after 1970."""
+
 
 def number(event: Mapping[str, Any], key: str) -> float | None:
     """The number under `key` (NaN and infinity included), or None."""
     value = event.get(key)
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    try:
+        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    except OverflowError:
+        return None
 
 
 def measured(event: Mapping[str, Any], key: str) -> float:
@@ -25,9 +32,15 @@ def measured(event: Mapping[str, Any], key: str) -> float:
 
 
 def whole(event: Mapping[str, Any], key: str) -> int | None:
-    """The finite number under `key` as an int, or None."""
+    """The number under `key` as an int, or None, also for one that is larger than anything that is counted."""
     value = number(event, key)
-    return int(value) if value is not None and math.isfinite(value) else None
+    return int(value) if value is not None and abs(value) < MOST else None
+
+
+def seconds(event: Mapping[str, Any], key: str) -> float | None:
+    """The time under `key`, or None, also for one that is no time."""
+    value = number(event, key)
+    return value if value is not None and abs(value) < MOST_SECONDS else None
 
 
 def text(event: Mapping[str, Any], key: str) -> str:
@@ -77,7 +90,7 @@ def read_start(event: Mapping[str, Any]) -> Start:
     return Start(
         step=whole(event, "step") or 0,
         total_steps=whole(event, "total_steps"),
-        time=number(event, "time") or 0.0,
+        time=seconds(event, "time") or 0.0,
         host=text(event, "host"),
         launcher=text(event, "launcher"),
         world=whole(event, "world"),
@@ -110,11 +123,11 @@ def read_validation(event: Mapping[str, Any]) -> Validation:
     """The facts of a `validation` event."""
     return Validation(
         step=whole(event, "step") or 0,
-        time=number(event, "time") or 0.0,
+        time=seconds(event, "time") or 0.0,
         loss=measured(event, "loss"),
         bits_per_byte=number(event, "bits_per_byte"),
         accuracy=number(event, "accuracy"),
-        seconds=number(event, "seconds"),
+        seconds=seconds(event, "seconds"),
     )
 
 
@@ -133,10 +146,10 @@ def read_save(event: Mapping[str, Any]) -> Save:
     """The facts of a `saved` event."""
     return Save(
         step=whole(event, "step") or 0,
-        time=number(event, "time") or 0.0,
+        time=seconds(event, "time") or 0.0,
         name=text(event, "name"),
         size_bytes=whole(event, "bytes"),
-        seconds=number(event, "seconds"),
+        seconds=seconds(event, "seconds"),
     )
 
 
@@ -196,7 +209,7 @@ def read_fault(event: Mapping[str, Any]) -> Fault:
     """The facts of a `fault` event."""
     return Fault(
         step=whole(event, "step"),
-        time=number(event, "time") or 0.0,
+        time=seconds(event, "time") or 0.0,
         kind=text(event, "kind") or "fault",
         message=text(event, "message"),
         exit_code=whole(event, "exit_code"),
@@ -218,6 +231,6 @@ def read_ending(event: Mapping[str, Any]) -> Ending:
     return Ending(
         state=text(event, "event"),
         step=whole(event, "step"),
-        time=number(event, "time") or 0.0,
+        time=seconds(event, "time") or 0.0,
         reason=text(event, "reason"),
     )

@@ -78,9 +78,10 @@ class PlainLines:
             case "data_skipped" | "skip_too_late":
                 return [f"{self._place()}  {one_line(text(event, 'reason'))}"]
             case "deadline":
-                return [f"stops in time: {text(event, 'reason')}"]
+                return [f"stops in time: {one_line(text(event, 'reason'))}"]
             case "validation_skipped":
-                return [f"{self._place()}  no validation, which would not end in time: {text(event, 'reason')}"]
+                reason = one_line(text(event, "reason"))
+                return [f"{self._place()}  no validation, which would not end in time: {reason}"]
             case name if name in GUARDED:
                 return [f"step {whole(event, 'step') or 0}  {render_guarded(event)}"]
             case "fault":

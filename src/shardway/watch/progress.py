@@ -27,6 +27,7 @@ from shardway.watch.facts import (
     read_save,
     read_start,
     read_validation,
+    seconds,
     whole,
 )
 
@@ -76,7 +77,7 @@ class Progress:
         if event["event"] == "started" or not self.attempts:  # without attempts, the line of a start was lost
             self._start(read_start(event if event["event"] == "started" else {"time": event.get("time")}))
         attempt = self.attempts[-1]
-        attempt.last_time = number(event, "time") or attempt.last_time
+        attempt.last_time = seconds(event, "time") or attempt.last_time
         match event["event"]:
             case "step":
                 self._add_step(attempt, event)
@@ -166,8 +167,9 @@ class Progress:
         if self.attempt is None or self.total_steps is None or self.ending is not None:
             return None
         pace = self.attempt.seconds_per_step
-        pace = self.last("seconds") if pace is None else pace
-        if pace is None or not math.isfinite(pace):
+        if pace is None and self.recent:
+            pace = seconds(self.recent[-1], "seconds")
+        if pace is None:
             return None
         return max(0, self.total_steps - self.step) * pace
 

@@ -231,7 +231,9 @@ def test_what_login_shells_and_profiles_print_is_no_output(tmp_path: Path) -> No
 def test_a_budget_is_kept_for_the_next_process(tmp_path: Path) -> None:
     write_budget(tmp_path / "b", Budget(2, 5.0))
     assert read_budget(tmp_path / "b") == Budget(2, 5.0)
-    for text in ("", "[]", '{"failures": "x", "last": 1}', '{"last": 1}', "null"):
+    odd = ("NaN", "-Infinity", "9" * 400)
+    unreadable = ("", "[]", '{"failures": "x", "last": 1}', '{"last": 1}', "null", "[" * 9999)
+    for text in (*unreadable, *(f'{{"failures": 1, "last": {last}}}' for last in odd)):
         (tmp_path / "b").write_text(text)
         assert read_budget(tmp_path / "b") == Budget()
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from shardway.cli import status
+from shardway.errors import SiteError
 from shardway.launch.hosts.local import LocalHost
-from shardway.launch.runs.ledger import Ledger, read_ledger
+from shardway.launch.runs.ledger import Entry, Ledger, read_ledger
 from shardway.launch.runs.render import render_attempts
 from shardway.launch.runs.standing import Standing, read_standing
 from shardway.launch.runs.stop import Stopper
@@ -138,3 +139,33 @@ def test_what_says_enough_is_not_explained(result: Result, tmp_path: Path) -> No
 )
 def test_attempts_are_counted_as_they_are_shown(begun: int, known: int, line: str) -> None:
     assert status._say_attempts(begun, known).removeprefix("  attempts    ") == line
+
+
+# --- records that are damaged
+
+
+def test_a_scheduler_that_is_none_is_silent(tmp_path: Path) -> None:
+    attempt = RunDir(tmp_path).attempt(1)
+    attempt.make()
+    attempt.write_submission(Submission("slrum", "x", "17", asked={"nodes": "two", "walltime_s": []}))
+    standing = stand(tmp_path)[0]
+    assert (standing.word, standing.result) == ("unknown", None)
+    assert standing.silence == '"slrum" is no scheduler that Shardway knows; allowed: slurm, pbs, local.'
+    with pytest.raises(SiteError, match="no scheduler that Shardway knows"):
+        Stopper(LocalHost()).cancel(read(tmp_path))
+
+
+@pytest.mark.parametrize("job", ["--me", "-u alice", "all", "", "1 2", "17;rm"])
+def test_what_is_no_job_is_never_ended(tmp_path: Path, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`scancel --me` would end every job of a person."""
+    attempt, commands = RunDir(tmp_path).attempt(1), []
+    attempt.make()
+    attempt.write_submission(Submission("slurm", "x", job))
+    monkeypatch.setattr(LocalHost, "run_many", lambda self, words, **_: commands.extend(words) or [])
+    ledger = Ledger(RunDir(tmp_path), (Entry(attempt, attempt.read_submission()),))
+    if job:
+        with pytest.raises(SiteError, match="is no id of a job, so no job was ended"):
+            Stopper(LocalHost()).cancel(ledger)
+    else:
+        assert Stopper(LocalHost()).cancel(ledger).cancelled == ()
+    assert commands == []

@@ -114,6 +114,7 @@ def cut_short(folder: Path) -> None:
         (cut_short, "the file is damaged, or came in part alone"),
         (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "is no index of safetensors files"),
         (lambda folder: (folder / "model.safetensors.index.json").write_text("["), "is no index of safetensors files"),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("[" * 9999), "is no index of safetensors"),
     ],
 )
 def test_damaged_folders_are_refused(tmp_path: Path, damage: Callable[[Path], object], words: str) -> None:

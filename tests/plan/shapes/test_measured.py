@@ -81,8 +81,9 @@ def test_a_wrong_file_is_told(change: dict[str, Any], lines: list[str]) -> None:
 def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"the shape file .*gone.json cannot be read"):
         read_measured(tmp_path / "gone.json")
-    with pytest.raises(UserError, match="is no JSON"):
-        measured_from_json("{")
+    for text in ("{", "[" * 9999):
+        with pytest.raises(UserError, match="is no JSON"):
+            measured_from_json(text)
     with pytest.raises(UserError, match="format: None is not a format that is known"):
         measured_from_json("[]")
 

@@ -30,7 +30,7 @@ def test_a_page_that_is_opened_again_goes_on(tmp_path: Path) -> None:
     assert (entry.changes, entry.activity) == (2, Activity.LOAD)
 
 
-@pytest.mark.parametrize("content", [b"", b"short", b"\1" + bytes(47)])
+@pytest.mark.parametrize("content", [b"", b"short", b"\1" + bytes(47), b"\x07" * 48])
 def test_what_is_no_whole_page_is_none(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "rank-0").write_bytes(content)
     assert read_page(tmp_path / "rank-0") is None

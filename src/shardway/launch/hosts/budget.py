@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -41,9 +42,10 @@ class Budget:
 
 def read_budget(path: Path) -> Budget:
     """What earlier calls, perhaps of other processes, left; a fresh one where there is nothing to read."""
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         table = json.loads(path.read_text(encoding="utf-8"))
-        return Budget(max(int(table["failures"]), 0), float(table["last"]))
+        last = float(table["last"])
+        return Budget(max(int(table["failures"]), 0), last) if math.isfinite(last) else Budget()
     return Budget()
 
 

@@ -46,6 +46,8 @@ class LocalHost:
             return Done(tuple(words), MISSING, "", f"{words[0]}: no such program\n")
         except OSError as error:
             return Done(tuple(words), _NOT_EXECUTABLE, "", f"{words[0]}: {error.strerror}\n")
+        except ValueError as error:  # for a word that no program can be given
+            return Done(tuple(words), _NOT_EXECUTABLE, "", f"{words[0]}: {error}\n")
         late = False
         try:
             out, err = process.communicate(stdin.encode("utf-8", "surrogateescape"), timeout_s)

@@ -62,7 +62,7 @@ def read_output(host: Host, attempt: Attempt, node: int | None) -> Iterator[str]
     if not done.ok and not done.out:
         why = "" if "No such file" in done.err else f": {done.err.strip()}"
         raise UserError(
-            f"attempt {attempt.number} has printed nothing{why}.\n"
+            f"attempt {attempt.number} of {attempt.run_path} has printed nothing{why}.\n"
             "  To do: `shardway status` says whether its job waits, runs or is over; `shardway logs -f` waits for it."
         )
     return iter(done.out.splitlines())

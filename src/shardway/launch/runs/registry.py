@@ -75,5 +75,5 @@ def _parse(line: str) -> tuple[Known, bool] | None:
         table = json.loads(line)
         known = Known(str(table["run"]), str(table.get("host", "")), str(table.get("site", "")))
         return known, bool(table.get("gone", False))
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None

@@ -7,17 +7,18 @@ change anything.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 
 from shardway.launch.hosts.base import Host, HostUnreachable
 from shardway.launch.runs.find import render_known
 from shardway.launch.runs.ledger import Entry, Ledger
 from shardway.launch.runs.registry import Known
 from shardway.launch.runs.verdict import CONSEQUENCES, decide
-from shardway.launch.schedulers.clients import CLIENTS
+from shardway.launch.schedulers.clients import CLIENTS, find_client, is_job_id
 from shardway.launch.schedulers.explain import explain_result
 from shardway.launch.schedulers.records import Asked, Explanation, JobRecord, Phase, SchedulerSilent
 from shardway.rundir.attempts import Ending, Result
+from shardway.rundir.fields import read_fields
 
 _TOLD_BY_CODE = frozenset((Ending.CRASHED, Ending.LOST))
 
@@ -60,7 +61,7 @@ def read_standings(host: Host, ledgers: Sequence[Ledger]) -> list[list[Standing]
     wanted: dict[str, list[str]] = {}
     for ledger in ledgers:
         for entry in ledger.entries:
-            if entry.submission and entry.job and _is_open(entry):
+            if entry.submission and is_job_id(entry.job) and _is_open(entry):
                 wanted.setdefault(entry.submission.scheduler, []).append(entry.job)
     answers = {scheduler: _ask(host, scheduler, jobs) for scheduler, jobs in wanted.items()}
     return [[_stand(entry, answers, _asked(host, ledger, entry)) for entry in ledger.entries] for ledger in ledgers]
@@ -87,8 +88,8 @@ class _Answer:
 
 
 def _ask(host: Host, scheduler: str, jobs: Sequence[str]) -> _Answer:
-    client = CLIENTS[scheduler]
     try:
+        client = find_client(scheduler)
         return _Answer(client.read_records(jobs, host.run_many(client.query(jobs))))
     except (SchedulerSilent, HostUnreachable) as error:
         return _Answer({}, str(error).splitlines()[0])
@@ -97,11 +98,10 @@ def _ask(host: Host, scheduler: str, jobs: Sequence[str]) -> _Answer:
 def _asked(host: Host, ledger: Ledger, entry: Entry) -> Asked:
     """What an attempt asked for; of a link that a job submitted, what the one before it did."""
     run = render_known(Known(str(ledger.run.path), host.name))
-    known = {name.name for name in fields(Asked)}
     for earlier in reversed(ledger.entries):
         asked = earlier.submission.asked if earlier.submission else None
         if asked and earlier.number <= entry.number:
-            return Asked(**{name: value for name, value in asked.items() if name in known} | {"run": run})
+            return replace(read_fields(Asked, asked) or Asked(), run=run)
     return Asked(run=run)
 
 

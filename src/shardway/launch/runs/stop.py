@@ -18,7 +18,7 @@ from shardway.errors import SiteError
 from shardway.launch.hosts.base import Host
 from shardway.launch.runs.ledger import Entry, Ledger, read_ledger
 from shardway.launch.runs.standing import Standing, read_standing
-from shardway.launch.schedulers.clients import CLIENTS
+from shardway.launch.schedulers.clients import find_client, is_job_id
 from shardway.launch.schedulers.records import Phase
 from shardway.rundir.attempts import Ending, Result, render_result
 
@@ -72,7 +72,7 @@ class Stopper:
 
     def _note(self, ledger: Ledger, entries: Sequence[Entry], reason: str) -> None:
         """Say how attempts ended of which neither their jobs can say it any more nor the scheduler."""
-        mute = [entry for entry in entries if entry.submission and CLIENTS[entry.submission.scheduler].forgets]
+        mute = [entry for entry in entries if entry.submission and find_client(entry.submission.scheduler).forgets]
         written = self.host.read_files([PurePosixPath(entry.attempt.result_path) for entry in mute])
         step, now = ledger.status.get("step"), time.time()
         for entry in mute:
@@ -85,7 +85,8 @@ class Stopper:
     def _cancel(self, entries: Sequence[Entry]) -> None:
         for scheduler in dict.fromkeys(entry.submission.scheduler for entry in entries if entry.submission):
             jobs = [entry.job for entry in entries if entry.submission and entry.submission.scheduler == scheduler]
-            for done in self.host.run_many(CLIENTS[scheduler].cancel(jobs)):
+            _check_job_ids(jobs)
+            for done in self.host.run_many(find_client(scheduler).cancel(jobs)):
                 if not done.ok and "nknown" not in done.err and "has finished" not in done.err:
                     raise SiteError(
                         f"{done.words[0]} could not end {', '.join(jobs)}: {(done.err or done.out).strip()}\n"
@@ -95,3 +96,13 @@ class Stopper:
 
 def _waits(standing: Standing) -> bool:
     return standing.record is not None and standing.record.phase is Phase.QUEUED
+
+
+def _check_job_ids(jobs: Sequence[str]) -> None:
+    """Raise SiteError for what no scheduler calls a job, before a command is given it."""
+    strange = [job for job in jobs if not is_job_id(job)]
+    if strange:
+        raise SiteError(
+            f"{strange[0]!a} is no id of a job, so no job was ended: submission.json of the attempt is damaged.\n"
+            "  To do: find the job with the scheduler's own command, and end it there."
+        )

@@ -15,7 +15,7 @@ from shardway.launch.hosts.base import Done
 from shardway.launch.schedulers.explain import Explainer
 from shardway.launch.schedulers.local import query as local
 from shardway.launch.schedulers.pbs import query as pbs
-from shardway.launch.schedulers.records import Asked, Explanation, JobRecord
+from shardway.launch.schedulers.records import Asked, Explanation, JobRecord, SchedulerSilent
 from shardway.launch.schedulers.slurm import query as slurm
 
 Words = tuple[str, ...]
@@ -107,3 +107,18 @@ CLIENTS: Mapping[str, Client] = MappingProxyType(
         ),
     }
 )
+
+
+_JOB_ID = re.compile(r"\d[\w.+\[\]-]*")
+
+
+def is_job_id(job: str) -> bool:
+    """Whether a text may be the id of a job: a record that is damaged must not become an option of `scancel`."""
+    return _JOB_ID.fullmatch(job) is not None
+
+
+def find_client(scheduler: str) -> Client:
+    """The functions of a scheduler. Raises SchedulerSilent for a name that is none's, as in a damaged record."""
+    if scheduler not in CLIENTS:
+        raise SchedulerSilent(f'"{scheduler}" is no scheduler that Shardway knows; allowed: {", ".join(CLIENTS)}.')
+    return CLIENTS[scheduler]

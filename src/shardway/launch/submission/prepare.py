@@ -28,6 +28,7 @@ from shardway.launch.submission.wish import Wish, build_job, with_site_defaults
 from shardway.resolve.request import Request
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
+from shardway.rundir.fields import read_fields
 from shardway.runfile.load import DEFAULT, Loaded, load_run
 from shardway.runfile.write import render_run, render_value
 from shardway.sites.find import find_profile
@@ -134,6 +135,18 @@ def _find_problems(findings: Findings, order: Order, wish: Wish, code: Code) -> 
         findings.collect(title, lambda: run_file.check_run(order.request, order.site, wish), None)
 
 
+@dataclass(frozen=True)
+class _Recorded:
+    """What `order.json` says of an order; all of it is needed."""
+
+    overrides: tuple[str, ...]
+    site: str
+    command: tuple[str, ...]
+    until_done: bool
+    max_attempts: int
+    here: str
+
+
 def render_order(order: Order) -> str:
     """An order as the text of `order.json`, from which `shardway resume` makes the next one."""
     request = order.request
@@ -154,17 +167,13 @@ def parse_order(text: str, run: Path, run_file: Path | None) -> Order | None:
     """The order in such a text, for the same run directory; None where it is damaged. `run_file` holds all that the
     run file and the overrides said then."""
     try:
-        table = json.loads(text)
-        return Order(
-            Request(run_file, () if run_file else tuple(table["overrides"]), run),
-            site=str(table["site"]),
-            command=tuple(map(str, table["command"])),
-            until_done=bool(table["until_done"]),
-            max_attempts=int(table["max_attempts"]),
-            here=Path(table["here"]),
-        )
-    except (ValueError, KeyError, TypeError):
+        known = read_fields(_Recorded, json.loads(text))
+    except (ValueError, RecursionError):
         return None
+    if known is None:
+        return None
+    request = Request(run_file, () if run_file else known.overrides, run)
+    return Order(request, known.site, known.command, known.until_done, known.max_attempts, Path(known.here))
 
 
 def read_program(command: tuple[str, ...]) -> Program:

@@ -36,15 +36,21 @@ def read_last_order(host: Host, known: Known) -> Iterator[Order]:
         )
     with tempfile.TemporaryDirectory() as scratch:
         kept = texts.get(PurePosixPath(last.run_file))
-        run_file = Path(scratch) / last.run_file.name if kept is not None else None
-        if run_file is not None and kept is not None:
-            run_file.write_text(kept, encoding="utf-8")
+        run_file = None
+        if kept is not None:
+            run_file = _copy(kept, Path(scratch) / last.run_file.name) if host.name else last.run_file
         order = parse_order(texts[PurePosixPath(last.order_path)], run, run_file)
         if order is None:
             raise UserError(
                 f"{last.order_path} is damaged.\n  To do: submit the run with `shardway submit --dir {run}`."
             )
         yield order
+
+
+def _copy(text: str, path: Path) -> Path:
+    """A file of another machine, here."""
+    path.write_text(text, encoding="utf-8")
+    return path
 
 
 def _records(attempt: Attempt) -> tuple[Path, Path]:

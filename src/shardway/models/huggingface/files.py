@@ -92,7 +92,7 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         placed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         return {str(name): str(file) for name, file in placed.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} is no index of safetensors files: {error!r}\n  To do: fetch it again.") from error
 
 

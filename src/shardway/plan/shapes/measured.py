@@ -86,7 +86,7 @@ def measured_from_json(text: str, origin: str = "the shape file") -> Measured:
     """What `to_json` wrote. Raises UserError that names every key that is missing or cannot be."""
     try:
         content = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{origin} is no JSON: {error}.\n  To do: {_REMEDY}") from error
     table: Mapping[str, Any] = content if isinstance(content, dict) else {}
     check_no_problems(origin, _find_file_problems(table))

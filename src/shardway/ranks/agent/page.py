@@ -29,6 +29,10 @@ _LAYOUT = struct.Struct("<QqqqdQ")
 _TRIES = 8
 
 
+_ACTIVITIES = frozenset(Activity)
+"""What a page that something else has written over does not say."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """What a page says: `changes` counts what was written, `since` is in monotonic seconds."""
@@ -68,7 +72,7 @@ def read_page(path: Path) -> Entry | None:
         if len(data) != _LAYOUT.size:
             return None
         first, pid, activity, step, since, last = _LAYOUT.unpack(data)
-        if first == last:
+        if first == last and activity in _ACTIVITIES:
             return Entry(first, pid, Activity(activity), step, since) if first else None
     return None
 

@@ -146,7 +146,7 @@ def _pick_jobs(text: str) -> dict[str, Mapping[str, Any]]:
 def _parse_value(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text.strip('"')
 
 
