@@ -90,7 +90,7 @@ DAMAGES: dict[Callable[[Path], None], str] = {
     lose_manifest: "its manifest.json is missing",
     tear_manifest: "its manifest.json cannot be read (Expecting ':' delimiter: line 1 column 21 (char 20))",
     empty_manifest: "its manifest.json cannot be read (list indices must be integers or slices, not str)",
-    count_in_words: "its manifest.json cannot be read (invalid literal for int() with base 10: 'two')",
+    count_in_words: "its manifest.json has changed (its checksum is another)",
 }
 
 

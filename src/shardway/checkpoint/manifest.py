@@ -1,7 +1,7 @@
 """The manifest: which files a checkpoint consists of, their seals, and the numbers of the run.
 
-Invariant: a folder without a manifest is no checkpoint; a file that is not what the manifest says is damage. This
-module must not read tensors.
+Invariant: a folder without a manifest is no checkpoint; a file that is not what the manifest says is damage. So is a
+manifest that does not say what it said: it has a checksum of its own. This module must not read tensors.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from shardway.checkpoint.seal import BLOCK, Seal
 from shardway.errors import JobError, UserError
-from shardway.rundir.atomic import write_json
+from shardway.rundir.atomic import render_json, write_json
 
 FORMAT = 2
 NAME = "manifest.json"
@@ -52,7 +54,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest into a folder whose files are all there."""
     files = {name: {"bytes": seal.bytes, "xxh3": seal.blocks} for name, seal in sorted(manifest.files.items())}
     content = {"format": FORMAT, "step": manifest.step, "world": manifest.world, "numbers": dict(manifest.numbers)}
-    write_json(folder / NAME, {**content, "block_bytes": BLOCK, "files": files})
+    content |= {"block_bytes": BLOCK, "files": files}
+    write_json(folder / NAME, {**content, "xxh3": _digest(content)})
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -61,12 +64,19 @@ def read_manifest(folder: Path) -> Manifest:
         content = json.loads((folder / NAME).read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
             raise UserError(_other_format(folder, content["format"]))
+        if content.pop("xxh3") != _digest(content):
+            raise Damaged(folder, [f"its {NAME} has changed (its checksum is another)"])
         files = {name: _read_seal(name, seal) for name, seal in content["files"].items()}
         return Manifest(int(content["step"]), int(content["world"]), dict(content["numbers"]), files)
     except FileNotFoundError:
         raise Damaged(folder, [f"its {NAME} is missing"]) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(folder, [f"its {NAME} cannot be read ({error})"]) from None
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    """Of what a manifest says, however that is written; what is not finite is written as null."""
+    return xxhash.xxh3_128_hexdigest(render_json(content, sort_keys=True).encode())
 
 
 def _read_seal(name: str, seal: Mapping[str, Any]) -> Seal:
