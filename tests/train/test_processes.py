@@ -133,7 +133,14 @@ def kill_one(command: Command, dice: random.Random) -> None:
     assert command.left_alive() == []
 
 
-@pytest.mark.parametrize("words", [(), PAIR, (*PAIR, "parallel.dp_shard=2")], ids=["one", "replicas", "shards"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param((), id="one"),
+        pytest.param(PAIR, id="replicas", marks=pytest.mark.exhaustive),
+        pytest.param((*PAIR, "parallel.dp_shard=2"), id="shards"),
+    ],
+)
 def test_what_was_killed_goes_on_with_the_same_bits(start: Start, tmp_path: Path, words: tuple[str, ...]) -> None:
     dice = random.Random(" ".join(words))
     through = start("through", *words, *LONG)
@@ -185,7 +192,13 @@ def test_a_second_writer_leaves_the_first_alone(start: Start) -> None:
 @pytest.mark.skipif(
     not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="torch.compile needs a C++ compiler on a CPU"
 )
-@pytest.mark.parametrize("words", [PAIR, (*PAIR, "parallel.dp_shard=2")], ids=["replicas", "shards"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(PAIR, id="replicas", marks=pytest.mark.exhaustive),
+        pytest.param((*PAIR, "parallel.dp_shard=2"), id="shards"),
+    ],
+)
 def test_compiled_blocks_give_the_same_curve(start: Start, tmp_path: Path, words: tuple[str, ...]) -> None:
     """And names in a checkpoint are those of the plain model: one rank without compiling goes on from it."""
     short = (*TINY, "train.steps=4", "optim.warmup=0 steps", "optim.schedule=constant", "checkpoint.every=4 steps")
