@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from shardway.checkpoint.manifest import NAME, Manifest, Seal, list_files, seal_file, write_manifest
 from shardway.checkpoint.state import State, Tensors, count_bytes, random_state
-from shardway.errors import Bug, JobError, LostContact, ShardwayError
+from shardway.errors import Bug, Fenced, JobError, LostContact, ShardwayError
 from shardway.ranks.start import Ranks, is_out_of_memory
 from shardway.rundir.atomic import fsync_folder
 from shardway.rundir.directory import RunDir
@@ -106,11 +106,11 @@ def write_checkpoint(directory: RunDir, ranks: Ranks, content: Content) -> Saved
         _write_files(ranks, content, partial)
         seals = _seal_all(ranks, partial)
         manifest = Manifest(step, ranks.world, content.numbers, seals)
-        ranks.together(lambda: _commit(partial, final, manifest) if ranks.is_first else None)
+        ranks.together(lambda: _commit(partial, final, manifest, directory.confirm_writer) if ranks.is_first else None)
     except ShardwayError as error:
         if ranks.is_first:
             shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, Bug | LostContact):
+        if isinstance(error, Bug | Fenced | LostContact):
             raise  # nothing that more room would mend
         raise _explain(error, directory, step) from error
     return Saved(final.name, manifest.total_bytes)
@@ -206,11 +206,12 @@ def _seal_all(ranks: Ranks, folder: Path) -> dict[str, Seal]:
     return {name: seal for share in shares for name, seal in share.items()}
 
 
-def _commit(partial: Path, final: Path, manifest: Manifest) -> None:
+def _commit(partial: Path, final: Path, manifest: Manifest, confirm: Callable[[], None]) -> None:
     with _told():
         write_manifest(partial, manifest)
         for within in {(partial / name).parent for name in manifest.files} | {partial}:
             fsync_folder(within)
+        confirm()  # a later holder has taken `partial` away, so the rename is safe against what comes between
         os.rename(partial, final)
         fsync_folder(final.parent)
 

@@ -81,6 +81,7 @@ class Background:
         def write() -> Saved:
             saved = write_checkpoint(session.directory, apart, staged)
             if apart.is_first:
+                session.directory.confirm_writer()
                 prune_checkpoints(session.directory, self._keep)
             return saved
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from shardway.checkpoint.save import Keep, collect_content, is_saved, prune_checkpoints, save_checkpoint
 from shardway.checkpoint.state import State
-from shardway.errors import JobError, LostContact, render_reason
+from shardway.errors import Fenced, JobError, LostContact, render_reason
 from shardway.plan.economy import daly_interval
 from shardway.ranks.start import is_out_of_memory
 from shardway.train.background import Background, Landed
@@ -147,6 +147,7 @@ class Saver:
             seconds = time.perf_counter() - started
             self._note_saved(Landed(point.step, saved, None, seconds, seconds))
             if session.ranks.is_first:
+                session.directory.confirm_writer()
                 prune_checkpoints(session.directory, self._keep)
         self._failed = False
 
@@ -167,7 +168,7 @@ class Saver:
         """A save that fails while the run goes on is told, and tried again later."""
         try:
             yield
-        except LostContact:
+        except (LostContact, Fenced):
             raise
         except JobError as error:
             if attempt.last or is_out_of_memory(error):
