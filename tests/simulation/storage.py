@@ -43,8 +43,9 @@ class Folder:
     def note_change(self, host: Host, now: float) -> None:
         """After a change by a host."""
         self.changed_by[host.name] = now
-        self.times.append(now)
-        self.names.append(tuple(self.entries))
+        if len(self.entries) != len(self.names[-1]) or tuple(self.entries) != self.names[-1]:
+            self.times.append(now)
+            self.names.append(tuple(self.entries))
 
     def list_at(self, time: float) -> tuple[str, ...]:
         """The names that there were at a time."""
