@@ -4,7 +4,8 @@
     ├── UserError   exit 2    the person can mend it: a run file, a path, an option
     ├── SiteError   exit 3    the machine or its profile has to change: scheduler, devices, ports
     ├── JobError    exit 4    the job went wrong while it ran: a rank died, a checkpoint is damaged, no space
-    │   └── LostContact       another rank is gone or silent: the consequence of that rank's error, not a cause
+    │   ├── LostContact       another rank is gone or silent: the consequence of that rank's error, not a cause
+    │   └── Fenced            another run has taken the run directory over: nothing more may be written
     └── Bug         exit 70   Shardway itself is wrong; the message asks for a report
 
 Invariant: the text of an error is complete for the person who reads it: what happened, the value and where it
@@ -50,6 +51,10 @@ class LostContact(JobError):
     """Another rank is gone or silent; whoever explains the job looks for that rank's own error first."""
 
 
+class Fenced(JobError):
+    """This run no longer holds its run directory: whoever gets this must not write there, not even why."""
+
+
 class Bug(ShardwayError):
     """A state that Shardway promised never to reach."""
 
@@ -57,7 +62,7 @@ class Bug(ShardwayError):
 
 
 ERRORS_BY_NAME: dict[str, type[ShardwayError]] = {
-    cls.__name__: cls for cls in (UserError, SiteError, JobError, LostContact, Bug)
+    cls.__name__: cls for cls in (UserError, SiteError, JobError, LostContact, Fenced, Bug)
 }
 """Name -> class, so that an error recorded by one rank can be raised again by the process that started it."""
 

@@ -18,10 +18,11 @@ import numpy as np
 import pytest
 from command_line import TINY, Shardway, write_text
 
+from claimed import claim_from
 from golden_files import Golden, golden_names
-from shardway.rundir import lock
+from shardway.rundir import lease, lock
 from shardway.rundir.directory import RunDir
-from shardway.rundir.lock import WriterLock
+from shardway.rundir.watching import Verdict
 
 Setup = Callable[[Path], object]
 
@@ -261,7 +262,7 @@ def test_variables_that_place_no_rank(shardway: Shardway, golden: Golden, monkey
 def test_a_second_writer(shardway: Shardway, golden: Golden, tmp_path: Path) -> None:
     run = RunDir(tmp_path / "runs/default")
     run.create()
-    holder = WriterLock(run.path / "writer.lock")
+    holder = run.writer_lock()
     holder.acquire()
     before = tree(run.path)
     refused(shardway, golden, "second-writer", "train", *TINY, code=2)
@@ -269,15 +270,37 @@ def test_a_second_writer(shardway: Shardway, golden: Golden, tmp_path: Path) -> 
     holder.release()
 
 
-def test_a_file_system_without_locks(
+def test_a_run_of_another_host_that_was_not_released(
     shardway: Shardway, golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It is watched; here for an instant, in which nothing comes or a beat."""
+    write_text(tmp_path)
+    run = RunDir(tmp_path / "runs/default")
+    run.create()
+    held = run.writer_lock()
+    held.acquire()
+    claim_from(run, "n1")
+    held._unlock()  # another host's lock is not seen
+    assert held._beats is not None
+    assert held._beats.stop()
+    monkeypatch.setattr(lease, "watch", lambda *_: Verdict.LIVES)
+    refused(shardway, golden, "held-elsewhere", "train", *TINY, code=2)
+    monkeypatch.setattr(lease, "watch", lambda *_: Verdict.SILENT)
+    ended = shardway("train", *TINY)
+    assert ended.code == 0
+    assert ended.err.count("another host (n1) held this run; watching for 15 s whether it still does\n") == 1
+    held.release()
+
+
+def test_a_file_system_without_locks(shardway: Shardway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     write_text(tmp_path)
     monkeypatch.setattr(lock.fcntl, "flock", refuse)
-    refused(shardway, golden, "no-file-locks", "train", *TINY, code=3)
+    assert shardway("train", *TINY).code == 0
+    assert shardway("train", *TINY, "train.steps=4").code == 0
+    assert [event["epoch"] for event in RunDir(tmp_path / "runs/default").all_events() if event["event"] == "started"]
 
 
 # --- a run that was trained before
@@ -294,7 +317,9 @@ def trained(shardway: Shardway, tmp_path: Path) -> Path:
 def kept(run: Path) -> dict[str, bytes]:
     """What must survive a failed attempt: all but the record of attempts."""
     records = ("events/rank-00000.jsonl", "status.json", "writer.lock", "run.toml", "resolved.toml")
-    return {name: content for name, content in tree(run).items() if name not in records}
+    return {
+        name: content for name, content in tree(run).items() if name not in records and not name.startswith("lease/")
+    }
 
 
 @pytest.mark.usefixtures("trained")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from command_line import TINY, Ended, Shardway, write_text
 
+from claimed import claim_from
 from shardway.launch.runs import logs
 from shardway.resolve.request import Request, resolve_request
 from shardway.rundir.attempts import Started, Submission
@@ -231,7 +232,7 @@ def test_logs_follow_ends_with_a_run_whose_node_died_with_the_lock(
     monkeypatch.setattr(logs, "LeftLock", partial(logs.LeftLock, gap_s=0.0))
     lock = run.writer_lock()
     lock.acquire()
-    (trained / "writer.lock").write_text('{"pid": 7, "host": "n1", "since": "2026-01-02 03:04:05"}')
+    claim_from(run, "n1")
     try:
         ended = shardway("logs", "--follow", "--json")
     finally:

@@ -110,6 +110,8 @@ def test_names_are_those_that_outside_checks_rely_on(tmp_path: Path) -> None:
     lock.release()
     assert sorted(tree(run.path)) == [
         "events/rank-00000.jsonl",
+        "lease/beat-000001",
+        "lease/epoch-000001.json",
         "report.html",
         "resolved.toml",
         "run.toml",

@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from holding import holding
 
-from shardway.errors import SiteError, UserError
+from shardway.errors import UserError
 from shardway.rundir import lock
-from shardway.rundir.lock import WriterLock, find_holder
+from shardway.rundir.lease import Means
+from shardway.rundir.lock import Place, WriterLock, find_holder, find_holder_host
+from shardway.rundir.watching import Terms
 
-HOLD = """
-import sys
-from pathlib import Path
-from shardway.rundir.lock import WriterLock
-WriterLock(Path(sys.argv[1])).acquire()
-print("held", flush=True)
-sys.stdin.read()
-"""
 SINCE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 
 
@@ -37,31 +29,22 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "PAUSE_S", 0.001)
 
 
-@contextmanager
-def holder(path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds the lock."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        assert process.stdout.readline() == "held\n"
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        process.stdin.close()
-        process.stdout.close()
+def place(folder: Path) -> Place:
+    return Place(folder / "writer.lock", folder / "lease")
+
+
+def writer(folder: Path) -> WriterLock:
+    return WriterLock(place(folder))
 
 
 def test_another_process_is_refused_and_told_who_holds_it(tmp_path: Path) -> None:
-    path = tmp_path / "writer.lock"
-    with holder(path) as process:
+    with holding(tmp_path) as other:
         with pytest.raises(UserError) as told:
-            WriterLock(path).acquire()
-        named = find_holder(path)
-    who = rf"process {process.pid} on host {re.escape(socket.gethostname())} since {SINCE}"
+            writer(tmp_path).acquire()
+        with pytest.raises(UserError) as told_before:
+            writer(tmp_path).await_free(pytest.fail)
+        named, host = find_holder(place(tmp_path)), find_holder_host(place(tmp_path))
+    who = rf"process {other.pid} on host {re.escape(socket.gethostname())} since {SINCE}"
     assert re.fullmatch(
         rf"another run is training into {tmp_path}: {who}\.\n"
         r"  Two writers would destroy each other's checkpoints, so this one stops before it wrote anything\.\n"
@@ -69,137 +52,219 @@ def test_another_process_is_refused_and_told_who_holds_it(tmp_path: Path) -> Non
         r"with --dir\.",
         str(told.value),
     )
+    assert str(told_before.value) == str(told.value)
     assert named is not None
     assert re.fullmatch(who, named)
+    assert host == socket.gethostname()
 
 
-def test_the_lock_is_free_once_its_holder_was_killed(tmp_path: Path) -> None:
-    path = tmp_path / "writer.lock"
-    with holder(path) as process:
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        assert find_holder(path) is None
-        mine = WriterLock(path)
-        mine.acquire()
+def test_a_run_is_free_at_once_when_its_holder_was_killed(tmp_path: Path) -> None:
+    with holding(tmp_path) as other:
+        os.kill(other.pid, signal.SIGKILL)
+        other.process.wait()
+        assert find_holder(place(tmp_path)) is None
+        mine = writer(tmp_path)
+        mine.await_free(pytest.fail)
+        mine.acquire(pytest.fail)
+        assert mine.lease.epoch == 2
         mine.release()
 
 
+def test_a_holder_that_nobody_has_waited_for_is_gone(tmp_path: Path) -> None:
+    """A rank that was killed is a zombie until its agent asks for it."""
+    with holding(tmp_path, locks=False) as other:
+        os.kill(other.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+        assert find_holder(place(tmp_path)) is None
+        mine = writer(tmp_path)
+        mine.acquire(pytest.fail)
+        mine.release()
+
+
+def test_a_lock_that_children_of_a_dead_holder_have_keeps_nobody_away(tmp_path: Path) -> None:
+    with holding(tmp_path) as other:
+        left = os.open(place(tmp_path).lock, os.O_RDWR)
+        os.kill(other.pid, signal.SIGKILL)
+        other.process.wait()
+        fcntl.flock(left, fcntl.LOCK_EX)  # as an open file that a child has inherited holds it
+        assert find_holder(place(tmp_path)) is None
+        mine = writer(tmp_path)
+        mine.acquire(pytest.fail)
+        mine.release()
+        os.close(left)
+
+
 def test_a_refusal_keeps_nothing_from_the_holder(tmp_path: Path) -> None:
-    path = tmp_path / "writer.lock"
-    with holder(path):
-        before = path.read_bytes()
+    def kept() -> dict[str, bytes]:
+        return {
+            str(path): path.read_bytes()
+            for path in tmp_path.rglob("*")
+            if path.is_file() and not path.name.startswith(("beat-", ".beat-"))
+        }
+
+    with holding(tmp_path):
+        before = kept()
         with pytest.raises(UserError):
-            WriterLock(path).acquire()
-        assert path.read_bytes() == before
+            writer(tmp_path).acquire()
+        assert kept() == before
 
 
 def test_release_and_take_again(tmp_path: Path) -> None:
-    first, second = WriterLock(tmp_path / "lock"), WriterLock(tmp_path / "lock")
+    first, second = writer(tmp_path), writer(tmp_path)
     first.acquire()
     with pytest.raises(UserError):
         second.acquire()
     first.release()
     first.release()
-    second.acquire()
+    second.acquire(pytest.fail)
+    assert (first.lease.epoch, second.lease.epoch) == (1, 2)
     second.release()
+    first.acquire(pytest.fail)
+    assert first.lease.epoch == 3
+    first.lease.confirm()
+    first.release()
 
 
 def test_nobody_holds_what_is_not_there(tmp_path: Path) -> None:
-    assert find_holder(tmp_path / "lock") is None
-    WriterLock(tmp_path / "lock").release()
-    assert not (tmp_path / "lock").exists()
+    assert find_holder(place(tmp_path)) is None
+    assert find_holder_host(place(tmp_path)) == ""
+    writer(tmp_path).release()
+    writer(tmp_path).await_free(pytest.fail)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_lock_file_stays(tmp_path: Path) -> None:
     """Unlinking it would let two writers hold two locks of one name."""
-    mine = WriterLock(tmp_path / "lock")
+    mine = writer(tmp_path)
     mine.acquire()
     mine.release()
-    assert (tmp_path / "lock").exists()
-    assert find_holder(tmp_path / "lock") is None
+    assert place(tmp_path).lock.exists()
+    assert find_holder(place(tmp_path)) is None
 
 
-@pytest.mark.parametrize("note", [b"", b"{", b"[]", b"{}", b"\xff"])
-def test_a_holder_that_has_not_yet_written_its_name(tmp_path: Path, note: bytes) -> None:
-    path = tmp_path / "lock"
-    mine = WriterLock(path)
-    mine.acquire()
-    path.write_bytes(note)
-    try:
-        assert find_holder(path) == "a process that has just started"
-    finally:
-        mine.release()
+@pytest.mark.parametrize("claim", [None, "", "{", "[]", "{}", '{"who": {"pid": "7"}}', '{"who": 3}'])
+def test_a_holder_that_has_not_yet_said_who_it_is(tmp_path: Path, claim: str | None) -> None:
+    locked = os.open(place(tmp_path).lock, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(locked, fcntl.LOCK_EX)
+    if claim is not None:
+        place(tmp_path).lease.mkdir()
+        (place(tmp_path).lease / "epoch-000001.json").write_text(claim)
+    assert find_holder(place(tmp_path)) == "a process that has just started"
+    assert find_holder_host(place(tmp_path)) == ""
+    os.close(locked)
 
 
 def test_somebody_who_only_looks_does_not_refuse_a_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "PAUSE_S", 0.05)
-    path = tmp_path / "lock"
+    path = place(tmp_path).lock
     path.touch()
     looking = os.open(path, os.O_RDONLY)
-    lock.fcntl.flock(looking, lock.fcntl.LOCK_SH)
+    fcntl.flock(looking, fcntl.LOCK_SH)
     looked_away = threading.Timer(0.06, os.close, [looking])
     looked_away.start()
-    mine = WriterLock(path)
+    mine = writer(tmp_path)
     mine.acquire()
     mine.release()
     looked_away.join()
 
 
-def test_a_lock_that_may_not_be_taken_is_a_users_mistake(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-    path.mkdir()
+@pytest.mark.parametrize("name", ["writer.lock", "lease"])
+def test_what_may_not_be_taken_is_a_users_mistake(tmp_path: Path, name: str) -> None:
+    (tmp_path / "writer.lock").mkdir() if name == "writer.lock" else (tmp_path / "lease").touch()
+    open_files = len(os.listdir("/proc/self/fd"))
     with pytest.raises(UserError) as told:
-        WriterLock(path).acquire()
+        writer(tmp_path).acquire()
+    why = "Is a directory" if name == "writer.lock" else "Not a directory"
     assert str(told.value) == (
-        f"the run directory {tmp_path} cannot be locked: Is a directory ({path}).\n"
+        f"the run directory {tmp_path} cannot be locked: {why} ({tmp_path / name}).\n"
         "  To do: move away what stands there where it is no file, or choose a directory that you may write to with "
         "--dir."
     )
-
-
-def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(descriptor: int, operation: int) -> None:
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    path = tmp_path / "lock"
-    path.touch()
-    monkeypatch.setattr(lock.fcntl, "flock", refuse)
-    open_files = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(SiteError) as told:
-        WriterLock(path).acquire()
-    assert str(told.value) == (
-        f"the file system of {tmp_path} cannot lock files (Function not implemented), so two runs could write there "
-        "at once.\n  To do: choose a directory on another file system with --dir, or have it mounted with locks."
-    )
-    assert find_holder(path) is None
     assert len(os.listdir("/proc/self/fd")) == open_files
 
 
 @pytest.mark.parametrize("target", ["/dev/null", "."])
 def test_what_is_no_file_cannot_be_locked(tmp_path: Path, target: str) -> None:
     """The lock of a device would be one for the whole machine."""
-    path = tmp_path / "writer.lock"
-    path.symlink_to(target)
+    (tmp_path / "writer.lock").symlink_to(target)
     with pytest.raises(UserError, match=f"{tmp_path} cannot be locked: .*writer.lock"):
-        WriterLock(path).acquire()
+        writer(tmp_path).acquire()
 
 
-@pytest.mark.parametrize("note", [b"[" * 4096, b"\xff", b"[1]", b"", b"9" * 4096])
-def test_a_note_that_cannot_be_read(tmp_path: Path, note: bytes) -> None:
-    path = tmp_path / "writer.lock"
-    with holder(path):
-        path.write_bytes(note)
-        assert find_holder(path) == "a process that has just started"
+# --- without locks
 
 
-def test_a_disk_that_takes_no_note_takes_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
+@pytest.fixture
+def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr(os, "pwrite", refuse)
-    path = tmp_path / "writer.lock"
-    held = WriterLock(path)
-    held.acquire()
-    assert find_holder(path) == "a process that has just started"
-    held.release()
-    assert find_holder(path) is None
+    monkeypatch.setattr(lock.fcntl, "flock", refuse)
+
+
+QUICK = Terms(beat_s=0.05, sure_s=0.4, ttl_s=0.6, look_s=0.02, slack_s=0.3)
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_without_locks_a_holder_that_beats_refuses_others(tmp_path: Path) -> None:
+    with holding(tmp_path, locks=False, beat_s=0.05) as other:
+        told: list[str] = []
+        with pytest.raises(UserError, match=rf"another run is training into .*: process {other.pid} on host "):
+            WriterLock(place(tmp_path), Means(terms=QUICK)).acquire(told.append)
+        assert told == [f"process {other.pid} of this host held this run; watching for 1 s whether it still does"]
+        named = find_holder(place(tmp_path))
+        assert named is not None
+        assert re.fullmatch(rf"process {other.pid} on host \S+ since {SINCE}, last seen {SINCE}", named)
+        assert other.say("release") == "done release"
+        assert find_holder(place(tmp_path)) is None
+        mine = writer(tmp_path)
+        mine.acquire(pytest.fail)
+        mine.release()
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_a_holder_that_was_stopped_is_overtaken_and_writes_nothing_more(tmp_path: Path) -> None:
+    with holding(tmp_path, locks=False, beat_s=0.05) as other:
+        assert other.say("confirm") == "done confirm"
+        other.send(signal.SIGSTOP)
+        mine = WriterLock(place(tmp_path), Means(terms=QUICK))
+        told: list[str] = []
+        mine.acquire(told.append)
+        assert len(told) == 1
+        assert mine.lease.epoch == 2
+        other.send(signal.SIGCONT)
+        for word in ("check", "confirm", "check"):
+            kind, code, words = other.say(word).split(" ", 2)
+            assert (kind, code) == ("Fenced", "4")
+            assert f"another run has taken over {tmp_path}: process {os.getpid()} on host " in words
+            assert "(epoch 2; this one had 1)" in words
+        mine.lease.confirm()
+        mine.release()
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_a_silence_that_somebody_saw_is_not_watched_again(tmp_path: Path) -> None:
+    with holding(tmp_path, locks=False, beat_s=0.05) as other:
+        other.send(signal.SIGSTOP)
+        first = WriterLock(place(tmp_path), Means(terms=QUICK))
+        first.await_free(lambda line: None)
+        assert (tmp_path / "lease").exists()
+        second = WriterLock(place(tmp_path), Means(terms=QUICK))
+        second.acquire(pytest.fail)
+        second.release()
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_a_holder_that_has_not_beaten_for_long_is_not_shown(tmp_path: Path) -> None:
+    """What is shown of another host's holder goes by the date of its last beat; taking over does not."""
+    mine = writer(tmp_path)
+    mine.acquire()
+    elsewhere = tmp_path / "lease" / "epoch-000001.json"
+    elsewhere.write_text(elsewhere.read_text().replace(socket.gethostname(), "n1"))
+    assert find_holder_host(place(tmp_path)) == "n1"
+    beat = tmp_path / "lease" / "beat-000001"
+    mine._beats.stop()  # type: ignore[union-attr]
+    os.utime(beat, (0, beat.stat().st_mtime - lock.SHOWN_S))
+    assert find_holder(place(tmp_path)) is None
+    assert find_holder_host(place(tmp_path)) == ""
+    mine.release()

@@ -33,15 +33,13 @@ class Keep:
 def retire(directory: RunDir, ranks: Ranks, keep: Keep, newest: int) -> None:
     """Remove what neither rule keeps, after the checkpoint of step `newest` was read back; on all ranks together.
 
-    Raises JobError on every rank where it is not what was saved; then nothing was removed.
+    Raises JobError on every rank where it is not what was saved, or another run has taken over: nothing goes then.
     """
     doomed = ranks.gather(keep.find_doomed(directory.checkpoint_steps()) if ranks.is_first else [])[0]
     if not doomed:
         return
     ranks.together(lambda: _read_back(directory, ranks, newest))
-    if ranks.is_first:
-        for step in doomed:
-            _remove(directory, step)
+    ranks.together(lambda: _remove_all(directory, doomed) if ranks.is_first else None)
 
 
 def remove_leftovers(directory: RunDir) -> None:
@@ -57,6 +55,12 @@ def _read_back(directory: RunDir, ranks: Ranks, step: int) -> None:
         verify_checkpoint(directory, step, share, ranks.world)
     except Damaged as damage:
         raise JobError(f"{damage}\n  It was read back after it was saved. Older checkpoints were kept.") from None
+
+
+def _remove_all(directory: RunDir, steps: Sequence[int]) -> None:
+    directory.confirm_writer()
+    for step in steps:
+        _remove(directory, step)
 
 
 def _remove(directory: RunDir, step: int) -> None:

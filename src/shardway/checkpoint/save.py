@@ -22,7 +22,7 @@ from shardway.checkpoint.manifest import Manifest, list_files, write_manifest
 from shardway.checkpoint.seal import Seal, seal_file
 from shardway.checkpoint.shards.write import write_tensors
 from shardway.checkpoint.state import State, Tensors, count_bytes, random_state
-from shardway.errors import Bug, JobError, LostContact, ShardwayError
+from shardway.errors import Bug, Fenced, JobError, LostContact, ShardwayError
 from shardway.ranks.start import Ranks, is_out_of_memory
 from shardway.rundir.atomic import fsync_folder
 from shardway.rundir.directory import RunDir
@@ -94,11 +94,11 @@ def write_checkpoint(directory: RunDir, ranks: Ranks, content: Content) -> Saved
         seals = {name: seal for share in shares for name, seal in share.items()}
         seals |= _seal_others(ranks, partial, seals)
         manifest = Manifest(step, ranks.world, content.numbers, seals)
-        ranks.together(lambda: _commit(partial, final, manifest) if ranks.is_first else None)
+        ranks.together(lambda: _commit(partial, final, manifest, directory.confirm_writer) if ranks.is_first else None)
     except ShardwayError as error:
         if ranks.is_first:
             shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, Bug | LostContact):
+        if isinstance(error, Bug | Fenced | LostContact):
             raise  # nothing that more room would mend
         raise _explain(error, directory, step) from error
     return Saved(final.name, manifest.total_bytes)
@@ -165,11 +165,12 @@ def _seal_others(ranks: Ranks, folder: Path, known: Mapping[str, Seal]) -> dict[
     return {name: seal for share in shares for name, seal in share.items()}
 
 
-def _commit(partial: Path, final: Path, manifest: Manifest) -> None:
+def _commit(partial: Path, final: Path, manifest: Manifest, confirm: Callable[[], None]) -> None:
     with _told():
         write_manifest(partial, manifest)
         for within in {(partial / name).parent for name in manifest.files} | {partial}:
             fsync_folder(within)
+        confirm()  # a later holder has taken `partial` away, so the rename is safe against what comes between
         os.rename(partial, final)
         fsync_folder(final.parent)
 

@@ -14,7 +14,16 @@ import sys
 from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
-from shardway.errors import ERRORS_BY_NAME, JobError, LostContact, ShardwayError, SiteError, UserError, render_reason
+from shardway.errors import (
+    ERRORS_BY_NAME,
+    Fenced,
+    JobError,
+    LostContact,
+    ShardwayError,
+    SiteError,
+    UserError,
+    render_reason,
+)
 from shardway.ranks.agent.hang import Hang
 from shardway.ranks.agent.patience import Patience
 from shardway.ranks.agent.policy import Failure, Verdict, decide
@@ -26,6 +35,7 @@ from shardway.resolve.request import Request, Resolution
 from shardway.rundir.attempts import Attempt, Ending, Result
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
+from shardway.rundir.lease import TAKEN_OVER
 from shardway.runfile.machine import RunSection
 
 SECOND_SIGNAL = "a second signal ended the run at once"
@@ -89,6 +99,8 @@ def _run_once(run: RunDir, launch: LocalLaunch, patience: Patience | None) -> Sh
     marks = {rank: sum(1 for _ in run.all_events(rank)) for rank in range(launch.ranks)}
     with watched(launch.ranks, patience, _tell_wake) as watch:
         failures = run_local(replace(launch, pages=watch.folder), on_stop=lambda: _ask_to_stop(run))
+    if (failures or watch.found is not None) and (writer := run.find_writer()) is not None:
+        return _explain_taken(run, failures, writer)
     if watch.found is not None:
         return _explain_hang(run, watch.found)
     return _explain(run, failures, marks) if failures else None
@@ -100,7 +112,7 @@ def _tell_wake(hang: Hang) -> None:
 
 def _describe(run: RunDir, error: ShardwayError) -> Failure:
     saved = run.checkpoint_steps()
-    hopeless = isinstance(error, UserError | SiteError)
+    hopeless = isinstance(error, UserError | SiteError | Fenced)
     return Failure(sign_failure(describe_error(error)), saved[-1] if saved else 0, hopeless)
 
 
@@ -110,7 +122,8 @@ def _give_up(
     if len(failures) > 1:
         again = f"; it is not started again: {verdict.reason}" if verdict.reason else ""
         error = type(error)(f"{error}\n  The ranks were started {len(failures)} times{again}.")
-    _mark_ended(run, "failed", render_reason(str(error)))
+    if run.find_writer() is None:  # else it is another run's to say how it goes
+        _mark_ended(run, "failed", render_reason(str(error)))
     tell_fault(attempt, BY, describe_error(error), _step_of(run))
     raise error
 
@@ -158,6 +171,21 @@ def _explain(run: RunDir, failures: list[RankFailure], marks: dict[int, int]) ->
         prefix = "" if agreed else f"rank {rank}: "
         return kind(f"{prefix}{fault['message']}{_where_output(run, rank) if kind.__name__ == 'Bug' else ''}")
     return _unexplained(run, failures[0])
+
+
+def _explain_taken(run: RunDir, failures: list[RankFailure], writer: str) -> ShardwayError:
+    """All ranks of this start are gone and somebody writes here: another run, in whose record nothing is written."""
+    words = {failure: text for failure in failures if (text := _last_words(run, failure.rank))}
+    for failure, text in words.items():
+        if failure.exit_code == UserError.exit_code:  # it was there before the ranks could begin
+            return UserError(text)
+    told = sorted(words.values(), key=lambda text: not text.startswith(TAKEN_OVER))
+    return Fenced(
+        told[0]
+        if told
+        else f"another run trains into {run.path}: {writer}. This one has ended and writes nothing more.\n"
+        "  To do: nothing, if the other one is meant to go on; else stop that one, then run the same command again."
+    )
 
 
 def _explain_hang(run: RunDir, found: Found) -> JobError:

@@ -56,8 +56,9 @@ def _train(request: Request, nproc: int | None, *, dry_run: bool, as_json: bool)
         _print_plan(resolution, ranks, as_json)
         return
     shown = _display(resolution, as_json, launched) if placement.rank == 0 else nullcontext()
-    if not launched:
+    if placement.rank == 0:
         _check_free(resolution)
+    if not launched:
         _check_data(resolution)
     with shown:
         outcome = _train_here(request, resolution) if launched or ranks == 1 else _train_local(resolution, ranks)
@@ -91,18 +92,16 @@ def _resolve(request: Request, ranks: int, ranks_per_node: int, *, told: bool) -
 
 
 def _check_free(resolution: Resolution) -> None:
-    """Tell a second writer before torch is imported; the lock itself is taken by rank 0.
-
-    Not where a launcher started this rank: another rank of the same job may hold the lock already.
-    """
+    """Tell a second writer before torch is imported; the lock itself is taken by rank 0, which is who asks here."""
     run = resolution.directory
     run.check_no_strangers()
     if run.exists():
         run.check_format()
-    if run.find_writer() is not None:
-        lock = run.writer_lock()
-        lock.acquire()
-        lock.release()  # it has ended since
+    run.writer_lock().await_free(_tell)
+
+
+def _tell(line: str) -> None:
+    typer.echo(f"shardway: {line}", err=True)
 
 
 def _check_data(resolution: Resolution) -> None:

@@ -7,6 +7,7 @@ durable); if it raises, the file has the old content. This module must not know 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -14,6 +15,9 @@ import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What file systems without links say: FAT, some of FUSE and SMB."""
 
 
 def write_whole(path: Path, text: str, *, durable: bool = True) -> None:
@@ -29,13 +33,32 @@ def write_whole(path: Path, text: str, *, durable: bool = True) -> None:
 
 
 def write_new(path: Path, text: str) -> bool:
-    """Write a whole file under a name that nobody has taken; whether it was free."""
+    """Write a whole file under a name that nobody has taken; whether it was free.
+
+    Where the file system has no links, readers may find it empty for an instant.
+    """
     with _written_beside(path, text, durable=True) as temporary:
         try:
             os.link(temporary, path)  # unlike a rename, refuses to take another's place
         except FileExistsError:
             return False
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            if not _write_exclusively(path, text):
+                return False
     fsync_folder(path.parent)
+    return True
+
+
+def _write_exclusively(path: Path, text: str) -> bool:
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except FileExistsError:
+        return False
     return True
 
 

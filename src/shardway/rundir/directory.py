@@ -10,7 +10,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from shardway.errors import JobError, UserError
 from shardway.rundir.atomic import write_json, write_whole
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.events import Event, EventFollower, EventWriter, drop_undone, read_events, read_last_events
-from shardway.rundir.lock import WriterLock, find_holder, find_holder_host
+from shardway.rundir.lease import Follower, Means, Tenure
+from shardway.rundir.lock import Place, WriterLock, find_holder, find_holder_host
 
 FORMAT = 1
 """Version of the run directory that this code writes, and the newest that it reads."""
@@ -27,7 +28,7 @@ FORMAT = 1
 OWN_NAMES = frozenset(
     (
         *("run.toml", "resolved.toml", "ds_config.json", "events", "checkpoints", "status.json", "writer.lock"),
-        *("logs", "attempts", "report.html", "stop"),
+        *("lease", "logs", "attempts", "report.html", "stop"),
     )
 )
 """What a run directory consists of."""
@@ -54,9 +55,13 @@ def _check_sections(resolved: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RunDir:
-    """One run's directory; the object itself touches the disk only when a method is called."""
+    """One run's directory; the object itself touches the disk only when a method is called.
+
+    `tenure` is the right to write here; None for those who only read, and in tools that work on a run at rest.
+    """
 
     path: Path
+    tenure: Tenure | None = field(default=None, compare=False)
 
     def exists(self) -> bool:
         """Whether a run has been here."""
@@ -98,17 +103,65 @@ class RunDir:
 
     # --- one writer
 
-    def writer_lock(self) -> WriterLock:
-        """The lock that whoever writes here must hold."""
-        return WriterLock(self._lock_path)
+    def writer_lock(self, attempt: str = "") -> WriterLock:
+        """The lock that whoever writes here must hold; `attempt` says what it is a part of."""
+        return WriterLock(self._place, Means(attempt=attempt))
 
     def find_writer(self) -> str | None:
         """Who is training here now, or None."""
-        return find_holder(self._lock_path)
+        return find_holder(self._place)
 
     def find_writer_host(self) -> str:
         """The host of whoever is training here now; empty for nobody."""
-        return find_holder_host(self._lock_path)
+        return find_holder_host(self._place)
+
+    def beside(self, epoch: int) -> RunDir:
+        """This directory for a rank beside the one that holds it in this epoch."""
+        return replace(self, tenure=Follower(self._place.files, self._place.run, epoch))
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in which is written here; 0 for those who hold nothing."""
+        return self.tenure.epoch if self.tenure is not None else 0
+
+    def check_writer(self) -> None:
+        """Cheap. Raises Fenced where this process may write here no more, OSError where that cannot be known now."""
+        if self.tenure is not None:
+            self.tenure.check()
+
+    def confirm_writer(self) -> None:
+        """Look whether this process may still write here; before what must not happen twice.
+
+        Raises Fenced where it may not, JobError where that cannot be known now.
+        """
+        if self.tenure is None:
+            return
+        try:
+            self.tenure.confirm()
+        except OSError as error:
+            raise JobError(
+                f"whether this run still holds {self.path} cannot be seen: {error.strerror}.\n"
+                "  Nothing was changed. To do: look at the file system, then run the same command again."
+            ) from error
+
+    def fence_saves(self) -> None:
+        """Take from whoever wrote here before what it has not made a checkpoint yet: its last rename will fail.
+
+        Called by a new holder before it looks for checkpoints: what was complete by then is found, and nothing of an
+        earlier epoch becomes complete later. Raises JobError where the file system refuses.
+        """
+        try:
+            mark = self.checkpoints / f".step-fence.{self.epoch:06d}.partial"
+            mark.mkdir(exist_ok=True)  # a network file system lists a folder anew for whoever has changed it
+            mark.rmdir()
+            for partial in self.partial_checkpoints():
+                with contextlib.suppress(FileNotFoundError):  # it has just become a checkpoint
+                    partial.rename(partial.with_name(f"{partial.name}.fenced-{self.epoch:06d}.partial"))
+        except OSError as error:
+            raise JobError(
+                f"saves that an earlier run has begun in {self.checkpoints} cannot be ended: {error.strerror}.\n"
+                "  Nothing that was saved has changed. To do: look at the file system, then run the same command again."
+            ) from error
 
     # --- what was asked and decided
 
@@ -223,8 +276,9 @@ class RunDir:
         return self.checkpoints / f"step-{step:09d}"
 
     def partial_checkpoint_path(self, step: int) -> Path:
-        """Where the checkpoint of a step is written before it is complete."""
-        return self.checkpoints / f".step-{step:09d}.partial"
+        """Where the checkpoint of a step is written before it is complete; each epoch has a place of its own."""
+        epoch = f".epoch-{self.epoch:06d}" if self.epoch else ""
+        return self.checkpoints / f".step-{step:09d}{epoch}.partial"
 
     def checkpoint_steps(self) -> list[int]:
         """Steps with a complete checkpoint, oldest first."""
@@ -320,5 +374,5 @@ class RunDir:
         return self.path / "status.json"
 
     @property
-    def _lock_path(self) -> Path:
-        return self.path / "writer.lock"
+    def _place(self) -> Place:
+        return Place(self.path / "writer.lock", self.path / "lease")

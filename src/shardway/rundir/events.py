@@ -45,9 +45,13 @@ class EventWriter:
 
         Raises OSError where the file system refuses it: then it waits, for the next write or for `flush`.
         """
+        self.keep(event, **facts)
+        self.flush()
+
+    def keep(self, event: str, /, **facts: Any) -> None:
+        """Let an event wait, for the next write or for `flush`."""
         line = render_json({"event": event, **facts, "time": time.time()}, separators=(", ", ": "))
         self._waiting.append(line.encode() + b"\n")
-        self.flush()
 
     def flush(self) -> None:
         """Write what waits. Raises OSError where the file system refuses it."""

@@ -1,143 +1,244 @@
-"""One writer a run directory.
+"""One writer a run directory: a lease on disk, and `flock` where the file system has it.
 
-Invariant: while a `WriterLock` is held, no other process on a file system with working `flock` can take it; the
-kernel frees it when its holder dies, however it dies. This module must not remove the lock file: unlinking a locked
-file would let two writers hold two locks of the same name.
+A lock that is held proves that its holder lives, at once; one that is free proves nothing, since not every file system
+shows it to other hosts. So the lease decides, and the lock saves the wait for it.
+
+Invariant: while a `WriterLock` is held, nobody else's `acquire` returns before the lease of this one was found silent
+for its time. This module must not remove the lock file: unlinking a locked file would let two writers hold two locks of
+the same name.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
-import json
 import os
-import socket
 import stat
+import threading
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from shardway.errors import SiteError, UserError
+from shardway.errors import Fenced, UserError
+from shardway.rundir.claims import Claim, DiskFiles, Standing, beat_name, survey
+from shardway.rundir.identity import is_gone
+from shardway.rundir.lease import Lease, Means, Tell, render_held, render_holder
 
 TRIES, PAUSE_S = 5, 0.05
+LEAVE_S = 5.0
+"""How long a release waits for a beat under way: a file system that hangs shall not keep a run from ending."""
+
+SHOWN_S = 120.0
+"""For how long a holder that only its lease speaks for is shown as one, after its last beat."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run directory keeps its lock and its lease."""
+
+    lock: Path
+    lease: Path
+
+    @property
+    def files(self) -> DiskFiles:
+        """The files of the lease."""
+        return DiskFiles(self.lease)
+
+    @property
+    def run(self) -> str:
+        """What messages call the run directory."""
+        return str(self.lock.parent)
 
 
 class WriterLock:
     """The right to write one run directory, until `release` or the end of the process."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, place: Place, means: Means | None = None) -> None:
+        self._place = place
+        self._means = means or Means()
         self._descriptor = -1
+        self._beats: _Beats | None = None
+        self.lease = self._make_lease()
 
-    def acquire(self) -> None:
-        """Take the lock.
+    def acquire(self, tell: Tell = lambda line: None) -> None:
+        """Take the right; `tell` is told in a line where somebody has to be watched first.
 
-        Raises UserError that names the holder where another process has it, or where the file may not be written;
-        SiteError where the file system knows no locks.
+        Raises UserError that names the holder where another process has it, or where the directory may not be written.
         """
-        descriptor = _open(self._path)
-        if not _try_lock(descriptor, self._path):
-            holder = _render_holder(_read_note(descriptor))
-            os.close(descriptor)
-            raise UserError(_held_message(self._path.parent, holder))
-        self._descriptor = descriptor
-        note = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        with contextlib.suppress(OSError):  # of a full disk: the lock holds without a note
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(note).encode(), 0)
+        with _refusals(self._place):
+            self._lock(fcntl.LOCK_EX)
+            try:
+                self.lease = self._make_lease()
+                self.lease.take(tell)
+            except BaseException:
+                self._unlock()
+                raise
+        self._beats = _Beats(self.lease, self._means.terms.beat_s)
+
+    def await_free(self, tell: Tell) -> None:
+        """Return once `acquire` will not have to wait, unless somebody is faster. Raises UserError as it does."""
+        if not self._place.lock.exists() and not self._place.lease.is_dir():
+            return
+        with _refusals(self._place):
+            self._lock(fcntl.LOCK_SH)
+            self._unlock()
+            self.lease.await_free(tell)
 
     def release(self) -> None:
-        """Give the lock back; a second call does nothing."""
+        """Give the right back; a second call does nothing."""
+        if self._beats is not None and self._beats.stop():
+            self.lease.release()
+        self._beats = None
+        self._unlock()
+
+    def _make_lease(self) -> Lease:
+        return Lease(self._place.files, self._place.run, self._means)
+
+    def _lock(self, kind: int) -> None:
+        self._descriptor = os.open(self._place.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):  # a device, whose lock is one for the whole machine
+            self._unlock()
+            raise OSError(errno.EINVAL, "it is no file", str(self._place.lock))
+        if not _try_lock(self._descriptor, kind):
+            self._unlock()
+            standing = _survey(self._place)
+            if not _is_left(standing):
+                known = None if standing is None or standing.given_up else standing.claim
+                raise UserError(render_held(self._place.run, render_holder(known)))
+
+    def _unlock(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
-def find_holder(path: Path) -> str | None:
-    """Who holds the lock ("process 4711 on host n1 since ..."), or None where nobody does."""
-    note = _find_note(path)
-    return None if note is None else _render_holder(note)
+class _Beats:
+    """A thread that beats until it is stopped, or its lease was lost."""
+
+    def __init__(self, lease: Lease, every_s: float) -> None:
+        self._lease = lease
+        self._every_s = every_s
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> bool:
+        """Whether the thread has ended; False where a file system holds it."""
+        self._done.set()
+        self._thread.join(LEAVE_S)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while not self._done.wait(self._every_s):
+            with contextlib.suppress(OSError):  # tried again; the lease knows how long it has not beaten
+                try:
+                    self._lease.beat()
+                except Fenced:  # told by whoever writes next
+                    return
 
 
-def find_holder_host(path: Path) -> str:
-    """The host of whoever holds the lock; empty where nobody does, or has not noted it yet."""
-    return str((_find_note(path) or {}).get("host", ""))
+# --- for those who only look
 
 
-def _find_note(path: Path) -> dict[str, Any] | None:
-    """What the holder of a lock noted, empty where that cannot be read; None where nobody holds it."""
+def find_holder(place: Place) -> str | None:
+    """Who holds the run ("process 4711 on host n1 since ..."), or None where nobody does.
+
+    Of a holder whose lock is not seen here: when its last beat came, by the clock of the file system.
+    """
+    sight = _see(place)
+    if sight is None:
+        return None
+    seen = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(sight.beaten)) if sight.beaten else ""
+    return render_holder(sight.claim) + (f", last seen {seen}" if seen else "")
+
+
+def find_holder_host(place: Place) -> str:
+    """The host of whoever holds the run; empty where nobody does, or has not said so yet."""
+    sight = _see(place)
+    return sight.claim.who.host if sight is not None and sight.claim is not None else ""
+
+
+@dataclass(frozen=True)
+class _Sight:
+    """A holder, where it is known who; `beaten` is the date of its last beat (Unix seconds), 0 where it has a lock."""
+
+    claim: Claim | None
+    beaten: float = 0.0
+
+
+def _see(place: Place) -> _Sight | None:
+    """The holder as it can be seen without a watch.
+
+    Where no lock is seen, the date of the last beat is compared with this host's: good enough for words alone.
+    """
+    standing = _survey(place)
+    if _is_locked(place.lock) and not _is_left(standing):
+        return _Sight(None if standing is None or standing.given_up else standing.claim)
+    if standing is None or standing.given_up or is_gone(standing.claim.who):
+        return None
+    try:
+        beaten = (place.lease / beat_name(standing.claim.epoch)).stat().st_mtime
+    except OSError:
+        return None
+    return _Sight(standing.claim, beaten) if time.time() - beaten < SHOWN_S else None
+
+
+def _is_left(standing: Standing | None) -> bool:
+    """Whether a lock that is seen is what the children of a dead holder have left: they have its open file."""
+    return standing is not None and not standing.given_up and is_gone(standing.claim.who)
+
+
+def _survey(place: Place) -> Standing | None:
+    try:
+        return survey(place.files)
+    except OSError:
+        return None
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether somebody's lock is seen from here."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        return None
+        return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return _read_note(descriptor)
-    except OSError:  # a file system without locks, where no writer starts either
-        return None
+        return True
+    except OSError:  # a file system without locks
+        return False
     finally:
         os.close(descriptor)
-    return None
+    return False
 
 
-def _open(path: Path) -> int:
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise UserError(_unlockable(path, error.strerror)) from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # a device, which others may hold for a reason of their own
-        os.close(descriptor)
-        raise UserError(_unlockable(path, "it is no file"))
-    return descriptor
+def _try_lock(descriptor: int, kind: int) -> bool:
+    """Take the lock, with a little patience: a reader that looks who holds it holds it for an instant itself.
 
-
-def _unlockable(path: Path, reason: str | None) -> str:
-    return (
-        f"the run directory {path.parent} cannot be locked: {reason} ({path}).\n"
-        "  To do: move away what stands there where it is no file, or choose a directory that you may write to with "
-        "--dir."
-    )
-
-
-def _try_lock(descriptor: int, path: Path) -> bool:
-    """Take the lock, with a little patience: a reader that looks who holds it holds it for an instant itself."""
+    True as well where the file system knows no locks (ENOSYS of a Lustre that is mounted without, ENOLCK of an NFS).
+    """
     for _ in range(TRIES):
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             time.sleep(PAUSE_S)
-        except OSError as error:  # ENOSYS of a Lustre that is mounted without `flock`, ENOLCK of an NFS
-            os.close(descriptor)
-            raise SiteError(
-                f"the file system of {path.parent} cannot lock files ({error.strerror}), so two runs could write there "
-                "at once.\n"
-                "  To do: choose a directory on another file system with --dir, or have it mounted with locks."
-            ) from None
+        except OSError:
+            return True
         else:
             return True
     return False
 
 
-def _read_note(descriptor: int) -> dict[str, Any]:
+@contextlib.contextmanager
+def _refusals(place: Place) -> Iterator[None]:
+    """Turn what the file system refuses into a UserError with what to do."""
     try:
-        note = json.loads(os.pread(descriptor, 4096, 0))
-    except (ValueError, RecursionError, OSError):
-        return {}
-    return note if isinstance(note, dict) else {}
-
-
-def _render_holder(note: dict[str, Any]) -> str:
-    try:
-        return f"process {note['pid']} on host {note['host']} since {note['since']}"
-    except KeyError:
-        return "a process that has just started"
-
-
-def _held_message(directory: Path, holder: str) -> str:
-    return (
-        f"another run is training into {directory}: {holder}.\n"
-        "  Two writers would destroy each other's checkpoints, so this one stops before it wrote anything.\n"
-        f"  To do: wait for it, stop it gracefully with `touch {directory}/stop`, or give this run another "
-        "directory with --dir."
-    )
+        yield
+    except OSError as error:
+        raise UserError(
+            f"the run directory {place.run} cannot be locked: {error.strerror} ({error.filename or place.lease}).\n"
+            "  To do: move away what stands there where it is no file, or choose a directory that you may write to "
+            "with --dir."
+        ) from None

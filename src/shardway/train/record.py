@@ -1,7 +1,8 @@
 """Writes down what happens: events of every rank that has something to say, status by rank 0.
 
 Invariant: recording never changes the run. What the file system refuses while the run goes on is kept and written
-later; at the start and at the end of an attempt it becomes one JobError with what to do. Rank 0 writes one step event a
+later; at the start and at the end of an attempt it becomes one JobError with what to do. A run that no longer holds its
+directory writes nothing (Fenced). Rank 0 writes one step event a
 step; every file of events says where an attempt began. This module must not decide anything.
 """
 
@@ -66,7 +67,7 @@ class Recorder:
 
         Also of ranks that an earlier world had and this one lacks: what they wrote after `step` is undone as well.
         """
-        self.event("started", step=step, **facts, **self._look_back())
+        self.event("started", step=step, epoch=self._directory.epoch, **facts, **self._look_back())
         known, world = self._directory.ranks_with_events(), self._ranks.world
         if self._ranks.is_first:
             for rank in (rank for rank in known if rank >= world):
@@ -99,6 +100,7 @@ class Recorder:
 
     def fault(self, **facts: Any) -> None:
         """What ended this rank: written by the rank itself."""
+        self._directory.confirm_writer()
         times = self._progress.as_facts() if self._ranks.is_first else {}
         self._write("fault", {"rank": self._ranks.rank, **facts, **times})
 
@@ -109,6 +111,7 @@ class Recorder:
             return
         self._status_at = time.monotonic()
         try:
+            self._directory.check_writer()
             facts = {**self._status, **self._progress.as_facts(), "time": time.time()}
             self._directory.write_status(durable=now, **facts)
         except OSError as error:
@@ -147,8 +150,10 @@ class Recorder:
         with _refusals(self._directory):
             if self._writer is None:
                 self._writer = self._directory.event_writer(self._ranks.rank)
+        self._writer.keep(name, **facts)
         try:
-            self._writer.write(name, **facts)
+            self._directory.check_writer()
+            self._writer.flush()
         except OSError as error:
             if name == "started" or self._writer.waiting > MOST_WAITING:
                 raise _refused(self._directory, error) from error

@@ -46,6 +46,8 @@ def restore(session: Session, plan: LoopPlan, state: State) -> Restored:
 def set_damaged_aside(session: Session, restored: Restored) -> None:
     """A damaged checkpoint must not stand where this run will save the same step again."""
     damaged = restored.loaded.passed_over if restored.loaded is not None else ()
+    if damaged:
+        session.directory.confirm_writer()
     done = session.ranks.together(lambda: set_aside(session.directory, damaged) if session.ranks.is_first else [])
     for each in done:
         session.recorder.event(

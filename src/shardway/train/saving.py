@@ -15,7 +15,7 @@ from typing import Any
 from shardway.checkpoint.retention import Keep, retire
 from shardway.checkpoint.save import collect_content, is_saved, save_checkpoint
 from shardway.checkpoint.state import State
-from shardway.errors import JobError, LostContact, render_reason
+from shardway.errors import Fenced, JobError, LostContact, render_reason
 from shardway.plan.economy import daly_interval
 from shardway.ranks.start import is_out_of_memory
 from shardway.train.background import Background, Landed
@@ -167,7 +167,7 @@ class Saver:
         """A save that fails while the run goes on is told, and tried again later."""
         try:
             yield
-        except LostContact:
+        except (LostContact, Fenced):
             raise
         except JobError as error:
             if attempt.last or is_out_of_memory(error):

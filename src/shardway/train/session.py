@@ -8,6 +8,7 @@ This module must not know models or data.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import platform
 import socket
@@ -40,6 +41,7 @@ from shardway.resolve import DataFacts, Resolved, check_same_run, find_changes, 
 from shardway.resolve.request import Request, Resolution, resolve_request
 from shardway.rundir.attempts import Attempt, Ending
 from shardway.rundir.directory import RunDir
+from shardway.rundir.lease import Tenure
 from shardway.runfile.load import DEFAULT
 from shardway.train.ending import End
 from shardway.train.engines import ENGINES
@@ -70,6 +72,7 @@ class Session:
     at_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     attempt: Attempt | None = None
     progress: Progress = field(default_factory=Progress)
+    tenure: Tenure | None = None
 
     @property
     def resolved(self) -> Resolved:
@@ -78,8 +81,8 @@ class Session:
 
     @property
     def directory(self) -> RunDir:
-        """Where the run writes."""
-        return self.resolution.directory
+        """Where the run writes, and by which right."""
+        return replace(self.resolution.directory, tenure=self.tenure)
 
     def leaves_alone(self, dotted: str) -> bool:
         """Whether a default must not touch a script that owns its model: what it did not ask for does not happen."""
@@ -96,6 +99,7 @@ class Session:
         self.settled = True
 
     def _write_request(self, keep: Callable[[str], bool]) -> None:
+        self.directory.confirm_writer()
         saved = self.directory.read_resolved() if self.directory.checkpoint_steps() else {}
         check_same_run(saved, self.resolved, str(self.directory.path))
         self.changes = find_changes(saved, self.resolved)
@@ -137,11 +141,11 @@ def hold_session(
     resolution: Resolution, ranks: Ranks, attempt: Attempt | None = None, progress: Progress | None = None
 ) -> Iterator[Session]:
     """The session of a resolved run on ranks that have started; they are left as they are when it ends."""
-    values, directory = resolution.resolved.values, resolution.directory
+    values = resolution.resolved.values
     precision, progress = read_precision(values.precision), progress or Progress()
     apply_backend_switches(values, ranks.device)
     with contextlib.ExitStack() as stack:
-        ranks.together(lambda: _take_directory(resolution, stack) if ranks.is_first else None)
+        directory = _take_directory(resolution, ranks, attempt, stack)
         recorder = Recorder(directory, ranks, every_rank=values.data.record_ids, attempt=attempt, progress=progress)
         stack.callback(recorder.close)
         mesh = build_mesh(ranks, values.parallel)
@@ -150,28 +154,41 @@ def hold_session(
         with _failure_told(attempt, f"rank {ranks.rank}", lambda: recorder.step_done), _faults_recorded(recorder):
             own_model = resolution.request.own_model
             session = Session(resolution, ranks, mesh, precision, recorder, signals, own_model, at_end=stack)
-            session.attempt, session.progress = attempt, progress
+            session.attempt, session.progress, session.tenure = attempt, progress, directory.tenure
             yield session
 
 
-def _take_directory(resolution: Resolution, stack: contextlib.ExitStack) -> None:
-    """On rank 0: make the directory, hold its lock, check that it can be continued."""
+def _take_directory(
+    resolution: Resolution, ranks: Ranks, attempt: Attempt | None, stack: contextlib.ExitStack
+) -> RunDir:
+    """Take the run directory on rank 0; as each rank may write into it."""
+    job = attempt.path.name if attempt is not None else ""
+    held = ranks.together(lambda: _hold_directory(resolution, job, stack) if ranks.is_first else resolution.directory)
+    epoch = ranks.gather(held.epoch)[0]
+    return held if ranks.is_first else held.beside(epoch)
+
+
+def _hold_directory(resolution: Resolution, job: str, stack: contextlib.ExitStack) -> RunDir:
+    """Make the directory, hold its lock, end what an earlier holder has begun, check that it can be continued."""
     directory = resolution.directory
     directory.check_no_strangers()
     existed = directory.exists()
     if existed:
         directory.check_format()
     directory.create()
-    lock = directory.writer_lock()
-    lock.acquire()
+    lock = directory.writer_lock(job)
+    lock.acquire(logging.getLogger("shardway").warning)
     stack.callback(lock.release)
     if resolution.request.fresh and existed:
         lock.release()
         directory.set_aside()
         directory.create()
         lock.acquire()
-    remove_leftovers(directory)
-    peek_latest(directory)
+    held = replace(directory, tenure=lock.lease)
+    held.fence_saves()
+    remove_leftovers(held)
+    peek_latest(held)
+    return held
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from claimed import claim_from
 from shardway.launch.hosts.base import Done, HostUnreachable
 from shardway.launch.hosts.local import LocalHost
 from shardway.launch.runs import logs
@@ -165,7 +166,7 @@ def test_how_it_ended_is_told_where_the_job_has_not_said_it(attempt: Attempt, la
 
 @dataclass
 class Held:
-    """A run whose lock is held, as its note says by a process on some host."""
+    """A run whose lock is held, as its claim says by a process on some host."""
 
     run: RunDir
     host: Told
@@ -185,20 +186,15 @@ def held(attempt: Attempt) -> Iterator[Held]:
     lock.release()
 
 
-def note_host(run: RunDir, name: str) -> None:
-    """Say in the lock's note that this host holds it."""
-    (run.path / "writer.lock").write_text(f'{{"pid": 7, "host": "{name}", "since": "2026-01-02 03:04:05"}}')
-
-
 @pytest.mark.parametrize("name", ["n1", "n1.cluster.example.org"])
 def test_the_lock_of_a_node_that_died_is_not_waited_for(held: Held, name: str) -> None:
-    note_host(held.run, name)
+    claim_from(held.run, name)
     assert held.left().look().startswith("attempt 1 (job 17) is over: node_failure: ")
 
 
 @pytest.mark.parametrize("answer", [RUNS, WAITS, "down"])
 def test_the_lock_of_a_job_that_may_go_on_counts(held: Held, answer: str) -> None:
-    note_host(held.run, "n1")
+    claim_from(held.run, "n1")
     held.host.squeue = [answer]
     assert held.left().look() == ""
 
@@ -206,13 +202,13 @@ def test_the_lock_of_a_job_that_may_go_on_counts(held: Held, answer: str) -> Non
 @pytest.mark.parametrize("name", [socket.gethostname(), "n9", ""])
 def test_the_lock_of_this_machine_or_of_no_job_counts(held: Held, name: str) -> None:
     """Somebody may train there by hand."""
-    note_host(held.run, name)
+    claim_from(held.run, name)
     assert held.left().look() == ""
     assert held.host.asked == (name == "n9")
 
 
 def test_a_lock_is_asked_for_ever_more_rarely_and_not_while_events_come(held: Held) -> None:
-    note_host(held.run, "n1")
+    claim_from(held.run, "n1")
     held.host.squeue = [RUNS]
     left, asked = held.left(), []
     left.put_off()

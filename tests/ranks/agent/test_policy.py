@@ -57,3 +57,26 @@ def test_every_run_ends_or_makes_progress(signatures: list[str], data: st.DataOb
             return
         restarts += 1
         assert restarts < WITHOUT_PROGRESS
+
+
+FAILURES = st.builds(
+    Failure, st.sampled_from("abc"), st.integers(min_value=0, max_value=5), st.sampled_from((False, False, False, True))
+)
+
+
+@given(st.lists(FAILURES, max_size=12), st.sampled_from("abc"), st.none() | st.integers(min_value=0, max_value=15))
+def test_progress_starts_again_unless_a_person_has_to_act_or_has_set_a_limit(
+    before: list[Failure], signature: str, most: int | None
+) -> None:
+    newer = Failure(signature, max((failure.saved_step for failure in before), default=0) + 1)
+    assert decide([*before, newer], most).restart == (most is None or len(before) < most)
+    assert not decide([*before, Failure(signature, newer.saved_step, hopeless=True)], most).restart
+
+
+@given(st.lists(FAILURES, min_size=1, max_size=12), st.permutations(range(12)))
+def test_only_what_failed_since_the_last_checkpoint_counts(failures: list[Failure], order: list[int]) -> None:
+    newest = failures[-1]
+    since = [failure for failure in failures if failure.saved_step == newest.saved_step]
+    assert decide(failures) == decide(since)
+    others = sorted(failures[:-1], key=lambda failure: order[failures.index(failure)])
+    assert decide([*others, newest]) == decide(failures)
