@@ -24,12 +24,16 @@ NAME = "manifest.json"
 
 @dataclass(frozen=True)
 class Manifest:
-    """`numbers` are the run's counters at `step`; `world` is how many ranks wrote the files."""
+    """`numbers` are the run's counters at `step`; `world` is how many ranks wrote the files.
+
+    `epoch` is that of the writer's lease; 0 where it had none.
+    """
 
     step: int
     world: int
     numbers: Mapping[str, Any]
     files: Mapping[str, Seal]
+    epoch: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -53,8 +57,8 @@ def list_files(folder: Path) -> list[str]:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest into a folder whose files are all there."""
     files = {name: {"bytes": seal.bytes, "xxh3": seal.blocks} for name, seal in sorted(manifest.files.items())}
-    content = {"format": FORMAT, "step": manifest.step, "world": manifest.world, "numbers": dict(manifest.numbers)}
-    content |= {"block_bytes": BLOCK, "files": files}
+    head = {"format": FORMAT, "step": manifest.step, "world": manifest.world, "epoch": manifest.epoch}
+    content = {**head, "numbers": dict(manifest.numbers), "block_bytes": BLOCK, "files": files}
     write_json(folder / NAME, {**content, "xxh3": _digest(content)})
 
 
@@ -67,7 +71,8 @@ def read_manifest(folder: Path) -> Manifest:
         if content.pop("xxh3") != _digest(content):
             raise Damaged(folder, [f"its {NAME} has changed (its checksum is another)"])
         files = {name: _read_seal(name, seal) for name, seal in content["files"].items()}
-        return Manifest(int(content["step"]), int(content["world"]), dict(content["numbers"]), files)
+        numbers, epoch = dict(content["numbers"]), int(content["epoch"])
+        return Manifest(int(content["step"]), int(content["world"]), numbers, files, epoch)
     except FileNotFoundError:
         raise Damaged(folder, [f"its {NAME} is missing"]) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -93,7 +93,7 @@ def write_checkpoint(directory: RunDir, ranks: Ranks, content: Content) -> Saved
         shares = ranks.gather(ranks.together(lambda: _write_share(ranks, content, partial)))
         seals = {name: seal for share in shares for name, seal in share.items()}
         seals |= _seal_others(ranks, partial, seals)
-        manifest = Manifest(step, ranks.world, content.numbers, seals)
+        manifest = Manifest(step, ranks.world, content.numbers, seals, directory.epoch)
         ranks.together(lambda: _commit(partial, final, manifest, directory.confirm_writer) if ranks.is_first else None)
     except ShardwayError as error:
         if ranks.is_first:
