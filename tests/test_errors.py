@@ -7,6 +7,7 @@ import pytest
 from shardway.errors import (
     ERRORS_BY_NAME,
     Bug,
+    Fenced,
     JobError,
     LostContact,
     Problem,
@@ -23,7 +24,9 @@ FULL = Problem("train.steps", "0 steps is no step at all", "run.toml:3", "at lea
 BARE = Problem("data.path", "is not set")
 
 
-@pytest.mark.parametrize(("kind", "code"), [(UserError, 2), (SiteError, 3), (JobError, 4), (LostContact, 4), (Bug, 70)])
+@pytest.mark.parametrize(
+    ("kind", "code"), [(UserError, 2), (SiteError, 3), (JobError, 4), (LostContact, 4), (Fenced, 4), (Bug, 70)]
+)
 def test_each_error_has_its_exit_code(kind: type[ShardwayError], code: int) -> None:
     assert kind("what").exit_code == code
     assert issubclass(kind, ShardwayError)

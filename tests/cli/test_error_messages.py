@@ -388,7 +388,7 @@ def test_no_message_is_left_over() -> None:
         "nproc-under-a-launcher",
         "half-a-launcher",
         "second-writer",
-        "no-file-locks",
+        "held-elsewhere",
         "changed-run",
         "missing-manifest",
         "missing-shard",

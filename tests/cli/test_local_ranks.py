@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from shardway.cli import local
 from shardway.cli.local import pack_request, train_local
 from shardway.cli.rank import read_packed
-from shardway.errors import Bug, JobError, ShardwayError, SiteError, UserError
+from shardway.errors import Bug, Fenced, JobError, ShardwayError, SiteError, UserError
 from shardway.ranks.local import LocalLaunch, RankFailure
 from shardway.resolve.request import Request, resolve_request
 from shardway.rundir.directory import RunDir
@@ -322,3 +322,19 @@ def test_what_the_agent_ended_afterwards_is_not_to_blame(run: RunDir, monkeypatc
 def test_the_first_to_be_killed_is_to_blame(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     play = Play({}, [RankFailure(1, 4711, -9), RankFailure(0, 4710, -15)])
     assert str(failing(run, play, monkeypatch)).startswith("rank 1 (process 4711) was ended by SIGKILL;")
+
+
+def test_ranks_that_were_overtaken_leave_the_record_to_the_other_run(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = run.writer_lock()
+
+    def overtake(run: RunDir, on_stop: Callable[[], None]) -> None:
+        other.acquire()
+        run.write_status(state="running", step=7, reason="")
+
+    with pytest.raises(Fenced, match=r"another run trains into .*: process \d+ on host "):
+        train(run, Play(failures=[RankFailure(0, 4711, 4)], also=overtake), monkeypatch)
+    assert run.read_status()["state"] == "running"
+    assert list(run.all_events()) == []
+    other.release()

@@ -60,7 +60,7 @@ class Tenure(Protocol):
 
 @dataclass(frozen=True)
 class Means:
-    """Who asks, as which part of what; how it knows whether another is gone; its tokens, mutex, clock and times."""
+    """Who asks, as which part of what; how it knows who is gone; what makes tokens and mutexes; its clock and times."""
 
     who: Identity = field(default_factory=own_identity)
     attempt: str = ""
