@@ -50,6 +50,10 @@ class LostContact(JobError):
     """Another rank is gone or silent; whoever explains the job looks for that rank's own error first."""
 
 
+class LateStop(JobError):
+    """A stop that was asked for took longer than it may, so the ranks were ended; nothing starts again by itself."""
+
+
 class Bug(ShardwayError):
     """A state that Shardway promised never to reach."""
 
@@ -57,7 +61,7 @@ class Bug(ShardwayError):
 
 
 ERRORS_BY_NAME: dict[str, type[ShardwayError]] = {
-    cls.__name__: cls for cls in (UserError, SiteError, JobError, LostContact, Bug)
+    cls.__name__: cls for cls in (UserError, SiteError, JobError, LostContact, LateStop, Bug)
 }
 """Name -> class, so that an error recorded by one rank can be raised again by the process that started it."""
 

@@ -63,6 +63,7 @@ def test_the_run_comes_out_as_if_nothing_had_happened(
     for column in ("step", "loss", "grad_norm", "lr"):
         assert read_column(command.folder, column) == read_column(undisturbed, column)
     assert _used(command.folder) == _used(undisturbed)
+    assert _validations(command.folder) == _validations(undisturbed)
     _note(fault, seed, struck, starts, command.run)
 
 
@@ -83,6 +84,11 @@ def _used(folder: Path) -> dict[int, list[Any]]:
         for event in read_steps(folder, rank):
             samples.setdefault(event["step"], []).append(event["ids"])
     return samples
+
+
+def _validations(folder: Path) -> dict[int, float]:
+    """Step -> the loss on held-out data."""
+    return {event["step"]: event["loss"] for event in RunDir(folder).events() if event["event"] == "validation"}
 
 
 def _note(fault: Fault, seed: int, struck: Struck, starts: int, run: RunDir) -> None:

@@ -32,6 +32,7 @@ from shardway.ranks.attempt import describe_error, find_attempt, tell_fault
 from shardway.ranks.began import find_began
 from shardway.ranks.launcher import Placement, find_placement
 from shardway.ranks.leave import left_at_once
+from shardway.ranks.lookout import Duties, Lookout
 from shardway.ranks.parent import stop_with_parent
 from shardway.ranks.progress import Progress
 from shardway.ranks.signals import SignalWatch
@@ -43,10 +44,8 @@ from shardway.rundir.directory import RunDir
 from shardway.runfile.load import DEFAULT
 from shardway.train.ending import End
 from shardway.train.engines import ENGINES
+from shardway.train.last_words import KILLED, SECOND_SIGNAL, Speaker
 from shardway.train.record import Recorder
-
-KILLED = 130
-"""Exit code of a process that a second signal ended."""
 
 
 @dataclass
@@ -70,6 +69,7 @@ class Session:
     at_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     attempt: Attempt | None = None
     progress: Progress = field(default_factory=Progress)
+    lookout: Lookout = field(default_factory=lambda: Lookout(SignalWatch(), Duties()))
 
     @property
     def resolved(self) -> Resolved:
@@ -151,7 +151,16 @@ def hold_session(
             own_model = resolution.request.own_model
             session = Session(resolution, ranks, mesh, precision, recorder, signals, own_model, at_end=stack)
             session.attempt, session.progress = attempt, progress
+            session.lookout = stack.enter_context(_lookout(session))
             yield session
+
+
+def _lookout(session: Session) -> Lookout:
+    """The thread that ends this rank where a stop takes longer than it may."""
+    signals, rank, resolved = session.signals, session.ranks.rank, session.resolved
+    limit, origin = resolved.values.run.stop_timeout, resolved.origins["run.stop_timeout"]
+    speaker = Speaker(session.directory, rank, limit, origin, session.progress, session.attempt)
+    return Lookout(signals, speaker.duties(lambda: signals.received is not None))
 
 
 def _take_directory(resolution: Resolution, stack: contextlib.ExitStack) -> None:
@@ -181,7 +190,7 @@ def _faults_recorded(recorder: Recorder) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         with contextlib.suppress(JobError):
-            recorder.end("stopped", End(Ending.STOPPED, "a second signal ended the run at once"), KILLED)
+            recorder.end("stopped", End(Ending.STOPPED, SECOND_SIGNAL), KILLED)
         raise
     except Exception as error:
         fault = describe_error(error)

@@ -81,6 +81,10 @@ class PlainLines:
                 return [f"stops in time: {text(event, 'reason')}"]
             case "validation_skipped":
                 return [f"{self._place()}  no validation, which would not end in time: {text(event, 'reason')}"]
+            case "validation_stopped":
+                return [f"{self._place()}  the validation was broken off: {text(event, 'reason')}"]
+            case "step_voided":
+                return [f"{self._place()}  the step after it had no data in time and does not count"]
             case name if name in GUARDED:
                 return [f"step {whole(event, 'step') or 0}  {render_guarded(event)}"]
             case "fault":
