@@ -291,6 +291,11 @@ def validates_slowly(folder: Path, dice: random.Random) -> dict[str, str]:
     return injected(**{SLOW: "0.2"})
 
 
+def validates_for_ever() -> dict[str, str]:
+    """A validation that waits an hour, where no wait for data can be ended."""
+    return injected(**{SLOW: "3600"})
+
+
 def stalls_once(folder: Path, dice: random.Random) -> dict[str, str]:
     """A rank that waits an hour for its data, at some step or at the first of the process."""
     batch = dice.choice((0, dice.randrange(FIRST, LAST)))
