@@ -25,16 +25,14 @@ from shardway.train.breaking import count_until_next
 from shardway.train.passes import Passes
 from shardway.train.waiting import read_shapes
 
-SHORT = (
-    "train.steps=8",
-    "checkpoint.every=100 steps",
-    "train.validate_every=4 steps",
-    "train.micro_batch=1",
-    "data.samples=960",
-)
-
-
+SHORT = ("train.steps=8", "checkpoint.every=100 steps", "train.validate_every=4 steps")
+VALIDATED = (*SHORT, "data.samples=960", "train.micro_batch=1")
 PIPELINE = ("parallel.pp=2", "model.tied=false")
+
+
+def further(*words: str) -> Any:
+    """A case like another."""
+    return pytest.param(words, marks=pytest.mark.exhaustive)
 
 
 def terminate() -> None:
@@ -129,12 +127,12 @@ class _Undone:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [layout(1, 2), ("parallel.tp=2",), PIPELINE, ("parallel.cp=2",)], ids=str)
+@pytest.mark.parametrize("words", [layout(1, 2), further("parallel.tp=2"), PIPELINE, further("parallel.cp=2")], ids=str)
 @ranks(2)
 def test_a_validation_is_broken_off_on_all_ranks_and_made_again(
     rank: int, words: tuple[str, ...], tmp_path: Path
 ) -> None:
-    on, words = pool_ranks(), (*SHORT, "model.dropout=0.2", *words)
+    on, words = pool_ranks(), (*VALIDATED, "model.dropout=0.2", *words)
     train_tiny(tmp_path / "through", on, *words)
     with stop_in_batch(1, terminate if rank == 1 else lambda: None):
         outcome = train_tiny(tmp_path / "stopped", on, *words)
@@ -175,23 +173,23 @@ def test_a_step_whose_batch_does_not_come_is_left_to_the_next_start(tmp_path: Pa
 
 
 WAYS = {
-    "copies": layout(2, 1),
     "shards": layout(1, 2),
     "tensor": ("parallel.tp=2",),
     "pipeline": PIPELINE,
-    "context": ("parallel.cp=2",),
     "unguarded": (*layout(1, 2), "guard.non_finite=off"),
-    "fp16": (*layout(1, 2), "precision.compute=fp16"),
-    "experts": (*layout(1, 2), "model.experts=2", "model.experts_per_token=1"),
+    "copies": further(*layout(2, 1)),
+    "context": further("parallel.cp=2"),
+    "fp16": further(*layout(1, 2), "precision.compute=fp16"),
+    "experts": further(*layout(1, 2), "model.experts=2", "model.experts_per_token=1"),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("words", WAYS.values(), ids=WAYS)
 @ranks(2)
-def test_all_ranks_void_a_step_that_one_has_no_batch_for(rank: int, way: str, tmp_path: Path) -> None:
+def test_all_ranks_void_a_step_that_one_has_no_batch_for(rank: int, words: tuple[str, ...], tmp_path: Path) -> None:
     """Weights, moments, buffers, counters and random numbers are those of before."""
-    on, words = pool_ranks(), (*SHORT, "model.dropout=0.2", *WAYS[way])
+    on, words = pool_ranks(), (*SHORT, "model.dropout=0.2", *words)
     train_tiny(tmp_path / "through", on, *words)
     with stalled("training_batches", 5, on=rank == 1):
         outcome = train_tiny(tmp_path / "stopped", on, *words)
@@ -215,7 +213,7 @@ def test_a_first_batch_that_does_not_come_ends_the_run_without_a_save(rank: int,
 @pytest.mark.parametrize("number", [0, 2])
 @ranks(2)
 def test_a_batch_of_a_validation_that_does_not_come(rank: int, number: int, tmp_path: Path) -> None:
-    on, words = pool_ranks(), (*SHORT, *layout(1, 2))
+    on, words = pool_ranks(), (*VALIDATED, *layout(1, 2))
     train_tiny(tmp_path / "through", on, *words)
     with stalled("validation_data", number, on=rank == 1):
         outcome = train_tiny(tmp_path / "stopped", on, *words)
@@ -230,7 +228,7 @@ def test_a_batch_of_a_validation_that_does_not_come(rank: int, number: int, tmp_
 @ranks(2)
 def test_the_last_batches_of_a_validation_are_not_counted_where_one_did_not_come(rank: int, tmp_path: Path) -> None:
     """The ranks do not ask each other again before its end."""
-    on, words = pool_ranks(), (*SHORT, *layout(1, 2))
+    on, words = pool_ranks(), (*VALIDATED, *layout(1, 2))
     with stalled("validation_data", 2, on=rank == 1), pytest.MonkeyPatch.context() as patch:
         patch.setattr(breaking, "ASK_EVERY_S", 1e9)
         patch.setattr(breaking, "GROWTH", 10**9)
