@@ -139,6 +139,7 @@ class Signalled:
     """Stands in for a SignalWatch that has received a signal."""
 
     received: str | None = "SIGTERM"
+    killed: bool = False
 
 
 def signal_at(last: int, rank: int = 0) -> Callable[[Run, int], None]:

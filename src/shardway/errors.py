@@ -55,6 +55,10 @@ class Fenced(JobError):
     """This run no longer holds its run directory: whoever gets this must not write there, not even why."""
 
 
+class LateStop(JobError):
+    """A stop that was asked for took longer than it may, so the ranks were ended; nothing starts again by itself."""
+
+
 class Bug(ShardwayError):
     """A state that Shardway promised never to reach."""
 
@@ -62,7 +66,7 @@ class Bug(ShardwayError):
 
 
 ERRORS_BY_NAME: dict[str, type[ShardwayError]] = {
-    cls.__name__: cls for cls in (UserError, SiteError, JobError, LostContact, Fenced, Bug)
+    cls.__name__: cls for cls in (UserError, SiteError, JobError, LostContact, Fenced, LateStop, Bug)
 }
 """Name -> class, so that an error recorded by one rank can be raised again by the process that started it."""
 

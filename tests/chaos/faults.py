@@ -24,6 +24,14 @@ from shardway.ranks.progress import Activity
 HANG = "SHARDWAY_TEST_HANG"
 """RANK:STEP:FILE for `inject/sitecustomize.py`: that rank hangs once it has done that many steps, if FILE is new."""
 
+SLOW = "SHARDWAY_TEST_SLOW"
+"""Seconds that each batch of a validation takes longer, for `inject/sitecustomize.py`."""
+
+STALL = "SHARDWAY_TEST_STALL"
+"""RANK:BATCH:FILE for `inject/sitecustomize.py`: that rank waits an hour for that batch of training, if FILE is new."""
+
+STOPS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
+
 FIRST, LAST = 22, 130
 """Steps between which most faults strike: after the first checkpoint, and with some to come."""
 
@@ -120,6 +128,75 @@ def kill_while(activity: Activity) -> Callable[[Command, random.Random], Struck]
     return act
 
 
+def stop_one(command: Command, dice: random.Random) -> Struck:
+    """A stop signal to the agent or to one rank."""
+    whom = dice.choice(["agent", *children(command)])
+    process = psutil.Process(command.process.pid) if whom == "agent" else children(command)[whom]
+    number = dice.choice(STOPS)
+    return strike(process, number, f"{number.name} to {whom if whom == 'agent' else f'rank {whom}'}")
+
+
+def stop_while(activity: Activity, longest_s: float = 0.0) -> Callable[[Command, random.Random], Struck]:
+    """Ask for a stop while a rank is busy with this, so long after it has begun."""
+
+    def act(command: Command, dice: random.Random) -> Struck:
+        least = dice.randrange(FIRST, LAST) if activity is not Activity.START else 0
+        who = dice.randrange(2)
+        wait_for(command, who, lambda entry: entry.activity is activity and entry.step >= least)
+        time.sleep(dice.uniform(0.0, longest_s))
+        return stop_one(command, dice)
+
+    return act
+
+
+def stop_load(command: Command, dice: random.Random) -> Struck:
+    """Ask a run for a stop that goes on from a checkpoint, while it loads."""
+    wait_for_some_step(command, dice)
+    command.run.request_stop("")
+    command.end()
+    again = command.again()
+    wait_for(again, dice.randrange(2), lambda entry: entry.activity is Activity.LOAD)
+    struck = stop_one(again, dice)
+    code, said = again.end()
+    assert code == 0, said
+    assert again.run.read_status()["state"] == "stopped"
+    return struck
+
+
+def stop_before(command: Command, dice: random.Random) -> Struck:
+    """`touch stop` before any rank is there."""
+    command.wait_until(command.folder.is_dir)
+    struck = Struck(time.time(), "run")
+    command.run.request_stop("")
+    code, said = command.end()
+    assert code == 0, said
+    assert not command.run.stop_requested()
+    return struck
+
+
+def stop_stall(command: Command, dice: random.Random) -> Struck:
+    """Ask for a stop while a rank waits for data that do not come."""
+    mark = command.folder.parent / "stalled"
+    command.wait_until(mark.exists)
+    command.note_processes()
+    time.sleep(dice.uniform(0.0, 1.0))
+    return stop_one(command, dice)
+
+
+def stop_save_twice(command: Command, dice: random.Random) -> Struck:
+    """Ctrl-C in a save, and once more."""
+    kind = Activity.SAVE
+    least = dice.randrange(FIRST, LAST)
+    wait_for(command, 0, lambda entry: entry.activity is kind and entry.step >= least)
+    agent = psutil.Process(command.process.pid)
+    struck = strike(agent, signal.SIGINT, "agent")
+    command.wait_until(command.run.stop_requested)
+    agent.send_signal(signal.SIGINT)
+    code, said = command.end()
+    assert code in (0, 130), said  # 0: it was gone before
+    return struck
+
+
 def kill_agent(command: Command, dice: random.Random) -> Struck:
     """kill -9 the process that started the ranks."""
     wait_for_some_step(command, dice)
@@ -197,11 +274,32 @@ def _empty(path: Path, dice: random.Random) -> None:
         shutil.rmtree(each) if each.is_dir() else each.unlink()
 
 
-def hangs_once(folder: Path, dice: random.Random) -> dict[str, str]:
-    """A rank that holds Python's lock and does nothing, from some step on."""
+def injected(**variables: str) -> dict[str, str]:
+    """What makes every Python of a command import `inject/sitecustomize.py`, and tells it what to do."""
     where = Path(__file__).parent / "inject"
     path = os.pathsep.join([str(where), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    return {HANG: f"{dice.randrange(2)}:{dice.randrange(FIRST, LAST)}:{folder / 'hung'}", "PYTHONPATH": path}
+    return {**variables, "PYTHONPATH": path}
+
+
+def hangs_once(folder: Path, dice: random.Random) -> dict[str, str]:
+    """A rank that holds Python's lock and does nothing, from some step on."""
+    return injected(**{HANG: f"{dice.randrange(2)}:{dice.randrange(FIRST, LAST)}:{folder / 'hung'}"})
+
+
+def validates_slowly(folder: Path, dice: random.Random) -> dict[str, str]:
+    """A validation that takes seconds, so that it can be broken off."""
+    return injected(**{SLOW: "0.2"})
+
+
+def validates_for_ever() -> dict[str, str]:
+    """A validation that waits an hour, where no wait for data can be ended."""
+    return injected(**{SLOW: "3600"})
+
+
+def stalls_once(folder: Path, dice: random.Random) -> dict[str, str]:
+    """A rank that waits an hour for its data, at some step or at the first of the process."""
+    batch = dice.choice((0, dice.randrange(FIRST, LAST)))
+    return injected(**{STALL: f"{dice.randrange(2)}:{batch}:{folder / 'stalled'}"})
 
 
 def wait_for_hang(command: Command, dice: random.Random) -> Struck:
@@ -225,6 +323,13 @@ FAULTS = (
     Fault("SIGTERM to a rank", signal_rank(signal.SIGTERM), restarts_itself=False),
     Fault("SIGUSR2 to a rank", signal_rank(signal.SIGUSR2), restarts_itself=False),
     Fault("stop file", ask_to_stop, restarts_itself=False),
+    Fault("stop signal at the start", stop_while(Activity.START, 4.0), restarts_itself=False),
+    Fault("stop signal in a load", stop_load, restarts_itself=False),
+    Fault("stop signal in a validation", stop_while(Activity.VALIDATE, 0.5), (), validates_slowly, False),
+    Fault("stop signal in a save", stop_while(Activity.SAVE, 0.02), restarts_itself=False),
+    Fault("stop signal while data do not come", stop_stall, (), stalls_once, False),
+    Fault("second Ctrl-C in a save", stop_save_twice, restarts_itself=False),
+    Fault("stop file before the start", stop_before, restarts_itself=False),
     Fault("second launch of the run", launch_twice),
     Fault("newest checkpoint damaged", damage_newest, restarts_itself=False),
 )

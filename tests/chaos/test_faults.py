@@ -9,15 +9,17 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import FAULTS, Fault, Struck
+from faults import FAULTS, Fault, Struck, children, strike, validates_for_ever, wait_for
 
 from commands import Command, Start, training_commands
 from runs import TINY, read_column, read_steps
+from shardway.ranks.progress import Activity
 from shardway.rundir.directory import RunDir
 
 pytestmark = pytest.mark.slow
@@ -63,7 +65,26 @@ def test_the_run_comes_out_as_if_nothing_had_happened(
     for column in ("step", "loss", "grad_norm", "lr"):
         assert read_column(command.folder, column) == read_column(undisturbed, column)
     assert _used(command.folder) == _used(undisturbed)
+    assert _validations(command.folder) == _validations(undisturbed)
     _note(fault, seed, struck, starts, command.run)
+
+
+def test_a_stop_that_takes_too_long_ends_the_run_with_the_reason(start: Start, undisturbed: Path) -> None:
+    """A rank is in a validation that takes an hour; nothing starts again by itself, and the same command goes on."""
+    command = start("run", *WORDS, "run.stop_timeout=3s", "run.collective_timeout=2s", environ=validates_for_ever())
+    wait_for(command, 0, lambda entry: entry.activity is Activity.VALIDATE)
+    strike(children(command)[0], signal.SIGTERM, "rank 0")
+    code, said = command.end()
+    assert code == 4
+    assert (
+        "the stop took longer than run.stop_timeout = 3s (command line), so rank 0 was ended in a validation." in said
+    )
+    assert "slowly (" in said, "where it was"
+    assert command.left_alive() == []
+    assert command.run.read_status()["state"] == "failed"
+    start("run", *WORDS).finish()
+    assert read_column(command.folder) == read_column(undisturbed)
+    assert _validations(command.folder) == _validations(undisturbed)
 
 
 def _finished(command: Command) -> bool:
@@ -83,6 +104,11 @@ def _used(folder: Path) -> dict[int, list[Any]]:
         for event in read_steps(folder, rank):
             samples.setdefault(event["step"], []).append(event["ids"])
     return samples
+
+
+def _validations(folder: Path) -> dict[int, float]:
+    """Step -> the loss on held-out data."""
+    return {event["step"]: event["loss"] for event in RunDir(folder).events() if event["event"] == "validation"}
 
 
 def _note(fault: Fault, seed: int, struck: Struck, starts: int, run: RunDir) -> None:

@@ -91,6 +91,8 @@ def test_what_is_started(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
         arguments=[pack_request(Request(directory=run.path, overrides=("run.restarts=0", "run.threads=3")))],
         log_folder=run.path / "logs",
         threads=3,
+        stop_path=run.stop_path,
+        stop_timeout_s=900.0,
     )
 
 

@@ -64,14 +64,19 @@ globals()[sys.argv[1]]()
 DRIVER = """
 import json, sys
 from pathlib import Path
+from shardway.errors import LateStop
+from shardway.ranks import local
 from shardway.ranks.local import LocalLaunch, run_local
 
+local.LATER_S = local.LOOK_EVERY_S = 0.1
 folder = Path(sys.argv[2])
-launch = LocalLaunch(2, "a_rank_of_a_test", sys.argv[1:], folder / "logs", threads=1)
+launch = LocalLaunch(2, "a_rank_of_a_test", sys.argv[1:], folder / "logs", 1, folder / "stop", float(sys.argv[3]))
 try:
     failures = run_local(launch, on_stop=(folder / "stop").touch)
 except KeyboardInterrupt:
     sys.exit(130)
+except LateStop as error:
+    sys.exit(str(error))
 print(json.dumps([[f.rank, f.pid, f.exit_code, f.signal_name] for f in failures]))
 """
 """Calls `run_local` in a process of its own: torch's agent leaves files open, and signals are meant for it alone."""
@@ -92,11 +97,11 @@ class Launched:
         self.folder = folder
         (folder / "a_rank_of_a_test.py").write_text(RANK)
 
-    def run(self, what: str, *acts: Callable[[subprocess.Popen[str]], None]) -> Ended:
+    def run(self, what: str, *acts: Callable[[subprocess.Popen[str]], None], stop_timeout_s: float = 60.0) -> Ended:
         """Start, do `acts` a moment apart once both ranks are there, and wait."""
         environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         environ["PYTHONPATH"] = os.pathsep.join([str(self.folder), *sys.path])
-        words = [sys.executable, "-c", DRIVER, what, str(self.folder)]
+        words = [sys.executable, "-c", DRIVER, what, str(self.folder), str(stop_timeout_s)]
         with subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, text=True) as driver:
             try:
                 self.wait_for_ranks(2 if acts else 0)
@@ -171,6 +176,13 @@ def test_the_first_signal_asks_to_stop(launched: Launched, number: signal.Signal
 def test_the_second_signal_kills_even_ranks_that_do_not_listen(launched: Launched) -> None:
     started = time.monotonic()
     assert launched.run("stubborn", send(signal.SIGINT), send(signal.SIGINT)).code == 130
+    assert launched.alive() == []
+    assert time.monotonic() - started < 30
+
+
+def test_a_stop_that_takes_too_long_kills_ranks_that_do_not_listen(launched: Launched) -> None:
+    started = time.monotonic()
+    assert launched.run("stubborn", send(signal.SIGTERM), stop_timeout_s=0.5).code == 1
     assert launched.alive() == []
     assert time.monotonic() - started < 30
 

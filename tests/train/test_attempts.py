@@ -28,7 +28,7 @@ from shardway.ranks import attempt as words_of_ranks
 from shardway.ranks.start import Ranks
 from shardway.rundir.attempts import VARIABLE, Attempt, Ending, Result, Started
 from shardway.rundir.directory import RunDir
-from shardway.train import deadline, loop
+from shardway.train import deadline, loop, stopping
 from shardway.train.recipe import train_run
 from shardway.train.run import Run, start
 
@@ -57,7 +57,7 @@ def end_of_time_at(last: int, attempt: Attempt) -> Callable[[Run, int], None]:
     """For `before_step`: while step `last` is under way, the clock of rank 0 comes near the deadline."""
 
     def look(run: Run, step: int) -> None:
-        watch = run._loop._deadline  # type: ignore[union-attr]
+        watch = run._loop._stopping.deadline  # type: ignore[union-attr]
         if step == last and watch is not None:
             watch._clock = lambda: watch._at - 1.0
 
@@ -128,7 +128,7 @@ def test_a_validation_that_would_not_end_in_time_is_not_begun(rank: int, tmp_pat
     on, words = pool_ranks(), (*SHORT, "train.validate_every=2 steps")
 
     def slow_at_4(run: Run, step: int) -> None:
-        watch = run._loop._deadline  # type: ignore[union-attr]
+        watch = run._loop._stopping.deadline  # type: ignore[union-attr]
         if watch is not None and step in (4, 5):
             watch._validation_s = 7200.0 if step == 4 else 0.1
             watch._passed = ""
@@ -157,7 +157,7 @@ ASKED = {
 def test_the_stop_file_names_the_end(
     words: str, tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(stopping, "LOOK_EVERY_S", 0.0)
 
     def ask(run: Run, step: int) -> None:
         if step == 3:

@@ -22,20 +22,20 @@ R, T, V, S, STOP, FINISH, END = (
 TABLE = {
     (False, False, False, False): (T, T, T, T),
     (False, False, False, True): (T, S, S, T),
-    (False, False, True, False): (T, V, T, T),
-    (False, False, True, True): (T, V, S, T),
+    (False, False, True, False): (V, V, T, T),
+    (False, False, True, True): (V, V, S, T),
     (False, True, False, False): (STOP, STOP, STOP, STOP),
     (False, True, False, True): (STOP, S, S, STOP),
     (False, True, True, False): (STOP, STOP, STOP, STOP),
     (False, True, True, True): (STOP, S, S, STOP),
     (True, False, False, False): (FINISH, FINISH, FINISH, FINISH),
     (True, False, False, True): (FINISH, S, S, FINISH),
-    (True, False, True, False): (FINISH, V, FINISH, FINISH),
-    (True, False, True, True): (FINISH, V, S, FINISH),
+    (True, False, True, False): (V, V, FINISH, FINISH),
+    (True, False, True, True): (V, V, S, FINISH),
     (True, True, False, False): (FINISH, FINISH, FINISH, FINISH),
     (True, True, False, True): (FINISH, S, S, FINISH),
-    (True, True, True, False): (FINISH, FINISH, FINISH, FINISH),
-    (True, True, True, True): (FINISH, S, S, FINISH),
+    (True, True, True, False): (STOP, STOP, STOP, STOP),
+    (True, True, True, True): (STOP, S, S, STOP),
 }
 ALL = list(itertools.product((False, True), repeat=4))
 

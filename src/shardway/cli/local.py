@@ -18,6 +18,7 @@ from shardway.errors import (
     ERRORS_BY_NAME,
     Fenced,
     JobError,
+    LateStop,
     LostContact,
     ShardwayError,
     SiteError,
@@ -31,15 +32,19 @@ from shardway.ranks.agent.stacks import Group
 from shardway.ranks.agent.watch import Found, watched
 from shardway.ranks.attempt import describe_error, find_attempt, sign_failure, tell_end, tell_fault
 from shardway.ranks.local import LocalLaunch, RankFailure, run_local
+from shardway.ranks.signals import STOP_SIGNALS, find_received
 from shardway.resolve.request import Request, Resolution
-from shardway.rundir.attempts import Attempt, Ending, Result
+from shardway.rundir.attempts import BY_SIGNAL, Attempt, Ending, Result
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
 from shardway.rundir.lease import TAKEN_OVER
 from shardway.runfile.machine import RunSection
 
+ASKED = "a signal asked for a stop"
 SECOND_SIGNAL = "a second signal ended the run at once"
 BY = "shardway train"
+_STOPS = tuple(number.name for number in STOP_SIGNALS)
+"""What ends a rank that does not listen yet; one that does, obeys."""
 
 
 def train_local(resolution: Resolution, ranks: int) -> dict[str, Any]:
@@ -57,6 +62,8 @@ def train_local(resolution: Resolution, ranks: int) -> dict[str, Any]:
         arguments=[pack_request(request)],
         log_folder=run.log_folder,
         threads=int(resolution.resolved.values.run.threads),
+        stop_path=run.stop_path,
+        stop_timeout_s=resolution.resolved.values.run.stop_timeout,
     )
     settings = resolution.resolved.values.run
     patience = _read_patience(settings)
@@ -64,18 +71,24 @@ def train_local(resolution: Resolution, ranks: int) -> dict[str, Any]:
     most = 0 if attempt is not None else None if settings.restarts == "auto" else int(settings.restarts)
     failures: list[Failure] = []
     try:
-        while (error := _run_once(run, launch, patience)) is not None:
+        while find_received() is None and (error := _run_once(run, launch, patience)) is not None:
             failures.append(_describe(run, error))
             verdict = decide(failures, most)
-            if run.stop_requested() or not verdict.restart:
+            if run.stop_requested() or isinstance(error, LateStop) or not verdict.restart:
                 _give_up(run, attempt, error, failures, verdict)
             _tell_restart(run, error, failures)
+        if find_received() is not None:
+            _end_early(run, attempt)
     except KeyboardInterrupt:
         run.clear_stop()  # nobody is left to obey it, and the next start must not
         _mark_ended(run, "stopped", SECOND_SIGNAL)
         if attempt is not None:
             tell_end(attempt, Result(Ending.STOPPED, SECOND_SIGNAL, _step_of(run), exit_code=130, by=BY))
         raise
+    return _read_outcome(run, failures)
+
+
+def _read_outcome(run: RunDir, failures: list[Failure]) -> dict[str, Any]:
     status = run.read_status()
     return {
         "directory": str(run.path),
@@ -84,6 +97,15 @@ def train_local(resolution: Resolution, ranks: int) -> dict[str, Any]:
         "step": status.get("step", 0),
         "restarts": len(failures),
     }
+
+
+def _end_early(run: RunDir, attempt: Attempt | None) -> None:
+    """A stop that no rank could obey: none was there yet, or they began and did not listen yet."""
+    run.create()
+    run.clear_stop()
+    _mark_ended(run, "stopped", ASKED, where_missing=True)
+    if attempt is not None:
+        tell_end(attempt, Result(Ending.STOPPED, ASKED, _step_of(run), failure=BY_SIGNAL, by=BY))
 
 
 def _read_patience(settings: RunSection) -> Patience | None:
@@ -98,9 +120,15 @@ def _run_once(run: RunDir, launch: LocalLaunch, patience: Patience | None) -> Sh
     """Run the ranks to their end; the error of the rank that failed first, or None."""
     marks = {rank: sum(1 for _ in run.all_events(rank)) for rank in range(launch.ranks)}
     with watched(launch.ranks, patience, _tell_wake) as watch:
-        failures = run_local(replace(launch, pages=watch.folder), on_stop=lambda: _ask_to_stop(run))
+        try:
+            failures = run_local(replace(launch, pages=watch.folder), on_stop=lambda: _ask_to_stop(run))
+        except LateStop as error:
+            return error
     if (failures or watch.found is not None) and (writer := run.find_writer()) is not None:
         return _explain_taken(run, failures, writer)
+    if failures and failures[0].signal_name in _STOPS and run.stop_requested():
+        _end_early(run, find_attempt(os.environ))
+        return None
     if watch.found is not None:
         return _explain_hang(run, watch.found)
     return _explain(run, failures, marks) if failures else None
@@ -123,6 +151,8 @@ def _give_up(
         again = f"; it is not started again: {verdict.reason}" if verdict.reason else ""
         error = type(error)(f"{error}\n  The ranks were started {len(failures)} times{again}.")
     if run.find_writer() is None:  # else it is another run's to say how it goes
+        if attempt is None:
+            run.clear_stop()  # nobody is left to obey it, and the next start must not; a job script reads it first
         _mark_ended(run, "failed", render_reason(str(error)))
     tell_fault(attempt, BY, describe_error(error), _step_of(run))
     raise error
@@ -148,7 +178,7 @@ def _step_of(run: RunDir) -> int:
 
 def _ask_to_stop(run: RunDir) -> None:
     if not run.stop_requested():  # a job script that was warned has written why
-        run.request_stop("a signal asked for a stop")
+        run.request_stop(ASKED)
     print("stopping after this step and saving; once more to end at once", file=sys.stderr)
 
 
@@ -248,9 +278,9 @@ def _last_fault(run: RunDir, rank: int, mark: int) -> Event | None:
     return next((event for event in reversed(events) if event["event"] == "fault"), None)
 
 
-def _mark_ended(run: RunDir, state: str, reason: str) -> None:
+def _mark_ended(run: RunDir, state: str, reason: str, *, where_missing: bool = False) -> None:
     """A rank 0 that was killed could not say so itself, and one that lost contact could not know why."""
     status = run.read_status()
-    if status.get("state") in ("running", "failed"):
+    if status.get("state") in ("running", "failed") or (where_missing and not status):
         status.pop("format", None)
         run.write_status(**{**status, "state": state, "reason": reason})

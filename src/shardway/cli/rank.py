@@ -14,6 +14,7 @@ from pathlib import Path
 from shardway.cli.main import run_guarded
 from shardway.ranks.agent.join import join_agent
 from shardway.ranks.parent import stop_with_parent
+from shardway.ranks.signals import SignalWatch
 from shardway.resolve.request import Request
 
 
@@ -30,15 +31,16 @@ def read_packed(word: str) -> Request:
 
 def main() -> None:
     """Train as one rank."""
-    stop_with_parent()
-    join_agent(os.environ)
 
     def work() -> None:
         from shardway.train.recipe import train
 
         train(read_packed(sys.argv[1]))
 
-    code = run_guarded(work)
+    with SignalWatch():  # from the first moment: the import of torch takes seconds
+        stop_with_parent()
+        join_agent(os.environ)
+        code = run_guarded(work)
     sys.stdout.flush()
     sys.stderr.flush()
     if code:

@@ -19,6 +19,7 @@ import typer
 from shardway.cli.config import resolution_facts
 from shardway.cli.options import DirOption, JsonOption, NprocOption, Words, read_request
 from shardway.errors import ShardwayError, UserError
+from shardway.ranks.signals import SignalWatch
 from shardway.rundir.directory import RunDir
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Train a run file (the default run where none is named); resumes by itself."""
-    with nullcontext() if dry_run else _failure_told():
+    with nullcontext() if dry_run else _failure_told(), nullcontext() if dry_run else SignalWatch():
         _train(read_request(words, directory, fresh), nproc, dry_run=dry_run, as_json=as_json)
 
 

@@ -19,6 +19,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from shardway.errors import JobError
+from shardway.ranks.signals import BrokenOff
 
 _DEAD_WORKER = re.compile(r"DataLoader worker \(pid")
 _DEAD_WORKER_TEXT = """\
@@ -39,6 +40,9 @@ def ended_workers(answers: Iterator[Any]) -> Iterator[Iterator[Any]]:
     atexit.register(end)
     try:
         yield answers
+    except (BrokenOff, KeyboardInterrupt):
+        _kill_quietly(workers)  # they may wait for the very file that nobody wanted to wait for
+        raise
     except RuntimeError as error:
         if _DEAD_WORKER.search(str(error)):
             raise JobError(_DEAD_WORKER_TEXT.format(reason=str(error).splitlines()[0])) from error
@@ -71,6 +75,20 @@ def _end_workers(answers: Iterator[Any], workers: Sequence[BaseProcess]) -> None
     for worker in workers:
         worker.kill()  # nothing where it has ended; SIGTERM is ignored by workers
         worker.join()
+
+
+def _kill_quietly(workers: Sequence[BaseProcess]) -> None:
+    """Kill workers without the error that torch raises in the main thread when one dies."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        for worker in workers:
+            worker.kill()
+        for worker in workers:
+            worker.join(1.0)
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
 
 
 def _exit_with_parent() -> None:

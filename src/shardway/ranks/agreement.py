@@ -9,39 +9,46 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-WISH_SLOTS = 4
+WISH_SLOTS = 5
 """Numbers that one rank's wishes take up in the vector."""
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """What one rank wants to happen after the current step; `deadline`: a stop, since the wall-time is about to end."""
+    """What one rank wants to happen after the current step.
+
+    `deadline`: a stop, since the wall-time is about to end. `void`: the step must not count, since a stop ended this
+    rank's wait for its batch.
+    """
 
     stop_signal: bool = False
     stop_file: bool = False
     save: bool = False
     deadline: bool = False
+    void: bool = False
 
     def as_numbers(self) -> list[float]:
         """One slot a wish: 1.0 where this rank has it."""
-        return [float(self.stop_signal), float(self.stop_file), float(self.save), float(self.deadline)]
+        wishes = (self.stop_signal, self.stop_file, self.save, self.deadline, self.void)
+        return [float(wish) for wish in wishes]
 
 
 @dataclass(frozen=True)
 class Decision:
     """What all ranks do after the current step; `stop_reason` is empty where they go on.
 
-    `deadline`: nothing but the end of the wall-time asked for the stop.
+    `deadline`: nothing but the end of the wall-time asked for the stop. `void`: the step did not count.
     """
 
     stop_reason: str = ""
     save: bool = False
     deadline: bool = False
+    void: bool = False
 
 
 def read_decision(summed: Sequence[float]) -> Decision:
     """The decision in the sum of all ranks' wishes."""
-    signals, files, saves, deadlines = summed
+    signals, files, saves, deadlines, voids = summed
     reasons = []
     if signals:
         reasons.append("a signal asked for a stop")
@@ -50,4 +57,6 @@ def read_decision(summed: Sequence[float]) -> Decision:
     alone = bool(deadlines) and not reasons
     if deadlines:
         reasons.append("the wall-time is about to end")
-    return Decision(" and ".join(reasons), save=saves > 0, deadline=alone)
+    if voids and not reasons:
+        reasons.append("a rank gave up waiting for its data")
+    return Decision(" and ".join(reasons), save=saves > 0, deadline=alone, void=voids > 0)

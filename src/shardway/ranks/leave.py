@@ -1,8 +1,9 @@
-"""How a rank leaves after an error that nobody caught: at once, without the tidying up of an interpreter.
+"""How a rank leaves after an error that nobody caught, or when it is late: at once, without the tidying up of an
+interpreter.
 
-Invariant: only where other ranks share the process group, and only after the error was shown as it always is. What a
-process group does when the interpreter ends can wait for ever for a peer that is gone, and a job whose ranks wait so
-keeps its nodes. This module must not import torch.
+Invariant: only where other ranks share the process group or somebody asked for it twice, and only after the reason was
+shown. What a process group does when the interpreter ends can wait for ever for a peer that is gone, and a job whose
+ranks wait so keeps its nodes. This module must not import torch.
 """
 
 from __future__ import annotations
@@ -17,22 +18,39 @@ from shardway.errors import ShardwayError
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
-UNKNOWN, INTERRUPTED = 1, 130
-"""Exit codes of Python for an error, and of a shell for Ctrl-C."""
+UNKNOWN, INTERRUPTED, TOLD = 1, 130, 2
+"""Exit codes of Python for an error, and of a shell for Ctrl-C; the descriptor on which people are told."""
 
 
 @contextlib.contextmanager
 def left_at_once(world: int) -> Iterator[None]:
-    """Where an error leaves this context and nobody catches it, end the process without tidying up; not with one rank.
+    """Where an error leaves this context and nobody catches it, end the process without tidying up.
 
-    The command line has a way of its own to end; this is for scripts that own their loop.
+    With one rank only after a second Ctrl-C, since a save may be under way in a thread. The command line has a way of
+    its own to end; this is for scripts that own their loop.
     """
     try:
         yield
-    except (Exception, KeyboardInterrupt):
+    except KeyboardInterrupt:
+        sys.excepthook = _leave_after(_show_interrupt)
+        raise
+    except Exception:
         if world > 1:
             sys.excepthook = _leave_after(sys.excepthook)
         raise
+
+
+def leave_now(words: str, code: int) -> None:
+    """End this process from any thread, whatever the others do."""
+    with contextlib.suppress(OSError):
+        os.write(TOLD, f"shardway: {words}\n".encode())
+    os._exit(code)
+
+
+def _show_interrupt(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Where it came is of no interest: somebody wanted it to end."""
+    with contextlib.suppress(OSError):
+        os.write(TOLD, b"shardway: ended at once by a second signal\n")
 
 
 def _leave_after(show: Hook) -> Hook:

@@ -11,6 +11,8 @@ import logging
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,15 +23,22 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from shardway.errors import LateStop
 from shardway.ranks.agent.page import VARIABLE
 from shardway.ranks.signals import STOP_SIGNALS
+from shardway.units import render_seconds
+
+LATER_S = 10.0
+"""How much more time than `run.stop_timeout` the ranks get: they end themselves, and know better what they were at."""
+LOOK_EVERY_S = 1.0
 
 
 @dataclass(frozen=True)
 class LocalLaunch:
     """How many ranks run which Python module with which arguments, where their output goes, and CPU threads each.
 
-    `pages` is the folder where they show what they do (`ranks.agent`); None: nobody looks.
+    `pages` is the folder where they show what they do (`ranks.agent`); None: nobody looks. A stop, whoever asked for
+    it by this file, may take `stop_timeout_s`.
     """
 
     ranks: int
@@ -37,6 +46,8 @@ class LocalLaunch:
     arguments: Sequence[str]
     log_folder: Path
     threads: int
+    stop_path: Path
+    stop_timeout_s: float
     pages: Path | None = None
 
 
@@ -57,7 +68,8 @@ class RankFailure:
 def run_local(launch: LocalLaunch, on_stop: Callable[[], None]) -> list[RankFailure]:
     """Run the ranks to their end; those that ended badly, the causes first (empty: all went well).
 
-    The first Ctrl-C or SIGTERM calls `on_stop` (which asks the ranks to stop gracefully); Ctrl-C after it kills them.
+    The first Ctrl-C or SIGTERM calls `on_stop` (which asks the ranks to stop gracefully); Ctrl-C after it kills them,
+    and raises KeyboardInterrupt. Raises LateStop where a stop takes too long; then they are killed as well.
     """
     launch.log_folder.mkdir(parents=True, exist_ok=True)
     config = LaunchConfig(
@@ -75,13 +87,16 @@ def run_local(launch: LocalLaunch, on_stop: Callable[[], None]) -> list[RankFail
         signals_to_handle="SIGQUIT",
     )
     _silence_agent()
-    with _stop_signals(on_stop), _environment(launch):
+    late = threading.Event()
+    with _stop_signals(on_stop, late), _late_stop_seen(launch, late), _environment(launch):
         try:
             elastic_launch(config, sys.executable)("-m", launch.module, *launch.arguments)
         except ChildFailedError as error:
             # The agent lists them as it found them: first those that failed, then those that it ended for that.
             return [RankFailure(rank, failure.pid, failure.exitcode) for rank, failure in error.failures.items()]
         except SignalException as error:
+            if late.is_set():
+                raise _explain_late(launch) from None
             raise KeyboardInterrupt(str(error)) from None
     return []
 
@@ -93,12 +108,45 @@ def _silence_agent() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
+def _explain_late(launch: LocalLaunch) -> LateStop:
+    limit = render_seconds(launch.stop_timeout_s)
+    return LateStop(
+        f"the stop took longer than run.stop_timeout = {limit}, and the ranks did not end themselves, so they were "
+        "killed.\n  Nothing that was saved has changed. To do: run the same command again: it goes on from the last "
+        "checkpoint. If steps and saves take that long, raise run.stop_timeout."
+    )
+
+
 @contextlib.contextmanager
-def _stop_signals(on_stop: Callable[[], None]) -> Iterator[None]:
+def _late_stop_seen(launch: LocalLaunch, late: threading.Event) -> Iterator[None]:
+    """While entered, a thread looks for the stop file, and tells the main thread by a signal when time is up."""
+    done, main = threading.Event(), threading.get_ident()
+
+    def look() -> None:
+        asked_at: float | None = None
+        while not done.wait(LOOK_EVERY_S):
+            if asked_at is None and launch.stop_path.exists():
+                asked_at = time.monotonic()
+            if asked_at is not None and time.monotonic() - asked_at > launch.stop_timeout_s + LATER_S:
+                late.set()
+                signal.pthread_kill(main, signal.SIGUSR2)
+                return
+
+    thread = threading.Thread(target=look, name="late stop", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def _stop_signals(on_stop: Callable[[], None], late: threading.Event) -> Iterator[None]:
     asked: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if asked and number == signal.SIGINT:
+        if late.is_set() or (asked and number == signal.SIGINT):
             # Understood by the elastic agent, which then kills its ranks with this very signal.
             raise SignalException("a second signal", signal.SIGKILL)
         if not asked:

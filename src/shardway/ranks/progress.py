@@ -56,6 +56,11 @@ class Progress:
         self._spent = dict.fromkeys(Activity, 0.0)
         self.reached = 0
 
+    @property
+    def activity(self) -> Activity:
+        """What the rank is busy with."""
+        return self._activity
+
     def enter(self, activity: Activity, step: int) -> None:
         """From now on the rank is busy with `activity`, with `step` steps done."""
         now = self._clock()

@@ -25,7 +25,7 @@ from shardway.parallel.axes.compression import Compression, CompressionBefore, f
 
 
 @dataclass(frozen=True)
-class _Generators:
+class Generators:
     """States of torch (CPU and the current device), numpy and Python."""
 
     torch_cpu: torch.Tensor
@@ -42,9 +42,10 @@ class _Generators:
         random.setstate(self.python)
 
 
-def _find_generators() -> _Generators:
+def find_generators() -> Generators:
+    """Their states now."""
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return _Generators(torch.get_rng_state(), cuda, np.random.get_state(), random.getstate())
+    return Generators(torch.get_rng_state(), cuda, np.random.get_state(), random.getstate())
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class _Buffer:
 class Before:
     """The state before the passes of a step."""
 
-    generators: _Generators
+    generators: Generators
     buffers: tuple[_Buffer, ...]
     compression: CompressionBefore | None
     batch: tuple[tuple[torch.Tensor, int], ...]
@@ -107,7 +108,7 @@ class Changeable:
         ]
         buffers = tuple(_Buffer(owner, name, tensor, tensor.clone()) for owner, name, tensor in held)
         compression = self.compression.remember() if self.compression is not None else None
-        return Before(_find_generators(), buffers, compression, tuple(_versions(tree_leaves(batch))))
+        return Before(find_generators(), buffers, compression, tuple(_versions(tree_leaves(batch))))
 
 
 def find_changeable(parallel: ParallelModel) -> Changeable:

@@ -1,7 +1,8 @@
 """When a run has to stop so that it is saved before its wall-time ends, from what was measured.
 
-Invariant: only rank 0 looks at a clock; its wish travels to the others. The margin is never less than what the steps
-and saves of this attempt have shown to be needed. This module must not stop anything.
+Invariant: only rank 0 looks at a clock, and its wish travels to the others; but a rank that waits for data looks
+itself, since rank 0 may wait for it. The margin is never less than what the steps and saves of this attempt have shown
+to be needed. This module must not stop anything.
 """
 
 from __future__ import annotations
@@ -123,6 +124,15 @@ class Deadline:
         if self._fixed is not None:
             return self.left_s - (self._validation_s or 0.0) > self._fixed
         return self.left_s - (self._validation_s or 0.0) > self._save()[0] + self._teardown_s
+
+    def has_passed(self) -> bool:
+        """Whether no more is left than a save and the end take."""
+        return self.left_s < (self._fixed if self._fixed is not None else self._save()[0] + self._teardown_s)
+
+    def seen_here(self, left_s: float) -> Deadline:
+        """The same, on a host whose clock may say another time; `left_s` are left now."""
+        self._at = self._clock() + left_s
+        return self
 
     def describe(self) -> str:
         """ "deadline in 50.0 s, margin 9.2 s: 2 x 0.6 s (the last save took 0.6 s) + ..."."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shardway.data.loader import Batch, LoaderOptions, Share, StepLoader, to_device, validation_batches
-from shardway.data.order import Order
+from shardway.data.order import Order, position_share
 from shardway.data.skips import Skips
 from shardway.train.session import Session
 
@@ -40,12 +40,25 @@ def training_batches(session: Session, loader: Loader, position: int) -> Iterato
 
 def validation_data(session: Session, samples: Any) -> Iterator[Any]:
     """This rank's share of the held-out samples (a source or a map-style dataset), as many batches on every rank."""
+    count, share = _validation_share(session, samples)
+    batches = validation_batches(samples, count, share, _options(session))
+    return (batch.data for batch in _on_device(batches, session.ranks.device))
+
+
+def validation_rows(session: Session, samples: Any) -> list[int]:
+    """How many samples this rank has in each batch of `validation_data`."""
+    count, share = _validation_share(session, samples)
+    whole, rest = divmod(min(count, len(samples)), share.global_batch)
+    rows = [len(position_share(each, share.rank, share.ranks)) for each in (share.global_batch, rest)]
+    return [rows[0]] * whole + rows[1:] * min(rest, 1)
+
+
+def _validation_share(session: Session, samples: Any) -> tuple[int, Share]:
+    """How many samples are validated on at most, and this rank's share of them."""
     values, mesh = session.resolved.values, session.mesh
     count = len(samples) if session.leaves_alone("train.validation_samples") else values.train.validation_samples
     at_once = int(values.train.micro_batch) * session.resolved.derived.per_pass
-    share = Share(at_once * mesh.data_ranks, mesh.data_rank, mesh.data_ranks)
-    batches = validation_batches(samples, count, share, _options(session))
-    return (batch.data for batch in _on_device(batches, session.ranks.device))
+    return count, Share(at_once * mesh.data_ranks, mesh.data_rank, mesh.data_ranks)
 
 
 def _options(session: Session) -> LoaderOptions:

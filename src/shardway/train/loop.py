@@ -16,12 +16,11 @@ import torch
 from shardway.data.loader import Batch
 from shardway.errors import Bug, UserError
 from shardway.parallel.axes.replicate import average_buffers
-from shardway.ranks.agreement import Decision, Wishes
 from shardway.ranks.progress import Activity
 from shardway.rundir.attempts import Ending
+from shardway.train.before import find_generators
 from shardway.train.counters import Counters
-from shardway.train.deadline import Deadline, find_deadline, read_pace
-from shardway.train.ending import End, find_end
+from shardway.train.ending import End
 from shardway.train.guard import Guard
 from shardway.train.loop_plan import LoopParts, LoopPlan
 from shardway.train.machine import Facts, Phase, next_phase
@@ -31,11 +30,9 @@ from shardway.train.schedule import lr_factor
 from shardway.train.session import Session, machine_facts
 from shardway.train.skipping import tell_late_spans, tell_skipped
 from shardway.train.step import Moment, StepResult
+from shardway.train.stopping import Stopping
 from shardway.train.validate import validate
-
-LOOK_EVERY_S = 0.5
-"""How often rank 0 looks for the stop file: a look costs a millisecond on a busy parallel file system."""
-
+from shardway.train.waiting import TrainingStream
 
 _ACTIVITIES = {
     Phase.RESTORE: Activity.LOAD,
@@ -65,19 +62,16 @@ class Loop:
         self._plan = plan
         self._parts = parts
         self._counters = Counters()
-        self._decision = Decision()
+        self._stopping = Stopping(session)
         self._loss_scale = plan.loss_scale
         self._result: StepResult | None = None
-        self._stream: Iterator[Batch] = iter(())
+        self._stream: TrainingStream | None = None
         self._peak_lrs: list[float] = []
         self._saver = Saver(session, plan.save_every_s, plan.keep, self._took_save)
         self._guard = Guard(session, plan.guard, parts.engine.passes.parallel, self._saver.settle)
-        self._looked_at = time.monotonic()
         self._phase = Phase.RESTORE
         self._open_step: _OpenStep | None = None
-        self._stop_file: str | None = None
-        self._deadline: Deadline | None = None
-        self._has_deadline = False
+        self._owes_validation, self._began = False, 0
         self._actions: dict[Phase, Callable[[], None]] = {
             Phase.RESTORE: self._restore,
             Phase.VALIDATE: self._validate,
@@ -130,35 +124,27 @@ class Loop:
     def moment(self) -> Moment:
         """What the step to come needs to know of where the run stands."""
         watch = self._guard.watch(self._counters.step + 1, scales_loss=self._loss_scale is not None)
-        return Moment(self._counters.position, self.wishes(), self._loss_scale, watch)
+        wishes = self._stopping.wishes(save=self._saver.is_due(), void=self._stream is not None and self._stream.missed)
+        return Moment(self._counters.position, wishes, self._loss_scale, watch)
 
-    def wishes(self) -> Wishes:
-        """What this rank wants to happen after the current step."""
-        now = time.monotonic()
-        if self._session.ranks.is_first and now - self._looked_at >= LOOK_EVERY_S:
-            self._looked_at = now
-            self._look_for_stop_file()
-        return Wishes(
-            stop_signal=self._session.signals.received is not None,
-            stop_file=self._stop_file is not None,
-            save=self._saver.is_due(),
-            deadline=self._deadline is not None and self._deadline.is_near(),
-        )
-
-    def _look_for_stop_file(self) -> None:
-        if self._session.directory.stop_requested():
-            self._stop_file = self._session.directory.stop_reason()
+    def _agree(self, *, void: bool = False) -> bool:
+        """Whether all ranks stop between two steps; the clock is obeyed once this attempt has taken a step."""
+        return self._stopping.agree(void=void, obeys_clock=void or self._counters.step > self._began)
 
     def _facts(self) -> Facts:
         step, plan = self._counters.step, self._plan
-        done, stop = step >= plan.total_steps, bool(self._decision.stop_reason)
-        validates = plan.validate_every is not None and self._parts.validation is not None
+        done, stop = step >= plan.total_steps, bool(self._stopping.decision.stop_reason)
         return Facts(
             done=done,
             stop=stop,
-            validate_due=validates and (done or step % (plan.validate_every or 1) == 0),
-            save_due=stop or self._decision.save or (done and plan.save_at_end) or plan.saves_after(step),
+            validate_due=self._owes_validation,
+            save_due=stop or self._stopping.decision.save or (done and plan.save_at_end) or plan.saves_after(step),
         )
+
+    def _validates_here(self) -> bool:
+        step, every = self._counters.step, self._plan.validate_every
+        due = every is not None and (step >= self._plan.total_steps or step % every == 0)
+        return due and self._parts.validation is not None
 
     # --- states
 
@@ -168,6 +154,8 @@ class Loop:
         restored = restore(session, self._plan, engine.state)
         loaded, self._counters, self._loss_scale = restored.loaded, restored.counters, restored.loss_scale
         self._guard.restore(loaded.numbers if loaded is not None else {})
+        self._began = self._counters.step
+        self._owes_validation = restored.owes_validation and self._validates_here()
         parameters = self._count_parameters()
         session.recorder.begin(
             self._counters.step,
@@ -186,28 +174,22 @@ class Loop:
         if loaded is not None and loaded.passed_over:
             set_damaged_aside(session, restored)
         tell_late_spans(session, self._counters)
-        self._set_deadline(parameters)
+        self._stopping.set_deadline(self._plan.stop_margin_s, self._counters.step, parameters)
         session.recorder.status(
             now=True, state="running", reason="", step=self._counters.step, total_steps=self._plan.total_steps
         )
-        self._stream = self._parts.batches_from(self._counters.position)
-
-    def _set_deadline(self, parameters: int) -> None:
-        """Rank 0 reads when the wall-time ends and tells of it; the others know that there is an end."""
-        session = self._session
-        if session.ranks.is_first:
-            pace = read_pace(session.directory.read_status())
-            self._deadline = find_deadline(session.attempt, self._plan.stop_margin_s, pace)
-            session.recorder.keep(**pace.as_facts())
-        self._has_deadline = session.ranks.gather(self._deadline is not None)[0]
-        if self._deadline is not None:
-            self._deadline.expect_save_of(parameters / session.ranks.world)
-            session.recorder.event("deadline", step=self._counters.step, **self._deadline.facts())
+        stream, device = self._parts.batches_from(self._counters.position), session.ranks.device
+        self._stream = TrainingStream(
+            stream, self._stopping.waits, device, lambda ready: self._agree(void=not ready), can_void=engine.can_void
+        )
+        self._agree()
 
     def _step(self) -> Iterator[Any]:
         self._saver.poll()
         started = time.perf_counter()
-        batch = next(self._stream)
+        batch = self._stream.next() if self._stream is not None else None
+        if batch is None:
+            return  # all ranks stop before the first step of this attempt
         self._session.progress.enter(Activity.SCRIPT, self._counters.step)
         lr = self._set_lr()
         self._result = None
@@ -230,29 +212,33 @@ class Loop:
         session, started = self._session, time.perf_counter()
         if self._parts.validation is None:
             raise Bug("validation is due and there is nothing to validate on")
-        if self._skips_validation():
+        if self._stopping.skips_validation(self._counters.step):
             return
-        passes = self._parts.engine.passes
-        metrics = validate(passes.parallel.call, self._parts.validation, passes, session.ranks)
+        passes, generators = self._parts.engine.passes, find_generators()
+        breaks, deadline = self._stopping.breaks(), self._stopping.deadline
+        metrics = validate(passes.parallel.call, self._parts.validation, passes, session.ranks, breaks)
         seconds = time.perf_counter() - started
+        if deadline is not None:
+            deadline.took_validation(seconds)
+        if metrics is None:
+            generators.put_back()  # it is made again, from its beginning
+            self._stopping.obey(breaks.decision)
+            facts = {"batches": breaks.batches, "seconds": seconds, "reason": breaks.decision.stop_reason}
+            session.recorder.event("validation_stopped", step=self._counters.step, **facts)
+            return
+        self._owes_validation = False
         session.recorder.event("validation", step=self._counters.step, **metrics, seconds=seconds)
         session.recorder.status(validation=metrics, validation_seconds=seconds)
-        if self._deadline is not None:
-            self._deadline.took_validation(seconds)
-
-    def _skips_validation(self) -> bool:
-        """Whether the validation that is due would not end before the deadline: rank 0's clock, for all."""
-        if not self._has_deadline:
-            return False
-        late = self._deadline is not None and not self._deadline.fits_validation()
-        skips = self._session.ranks.gather(late)[0]
-        if skips and self._deadline is not None:
-            self._session.recorder.event("validation_skipped", step=self._counters.step, **self._deadline.facts())
-        return skips
+        self._agree()
 
     def _save(self) -> None:
         facts = self._facts()
-        self._save_point(last=facts.done or facts.stop)
+        if facts.stop and self._counters.step == self._began:
+            return  # nothing was learnt since the checkpoint that was loaded, or at all
+        last = facts.done or facts.stop
+        self._save_point(last=last)
+        if not last and self._agree():
+            self._save_point(last=True)  # waits for the one that is under way, and makes it where that failed
 
     def _save_point(self, *, last: bool) -> None:
         engine = self._parts.engine
@@ -262,19 +248,18 @@ class Loop:
             "data": self._plan.data_fingerprint,
             "guard": self._guard.as_numbers(),
         }
+        if self._owes_validation:
+            numbers["validation_owed"] = True
         if self._loss_scale is not None:
             numbers["loss_scale"] = self._loss_scale.as_numbers()
         self._saver.save(Point(engine.state, self._counters.step, numbers, last))
 
     def _took_save(self, seconds: float) -> None:
-        if self._deadline is not None:
-            self._deadline.took_save(seconds)
+        if self._stopping.deadline is not None:
+            self._stopping.deadline.took_save(seconds)
 
     def _stop(self) -> None:
-        if self._session.ranks.is_first:
-            self._look_for_stop_file()  # a person's request wins over the clock up to the last moment
-        clock = self._deadline.describe() if self._deadline is not None else ""
-        self._end("stopped", find_end(self._decision, self._stop_file, clock))
+        self._end("stopped", self._stopping.find_end())
 
     def _finish(self) -> None:
         self._end("finished", End(Ending.FINISHED, f"all {self._plan.total_steps} steps are done"))
@@ -282,9 +267,8 @@ class Loop:
     # --- parts of states
 
     def _end(self, event: str, end: End) -> None:
-        close = getattr(self._stream, "close", None)
-        if close is not None:
-            close()
+        if self._stream is not None:
+            self._stream.close()
         self._saver.settle()
         self._session.recorder.end(event, end)
         if self._session.ranks.is_first:
@@ -300,13 +284,18 @@ class Loop:
 
     def _close_step(self, step: _OpenStep, result: StepResult) -> None:
         self._open_step = None
-        self._decision = result.decision
+        self._stopping.obey(result.decision)
+        if result.decision.void and self._stream is not None:
+            self._stream.put_back()
+            self._session.recorder.event("step_voided", step=self._counters.step, reason=result.decision.stop_reason)
+            return
         self._loss_scale = result.loss_scale
         before = self._counters
         self._counters = before.after(self._plan.global_batch, result.targets, step.batch.next_position)
+        self._owes_validation = self._validates_here()
         seconds = time.perf_counter() - step.started
-        if self._deadline is not None:
-            self._deadline.took_step(seconds)
+        if self._stopping.deadline is not None:
+            self._stopping.deadline.took_step(seconds)
         self._record(result, step.batch, step.lr, seconds)
         tell_skipped(self._session, before, self._counters)
         self._guard.look_at(self._counters.step, result, step.batch)

@@ -1,8 +1,10 @@
 """The states of the loop and the order in which they follow each other, as a pure function.
 
     RESTORE ─► STEP ─► VALIDATE ─► SAVE ─► STEP ...        (VALIDATE and SAVE only when due)
-                 └──────────────────┴─► STOP ─► END        (asked to stop: save first, do not validate)
+       └─────────┴─────────┴────────┴─► STOP ─► END        (asked to stop: save first, do not validate)
                                     └─► FINISH ─► END      (the last step: validate and save first)
+
+A validation that a stop left out is due again after RESTORE; a run that owes one stops rather than finishes.
 
 Invariant: every phase that is entered on one rank is entered on all, since the facts it follows from are agreed.
 This module must not do anything.
@@ -28,7 +30,10 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Facts:
-    """What the next phase follows from; the same on every rank."""
+    """What the next phase follows from; the same on every rank.
+
+    `validate_due`: a validation belongs after the step that was done last, and was not made.
+    """
 
     done: bool
     stop: bool
@@ -40,10 +45,10 @@ def next_phase(phase: Phase, facts: Facts) -> Phase:
     """The phase after `phase`."""
     if phase in (Phase.STOP, Phase.FINISH, Phase.END):
         return Phase.END
-    if phase is Phase.STEP and facts.validate_due and not facts.stop:
+    if phase in (Phase.RESTORE, Phase.STEP) and facts.validate_due and not facts.stop:
         return Phase.VALIDATE
     if phase in (Phase.STEP, Phase.VALIDATE) and facts.save_due:
         return Phase.SAVE
-    if facts.stop and not facts.done:
+    if facts.stop and not (facts.done and not facts.validate_due):
         return Phase.STOP
     return Phase.FINISH if facts.done else Phase.STEP

@@ -22,7 +22,7 @@ import torch
 from shardway.errors import UserError
 from shardway.parallel.bits import sum_bits
 from shardway.ranks.start import Ranks
-from shardway.train.before import Before, Changeable
+from shardway.train.before import Before
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,6 @@ class Work:
     ranks: Ranks
     batch: Any
     squares_at: int
-    changeable: Changeable
 
     def again(self, before: Before) -> Tried:
         """The passes once more, as if for the first time."""
@@ -106,9 +105,11 @@ class Work:
         return None if finite else First(total, targets, squares)
 
 
-def run_watched(work: Work, watch: Watch) -> Watched:
-    """The passes of a step, run again where `watch` wants it. Raises UserError where a probe cannot run them again."""
-    before = work.changeable.remember(work.batch)
+def run_watched(work: Work, watch: Watch, before: Before) -> Watched:
+    """The passes of a step, run again where `watch` wants it; `before` is the state without them.
+
+    Raises UserError where a probe cannot run them again.
+    """
     tried, corruption = work.run(), None
     if watch.probe:
         tried, corruption = _probe(work, before, tried)

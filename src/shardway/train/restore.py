@@ -26,6 +26,11 @@ class Restored:
     counters: Counters
     loss_scale: LossScale | None
 
+    @property
+    def owes_validation(self) -> bool:
+        """Whether a stop left out the validation after the step that was loaded."""
+        return self.loaded is not None and bool(self.loaded.numbers.get("validation_owed"))
+
 
 def restore(session: Session, plan: LoopPlan, state: State) -> Restored:
     """Install the newest whole checkpoint on all ranks together.

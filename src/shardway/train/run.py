@@ -36,7 +36,7 @@ from shardway.rundir.directory import RunDir
 from shardway.runfile.schema import PrecisionSection
 from shardway.train.engines import ENGINES
 from shardway.train.engines.base import Engine, EngineParts
-from shardway.train.feed import Loader, training_batches, validation_data
+from shardway.train.feed import Loader, training_batches, validation_data, validation_rows
 from shardway.train.guard import plan_guard
 from shardway.train.loop import Loop
 from shardway.train.loop_plan import LoopParts, LoopPlan
@@ -154,7 +154,8 @@ class Run:
         `loss_fn` as in `step`. `train.validation_samples`, where the run file sets it, is how many at most.
         """
         bytes_per_token = dataset.facts.bytes_per_token if isinstance(dataset, Source) else None
-        return Validation(partial(validation_data, self._session, dataset), loss_fn, bytes_per_token)
+        rows = partial(validation_rows, self._session, dataset)
+        return Validation(partial(validation_data, self._session, dataset), loss_fn, bytes_per_token, rows)
 
     def steps(
         self,

@@ -170,6 +170,8 @@ class Saver:
         except (LostContact, Fenced):
             raise
         except JobError as error:
+            if self._session.signals.killed:  # torch's writer makes an error of the interrupt
+                raise KeyboardInterrupt("a second Ctrl-C") from None
             if attempt.last or is_out_of_memory(error):
                 raise
             self._tried_at, self._failed = self._clock(), True

@@ -33,6 +33,7 @@ from shardway.ranks.attempt import describe_error, find_attempt, tell_fault
 from shardway.ranks.began import find_began
 from shardway.ranks.launcher import Placement, find_placement
 from shardway.ranks.leave import left_at_once
+from shardway.ranks.lookout import Duties, Lookout
 from shardway.ranks.parent import stop_with_parent
 from shardway.ranks.progress import Progress
 from shardway.ranks.signals import SignalWatch
@@ -45,10 +46,8 @@ from shardway.rundir.lease import Tenure
 from shardway.runfile.load import DEFAULT
 from shardway.train.ending import End
 from shardway.train.engines import ENGINES
+from shardway.train.last_words import KILLED, SECOND_SIGNAL, Speaker
 from shardway.train.record import Recorder
-
-KILLED = 130
-"""Exit code of a process that a second signal ended."""
 
 
 @dataclass
@@ -73,6 +72,7 @@ class Session:
     attempt: Attempt | None = None
     progress: Progress = field(default_factory=Progress)
     tenure: Tenure | None = None
+    lookout: Lookout = field(default_factory=lambda: Lookout(SignalWatch(), Duties()))
 
     @property
     def resolved(self) -> Resolved:
@@ -155,7 +155,16 @@ def hold_session(
             own_model = resolution.request.own_model
             session = Session(resolution, ranks, mesh, precision, recorder, signals, own_model, at_end=stack)
             session.attempt, session.progress, session.tenure = attempt, progress, directory.tenure
+            session.lookout = stack.enter_context(_lookout(session))
             yield session
+
+
+def _lookout(session: Session) -> Lookout:
+    """The thread that ends this rank where a stop takes longer than it may."""
+    signals, rank, resolved = session.signals, session.ranks.rank, session.resolved
+    limit, origin = resolved.values.run.stop_timeout, resolved.origins["run.stop_timeout"]
+    speaker = Speaker(session.directory, rank, limit, origin, session.progress, session.attempt)
+    return Lookout(signals, speaker.duties(lambda: signals.received is not None))
 
 
 def _take_directory(
@@ -198,7 +207,7 @@ def _faults_recorded(recorder: Recorder) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         with contextlib.suppress(JobError):
-            recorder.end("stopped", End(Ending.STOPPED, "a second signal ended the run at once"), KILLED)
+            recorder.end("stopped", End(Ending.STOPPED, SECOND_SIGNAL), KILLED)
         raise
     except Exception as error:
         fault = describe_error(error)

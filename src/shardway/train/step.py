@@ -22,7 +22,7 @@ from shardway.parallel.formats.float8 import compute_scales
 from shardway.parallel.gradients import own_squares, scale_gradients
 from shardway.ranks.agreement import Decision, Wishes, read_decision
 from shardway.ranks.start import Ranks
-from shardway.train.before import Changeable, find_changeable
+from shardway.train.before import Before, Changeable, find_changeable
 from shardway.train.loss_scale import LossScale
 from shardway.train.passes import SUMS, Loss, Passes
 from shardway.train.repeat import Tried, Watch, Watched, Work, run_watched
@@ -66,6 +66,8 @@ class Moment:
 class StepResult:
     """Numbers of a finished step, the same on every rank: mean loss, norm of its gradient before clipping, targets.
 
+    Where `decision.void`, a rank had no batch: nothing has changed, and the loss is no number.
+
     `skipped`: no rank changed its weights, since fp16 gradients overflowed on some rank, or since `watched` says that
     they are of no use.
     """
@@ -89,35 +91,41 @@ def take_step(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, mom
     passes, optimizer, scale = parts.passes, parts.optimizer, moment.loss_scale
     factor_of_loss = scale.scale if scale is not None else 1.0
     with parts.ranks.contact("during a step"):
-        watched = _run_passes(parts, partial(_accumulate, parts, model, batch, loss_fn, moment), batch, moment.watch)
+        before = parts.changeable.remember(batch)
+        run = partial(_accumulate, parts, model, batch, loss_fn, moment)
+        watched = _run_passes(parts, run, batch, moment.watch, before)
         vector = watched.tried.summed
+        decision = read_decision(vector[SUMS + 1 :].tolist())
+        refused = watched.is_refused or decision.void
         overflow = scale is not None and not math.isfinite(float(vector[SUMS]))
         norm = vector[SUMS].sqrt() * _samples_per_target(vector[1], passes.portions.global_batch) / factor_of_loss
-        if not (overflow or watched.is_refused):
+        if not (overflow or refused):
             _scale(parts.parameters(), vector, norm, parts, factor_of_loss)
             optimizer.step()
             compute_scales(passes.parallel.module, passes.precision.float8)
         optimizer.zero_grad(set_to_none=True)
-        if not watched.is_refused:
+        if not refused:
             balance(passes.routers, passes.parallel.mesh)
-        total, targets, _, _, _, *wanted = vector.tolist()
+        elif decision.void:
+            before.put_back_model()
+        total, targets = vector[:2].tolist()
     return StepResult(
-        loss=total / targets if targets else float("nan"),
+        loss=total / targets if targets and not decision.void else float("nan"),
         grad_norm=float(norm),
         targets=targets,
-        decision=read_decision(wanted),
-        skipped=overflow or watched.is_refused,
-        loss_scale=scale.after(overflow) if scale is not None else None,
+        decision=decision,
+        skipped=overflow or refused,
+        loss_scale=scale.after(overflow) if scale is not None and not decision.void else scale,
         watched=watched if moment.watch is not None else None,
     )
 
 
-def _run_passes(parts: StepParts, run: Callable[[], Tried], batch: Any, watch: Watch | None) -> Watched:
+def _run_passes(parts: StepParts, run: Callable[[], Tried], batch: Any, watch: Watch | None, before: Before) -> Watched:
     """The passes of a step, watched where somebody wants that."""
     if watch is None:
         return Watched(run())
     clear = partial(parts.optimizer.zero_grad, set_to_none=True)
-    return run_watched(Work(run, clear, parts.gradients, parts.ranks, batch, SUMS, parts.changeable), watch)
+    return run_watched(Work(run, clear, parts.gradients, parts.ranks, batch, SUMS), watch, before)
 
 
 def _accumulate(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, moment: Moment) -> Tried:

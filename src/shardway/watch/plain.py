@@ -82,6 +82,10 @@ class PlainLines:
             case "validation_skipped":
                 reason = one_line(text(event, "reason"))
                 return [f"{self._place()}  no validation, which would not end in time: {reason}"]
+            case "validation_stopped":
+                return [f"{self._place()}  the validation was broken off: {one_line(text(event, 'reason'))}"]
+            case "step_voided":
+                return [f"{self._place()}  the step after it had no data in time and does not count"]
             case name if name in GUARDED:
                 return [f"step {whole(event, 'step') or 0}  {render_guarded(event)}"]
             case "fault":

@@ -14,7 +14,7 @@ from shardway.ranks.agent.page import Entry
 from shardway.ranks.agent.patience import ENOUGH, Patience, Span
 from shardway.ranks.progress import Activity
 
-_WORDS = {
+WORDS = {
     Activity.START: "while starting",
     Activity.LOAD: "while loading a checkpoint",
     Activity.DATA: "while waiting for data",
@@ -68,7 +68,7 @@ class Hang:
     def message(self) -> str:
         """What happened, in a sentence without numbers of processes."""
         entry = self.sighting.entry
-        words = _WORDS.get(entry.activity, "")
+        words = WORDS.get(entry.activity, "")
         what = f"did nothing for {self.seconds:.1f} s {words} after step {entry.step}"
         why = ", stopped by a signal" if self.sighting.stopped else ""
         if self.all_alike and len(self.ranks) > 1:

@@ -56,6 +56,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def can_void(self) -> bool:
+        """Whether a step that some rank had no batch for can leave everything as it was."""
+        ...
+
+    @property
     def groups(self) -> list[dict[str, Any]]:
         """The parameter groups, whose "lr" is read at each step."""
         ...

@@ -69,6 +69,11 @@ class DeepSpeedEngine:
         self.state: State = ZeroState(self._engine, parts.optimizer, self._parameters, parts.ranks)
 
     @property
+    def can_void(self) -> bool:
+        """DeepSpeed has taken the gradients in before anybody knows."""
+        return False
+
+    @property
     def groups(self) -> list[dict[str, Any]]:
         """Those of the optimizer that DeepSpeed steps."""
         return self._optimizer.param_groups

@@ -25,6 +25,11 @@ class TorchEngine:
         self._step = StepParts(self.passes, parts.optimizer, parts.ranks, parts.clip)
 
     @property
+    def can_void(self) -> bool:
+        """Updates are its own to leave out."""
+        return True
+
+    @property
     def groups(self) -> list[dict[str, Any]]:
         """Those of the optimizer."""
         return self._step.optimizer.param_groups

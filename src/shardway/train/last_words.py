@@ -1,0 +1,132 @@
+"""What a rank says from another thread before it ends at once, since its main thread cannot.
+
+Invariant: a file system that hangs does not keep the process: the words have a few seconds, then it ends without them.
+What was saved is not touched. This module must not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from shardway.errors import LateStop, render_reason
+from shardway.ranks.agent.hang import WORDS
+from shardway.ranks.attempt import Fault, tell_end, tell_fault
+from shardway.ranks.leave import leave_now
+from shardway.ranks.lookout import Duties
+from shardway.ranks.progress import Progress
+from shardway.rundir.attempts import BY_SIGNAL, Attempt, Ending, Result
+from shardway.rundir.directory import RunDir
+from shardway.units import render_seconds
+
+SAY_S = 3.0
+"""How long what is written may take."""
+
+KILLED = 130
+"""Exit code of a process that a second signal ended."""
+
+SECOND_SIGNAL = "a second signal ended the run at once"
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """One rank as its last words need it. `origin` says where `run.stop_timeout`, `limit_s` seconds, came from."""
+
+    directory: RunDir
+    rank: int
+    limit_s: float
+    origin: str
+    progress: Progress
+    attempt: Attempt | None = None
+
+    def duties(self, was_heard: Callable[[], bool]) -> Duties:
+        """What its lookout calls; `was_heard`: whether the main thread knows of the signal by now."""
+        return Duties(self.limit_s, self._end_late, self._end_killed, lambda: self._pass_on(was_heard))
+
+    def _pass_on(self, was_heard: Callable[[], bool]) -> None:
+        """A signal reached this rank alone, and it waits for others: they are asked by the stop file."""
+        with contextlib.suppress(OSError):
+            if not self.directory.stop_requested() and not was_heard():
+                self.directory.request_stop(f"{BY_SIGNAL} asked rank {self.rank} for a stop")
+
+    def _end_late(self) -> None:
+        frames = _main_frames()
+        message = self._explain(frames)
+        _within(SAY_S, lambda: self._tell_late(message, frames))
+        leave_now(message, LateStop.exit_code)
+
+    def _explain(self, frames: list[str]) -> str:
+        saved = ["the last checkpoint"]
+        _within(SAY_S, lambda: saved.insert(0, _last_saved(self.directory)))
+        doing = WORDS.get(self.progress.activity, "")
+        return (
+            f"the stop took longer than run.stop_timeout = {render_seconds(self.limit_s)} ({self.origin}), so rank "
+            f"{self.rank} was ended {doing}.\n"
+            f"  It was at: {' < '.join(frames[:_SHOWN]) or 'n/a'}\n"
+            "  Nothing that was saved has changed. To do: run the same command again: it goes on from "
+            f"{saved[0]}. If its steps and saves take that long, raise run.stop_timeout."
+        )
+
+    def _tell_late(self, message: str, frames: list[str]) -> None:
+        kind, code = LateStop.__name__, LateStop.exit_code
+        step = self._step()
+        stacks = [{"ranks": [self.rank], "frames": frames}]
+        facts = {"rank": self.rank, "kind": kind, "exit_code": code, "message": message, "stacks": stacks}
+        self._write("fault", "failed", facts, render_reason(message))
+        tell_fault(self.attempt, f"rank {self.rank}", Fault(kind, message, code), step)
+        if self.attempt is None:  # the job script of an attempt wants to know that somebody asked
+            self.directory.clear_stop()
+
+    def _end_killed(self) -> None:
+        _within(SAY_S, self._tell_killed)
+        leave_now("ended at once by a second signal", KILLED)
+
+    def _tell_killed(self) -> None:
+        facts = {"step": self._step(), "reason": SECOND_SIGNAL, "ending": Ending.STOPPED}
+        self._write("stopped", "stopped", facts, SECOND_SIGNAL)
+        if self.attempt is not None and self.rank == 0:
+            result = Result(Ending.STOPPED, SECOND_SIGNAL, self._step(), KILLED, by="rank 0")
+            tell_end(self.attempt, result)
+
+    def _write(self, event: str, state: str, facts: dict[str, Any], reason: str) -> None:
+        """An event of this rank, and by rank 0 the status, unless the main thread has said it."""
+        status = self.directory.read_status()
+        if self.rank == 0 and status.get("state") != "running":
+            return
+        with self.directory.event_writer(self.rank) as events:
+            events.write(event, **facts)
+        if self.rank == 0:
+            status.pop("format", None)
+            self.directory.write_status(**{**status, "state": state, "reason": reason})
+
+    def _step(self) -> int:
+        step = self.directory.read_status().get("step")
+        return step if isinstance(step, int) else 0
+
+
+def _within(seconds: float, work: Callable[[], None]) -> None:
+    def guarded() -> None:
+        with contextlib.suppress(Exception):  # the process ends whatever could not be written
+            work()
+
+    thread = threading.Thread(target=guarded, name="last words", daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
+def _last_saved(directory: RunDir) -> str:
+    steps = directory.checkpoint_steps()
+    return f"the checkpoint of step {steps[-1]}" if steps else "the start, since nothing was saved yet"
+
+
+def _main_frames() -> list[str]:
+    """Where the main thread is, innermost first."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    found = traceback.extract_stack(frame) if frame is not None else []
+    return [f"{each.name} ({each.filename}:{each.lineno})" for each in reversed(found)]

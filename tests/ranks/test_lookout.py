@@ -1,0 +1,166 @@
+"""What a second thread does about a stop while the main thread cannot."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from shardway.ranks import lookout
+from shardway.ranks.lookout import LEAVE_S, PATIENCE_S, Duties, Lookout, Times
+from shardway.ranks.signals import BrokenOff, SignalWatch, find_received
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookout, "TICK_S", 0.01)
+    monkeypatch.setattr(lookout, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(lookout, "LEAVE_S", 0.05)
+
+
+def send(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+# --- when what is due
+
+
+def test_nothing_is_due_where_nobody_asked() -> None:
+    assert Times().find_due(1e9, 1.0, heard=False) == []
+
+
+def test_a_stop_is_late_once() -> None:
+    times = Times(asked=100.0)
+    assert times.find_due(159.9, 60.0, heard=True) == []
+    assert times.find_due(160.0, 60.0, heard=True) == ["late"]
+    assert times.find_due(170.0, 60.0, heard=True) == []
+
+
+def test_the_clock_runs_from_the_first_wish() -> None:
+    times = Times(asked=100.0)
+    for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGTERM):
+        times.hear(number, 150.0)
+    assert (times.asked, times.signalled, times.killed) == (100.0, 150.0, None)
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_ctrl_c_leaves_the_main_thread_a_moment(first: signal.Signals) -> None:
+    times = Times()
+    times.hear(first, 10.0)
+    assert times.killed is None
+    times.hear(signal.SIGINT, 11.0)
+    assert times.find_due(11.0 + LEAVE_S - 0.1, 60.0, heard=True) == []
+    assert times.find_due(11.0 + LEAVE_S, 60.0, heard=True) == ["killed"]
+
+
+def test_a_signal_that_the_main_thread_does_not_hear_is_passed_on() -> None:
+    times = Times()
+    times.hear(signal.SIGTERM, 10.0)
+    assert times.find_due(10.0 + PATIENCE_S, 60.0, heard=True) == []
+    assert times.find_due(10.0 + PATIENCE_S, 60.0, heard=False) == ["deaf"]
+
+
+# --- the thread
+
+
+class Called:
+    """Duties that say what was done."""
+
+    def __init__(self, timeout_s: float = 60.0) -> None:
+        self.acts: list[str] = []
+        add = self.acts.append
+        self.duties = Duties(timeout_s, lambda: add("late"), lambda: add("killed"), lambda: add("deaf"))
+
+    def wait(self) -> list[str]:
+        until = time.monotonic() + 10
+        while not self.acts and time.monotonic() < until:
+            time.sleep(0.01)
+        return self.acts
+
+
+@pytest.fixture
+def watch() -> Iterator[SignalWatch]:
+    with SignalWatch() as entered:
+        yield entered
+
+
+def test_a_stop_that_takes_too_long(quick: None, watch: SignalWatch) -> None:
+    called = Called(timeout_s=0.05)
+    with Lookout(watch, called.duties):
+        time.sleep(0.1)
+        assert called.acts == []
+        send(signal.SIGTERM)
+        assert called.wait() == ["late"]
+
+
+def test_a_stop_that_was_agreed_counts_as_well(quick: None, watch: SignalWatch) -> None:
+    called = Called(timeout_s=0.05)
+    with Lookout(watch, called.duties) as out:
+        out.ask()
+        assert called.wait() == ["late"]
+
+
+def test_a_second_ctrl_c_that_somebody_caught(quick: None, watch: SignalWatch) -> None:
+    called = Called()
+    with Lookout(watch, called.duties):
+        send(signal.SIGTERM)
+        time.sleep(0.05)
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+        assert called.wait() == ["killed"]
+
+
+def test_a_signal_that_comes_while_the_main_thread_is_in_a_library(quick: None, watch: SignalWatch) -> None:
+    called = Called()
+    with Lookout(watch, called.duties):
+        threading.Timer(0.05, send, (signal.SIGTERM,)).start()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 600_000)  # some hundred milliseconds without Python's lock
+        assert called.wait() == ["deaf"]
+
+
+def test_a_wait_is_broken_off_once_a_stop_is_asked_for(quick: None, watch: SignalWatch) -> None:
+    asked = threading.Event()
+    with Lookout(watch, Duties()) as out:
+        threading.Timer(0.1, asked.set).start()
+        started = time.monotonic()
+        out.begin_wait(asked.is_set)
+        watch.breakable = True
+        with pytest.raises(BrokenOff):
+            time.sleep(30)
+        out.end_wait()
+        assert time.monotonic() - started < 10
+        assert watch.received is None, "the thread's own signal is no wish of anybody's"
+
+
+def test_a_wait_that_must_not_end_goes_on(quick: None, watch: SignalWatch) -> None:
+    with Lookout(watch, Duties()) as out:
+        out.begin_wait(lambda: True)
+        time.sleep(0.3)
+        out.end_wait()
+    assert watch.received is None
+
+
+def test_in_another_thread_it_does_nothing() -> None:
+    def enter() -> None:
+        with SignalWatch() as watch, Lookout(watch, Duties(0.0)) as out:
+            out.ask()
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_watch_knows_what_the_one_around_it_has_received() -> None:
+    assert find_received() is None
+    with SignalWatch():
+        send(signal.SIGUSR2)
+        assert find_received() == "SIGUSR2"
+        with SignalWatch() as inner:
+            assert inner.received == "SIGUSR2"
+    assert find_received() is None
