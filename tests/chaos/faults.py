@@ -54,6 +54,8 @@ class Fault:
     environ: Callable[[Path, random.Random], Mapping[str, str]] = field(default=lambda folder, dice: {})
     restarts_itself: bool = True
     """Whether nobody has to give the command again."""
+    is_further: bool = False
+    """Whether `make test` leaves it out, since tests in one process show much of it."""
 
 
 # --- whom
@@ -326,10 +328,10 @@ FAULTS = (
     Fault("stop signal at the start", stop_while(Activity.START, 4.0), restarts_itself=False),
     Fault("stop signal in a load", stop_load, restarts_itself=False),
     Fault("stop signal in a validation", stop_while(Activity.VALIDATE, 0.5), (), validates_slowly, False),
-    Fault("stop signal in a save", stop_while(Activity.SAVE, 0.02), restarts_itself=False),
+    Fault("stop signal in a save", stop_while(Activity.SAVE, 0.02), restarts_itself=False, is_further=True),
     Fault("stop signal while data do not come", stop_stall, (), stalls_once, False),
     Fault("second Ctrl-C in a save", stop_save_twice, restarts_itself=False),
-    Fault("stop file before the start", stop_before, restarts_itself=False),
+    Fault("stop file before the start", stop_before, restarts_itself=False, is_further=True),
     Fault("second launch of the run", launch_twice),
     Fault("newest checkpoint damaged", damage_newest, restarts_itself=False),
 )

@@ -49,7 +49,13 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 @pytest.mark.parametrize("seed", range(TIMES))
-@pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, id=fault.name, marks=[pytest.mark.exhaustive] if fault.is_further else [])
+        for fault in FAULTS
+    ],
+)
 def test_the_run_comes_out_as_if_nothing_had_happened(
     fault: Fault, seed: int, start: Start, undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -281,9 +281,7 @@ def test_a_stop_that_was_asked_for_before_the_start_is_obeyed_before_the_first_s
 ) -> None:
     train_tiny(tmp_path, lone_rank(), *SHORT, before_step=signal_at(2))
     RunDir(tmp_path).request_stop("no more")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardway.train.stopping.LOOK_EVERY_S", 0.0)
-        outcome = train_tiny(tmp_path, lone_rank(), *SHORT)
+    outcome = train_tiny(tmp_path, lone_rank(), *SHORT)
     assert (outcome.state, outcome.step, outcome.reason) == ("stopped", 2, "no more")
     assert [event["step"] for event in read_named(tmp_path, "saved")] == [2]
     assert not RunDir(tmp_path).stop_requested()

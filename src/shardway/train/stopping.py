@@ -9,6 +9,7 @@ looks itself, since rank 0 may wait for it. This module must not do what was dec
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 
@@ -61,6 +62,7 @@ class Stopping:
         """Whether all ranks stop here, between two steps; called on all of them together."""
         if self.decision.stop_reason:
             return True
+        self._looked_at = -math.inf  # asked seldom enough to look each time
         wishes = self.wishes(void=void)
         return self.obey(agree(self._session.ranks, replace(wishes, deadline=wishes.deadline and obeys_clock)))
 
