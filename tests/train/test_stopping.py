@@ -16,6 +16,7 @@ import torch
 from pool import ranks
 from runs import TINY, TINY_IMAGES, layout, lone_rank, pool_ranks, read_column, read_named, signal_at, train_tiny
 from shardway.checkpoint import save
+from shardway.checkpoint.shards import write as shards
 from shardway.data.loader import Batch
 from shardway.ranks import lookout
 from shardway.ranks.start import Ranks
@@ -294,15 +295,15 @@ def test_a_second_ctrl_c_in_a_save_ends_the_run_at_once(
     """Though torch makes an error of it; what is half written is no checkpoint, and the same command goes on."""
     words = ("train.steps=6", "checkpoint.every=3 steps")
     train_tiny(tmp_path / "through", lone_rank(), *words, base=base)
-    collect = save.dcp.FileSystemWriter.write_data
+    take = shards._bytes_of
 
     def interrupt(*arguments: Any, **named: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
-        return collect(*arguments, **named)
+        return take(*arguments, **named)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(save.dcp.FileSystemWriter, "write_data", interrupt)
+        patch.setattr(shards, "_bytes_of", interrupt)
         train_tiny(tmp_path / "stopped", lone_rank(), *words, base=base)
     stopped = RunDir(tmp_path / "stopped")
     assert stopped.checkpoint_steps() == []
