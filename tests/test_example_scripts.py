@@ -199,7 +199,9 @@ def finish(process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] if name == "mnist" else []) for name in PAIRS]
+)
 def test_a_user_starts_a_script_alone_and_with_torchrun(tmp_path: Path, name: str) -> None:
     words = (*SHORT[name], *STEPS, MICRO, "run.threads=1")
     finish(start_script(name, tmp_path, *words, "run.name=alone"))

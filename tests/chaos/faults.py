@@ -55,7 +55,7 @@ class Fault:
     restarts_itself: bool = True
     """Whether nobody has to give the command again."""
     is_further: bool = False
-    """Whether `make test` leaves it out, since tests in one process show much of it."""
+    """Whether `make test` leaves it out, since other tests or another fault show much of it."""
 
 
 # --- whom
@@ -313,25 +313,25 @@ def wait_for_hang(command: Command, dice: random.Random) -> Struck:
 
 
 FAULTS = (
-    Fault("SIGKILL of rank 0", signal_rank(signal.SIGKILL, 0)),
+    Fault("SIGKILL of rank 0", signal_rank(signal.SIGKILL, 0), is_further=True),
     Fault("SIGKILL of a rank", signal_rank(signal.SIGKILL)),
     Fault("SIGKILL of a rank in a save", kill_while(Activity.SAVE)),
-    Fault("SIGKILL of a rank that starts", kill_while(Activity.START)),
+    Fault("SIGKILL of a rank that starts", kill_while(Activity.START), is_further=True),
     Fault("SIGKILL of the agent", kill_agent, restarts_itself=False),
     Fault("SIGKILL of a loader worker", kill_loader, words=("data.workers=1",)),
     Fault("SIGSTOP of a rank", signal_rank(signal.SIGSTOP)),
     # Steps of milliseconds may be over before the rank hangs, and in a save it would be given a minute.
     Fault("hang with Python's lock held", wait_for_hang, ("run.hang_timeout=10s",), hangs_once),
     Fault("SIGTERM to a rank", signal_rank(signal.SIGTERM), restarts_itself=False),
-    Fault("SIGUSR2 to a rank", signal_rank(signal.SIGUSR2), restarts_itself=False),
-    Fault("stop file", ask_to_stop, restarts_itself=False),
+    Fault("SIGUSR2 to a rank", signal_rank(signal.SIGUSR2), restarts_itself=False, is_further=True),
+    Fault("stop file", ask_to_stop, restarts_itself=False, is_further=True),
     Fault("stop signal at the start", stop_while(Activity.START, 4.0), restarts_itself=False),
-    Fault("stop signal in a load", stop_load, restarts_itself=False),
+    Fault("stop signal in a load", stop_load, restarts_itself=False, is_further=True),
     Fault("stop signal in a validation", stop_while(Activity.VALIDATE, 0.5), (), validates_slowly, False),
     Fault("stop signal in a save", stop_while(Activity.SAVE, 0.02), restarts_itself=False, is_further=True),
     Fault("stop signal while data do not come", stop_stall, (), stalls_once, False),
     Fault("second Ctrl-C in a save", stop_save_twice, restarts_itself=False),
     Fault("stop file before the start", stop_before, restarts_itself=False, is_further=True),
-    Fault("second launch of the run", launch_twice),
+    Fault("second launch of the run", launch_twice, is_further=True),
     Fault("newest checkpoint damaged", damage_newest, restarts_itself=False),
 )

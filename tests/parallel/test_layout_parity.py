@@ -77,6 +77,7 @@ FIVE_AXES = Drawn(
 )
 
 
+@pytest.mark.exhaustive
 @ranks(16, timeout_s=300.0)
 def test_five_axes_on_sixteen_ranks(rank: int, tmp_path: Path, references: Path) -> None:
     check_parity(rank, tmp_path, references, FIVE_AXES)

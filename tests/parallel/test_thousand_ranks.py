@@ -166,7 +166,7 @@ def build(model: ModelSection) -> nn.Module:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 515, WORLD - 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(515, marks=pytest.mark.exhaustive), WORLD - 1])
 @pytest.mark.parametrize("name", CASES)
 def test_a_rank_holds_its_part_alone(name: str, rank: int) -> None:
     """Every local size is the formula's, some shapes are as worked out by hand, and at no time is there a real tensor
