@@ -17,8 +17,8 @@ from shardway.resolve.request import Request, resolve_request
 from shardway.resolve.same_run import check_same_run, find_changes
 from shardway.rundir.directory import RunDir
 from shardway.runfile.schema import all_keys
-from shardway.train.deadline import find_deadline, read_pace
 from shardway.train.earlier import read_earlier
+from shardway.train.stops.deadline import find_deadline, read_pace
 
 Tried = Callable[[Case, Callable[[], list[str]]], list[str]]
 

@@ -28,9 +28,10 @@ from shardway.ranks import attempt as words_of_ranks
 from shardway.ranks.start import Ranks
 from shardway.rundir.attempts import VARIABLE, Attempt, Ending, Result, Started
 from shardway.rundir.directory import RunDir
-from shardway.train import deadline, loop, stopping
+from shardway.train import loop
 from shardway.train.recipe import train_run
 from shardway.train.run import Run, start
+from shardway.train.stops import deadline, stopping
 
 SHORT = ("train.steps=8", "optim.warmup=0 steps", "model.dropout=0.1")
 

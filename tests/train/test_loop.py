@@ -32,9 +32,9 @@ from runs import (
 )
 from shardway.errors import JobError, UserError
 from shardway.rundir.directory import RunDir
-from shardway.train import stopping
 from shardway.train.loss import IGNORED, LossSum, token_cross_entropy
 from shardway.train.run import Run
+from shardway.train.stops import stopping
 from shardway.train.validate import Validation, validate
 from trained import apply_shape, make_passes
 

@@ -1,10 +1,8 @@
 """The guard: what is looked at in a step, and what follows where numbers or machine are not sound.
 
 Invariant: decided from numbers that are the same on every rank, so that all ranks skip, go on or end together; weights
-that a rank could not vouch for are never saved. This module must not run passes (that is `train.repeat`) nor change
-weights.
-
-Events: `transient`, `step_skipped`, `corruption`, `replica_differs`, `spike`.
+that a rank could not vouch for are never saved. This module must not run passes (that is `train.guards.repeat`) nor
+change weights.
 """
 
 from __future__ import annotations
@@ -19,7 +17,9 @@ from shardway.data.loader import Batch
 from shardway.parallel.apply import ParallelModel
 from shardway.parallel.replicas import compare_replicas
 from shardway.runfile.guard import GuardSection
-from shardway.train.guard_words import (
+from shardway.train.guards.repeat import Corruption, Watch, Watched
+from shardway.train.guards.spike import Recent
+from shardway.train.guards.words import (
     Mismatch,
     Skipped,
     refuse_machine,
@@ -27,9 +27,7 @@ from shardway.train.guard_words import (
     refuse_skips,
     refuse_weights,
 )
-from shardway.train.repeat import Corruption, Watch, Watched
 from shardway.train.session import Session
-from shardway.train.spike import Recent
 from shardway.train.step import StepResult
 from shardway.units import Scale
 

@@ -24,15 +24,15 @@ from shardway.train.ending import End
 from shardway.train.guard import Guard
 from shardway.train.loop_plan import LoopParts, LoopPlan
 from shardway.train.machine import Facts, Phase, next_phase
-from shardway.train.restore import restore, set_damaged_aside
-from shardway.train.saving import Point, Saver
+from shardway.train.saves.restore import restore, set_damaged_aside
+from shardway.train.saves.saving import Point, Saver
 from shardway.train.schedule import lr_factor
 from shardway.train.session import Session, machine_facts
 from shardway.train.skipping import tell_late_spans, tell_skipped
 from shardway.train.step import Moment, StepResult
-from shardway.train.stopping import Stopping
+from shardway.train.stops.stopping import Stopping
+from shardway.train.stops.waiting import TrainingStream
 from shardway.train.validate import validate
-from shardway.train.waiting import TrainingStream
 
 _ACTIVITIES = {
     Phase.RESTORE: Activity.LOAD,

@@ -14,7 +14,7 @@ from shardway.data.loader import Batch
 from shardway.train.engines.base import Engine
 from shardway.train.guard import GuardPlan
 from shardway.train.loss_scale import LossScale
-from shardway.train.saving import LeastCost
+from shardway.train.saves.saving import LeastCost
 from shardway.train.schedule import Course
 from shardway.train.validate import Validation
 

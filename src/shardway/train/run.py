@@ -44,7 +44,7 @@ from shardway.train.loss import LossSum
 from shardway.train.loss_scale import LossScale
 from shardway.train.memory import Holder, memory_told
 from shardway.train.passes import Portions
-from shardway.train.saving import LeastCost
+from shardway.train.saves.saving import LeastCost
 from shardway.train.schedule import Course
 from shardway.train.session import Session, open_session
 from shardway.train.validate import Validation

@@ -23,9 +23,9 @@ from shardway.parallel.gradients import own_squares, scale_gradients
 from shardway.ranks.agreement import Decision, Wishes, read_decision
 from shardway.ranks.start import Ranks
 from shardway.train.before import Before, Changeable, find_changeable
+from shardway.train.guards.repeat import Tried, Watch, Watched, Work, run_watched
 from shardway.train.loss_scale import LossScale
 from shardway.train.passes import SUMS, Loss, Passes
-from shardway.train.repeat import Tried, Watch, Watched, Work, run_watched
 
 
 @dataclass(frozen=True)

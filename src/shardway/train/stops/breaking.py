@@ -18,8 +18,8 @@ import torch
 
 from shardway.ranks.agreement import Decision, Wishes, read_decision
 from shardway.ranks.start import Ranks
+from shardway.train.stops.waiting import Waits, with_stand_ins
 from shardway.train.validate import Validation
-from shardway.train.waiting import Waits, with_stand_ins
 
 ASK_EVERY_S = 1.0
 GROWTH = 4

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from shardway.ranks.agreement import Decision, Wishes, read_decision
 from shardway.rundir.attempts import BY_SIGNAL, Attempt, Ending, Started
-from shardway.train.deadline import ESTIMATED_BYTES, ESTIMATED_RATE, Deadline, Pace, find_deadline, read_pace
 from shardway.train.ending import End, find_end, read_words
+from shardway.train.stops.deadline import ESTIMATED_BYTES, ESTIMATED_RATE, Deadline, Pace, find_deadline, read_pace
 
 SECONDS = st.floats(0.0, 1e4)
 

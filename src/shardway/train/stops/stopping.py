@@ -14,11 +14,11 @@ import time
 from dataclasses import replace
 
 from shardway.ranks.agreement import Decision, Wishes
-from shardway.train.breaking import ValidationBreaks, agree
-from shardway.train.deadline import Deadline, find_deadline, read_pace
 from shardway.train.ending import End, find_end
 from shardway.train.session import Session
-from shardway.train.waiting import Waits
+from shardway.train.stops.breaking import ValidationBreaks, agree
+from shardway.train.stops.deadline import Deadline, find_deadline, read_pace
+from shardway.train.stops.waiting import Waits
 
 LOOK_EVERY_S = 0.5
 """How often rank 0 looks for the stop file: a look costs a millisecond on a busy parallel file system."""

@@ -18,7 +18,7 @@ from shardway.checkpoint.state import State
 from shardway.errors import Fenced, JobError, LostContact, render_reason
 from shardway.plan.economy import daly_interval
 from shardway.ranks.start import is_out_of_memory
-from shardway.train.background import Background, Landed
+from shardway.train.saves.background import Background, Landed
 from shardway.train.session import Session
 
 RETRY_S = 30.0

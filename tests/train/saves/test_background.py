@@ -16,8 +16,8 @@ from runs import Died, lone_rank, pool_ranks, read_column, read_named, train_tin
 from shardway.checkpoint.save import write_checkpoint
 from shardway.errors import JobError
 from shardway.rundir.directory import RunDir
-from shardway.train import background, saving
 from shardway.train.run import Run
+from shardway.train.saves import background, saving
 
 SHORT = ("train.steps=6", "optim.warmup=0 steps", "checkpoint.keep=9", "checkpoint.background=true")
 USAGE = shutil.disk_usage

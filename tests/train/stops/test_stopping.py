@@ -21,10 +21,11 @@ from shardway.data.loader import Batch
 from shardway.ranks import lookout
 from shardway.ranks.start import Ranks
 from shardway.rundir.directory import RunDir
-from shardway.train import breaking, feed, run
-from shardway.train.breaking import count_until_next
+from shardway.train import feed, run
 from shardway.train.passes import Passes
-from shardway.train.waiting import read_shapes
+from shardway.train.stops import breaking
+from shardway.train.stops.breaking import count_until_next
+from shardway.train.stops.waiting import read_shapes
 
 SHORT = ("train.steps=8", "checkpoint.every=100 steps", "train.validate_every=4 steps")
 VALIDATED = (*SHORT, "data.samples=960", "train.micro_batch=1")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from shardway.errors import JobError, list_some
 from shardway.parallel.replicas import Difference
-from shardway.train.repeat import Corruption
+from shardway.train.guards.repeat import Corruption
 from shardway.train.step import StepResult
 
 SHOWN = 6
