@@ -272,6 +272,15 @@ def test_a_refused_run_is_forgotten_and_its_folders_go(desk: Desk) -> None:
     assert [known.run for known in seen[0]] == [str(desk.path / "scratch/me/deep/run")]  # while it was asked
 
 
+def test_the_folder_of_a_run_is_for_its_owner_and_group(desk: Desk) -> None:
+    before = os.umask(0)
+    try:
+        desk.send()
+    finally:
+        os.umask(before)
+    assert (desk.path / "run").stat().st_mode & 0o777 == 0o750
+
+
 def test_what_was_there_before_a_refusal_stays(desk: Desk) -> None:
     (desk.path / "run/attempts").mkdir(parents=True)
     (desk.path / "run/notes").touch()

@@ -329,3 +329,16 @@ def test_a_folder_called_stop_that_holds_something_is_left(tmp_path: Path) -> No
 def test_a_stop_that_cannot_be_asked_for_is_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"gone/stop cannot be written: No such file or directory\."):
         RunDir(tmp_path / "gone").request_stop()
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_a_new_directory_is_for_its_owner_and_group(tmp_path: Path, empty: bool) -> None:
+    before = os.umask(0)
+    try:
+        RunDir(tmp_path / "runs/mine").create(empty=empty)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "runs/mine").stat().st_mode & 0o777 == 0o750
+    (tmp_path / "shared").mkdir(0o755)
+    RunDir(tmp_path / "shared").create()
+    assert (tmp_path / "shared").stat().st_mode & 0o777 == 0o755

@@ -56,6 +56,7 @@ def train_local(resolution: Resolution, ranks: int) -> dict[str, Any]:
     if request.fresh:  # here, so that what the ranks print does not move with the old run
         run.set_aside()
         request = replace(request, fresh=False)
+    run.create(empty=True)
     launch = LocalLaunch(
         ranks=ranks,
         module="shardway.cli.rank",

@@ -25,6 +25,9 @@ from shardway.rundir.lock import Place, WriterLock, find_holder, find_holder_hos
 FORMAT = 1
 """Version of the run directory that this code writes, and the newest that it reads."""
 
+FOLDER_MODE = 0o750
+"""Of a new run directory: what a run says of data, code and machine is for its owner and group."""
+
 OWN_NAMES = frozenset(
     (
         *("run.toml", "resolved.toml", "ds_config.json", "events", "checkpoints", "status.json", "writer.lock"),
@@ -79,11 +82,15 @@ class RunDir:
                 "  Nothing in it was changed. To do: name a new or an empty folder with --dir."
             )
 
-    def create(self) -> None:
-        """Make the directory (parents too) and the folders in it. Raises UserError where that is refused."""
+    def create(self, *, empty: bool = False) -> None:
+        """Make the directory (parents too) and, unless it is to be `empty`, the folders in it.
+
+        A new one is for its owner and group alone. Raises UserError where that is refused.
+        """
         try:
-            for folder in (self.path, self._events_folder, self.checkpoints):
-                folder.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
+            for folder in () if empty else (self._events_folder, self.checkpoints):
+                folder.mkdir(exist_ok=True)
         except OSError as error:
             where = f" ({error.filename})" if error.filename != str(self.path) else ""
             raise UserError(

@@ -27,6 +27,7 @@ from shardway.launch.schedulers.clients import CLIENTS, Client
 from shardway.launch.schedulers.records import Asked, Explanation, SchedulerSilent
 from shardway.launch.submission.claim import Claim, Life, claim_of_this_process, look_at, parse_claim
 from shardway.rundir.attempts import Attempt, Submission
+from shardway.rundir.directory import FOLDER_MODE
 
 TRIES = 6
 FIRST_PAUSE_S = 2.0
@@ -110,9 +111,12 @@ class Submitter:
         Raises UserError where somebody else just made it, or the file system refuses.
         """
         above = tuple(map(str, attempt.path.parents))
-        looked, made, mine = self.host.run_many(
-            [("find", *above, "-maxdepth", "0", "-print0"), ("mkdir", "-p", above[0]), ("mkdir", str(attempt.path))]
+        look = ("find", *above, "-maxdepth", "0", "-print0")
+        private = ("mkdir", "-p", "-m", f"{FOLDER_MODE:o}", above[1])
+        looked, run, made, mine = self.host.run_many(
+            [look, private, ("mkdir", "-p", above[0]), ("mkdir", str(attempt.path))]
         )
+        made = made if run.ok else run
         there = looked.out.split("\0")
         new = tuple(folder for folder in above if folder not in there) if "/" in there else ()
         if made.ok and mine.ok:
