@@ -68,7 +68,7 @@ def stop_after_save(run: Run, step: int) -> None:
     if step == SAVED and run.is_first:
         run.directory.request_stop("test")
         assert run._loop is not None
-        run._loop._looked_at = 0.0
+        run._loop._stopping._looked_at = 0.0
 
 
 def check_pair(rank: int, folder: Path, references: Path, before: Drawn, after: Drawn) -> None:
