@@ -1,0 +1,47 @@
+"""What a run records and removes: no secret, and nothing that Shardway has not made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pool import ranks
+from runs import lone_rank, train_tiny
+from test_architecture import MODULES, find_calls
+
+SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "PASSWORD", "SOMETHING_OF_MINE")
+SENTINEL = "hunter2-4711"
+
+REMOVERS = {
+    "checkpoint/export.py": "the hidden, unfinished neighbour of the folder that it writes",
+    "checkpoint/retention.py": "checkpoints by their names, unfinished ones too",
+    "checkpoint/save.py": "the unfinished folder of this step",
+    "cli/rehearse.py": "a temporary folder of its own",
+    "data/sources/cache.py": "temporary files of its own",
+    "launch/hosts/local.py": "a temporary folder of its own",
+    "launch/snapshot/take.py": "the snapshot that it could not finish",
+    "ranks/doctor/checks/storage.py": "files that it wrote to measure a disk",
+    "ranks/doctor/examine.py": "a file that it wrote to measure a disk",
+    "rundir/atomic.py": "temporary files of its own",
+    "rundir/claims.py": "files of older epochs",
+    "rundir/directory.py": "a mark that it has just made, and the stop file",
+}
+"""Who removes files or folders, and which. Whoever joins them shows here that it made what it removes."""
+
+
+@pytest.mark.slow
+@ranks(1)
+def test_nothing_of_the_environment_is_recorded(rank: int, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in SECRETS:
+            patch.setenv(name, SENTINEL)
+        train_tiny(tmp_path / "run", lone_rank(), "train.steps=8", "checkpoint.every=4 steps")
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert len(files) > 8
+    assert [path.name for path in files if SENTINEL.encode() in path.read_bytes()] == []
+
+
+def test_who_removes_files_is_known() -> None:
+    callee = r"(shutil\.)?rmtree|os\.(remove|unlink|rmdir|removedirs)|.*\.(unlink|rmdir)"
+    assert {module.name for module in MODULES if find_calls([module], callee)} == set(REMOVERS)
