@@ -19,32 +19,17 @@ from rich.text import Text
 
 from shardway.rundir.events import Event
 from shardway.watch.curve import GrowingCurve
-from shardway.watch.facts import (
-    measured,
-    read_ending,
-    read_failed_save,
-    read_fault,
-    read_restart,
-    read_save,
-    read_set_aside,
-    read_start,
-    text,
-)
-from shardway.watch.guarded import GUARDED, render_guarded
+from shardway.watch.facts import measured, read_ending, read_start
 from shardway.watch.plain import PlainLines
 from shardway.watch.progress import Progress
+from shardway.watch.told import Weight, tell
 from shardway.watch.words import (
     one_line,
     render_ending,
-    render_failed_save,
-    render_fault,
     render_loss,
     render_machine,
     render_number,
     render_rate,
-    render_restart,
-    render_save,
-    render_set_aside,
     render_size,
     render_start,
     render_time,
@@ -59,6 +44,7 @@ Words = tuple[str, str]
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _ASCII_BLOCKS = "_.-:=+*#"
+_STYLES = {Weight.NEWS: "", Weight.WARNING: "yellow", Weight.ERROR: "red"}
 _STATE_STYLES = {"starting": "dim", "running": "cyan", "finished": "green", "stopped": "yellow", "failed": "red"}
 
 
@@ -119,22 +105,10 @@ class LiveView:
             case "started":
                 self._losses.undo_after(self._progress.step)
                 self._say(render_start(read_start(event)), event)
-            case "saved":
-                self._say(render_save(read_save(event)), event)
-            case "save_failed":
-                self._say(render_failed_save(read_failed_save(event)), event, "yellow")
-            case "set_aside":
-                self._say(render_set_aside(read_set_aside(event)), event, "yellow")
-            case "restarted":
-                self._say(render_restart(read_restart(event)), event, "yellow")
-            case "data_skipped" | "skip_too_late":
-                self._say(one_line(text(event, "reason")), event, "yellow")
-            case name if name in GUARDED:
-                self._say(render_guarded(event), event, "yellow")
-            case "fault":
-                self._say(render_fault(read_fault(event)), event, "red")
             case "finished" | "stopped" | "failed":
                 self._say(render_ending(read_ending(event)), event, _STATE_STYLES[event["event"]])
+            case _ if (told := tell(event)) is not None:
+                self._say(told.words, event, _STYLES[told.weight])
 
     def note(self, text: str) -> None:
         """Show a message that is not an event: "stopping after this step"."""

@@ -10,31 +10,15 @@ import time
 from collections.abc import Callable
 
 from shardway.rundir.events import Event
-from shardway.watch.facts import (
-    read_ending,
-    read_failed_save,
-    read_fault,
-    read_restart,
-    read_save,
-    read_set_aside,
-    read_start,
-    text,
-    whole,
-)
-from shardway.watch.guarded import GUARDED, render_guarded
+from shardway.watch.facts import read_ending, read_start, whole
 from shardway.watch.progress import Progress
+from shardway.watch.told import Place, tell
 from shardway.watch.words import (
-    one_line,
     render_ending,
-    render_failed_save,
-    render_fault,
     render_loss,
     render_machine,
     render_number,
     render_rate,
-    render_restart,
-    render_save,
-    render_set_aside,
     render_start,
     render_time,
     render_total,
@@ -63,36 +47,22 @@ class PlainLines:
                 return self._step()
             case "validation":
                 return [f"{self._place()}  validation  {self._validation()}"]
-            case "saved":
-                return [f"{self._place()}  {render_save(read_save(event))}"]
-            case "save_failed":
-                return [f"{self._place()}  {render_failed_save(read_failed_save(event))}"]
-            case "background_off":
-                return [f"saves are waited for: {text(event, 'reason')}"]
-            case "recorded_late":
-                return [f"{self._place()}  events are written again; until now: {text(event, 'reason')}"]
-            case "set_aside":
-                return [render_set_aside(read_set_aside(event))]
-            case "restarted":
-                return [*self._flush(), render_restart(read_restart(event))]
-            case "data_skipped" | "skip_too_late":
-                return [f"{self._place()}  {one_line(text(event, 'reason'))}"]
-            case "deadline":
-                return [f"stops in time: {one_line(text(event, 'reason'))}"]
-            case "validation_skipped":
-                reason = one_line(text(event, "reason"))
-                return [f"{self._place()}  no validation, which would not end in time: {reason}"]
-            case "validation_stopped":
-                return [f"{self._place()}  the validation was broken off: {one_line(text(event, 'reason'))}"]
-            case "step_voided":
-                return [f"{self._place()}  the step after it had no data in time and does not count"]
-            case name if name in GUARDED:
-                return [f"step {whole(event, 'step') or 0}  {render_guarded(event)}"]
-            case "fault":
-                return [render_fault(read_fault(event))]
             case "finished" | "stopped" | "failed":
                 return [*self._flush(), render_ending(read_ending(event))]
-        return []
+            case "restarted":
+                return [*self._flush(), *self._news(event)]
+        return self._news(event)
+
+    def _news(self, event: Event) -> list[str]:
+        told = tell(event)
+        if told is None:
+            return []
+        places = {
+            Place.RUN: f"{self._place()}  ",
+            Place.EVENT: f"step {whole(event, 'step') or 0}  ",
+            Place.NONE: "",
+        }
+        return [places[told.place] + told.words]
 
     def _start(self, event: Event) -> list[str]:
         start = read_start(event)

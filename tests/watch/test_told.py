@@ -1,0 +1,42 @@
+"""What is news is news in both views, and has words whatever an event lacks."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+from watch_events import BEGIN, event, started
+
+from shardway.watch import told
+from shardway.watch.live import LiveView
+from shardway.watch.plain import PlainLines
+from shardway.watch.told import tell
+
+
+def test_every_kind_of_news_is_one_line_in_both_views() -> None:
+    assert len(told._KINDS) > 15
+    for name in told._KINDS:
+        bare = event(name, 3, 0.2)
+        found = tell(bare)
+        assert found is not None
+        assert found.words
+        assert "\n" not in found.words
+        plain = PlainLines(clock=lambda: 0.0)
+        plain.lines(started(total_steps=200))
+        assert [line for line in plain.lines(bare) if found.words in line], name
+        view = LiveView("demo", "runs/demo", clock=lambda: BEGIN)
+        for each in (started(total_steps=200), bare):
+            view.update(each)
+        console = Console(width=200, file=io.StringIO())
+        console.print(view.render())
+        assert found.words.split("  ")[0][:60] in console.file.getvalue(), name
+
+
+def test_a_save_that_was_left_out_names_the_one_under_way() -> None:
+    found = tell(event("save_skipped", 40, 0.2, saving=20))
+    assert found is not None
+    assert found.words == "no save: that of step 20 is still written"
+
+
+def test_a_step_is_no_news() -> None:
+    assert tell(event("step", 3, 0.2, loss=1.0)) is None
