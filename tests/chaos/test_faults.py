@@ -75,6 +75,7 @@ def test_the_run_comes_out_as_if_nothing_had_happened(
     _note(fault, seed, struck, starts, command.run)
 
 
+@pytest.mark.exhaustive
 def test_a_stop_that_takes_too_long_ends_the_run_with_the_reason(start: Start, undisturbed: Path) -> None:
     """A rank is in a validation that takes an hour; nothing starts again by itself, and the same command goes on."""
     command = start("run", *WORDS, "run.stop_timeout=3s", "run.collective_timeout=2s", environ=validates_for_ever())

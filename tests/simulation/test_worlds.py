@@ -17,7 +17,7 @@ from world import Workers
 from shardway.rundir import lease
 from shardway.rundir.watching import Terms
 
-FEW, MANY = 60, 2000
+FEW, MANY, MOST = 60, 800, 2000
 WHOLE = Plan()
 
 
@@ -38,6 +38,13 @@ def test_whatever_happens_there_is_one_writer_and_the_run_ends(workers: Workers)
 @pytest.mark.slow
 def test_whatever_happens_to_many_runs(workers: Workers) -> None:
     for seed in range(FEW, MANY):
+        tell(seed, WHOLE, workers)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_whatever_happens_to_most_runs(workers: Workers) -> None:
+    for seed in range(MANY, MOST):
         tell(seed, WHOLE, workers)
 
 

@@ -49,7 +49,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 def wait_for_save(run: Run, step: int) -> None:
     """For `before_step`: nothing is under way."""
-    run._loop._saver._background.wait()  # type: ignore[union-attr]
+    run._loop._saver.settle()  # type: ignore[union-attr]
 
 
 def test_the_curve_is_that_of_saves_that_are_waited_for(tmp_path: Path, quiet_threads: None) -> None:
