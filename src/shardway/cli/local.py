@@ -34,14 +34,13 @@ from shardway.ranks.attempt import describe_error, find_attempt, sign_failure, t
 from shardway.ranks.local import LocalLaunch, RankFailure, run_local
 from shardway.ranks.signals import STOP_SIGNALS, find_received
 from shardway.resolve.request import Request, Resolution
-from shardway.rundir.attempts import BY_SIGNAL, Attempt, Ending, Result
+from shardway.rundir.attempts import BY_SIGNAL, SECOND_SIGNAL, Attempt, Ending, Result
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
 from shardway.rundir.lease import TAKEN_OVER
 from shardway.runfile.machine import RunSection
 
 ASKED = "a signal asked for a stop"
-SECOND_SIGNAL = "a second signal ended the run at once"
 BY = "shardway train"
 _STOPS = tuple(number.name for number in STOP_SIGNALS)
 """What ends a rank that does not listen yet; one that does, obeys."""
@@ -84,7 +83,7 @@ def train_local(resolution: Resolution, ranks: int) -> dict[str, Any]:
         run.clear_stop()  # nobody is left to obey it, and the next start must not
         _mark_ended(run, "stopped", SECOND_SIGNAL)
         if attempt is not None:
-            tell_end(attempt, Result(Ending.STOPPED, SECOND_SIGNAL, _step_of(run), exit_code=130, by=BY))
+            tell_end(attempt, Result(Ending.STOPPED, SECOND_SIGNAL, run.read_step(), exit_code=130, by=BY))
         raise
     return _read_outcome(run, failures)
 
@@ -106,7 +105,7 @@ def _end_early(run: RunDir, attempt: Attempt | None) -> None:
     run.clear_stop()
     _mark_ended(run, "stopped", ASKED, where_missing=True)
     if attempt is not None:
-        tell_end(attempt, Result(Ending.STOPPED, ASKED, _step_of(run), failure=BY_SIGNAL, by=BY))
+        tell_end(attempt, Result(Ending.STOPPED, ASKED, run.read_step(), failure=BY_SIGNAL, by=BY))
 
 
 def _read_patience(settings: RunSection) -> Patience | None:
@@ -155,7 +154,7 @@ def _give_up(
         if attempt is None:
             run.clear_stop()  # nobody is left to obey it, and the next start must not; a job script reads it first
         _mark_ended(run, "failed", render_reason(str(error)))
-    tell_fault(attempt, BY, describe_error(error), _step_of(run))
+    tell_fault(attempt, BY, describe_error(error), run.read_step())
     raise error
 
 
@@ -170,11 +169,6 @@ def _tell_restart(run: RunDir, error: ShardwayError, failures: list[Failure]) ->
 def pack_request(request: Request) -> str:
     """A request as one word of a command line."""
     return json.dumps(asdict(request), default=str)
-
-
-def _step_of(run: RunDir) -> int:
-    step = run.read_status().get("step")
-    return step if isinstance(step, int) else 0
 
 
 def _ask_to_stop(run: RunDir) -> None:
@@ -243,12 +237,10 @@ def _place(group: Group) -> str:
 
 
 def _killed(run: RunDir, failure: RankFailure) -> JobError:
-    saved = run.checkpoint_steps()
-    base = f"the checkpoint of step {saved[-1]}" if saved else "the start, since nothing was saved yet"
     return JobError(
         f"rank {failure.rank} (process {failure.pid}) was ended by {failure.signal_name}; the other ranks were ended "
-        f"with it.\n  To do: run the same command again: it goes on from {base}. If nobody sent that signal, the "
-        "machine may have run out of memory (dmesg says so)."
+        f"with it.\n  To do: run the same command again: it goes on from {run.describe_base()}. If nobody sent "
+        "that signal, the machine may have run out of memory (dmesg says so)."
     )
 
 
@@ -283,5 +275,4 @@ def _mark_ended(run: RunDir, state: str, reason: str, *, where_missing: bool = F
     """A rank 0 that was killed could not say so itself, and one that lost contact could not know why."""
     status = run.read_status()
     if status.get("state") in ("running", "failed") or (where_missing and not status):
-        status.pop("format", None)
-        run.write_status(**{**status, "state": state, "reason": reason})
+        run.change_state(status, state, reason)

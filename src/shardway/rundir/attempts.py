@@ -35,6 +35,9 @@ VARIABLE = "SHARDWAY_ATTEMPT_DIR"
 T = TypeVar("T")
 
 
+SECOND_SIGNAL = "a second signal ended the run at once"
+"""Why a run was stopped whose person did not want to wait."""
+
 BY_SIGNAL = "signal"
 """`failure` of an attempt that obeyed a signal: only the scheduler knows whether that meant a stop, the end of the
 wall-time, or that it wanted the nodes for another job."""

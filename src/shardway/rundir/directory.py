@@ -287,6 +287,21 @@ class RunDir:
         epoch = f".epoch-{self.epoch:06d}" if self.epoch else ""
         return self.checkpoints / f".step-{step:09d}{epoch}.partial"
 
+    def read_step(self) -> int:
+        """How many steps are done, as the status says; 0 where it does not."""
+        step = self.read_status().get("step")
+        return step if isinstance(step, int) else 0
+
+    def change_state(self, status: dict[str, Any], state: str, reason: str) -> None:
+        """Write a status that was read again, with another state and its reason."""
+        kept = {name: value for name, value in status.items() if name != "format"}
+        self.write_status(**{**kept, "state": state, "reason": reason})
+
+    def describe_base(self) -> str:
+        """What the next start goes on from: "the checkpoint of step 40", or the start."""
+        steps = self.checkpoint_steps()
+        return f"the checkpoint of step {steps[-1]}" if steps else "the start, since nothing was saved yet"
+
     def checkpoint_steps(self) -> list[int]:
         """Steps with a complete checkpoint, oldest first."""
         if not self.checkpoints.is_dir():

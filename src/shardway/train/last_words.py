@@ -20,7 +20,7 @@ from shardway.ranks.attempt import Fault, tell_end, tell_fault
 from shardway.ranks.leave import leave_now
 from shardway.ranks.lookout import Duties
 from shardway.ranks.progress import Progress
-from shardway.rundir.attempts import BY_SIGNAL, Attempt, Ending, Result
+from shardway.rundir.attempts import BY_SIGNAL, SECOND_SIGNAL, Attempt, Ending, Result
 from shardway.rundir.directory import RunDir
 from shardway.units import render_seconds
 
@@ -30,7 +30,6 @@ SAY_S = 3.0
 KILLED = 130
 """Exit code of a process that a second signal ended."""
 
-SECOND_SIGNAL = "a second signal ended the run at once"
 _SHOWN = 3
 
 
@@ -63,7 +62,7 @@ class Speaker:
 
     def _explain(self, frames: list[str]) -> str:
         saved = ["the last checkpoint"]
-        _within(SAY_S, lambda: saved.insert(0, _last_saved(self.directory)))
+        _within(SAY_S, lambda: saved.insert(0, self.directory.describe_base()))
         doing = WORDS.get(self.progress.activity, "")
         return (
             f"the stop took longer than run.stop_timeout = {render_seconds(self.limit_s)} ({self.origin}), so rank "
@@ -75,7 +74,7 @@ class Speaker:
 
     def _tell_late(self, message: str, frames: list[str]) -> None:
         kind, code = LateStop.__name__, LateStop.exit_code
-        step = self._step()
+        step = self.directory.read_step()
         stacks = [{"ranks": [self.rank], "frames": frames}]
         facts = {"rank": self.rank, "kind": kind, "exit_code": code, "message": message, "stacks": stacks}
         self._write("fault", "failed", facts, render_reason(message))
@@ -88,10 +87,10 @@ class Speaker:
         leave_now("ended at once by a second signal", KILLED)
 
     def _tell_killed(self) -> None:
-        facts = {"step": self._step(), "reason": SECOND_SIGNAL, "ending": Ending.STOPPED}
+        facts = {"step": self.directory.read_step(), "reason": SECOND_SIGNAL, "ending": Ending.STOPPED}
         self._write("stopped", "stopped", facts, SECOND_SIGNAL)
         if self.attempt is not None and self.rank == 0:
-            result = Result(Ending.STOPPED, SECOND_SIGNAL, self._step(), KILLED, by="rank 0")
+            result = Result(Ending.STOPPED, SECOND_SIGNAL, self.directory.read_step(), KILLED, by="rank 0")
             tell_end(self.attempt, result)
 
     def _write(self, event: str, state: str, facts: dict[str, Any], reason: str) -> None:
@@ -102,12 +101,7 @@ class Speaker:
         with self.directory.event_writer(self.rank) as events:
             events.write(event, **facts)
         if self.rank == 0:
-            status.pop("format", None)
-            self.directory.write_status(**{**status, "state": state, "reason": reason})
-
-    def _step(self) -> int:
-        step = self.directory.read_status().get("step")
-        return step if isinstance(step, int) else 0
+            self.directory.change_state(status, state, reason)
 
 
 def _within(seconds: float, work: Callable[[], None]) -> None:
@@ -118,11 +112,6 @@ def _within(seconds: float, work: Callable[[], None]) -> None:
     thread = threading.Thread(target=guarded, name="last words", daemon=True)
     thread.start()
     thread.join(seconds)
-
-
-def _last_saved(directory: RunDir) -> str:
-    steps = directory.checkpoint_steps()
-    return f"the checkpoint of step {steps[-1]}" if steps else "the start, since nothing was saved yet"
 
 
 def _main_frames() -> list[str]:

@@ -40,13 +40,13 @@ from shardway.ranks.signals import SignalWatch
 from shardway.ranks.start import Ranks, StartOptions, is_out_of_memory, start_ranks
 from shardway.resolve import DataFacts, Resolved, check_same_run, find_changes, resolve_with_data
 from shardway.resolve.request import Request, Resolution, resolve_request
-from shardway.rundir.attempts import Attempt, Ending
+from shardway.rundir.attempts import SECOND_SIGNAL, Attempt, Ending
 from shardway.rundir.directory import RunDir
 from shardway.rundir.lease import Tenure
 from shardway.runfile.load import DEFAULT
 from shardway.train.ending import End
 from shardway.train.engines import ENGINES
-from shardway.train.last_words import KILLED, SECOND_SIGNAL, Speaker
+from shardway.train.last_words import KILLED, Speaker
 from shardway.train.record import Recorder
 
 
