@@ -32,6 +32,9 @@ class Hand:
     def now(self) -> float:
         return self.time
 
+    def date(self) -> str:
+        return "2026-01-02 03:04:05"
+
     def sleep(self, seconds: float) -> None:
         self.time += seconds
         self.during(self.time)

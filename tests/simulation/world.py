@@ -142,6 +142,10 @@ class Process:
         """What the host's clock says that never goes back."""
         return (self.world.now - self.host.frozen_s) * self.host.rate
 
+    def date(self) -> str:
+        """The date of the world's story, never the real one: a seed goes the same way at any time of day."""
+        return f"2026-01-02 00:{int(self.world.now) // 60:02}:{int(self.world.now) % 60:02}"
+
     def sleep(self, seconds: float) -> None:
         """Wait by that clock."""
         self.world.wait(seconds / self.host.rate)

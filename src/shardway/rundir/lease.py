@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -39,7 +38,6 @@ TRIES = 20
 TAKEN_OVER = "another run has taken over"
 """How the error of a writer begins that was overtaken."""
 
-_DATE = "%Y-%m-%d %H:%M:%S"
 
 Tell = Callable[[str], None]
 
@@ -134,7 +132,7 @@ class Lease:
     def _try_claim(self, epoch: int) -> bool:
         """Claim an epoch; whether it is ours, and the highest: a later one may have come and gone meanwhile."""
         means = self._means
-        began, since = self._clock.now(), time.strftime(_DATE)
+        began, since = self._clock.now(), self._clock.date()
         claim = Claim(epoch, means.make_token(), means.who, since, means.attempt)
         if not write_claim(self._files, claim) or newest_epoch(self._files.names()) != epoch:
             return False

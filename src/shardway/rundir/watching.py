@@ -16,10 +16,13 @@ from shardway.rundir.claims import Files, Standing, survey
 
 
 class Clock(Protocol):
-    """A clock of this host that never goes back, and the way to wait on it."""
+    """A clock of this host that never goes back, the way to wait on it, and the host's date for words alone."""
 
     def now(self) -> float:
         """Seconds since some moment."""
+
+    def date(self) -> str:
+        """The host's date and time, like "2026-01-02 03:04:05"; nothing is decided by it."""
 
     def sleep(self, seconds: float) -> None:
         """Wait."""
@@ -31,6 +34,10 @@ class HostClock:
     def now(self) -> float:
         """Seconds since the host was started."""
         return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+    def date(self) -> str:
+        """The host's date and time, like "2026-01-02 03:04:05"; nothing is decided by it."""
+        return time.strftime("%Y-%m-%d %H:%M:%S")
 
     def sleep(self, seconds: float) -> None:
         """Wait."""
