@@ -16,7 +16,8 @@ from shardway.cli import local
 from shardway.cli.local import pack_request, train_local
 from shardway.cli.rank import read_packed
 from shardway.errors import Bug, Fenced, JobError, ShardwayError, SiteError, UserError
-from shardway.ranks.local import LocalLaunch, RankFailure
+from shardway.ranks.failure import RankFailure
+from shardway.ranks.local import LocalLaunch
 from shardway.resolve.request import Request, resolve_request
 from shardway.rundir.directory import RunDir
 

@@ -126,6 +126,7 @@ _BY_KEY: dict[str, st.SearchStrategy[Any]] = {
     "run.name": texts(min_size=1).filter(lambda name: name.strip(".") and not set(name) & {"/", "\0"}),
     "run.hang_timeout": st.one_of(st.sampled_from(["auto", "off"]), times()),
     "run.restarts": AUTO_OR_SMALL,
+    "run.elastic": st.one_of(st.just("off"), st.lists(st.integers(1, 9), min_size=2, max_size=2).map(sorted)),
     "run.device": st.sampled_from(["auto", "cpu", "cuda"]),
     "run.threads": AUTO_OR_SMALL,
     "run.start_timeout": times(),

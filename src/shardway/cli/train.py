@@ -19,8 +19,12 @@ import typer
 from shardway.cli.config import resolution_facts
 from shardway.cli.options import DirOption, JsonOption, NprocOption, Words, read_request
 from shardway.errors import ShardwayError, UserError
+from shardway.ranks.place import Place
 from shardway.ranks.signals import SignalWatch
 from shardway.rundir.directory import RunDir
+
+PORT = 29600
+"""By which port the agents of several machines meet where none is named."""
 
 if TYPE_CHECKING:
     from shardway.resolve.request import Request, Resolution
@@ -33,12 +37,68 @@ def train(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over; what an earlier run left is moved aside, not deleted.")
     ] = False,
+    nodes: Annotated[
+        str | None,
+        typer.Option("--nodes", metavar="ADDRESSES", help="Addresses of the machines to train on."),
+    ] = None,
+    node: Annotated[int | None, typer.Option("--node", min=0, help="Which of --nodes this machine is, from 0.")] = None,
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="By which port of theirs --nodes meet.")] = PORT,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and do nothing.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Train a run file (the default run where none is named); resumes by itself."""
     with nullcontext() if dry_run else _failure_told(), nullcontext() if dry_run else SignalWatch():
-        _train(read_request(words, directory, fresh), nproc, dry_run=dry_run, as_json=as_json)
+        request = read_request(words, directory, fresh)
+        if nodes is not None or node is not None:
+            _train_on_nodes(request, _read_nodes(nodes, node, port, nproc), dry_run=dry_run, as_json=as_json)
+        else:
+            _train(request, nproc, dry_run=dry_run, as_json=as_json)
+
+
+def _read_nodes(nodes: str | None, node: int | None, port: int, nproc: int | None) -> Place:
+    """Where this machine stands among --nodes. Raises UserError where the options do not say it."""
+    addresses = tuple((nodes or "").replace(",", " ").split())
+    if not addresses or node is None or node >= len(addresses):
+        known = f"{len(addresses)} address(es)" if addresses else "no addresses"
+        raise UserError(
+            f"--nodes names {known} and --node is {'missing' if node is None else node}.\n"
+            '  To do: give the same --nodes "ADDRESS ADDRESS ..." on each machine, and --node 0 on the first, 1 on the '
+            "next."
+        )
+    return Place(addresses, node, port, nproc or 1)
+
+
+def _train_on_nodes(request: Request, place: Place, *, dry_run: bool, as_json: bool) -> None:
+    """Be the agent of one machine of several; the first one tells how it goes."""
+    ranks, leads = len(place.addresses) * place.ranks, place.node == 0
+    resolution = _resolve(request, ranks, place.ranks, told=leads)
+    if dry_run:
+        _print_plan(resolution, ranks, as_json)
+        return
+    if leads:
+        _check_free(resolution)
+        _check_data(resolution)
+    with _quiet_network():
+        from shardway.cli.nodes import train_on_nodes
+
+    with _display(resolution, as_json, launched=True) if leads else nullcontext():
+        outcome = train_on_nodes(resolution, place)
+    if isinstance(outcome, int):
+        raise typer.Exit(outcome)
+    _print_end(outcome, as_json)
+
+
+@contextmanager
+def _quiet_network() -> Iterator[None]:
+    """While torch is imported: it prints pages where a connection is lost, which the agent tells in a line."""
+    name = "TORCH_CPP_LOG_LEVEL"
+    before = os.environ.get(name)
+    os.environ.setdefault(name, "ERROR")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
 
 
 def _train(request: Request, nproc: int | None, *, dry_run: bool, as_json: bool) -> None:
@@ -124,9 +184,9 @@ def _train_here(request: Request, resolution: Resolution) -> dict[str, Any]:
 
 
 def _train_local(resolution: Resolution, ranks: int) -> dict[str, Any]:
-    from shardway.cli.local import train_local
+    from shardway.cli.local import Alone, build_launch, train_local
 
-    return train_local(resolution, ranks)
+    return train_local(resolution, build_launch(resolution, ranks), Alone(ranks))
 
 
 def _display(resolution: Resolution, as_json: bool, launched: bool) -> AbstractContextManager[object]:

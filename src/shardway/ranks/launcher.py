@@ -24,6 +24,9 @@ from shardway.ranks.variables import (
     variables_error,
 )
 
+AGENT_VARIABLE = "SHARDWAY_AGENT"
+"""Tells the ranks that an agent of ours has started them: its process id."""
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -81,7 +84,7 @@ _PALS = _Names("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"
 def find_placement(environ: Environ) -> Placement:
     """This process's place, from the first launcher whose variables are there.
 
-    torchrun comes first, since its ranks inherit the variables of the scheduler around it; MPI's starters come
+    Agents come first, since their ranks inherit the variables of the scheduler around them; MPI's starters come
     before srun, since they start their daemons with srun. A batch script, the shell of salloc and the job script
     of PBS are no ranks, whatever they carry: they get launcher "none", rank 0 of 1.
 
@@ -106,6 +109,13 @@ def describe_placement(placement: Placement) -> str:
         f"rank {p.rank} of {p.world} (local {p.local_rank} of {p.local_world}) on {node}{nodes}, {how}, "
         f"meeting at {p.master_addr}{port}"
     )
+
+
+def _read_agent(environ: Environ) -> Placement | None:
+    """Our own agent, which gives its ranks torchrun's variables."""
+    if AGENT_VARIABLE not in environ:
+        return None
+    return _place(environ, "shardway", _read_seat(environ, "shardway", _TORCHRUN))
 
 
 def _read_torchrun(environ: Environ) -> Placement | None:
@@ -211,6 +221,7 @@ def _read_environment(environ: Environ) -> Placement | None:
 
 
 _READERS: dict[str, Callable[[Environ], Placement | None]] = {
+    "shardway": _read_agent,
     "torchrun": _read_torchrun,
     "mpirun": _read_mpirun,
     "mpiexec (PALS)": _read_pals,
@@ -251,7 +262,7 @@ def _check_agrees_with_environment(environ: Environ, placement: Placement) -> No
     """Raise where RANK or WORLD_SIZE beside a launcher's numbers says otherwise: exported earlier, or expanded in
     the job script, where `$SLURM_PROCID` is still 0, rather than in each task."""
     launched = _read_srun(environ) if placement.launcher == "the environment" else placement
-    if launched is None or launched.launcher == "torchrun":
+    if launched is None or launched.launcher in ("shardway", "torchrun"):
         return
     if placement.launcher == "the environment" and launched.world != placement.world:
         return  # another starter within the task of srun

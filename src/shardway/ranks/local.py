@@ -1,4 +1,7 @@
-"""Starts ranks on this machine through torch's own elastic agent, and says how they ended.
+"""Starts the ranks of this node as processes, and says how they ended.
+
+The processes are those of torch's elastic launcher (`torch.distributed.elastic.multiprocessing`), with the variables
+that torchrun gives its ranks. Its rendezvous is left out: nodes that hold together do so by `ranks.crew`.
 
 Invariant: when `run_local` returns or raises, none of the ranks it started is alive; should this process be killed,
 the kernel tells the ranks (`ranks.parent`). This module must not know what the ranks do.
@@ -14,23 +17,52 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed import TCPStore
+from torch.distributed.elastic.multiprocessing import (
+    DefaultLogsSpecs,
+    PContext,
+    Std,
+    SubprocessContext,
+    start_processes,
+)
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from shardway.errors import LateStop
 from shardway.ranks.agent.page import VARIABLE
+from shardway.ranks.failure import RankFailure
+from shardway.ranks.launcher import AGENT_VARIABLE
+from shardway.ranks.meeting import LOOPBACK
 from shardway.ranks.signals import STOP_SIGNALS
 from shardway.units import render_seconds
 
 LATER_S = 10.0
 """How much more time than `run.stop_timeout` the ranks get: they end themselves, and know better what they were at."""
 LOOK_EVERY_S = 1.0
+POLL_S = 0.1
+LEAVE_S = 2.0
+"""How long ranks may take to end once those of another node have failed: they lose contact, and may say so."""
+
+_TORCHS_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+
+
+@dataclass(frozen=True)
+class Seats:
+    """Which ranks of a start are this node's, and where all of them meet: a store that an agent keeps for this start
+    alone. `start` counts."""
+
+    first: int
+    world: int
+    node: int
+    nodes: int
+    address: str
+    port: int
+    start: int = 0
 
 
 @dataclass(frozen=True)
@@ -38,7 +70,8 @@ class LocalLaunch:
     """How many ranks run which Python module with which arguments, where their output goes, and CPU threads each.
 
     `pages` is the folder where they show what they do (`ranks.agent`); None: nobody looks. A stop, whoever asked for
-    it by this file, may take `stop_timeout_s`.
+    it by this file, may take `stop_timeout_s`. `seats` are theirs among all ranks; None: these are all. `shown`: what
+    they print is printed here as well, each line with its rank.
     """
 
     ranks: int
@@ -49,56 +82,155 @@ class LocalLaunch:
     stop_path: Path
     stop_timeout_s: float
     pages: Path | None = None
+    seats: Seats | None = None
+    shown: bool = False
 
 
-@dataclass(frozen=True)
-class RankFailure:
-    """A rank that ended badly: its exit code, negative for a signal."""
+@dataclass
+class Asked:
+    """What was asked for while the ranks run, by signals and by a stop that takes too long."""
 
-    rank: int
-    pid: int
-    exit_code: int
+    on_stop: Callable[[], None]
+    signals: list[int] = field(default_factory=list)
+    at_once: bool = False
+    late: bool = False
 
-    @property
-    def signal_name(self) -> str | None:
-        """Name of the signal that ended it, or None."""
-        return signal.Signals(-self.exit_code).name if self.exit_code < 0 else None
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        """A stop signal; Ctrl-C after another one means at once."""
+        self.at_once |= bool(self.signals) and number == signal.SIGINT
+        self.signals.append(number)
+        if len(self.signals) == 1:
+            self.on_stop()
 
 
-def run_local(launch: LocalLaunch, on_stop: Callable[[], None]) -> list[RankFailure]:
+def run_local(
+    launch: LocalLaunch, on_stop: Callable[[], None], on_look: Callable[[bool], bool] = lambda failed: False
+) -> list[RankFailure]:
     """Run the ranks to their end; those that ended badly, the causes first (empty: all went well).
 
     The first Ctrl-C or SIGTERM calls `on_stop` (which asks the ranks to stop gracefully); Ctrl-C after it kills them,
-    and raises KeyboardInterrupt. Raises LateStop where a stop takes too long; then they are killed as well.
+    and raises KeyboardInterrupt. Raises LateStop where a stop takes too long; then they are killed as well. `on_look`
+    is told now and then whether a rank has failed, and says whether the others are to end for another node's sake.
     """
     launch.log_folder.mkdir(parents=True, exist_ok=True)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=launch.ranks,
-        run_id=f"shardway-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        monitor_interval=0.1,
-        logs_specs=DefaultLogsSpecs(log_dir=str(launch.log_folder), redirects=Std.ALL),
-        # Stop signals are ours (below); the agent keeps one that nobody sends in passing.
-        signals_to_handle="SIGQUIT",
-    )
+    asked = Asked(on_stop)
     _silence_agent()
-    late = threading.Event()
-    with _stop_signals(on_stop, late), _late_stop_seen(launch, late), _environment(launch):
+    with _meeting(launch) as seats, _stop_signals(asked), _late_stop_seen(launch, asked):
+        processes = _start(launch, seats)
         try:
-            elastic_launch(config, sys.executable)("-m", launch.module, *launch.arguments)
-        except ChildFailedError as error:
-            # The agent lists them as it found them: first those that failed, then those that it ended for that.
-            return [RankFailure(rank, failure.pid, failure.exitcode) for rank, failure in error.failures.items()]
-        except SignalException as error:
-            if late.is_set():
-                raise _explain_late(launch) from None
-            raise KeyboardInterrupt(str(error)) from None
-    return []
+            return _await(processes, launch, asked, on_look)
+        finally:
+            processes.close(signal.SIGKILL)
+
+
+def _await(
+    processes: PContext, launch: LocalLaunch, asked: Asked, on_look: Callable[[bool], bool]
+) -> list[RankFailure]:
+    while True:
+        if asked.late:
+            raise _explain_late(launch)
+        if asked.at_once:
+            raise KeyboardInterrupt("a second signal")
+        failed = _find_failed(processes)
+        over = on_look(bool(failed))
+        if over:
+            processes.close(signal.SIGTERM, timeout=round(LEAVE_S))
+        ended = processes.wait(timeout=0)  # where one has failed it ends the others
+        if ended is not None:
+            causes = failed or ([] if over else list(ended.failures)[:1])
+            return [_describe(processes, launch, local, causes) for local in ended.failures]
+        time.sleep(POLL_S)
+
+
+def _describe(processes: PContext, launch: LocalLaunch, local: int, causes: Sequence[int]) -> RankFailure:
+    handler = _handlers(processes)[local]
+    first = launch.seats.first if launch.seats is not None else 0
+    printed = _find_output(processes, local)
+    return RankFailure(first + local, handler.proc.pid, handler.proc.returncode, printed, by_agent=local not in causes)
+
+
+def _find_failed(processes: PContext) -> list[int]:
+    """Local ranks that have ended badly by now."""
+    return [local for local, handler in _handlers(processes).items() if handler.proc.poll() not in (None, 0)]
+
+
+def _handlers(processes: PContext) -> dict[int, SubprocessHandler]:
+    return processes.subprocess_handlers if isinstance(processes, SubprocessContext) else {}
+
+
+def _find_output(processes: PContext, local: int) -> tuple[Path, ...]:
+    """Files with what a rank printed, stdout first, of those that are not empty."""
+    files = (Path(processes.stdouts[local]), Path(processes.stderrs[local]))
+    return tuple(path for path in files if path.is_file() and path.stat().st_size)
+
+
+def _start(launch: LocalLaunch, seats: Seats) -> PContext:
+    ranks = range(launch.ranks)
+    with _signals_left_alone():
+        return start_processes(
+            name="ranks",
+            entrypoint=sys.executable,
+            args=dict.fromkeys(ranks, ("-m", launch.module, *launch.arguments)),
+            envs={local: _variables(launch, seats, local) for local in ranks},
+            logs_specs=DefaultLogsSpecs(
+                str(launch.log_folder), redirects=Std.ALL, tee=Std.ALL if launch.shown else Std.NONE
+            ),
+            log_line_prefixes={local: f"{seats.first + local}: " for local in ranks},
+        )
+
+
+@contextlib.contextmanager
+def _signals_left_alone() -> Iterator[None]:
+    """Stop signals are ours; torch, which would raise an error of its own at them, keeps one that nobody sends."""
+    before = os.environ.get(_TORCHS_SIGNALS)
+    os.environ[_TORCHS_SIGNALS] = "SIGQUIT"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_TORCHS_SIGNALS]
+        else:
+            os.environ[_TORCHS_SIGNALS] = before
+
+
+def _variables(launch: LocalLaunch, seats: Seats, local: int) -> dict[str, str]:
+    """What a rank finds besides what is inherited; the threads that the user set stay.
+
+    Source: "Environment Variables" of torchrun's manual; TORCHELASTIC_USE_AGENT_STORE lets ranks meet in the store
+    that the agent keeps, which outlives rank 0.
+    """
+    return {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(launch.threads)),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        "RANK": str(seats.first + local),
+        "LOCAL_RANK": str(local),
+        "GROUP_RANK": str(seats.node),
+        "WORLD_SIZE": str(seats.world),
+        "LOCAL_WORLD_SIZE": str(launch.ranks),
+        "GROUP_WORLD_SIZE": str(seats.nodes),
+        "MASTER_ADDR": seats.address,
+        "MASTER_PORT": str(seats.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": f"shardway-{os.getpid()}",
+        "TORCHELASTIC_RESTART_COUNT": str(seats.start),
+        AGENT_VARIABLE: str(os.getpid()),
+        VARIABLE: str(launch.pages or ""),
+    }
+
+
+@contextlib.contextmanager
+def _meeting(launch: LocalLaunch) -> Iterator[Seats]:
+    """The seats, with a store of this process where the ranks are all on this node."""
+    if launch.seats is not None:
+        yield launch.seats
+        return
+    store = host_store(LOOPBACK)
+    yield Seats(0, launch.ranks, 0, 1, LOOPBACK, store.port)
+
+
+def host_store(address: str = "0.0.0.0") -> TCPStore:
+    """A store of this process, at a port that is free, in which the ranks of one start meet."""
+    return TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
 
 
 def _silence_agent() -> None:
@@ -118,9 +250,9 @@ def _explain_late(launch: LocalLaunch) -> LateStop:
 
 
 @contextlib.contextmanager
-def _late_stop_seen(launch: LocalLaunch, late: threading.Event) -> Iterator[None]:
-    """While entered, a thread looks for the stop file, and tells the main thread by a signal when time is up."""
-    done, main = threading.Event(), threading.get_ident()
+def _late_stop_seen(launch: LocalLaunch, asked: Asked) -> Iterator[None]:
+    """While entered, a thread looks for the stop file (a file system may hang), and notes when time is up."""
+    done = threading.Event()
 
     def look() -> None:
         asked_at: float | None = None
@@ -128,8 +260,7 @@ def _late_stop_seen(launch: LocalLaunch, late: threading.Event) -> Iterator[None
             if asked_at is None and launch.stop_path.exists():
                 asked_at = time.monotonic()
             if asked_at is not None and time.monotonic() - asked_at > launch.stop_timeout_s + LATER_S:
-                late.set()
-                signal.pthread_kill(main, signal.SIGUSR2)
+                asked.late = True
                 return
 
     thread = threading.Thread(target=look, name="late stop", daemon=True)
@@ -142,33 +273,10 @@ def _late_stop_seen(launch: LocalLaunch, late: threading.Event) -> Iterator[None
 
 
 @contextlib.contextmanager
-def _stop_signals(on_stop: Callable[[], None], late: threading.Event) -> Iterator[None]:
-    asked: list[int] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if late.is_set() or (asked and number == signal.SIGINT):
-            # Understood by the elastic agent, which then kills its ranks with this very signal.
-            raise SignalException("a second signal", signal.SIGKILL)
-        if not asked:
-            asked.append(number)
-            on_stop()
-
-    before: dict[int, Any] = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
+def _stop_signals(asked: Asked) -> Iterator[None]:
+    before: dict[int, Any] = {number: signal.signal(number, asked.hear) for number in STOP_SIGNALS}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _environment(launch: LocalLaunch) -> Iterator[None]:
-    """Variables that the ranks inherit; the threads that the user set stay."""
-    before = dict(os.environ)
-    os.environ.setdefault("OMP_NUM_THREADS", str(launch.threads))
-    os.environ[VARIABLE] = str(launch.pages or "")
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 from shardway.runfile.section import NonNegativeInt, PositiveInt, Section, key
-from shardway.runfile.types import Auto, BytesField, Off, SecondsField, SettingsField
+from shardway.runfile.types import Auto, BytesField, ElasticField, Off, SecondsField, SettingsField
 
 
 class RunSection(Section):
@@ -28,6 +28,11 @@ class RunSection(Section):
     restarts: NonNegativeInt | Auto = key(
         "auto",
         "How often ranks start again after a failure; auto = while checkpoints get newer (`shardway train --nproc`).",
+    )
+    elastic: ElasticField = key(
+        "off",
+        "The fewest and the most nodes of the run, such as [2, 4]: where a node is lost it goes on with those that are "
+        "left (`shardway train --nodes`), and the next attempt has all of site.nodes again; off = with all or not.",
     )
     stop_timeout: SecondsField = key(900.0, "How long a graceful stop may take before ranks are killed.")
     stop_margin: SecondsField | Auto = key(

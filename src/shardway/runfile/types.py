@@ -88,6 +88,14 @@ def _text_or_steps(value: Any) -> str | int:
     return value
 
 
+def _as_elastic(value: Any) -> list[int] | str:
+    """Fewest and most, or "off"."""
+    whole = isinstance(value, list | tuple) and all(isinstance(each, int) and each is not True for each in value)
+    if value != "off" and not (whole and len(value) == 2 and 1 <= value[0] <= value[1]):
+        raise ValueError(f'{_show(value)} is no range of nodes; allowed: [fewest, most], such as [2, 4], or "off"')
+    return "off" if value == "off" else list(value)
+
+
 def _show(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -143,4 +151,10 @@ SettingsField = Annotated[
     dict[str, Any],
     BeforeValidator(_as_settings),
     WithJsonSchema({"type": "object", "description": "a table of what JSON can hold"}),
+]
+ElasticField = Annotated[
+    Any,
+    BeforeValidator(_as_elastic),
+    PlainSerializer(lambda v: v, return_type=Any),
+    _schema(["array", "string"], [[2, 4], "off"], 'the fewest and the most nodes, or "off"'),
 ]

@@ -112,9 +112,9 @@ def open_session(request: Request, environ: Mapping[str, str]) -> Iterator[Sessi
     attempt = find_attempt(environ)
     placement = find_placement(environ)
     progress = Progress(open_page(environ, placement.local_rank), began=find_began(attempt))
-    if placement.launcher == "torchrun":
+    if placement.launcher in ("shardway", "torchrun"):
         stop_with_parent()
-    with _failure_told(attempt, f"rank {placement.rank}"):
+    with _failure_told(attempt, placement):
         ranks, resolution = _join(_placed(request, attempt), placement)
         with left_at_once(ranks.world), hold_session(resolution, ranks, attempt, progress) as session:
             yield session
@@ -151,7 +151,7 @@ def hold_session(
         mesh = build_mesh(ranks, values.parallel)
         seed_all(values.train.seed, ranks.rank)
         signals = stack.enter_context(SignalWatch())
-        with _failure_told(attempt, f"rank {ranks.rank}", lambda: recorder.step_done), _faults_recorded(recorder):
+        with _failure_told(attempt, ranks.placement, lambda: recorder.step_done), _faults_recorded(recorder):
             own_model = resolution.request.own_model
             session = Session(resolution, ranks, mesh, precision, recorder, signals, own_model, at_end=stack)
             session.attempt, session.progress, session.tenure = attempt, progress, directory.tenure
@@ -210,21 +210,27 @@ def _faults_recorded(recorder: Recorder) -> Iterator[None]:
             recorder.end("stopped", End(Ending.STOPPED, SECOND_SIGNAL), KILLED)
         raise
     except Exception as error:
-        fault = describe_error(error)
+        fault = describe_error(error, out_of_memory=is_out_of_memory(error))
+        memory = {"out_of_memory": True} if fault.out_of_memory else {}
         kind = fault.kind if isinstance(error, ShardwayError) else Bug.__name__
         with contextlib.suppress(JobError):
-            recorder.fault(kind=kind, exit_code=fault.exit_code, message=fault.message)
+            recorder.fault(kind=kind, exit_code=fault.exit_code, message=fault.message, **memory)
             recorder.failed(render_reason(fault.message))
         raise
 
 
 @contextlib.contextmanager
-def _failure_told(attempt: Attempt | None, by: str, find_step: Callable[[], int] = lambda: 0) -> Iterator[None]:
-    """Tell the job what ended this rank."""
+def _failure_told(
+    attempt: Attempt | None, placement: Placement, find_step: Callable[[], int] = lambda: 0
+) -> Iterator[None]:
+    """Tell the job what ended this rank; an agent of ours, which may start the ranks again, does that itself."""
+    told = None if placement.launcher == "shardway" else attempt
     try:
         yield
     except Exception as error:
-        tell_fault(attempt, by, describe_error(error, out_of_memory=is_out_of_memory(error)), find_step())
+        tell_fault(
+            told, f"rank {placement.rank}", describe_error(error, out_of_memory=is_out_of_memory(error)), find_step()
+        )
         raise
 
 

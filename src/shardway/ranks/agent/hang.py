@@ -7,7 +7,7 @@ never what two clocks say. This module must not touch processes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shardway.ranks.agent.page import Entry
@@ -54,6 +54,21 @@ class Sighting:
     stopped: bool = False
 
 
+Place = tuple[int, int]
+"""How far a rank is: steps done, and what comes after what within a step."""
+
+
+@dataclass(frozen=True)
+class Behind:
+    """How far the hindmost of some ranks is (None: nothing is known), and whether any of them is stopped."""
+
+    place: Place | None = None
+    stopped: bool = False
+
+
+NOBODY = Behind()
+
+
 @dataclass(frozen=True)
 class Hang:
     """Ranks that hang: those to blame, for how long, and what they were doing."""
@@ -72,7 +87,7 @@ class Hang:
         what = f"did nothing for {self.seconds:.1f} s {words} after step {entry.step}"
         why = ", stopped by a signal" if self.sighting.stopped else ""
         if self.all_alike and len(self.ranks) > 1:
-            return f"all ranks of this node {what}{why} (more than {self.limit_s:.1f} s means a hang)"
+            return f"all ranks {what}{why} (more than {self.limit_s:.1f} s means a hang)"
         names = " and ".join(f"rank {rank}" for rank in self.ranks)
         return f"{names} {what}{why} (more than {self.limit_s:.1f} s means a hang)"
 
@@ -102,14 +117,17 @@ class HangFinder:
         for watched in self._ranks.values():
             watched.age = 0.0
 
-    def look(self, sightings: Mapping[int, Sighting], now: float) -> Hang | None:
-        """The hang that these sightings show, by rank; `now` in monotonic seconds. Ranks that are gone are left out."""
+    def look(self, sightings: Mapping[int, Sighting], now: float, elsewhere: Behind = NOBODY) -> Hang | None:
+        """The hang that these sightings show, by rank; `now` in monotonic seconds. Ranks that are gone are left out.
+
+        Ranks `elsewhere`, on other nodes, may be what these wait for.
+        """
         tick = min(now - self._looked_at, self._longest_tick_s) if self._looked_at is not None else 0.0
         self._looked_at = now
         self._ranks = {
             rank: self._follow(self._ranks.get(rank), sighting.entry, tick) for rank, sighting in sightings.items()
         }
-        suspects = _find_suspects(sightings)
+        suspects = _find_suspects(sightings, elsewhere)
         overdue = [rank for rank in suspects if self._is_overdue(rank, stopped=sightings[rank].stopped)]
         return self._blame(sightings, overdue) if overdue else None
 
@@ -143,8 +161,30 @@ class HangFinder:
         )
 
 
-def _find_suspects(sightings: Mapping[int, Sighting]) -> list[int]:
+def find_behind(sightings: Mapping[int, Sighting]) -> Behind:
+    """How far the hindmost of these ranks is."""
+    return Behind(
+        min(map(find_place, sightings.values()), default=None), any(sighting.stopped for sighting in sightings.values())
+    )
+
+
+def merge_behind(parts: Iterable[Behind]) -> Behind:
+    """How far the hindmost of all is."""
+    known = [part for part in parts if part.place is not None]
+    places = [part.place for part in known if part.place is not None]
+    return Behind(min(places, default=None), any(part.stopped for part in known))
+
+
+def find_place(sighting: Sighting) -> Place:
+    """How far a rank is."""
+    return sighting.entry.step, _ORDER.get(sighting.entry.activity, 0)
+
+
+def _find_suspects(sightings: Mapping[int, Sighting], elsewhere: Behind) -> list[int]:
     """Ranks that nobody else keeps waiting: those that are behind all others, and those that are stopped."""
-    place = {rank: (each.entry.step, _ORDER.get(each.entry.activity, 0)) for rank, each in sightings.items()}
-    hindmost = min(place.values(), default=None)
-    return [rank for rank, each in sightings.items() if each.stopped or place[rank] == hindmost]
+    hindmost = merge_behind((find_behind(sightings), elsewhere)).place
+    return [
+        rank
+        for rank, each in sightings.items()
+        if each.stopped or (find_place(each) == hindmost and not elsewhere.stopped)
+    ]

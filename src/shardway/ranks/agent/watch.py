@@ -13,12 +13,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
-from shardway.ranks.agent.hang import Hang, HangFinder, Sighting
+from shardway.ranks.agent.hang import NOBODY, Behind, Hang, HangFinder, Sighting, find_behind, find_place
 from shardway.ranks.agent.page import page_path, pages_folder, read_page
 from shardway.ranks.agent.patience import Patience
 from shardway.ranks.agent.stacks import Group, ask_for_stacks, group_stacks
@@ -35,9 +35,17 @@ class Found:
     hang: Hang
     groups: tuple[Group, ...]
 
+    def shift(self, first: int) -> Found:
+        """The same with the numbers that the ranks have among all, the first of this node being `first`."""
+        groups = tuple(replace(group, ranks=_add(group.ranks, first)) for group in self.groups)
+        return Found(replace(self.hang, ranks=_add(self.hang.ranks, first)), groups)
+
 
 class Watch:
-    """While entered, a thread looks at the pages of `ranks` local ranks; `on_wake` is told whom it let go on."""
+    """While entered, a thread looks at the pages of `ranks` local ranks; `on_wake` is told whom it let go on.
+
+    `behind` says how far these ranks are; whoever knows of ranks on other nodes sets `elsewhere`.
+    """
 
     def __init__(self, folder: Path, ranks: int, patience: Patience, on_wake: Callable[[Hang], None]) -> None:
         self.folder = folder
@@ -48,6 +56,7 @@ class Watch:
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self.found: Found | None = None
+        self.behind = self.elsewhere = NOBODY
 
     def __enter__(self) -> Watch:
         self._thread.start()
@@ -62,7 +71,8 @@ class Watch:
     def _run(self) -> None:
         while self.found is None and not self._done.wait(LOOK_EVERY_S):
             sightings = self._see()
-            hang = self._finder.look(sightings, time.monotonic())
+            self.behind = find_behind(sightings)
+            hang = self._finder.look(sightings, time.monotonic(), self.elsewhere)
             if hang is not None and not self._wake(hang, sightings):
                 self._end(hang, sightings)
 
@@ -96,12 +106,14 @@ class Watch:
             _send(pid, signal.SIGKILL)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Unwatched:
     """Stands in place of a watch where nobody shall look."""
 
     folder: None = None
     found: None = None
+    behind: Behind = NOBODY
+    elsewhere: Behind = NOBODY
 
 
 @contextlib.contextmanager
@@ -128,3 +140,35 @@ def _child_state(pid: int) -> str:
         return ""
     state, parent = text.rpartition(")")[2].split()[:2]
     return state if int(parent) == os.getpid() else ""
+
+
+def _add(ranks: tuple[int, ...], first: int) -> tuple[int, ...]:
+    return tuple(rank + first for rank in ranks)
+
+
+def merge_found(parts: Sequence[Found], ranks: int) -> Found | None:
+    """What several nodes have found of one hang of `ranks` ranks, each with the numbers among all; None for nothing.
+
+    To blame are those that are stopped, else those that are behind all others.
+    """
+    if not parts:
+        return None
+    order = sorted(parts, key=lambda part: (not part.hang.sighting.stopped, find_place(part.hang.sighting)))
+    first = order[0].hang
+    alike = [
+        part.hang
+        for part in order
+        if part.hang.sighting.stopped == first.sighting.stopped
+        and find_place(part.hang.sighting) == find_place(first.sighting)
+    ]
+    blamed = tuple(sorted(rank for hang in alike for rank in hang.ranks))
+    return Found(replace(first, ranks=blamed, all_alike=len(blamed) == ranks), merge_groups(parts))
+
+
+def merge_groups(parts: Sequence[Found]) -> tuple[Group, ...]:
+    """Ranks of several nodes by where they were, the smallest groups first."""
+    places: dict[tuple[str, ...], list[int]] = {}
+    for group in (group for part in parts for group in part.groups):
+        places.setdefault(group.frames, []).extend(group.ranks)
+    merged = [Group(tuple(sorted(ranks)), frames) for frames, ranks in places.items()]
+    return tuple(sorted(merged, key=lambda group: (len(group.ranks), group.ranks)))

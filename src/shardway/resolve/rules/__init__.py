@@ -86,6 +86,7 @@ from shardway.resolve.rules.pipeline import (
 )
 from shardway.resolve.rules.planned import bind_layout_rule
 from shardway.resolve.rules.run import (
+    a_job_has_as_many_nodes_as_the_run_may,
     a_run_uses_the_accelerator_where_there_is_one,
     ranks_of_a_node_share_its_cores,
     timeouts_are_nested,
@@ -95,6 +96,7 @@ BEFORE_A_LAYOUT: tuple[Rule, ...] = (
     a_run_uses_the_accelerator_where_there_is_one,
     ranks_of_a_node_share_its_cores,
     timeouts_are_nested,
+    a_job_has_as_many_nodes_as_the_run_may,
     a_probe_repeats_what_has_one_result,
     a_key_of_another_kind_is_not_ignored,
     a_hugging_face_model_brings_its_own_shape,

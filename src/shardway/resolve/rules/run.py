@@ -48,3 +48,14 @@ def timeouts_are_nested(draft: Draft) -> None:
                 f"less than {render_seconds(draft.get(outer))}",
                 f"lower run.collective_timeout or raise {outer}",
             )
+
+
+def a_job_has_as_many_nodes_as_the_run_may(draft: Draft) -> None:
+    elastic, nodes = draft.get("run.elastic"), draft.get("site.nodes")
+    if elastic != "off" and not elastic[0] <= nodes <= elastic[1]:
+        draft.refuse(
+            "run.elastic",
+            f"{elastic} leaves out site.nodes = {nodes}",
+            f"a range with {nodes} in it",
+            f"set site.nodes to {elastic[0]} to {elastic[1]}, or widen run.elastic",
+        )

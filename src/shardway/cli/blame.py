@@ -1,0 +1,162 @@
+"""Which rank or node is to blame for the end of a start, and the error that says so.
+
+Invariant: the error is that of whoever failed first on its own account, not of those that lost contact with it. This
+module must not decide what follows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardway.errors import ERRORS_BY_NAME, Fenced, JobError, LostContact, ShardwayError, SiteError, UserError
+from shardway.ranks.agent.stacks import Group
+from shardway.ranks.agent.watch import Found
+from shardway.ranks.failure import RankFailure
+from shardway.rundir.directory import RunDir
+from shardway.rundir.events import Event
+from shardway.rundir.lease import TAKEN_OVER
+
+BY_AGENT = "shardway train"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one start of the ranks ended, on all its nodes: ranks that ended badly with the causes first, a hang, nodes
+    that were lost (as people call them)."""
+
+    failures: tuple[RankFailure, ...] = ()
+    found: Found | None = None
+    lost: tuple[str, ...] = ()
+
+    @property
+    def is_well(self) -> bool:
+        """Whether nothing went wrong."""
+        return not (self.failures or self.found or self.lost)
+
+
+@dataclass(frozen=True)
+class Blame:
+    """An error, who says it, and whether memory ran out."""
+
+    error: ShardwayError
+    by: str = BY_AGENT
+    out_of_memory: bool = False
+
+
+def find_blame(run: RunDir, ended: Ended, marks: Mapping[int, int]) -> Blame:
+    """Who is to blame for a start that ended badly; events of a rank before its mark are of earlier starts."""
+    if ended.lost:
+        return Blame(_explain_lost(run, ended.lost))
+    if (writer := run.find_writer()) is not None:
+        return Blame(_explain_taken(run, ended.failures, writer))
+    if ended.found is not None:
+        return Blame(_explain_hang(run, ended.found))
+    return _explain(run, ended.failures, marks)
+
+
+def _explain_lost(run: RunDir, lost: tuple[str, ...]) -> JobError:
+    names, they = " and ".join(lost), "does" if len(lost) == 1 else "do"
+    return JobError(
+        f"{names} {they} not answer any more; the ranks of the other nodes were ended.\n"
+        f"  To do: run the same command again: it goes on from {run.describe_base()}. If nodes are lost often, "
+        "run.elastic lets a run go on with fewer."
+    )
+
+
+def _explain(run: RunDir, failures: tuple[RankFailure, ...], marks: Mapping[int, int]) -> Blame:
+    """The error of the rank that is to blame.
+
+    That is the first one where it was killed, else one with an error that is no lost contact, else one that was
+    killed: a rank may lose contact before the agent sees who died, and the agent ends the others by signals.
+    """
+    if failures[0].signal_name:
+        return Blame(_killed(run, failures[0]))
+    faults = {rank: fault for rank, mark in marks.items() if (fault := _last_fault(run, rank, mark)) is not None}
+    own = {rank: fault for rank, fault in faults.items() if fault["kind"] != LostContact.__name__}
+    killed = [failure for failure in failures if failure.signal_name]
+    if killed and not own:
+        return Blame(_killed(run, killed[0]))
+    for rank, fault in (own or faults).items():
+        kind = ERRORS_BY_NAME.get(fault["kind"], JobError)
+        agreed = len({fault["message"] for fault in faults.values()}) == 1
+        prefix = "" if agreed else f"rank {rank}: "
+        printed = next((failure.printed for failure in failures if failure.rank == rank), ())
+        error = kind(f"{prefix}{fault['message']}{_where_output(printed) if kind.__name__ == 'Bug' else ''}")
+        return Blame(error, f"rank {rank}", fault.get("out_of_memory") is True)
+    return Blame(_unexplained(failures[0]))
+
+
+def _explain_taken(run: RunDir, failures: tuple[RankFailure, ...], writer: str) -> ShardwayError:
+    """All ranks of this start are gone and somebody writes here: another run, in whose record nothing is written."""
+    words = {failure: text for failure in failures if (text := _last_words(failure))}
+    for failure, text in words.items():
+        if failure.exit_code == UserError.exit_code:  # it was there before the ranks could begin
+            return UserError(text)
+    told = sorted(words.values(), key=lambda text: not text.startswith(TAKEN_OVER))
+    return Fenced(
+        told[0]
+        if told
+        else f"another run trains into {run.path}: {writer}. This one has ended and writes nothing more.\n"
+        "  To do: nothing, if the other one is meant to go on; else stop that one, then run the same command again."
+    )
+
+
+def _explain_hang(run: RunDir, found: Found) -> JobError:
+    """What the agent saw, with where the ranks were; recorded as a fault of the first of them."""
+    hang, places = found.hang, [f"ranks {_numbers(group)}: {_place(group)}" for group in found.groups]
+    told = "".join(f"\n  {place}" for place in places)
+    stacks = [{"ranks": group.ranks, "frames": group.frames} for group in found.groups]
+    with run.event_writer(hang.ranks[0]) as events, contextlib.suppress(OSError):
+        events.write("fault", rank=hang.ranks[0], kind="Hang", exit_code=4, message=hang.message, stacks=stacks)
+    return JobError(
+        f"{hang.message}, so all ranks were ended.{told}\n"
+        "  To do: run the same command again: it goes on from the last checkpoint. If it was no hang, raise "
+        "run.hang_timeout."
+    )
+
+
+def _numbers(group: Group) -> str:
+    return ", ".join(map(str, group.ranks))
+
+
+def _place(group: Group) -> str:
+    """The innermost frames of a group of ranks, in a line."""
+    return " < ".join(group.frames[:3]) or "n/a"
+
+
+def _killed(run: RunDir, failure: RankFailure) -> JobError:
+    return JobError(
+        f"rank {failure.rank} (process {failure.pid}) was ended by {failure.signal_name}; the other ranks were ended "
+        f"with it.\n  To do: run the same command again: it goes on from {run.describe_base()}. If nobody sent "
+        "that signal, the machine may have run out of memory (dmesg says so)."
+    )
+
+
+def _unexplained(failure: RankFailure) -> ShardwayError:
+    kinds: dict[int, type[ShardwayError]] = {kind.exit_code: kind for kind in (UserError, SiteError, JobError)}
+    kind, words = kinds.get(failure.exit_code), _last_words(failure)
+    if kind is not None and words:
+        return kind(words)
+    what = f"rank {failure.rank} ended with exit code {failure.exit_code}."
+    return (kind or JobError)(f"{what}{_where_output(failure.printed)}")
+
+
+def _last_words(failure: RankFailure) -> str:
+    """The error that a rank printed last, where it had no events to write it into; empty for none."""
+    printed = "".join(path.read_text(encoding="utf-8", errors="replace") for path in failure.printed)
+    _, *told = re.split(r"^shardway: ", printed, flags=re.MULTILINE)
+    return told[-1].strip() if told else ""
+
+
+def _where_output(printed: Sequence[Path]) -> str:
+    return f"\n  What it printed is in {printed[-1]}" if printed else ""
+
+
+def _last_fault(run: RunDir, rank: int, mark: int) -> Event | None:
+    """The fault that a rank wrote in this start (events before `mark` are older)."""
+    events = list(run.all_events(rank))[mark:]
+    return next((event for event in reversed(events) if event["event"] == "fault"), None)

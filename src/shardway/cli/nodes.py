@@ -1,0 +1,255 @@
+"""The agent of one node of several: it leads, or does what the agent that leads says, and leads once that one is gone.
+
+The first node leads. Where it is lost, the next one that is there takes over, if `run.elastic` lets a run go on with
+fewer nodes.
+
+Invariant: ranks start on nodes that `ranks.crew` has gathered, in the order of the nodes, and end before an agent
+does. This module must not judge who is there (`ranks.crew`) nor what a failure means (`cli.local`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shardway.cli.blame import Ended
+from shardway.cli.local import ask_to_stop, build_launch, read_patience, tell_restart, tell_wake, train_local
+from shardway.errors import JobError, LateStop, ShardwayError, SiteError, UserError
+from shardway.ranks.agent.hang import NOBODY
+from shardway.ranks.agent.patience import Patience
+from shardway.ranks.agent.watch import merge_found, watched
+from shardway.ranks.crew.board import Board, Unreachable, host_board, join_board
+from shardway.ranks.crew.follow import Follow
+from shardway.ranks.crew.lead import Ends, Lead
+from shardway.ranks.crew.member import Member
+from shardway.ranks.crew.notes import News, Outcome, State
+from shardway.ranks.local import LocalLaunch, Seats, host_store, run_local
+from shardway.ranks.place import Place
+from shardway.ranks.signals import find_received
+from shardway.resolve.request import Resolution, resolve_request
+from shardway.rundir.directory import RunDir
+from shardway.units import render_seconds
+
+SUCCEED_S = 30.0
+"""How long the next node may take to lead once the one before is gone; and to gather those that are left."""
+ELASTIC_S = 60.0
+"""How long a run that may start with fewer nodes waits for all of them."""
+REGATHER_S = 150.0
+"""How long nodes may take to be ready again after a failure: longer than ranks take to be killed."""
+_INTERRUPTED = 130
+
+
+def train_on_nodes(resolution: Resolution, nodes: Place) -> dict[str, Any] | int:
+    """Train together with the agents of the other nodes: the outcome where this one leads at the end, or the exit code
+    that the one which leads has told. Raises ShardwayError, KeyboardInterrupt."""
+    return _lead(resolution, nodes) if nodes.node == 0 else _follow(resolution, nodes)
+
+
+# --- to lead
+
+
+@dataclass(frozen=True)
+class Led:
+    """The crew of the agent that leads."""
+
+    resolution: Resolution
+    nodes: Place
+    lead: Lead
+    wait_s: list[float] = field(default_factory=list)
+    """How long to gather nodes, the first time and then; the last stays."""
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are at most."""
+        return len(self.nodes.addresses) * self.nodes.ranks
+
+    @property
+    def least(self) -> int:
+        """With how many nodes the run may go on."""
+        elastic = self.resolution.resolved.values.run.elastic
+        return len(self.nodes.addresses) if elastic == "off" else int(elastic[0])
+
+    def start(self, run: RunDir, launch: LocalLaunch, patience: Patience | None) -> Ended:
+        """Run the ranks of all nodes to their end."""
+        members, store = self._gather(run), host_store()
+        news = self.lead.begin(members, store.port)
+        seats = _seat(self.nodes, news, leader=self.nodes.node)
+        outcome = run_seats(run, replace(launch, seats=seats), patience, self.lead)
+        self.lead.say(State.ENDED, news.start, NOBODY, outcome)
+        return self._combine(self.lead.await_end(), launch)
+
+    def why_not_again(self) -> str:
+        """Nothing, unless too few nodes are left."""
+        left = len(self.lead.list_present())
+        if left >= self.least:
+            return ""
+        return f"{left} of {len(self.nodes.addresses)} nodes are left, and it needs {self.least} (run.elastic)"
+
+    def _gather(self, run: RunDir) -> tuple[int, ...]:
+        wait_s = self.wait_s.pop(0) if len(self.wait_s) > 1 else self.wait_s[0]
+        free = self.lead.gather(wait_s, lambda: run.stop_requested() or find_received() is not None)
+        if len(free) < self.least:
+            missing = [self.nodes.name(node) for node in range(len(self.nodes.addresses)) if node not in free]
+            raise SiteError(
+                f"{len(free)} of {len(self.nodes.addresses)} nodes are there after {render_seconds(wait_s)}, and it "
+                f"takes {self.least}; missing: {', '.join(missing)}.\n"
+                "  To do: start the same command on each of them, with its own --node; look whether they reach "
+                f"{self.nodes.addresses[self.nodes.node]}:{self.nodes.port}. run.elastic lets a run start with fewer."
+            )
+        return free[: self._find_count(len(free))]
+
+    def _find_count(self, free: int) -> int:
+        """The most of so many nodes with which the run file makes sense: a batch has to divide among the ranks."""
+        for count in range(free, self.least - 1, -1):
+            if count == len(self.nodes.addresses) or self._fits(count) is None:
+                return count
+        error = self._fits(free)
+        raise error if error is not None else JobError("no number of nodes fits")
+
+    def _fits(self, count: int) -> UserError | None:
+        try:
+            resolve_request(self.resolution.request, count * self.nodes.ranks, self.nodes.ranks)
+        except UserError as error:
+            return error
+        return None
+
+    def _combine(self, ends: Ends, launch: LocalLaunch) -> Ended:
+        outcomes = [outcome for outcome in ends.outcomes.values() if outcome is not None]
+        if any(outcome.interrupted for outcome in outcomes):
+            raise KeyboardInterrupt("a second signal on another node")
+        if any(outcome.late for outcome in outcomes):
+            raise LateStop("the stop took longer than run.stop_timeout on another node, so all ranks were killed.")
+        failures = sorted((one for each in outcomes for one in each.failures), key=lambda one: one.by_agent)
+        found = merge_found(
+            [each.found for each in outcomes if each.found is not None], launch.ranks * len(ends.outcomes)
+        )
+        return Ended(tuple(failures), found, tuple(self.nodes.name(node) for node in ends.lost))
+
+
+def _lead(resolution: Resolution, nodes: Place, gone: Sequence[int] = ()) -> dict[str, Any]:
+    settings = resolution.resolved.values.run
+    board = host_board(nodes.port, len(nodes.addresses))
+    lead, code = Lead(board, nodes.node, len(nodes.addresses)), JobError.exit_code
+    lead.give_up_on(tuple(gone))
+    patient = settings.start_timeout if settings.elastic == "off" else min(settings.start_timeout, ELASTIC_S)
+    first = SUCCEED_S if gone else patient
+    crew = Led(resolution, replace(nodes, port=board.port), lead, [first, REGATHER_S])
+    with lead.keep():
+        try:
+            outcome = train_local(resolution, build_launch(resolution, nodes.ranks), crew)
+            code = 0
+        except ShardwayError as error:
+            code = error.exit_code
+            raise
+        except KeyboardInterrupt:
+            code = _INTERRUPTED
+            raise
+        finally:
+            lead.finish(code)
+    return outcome
+
+
+# --- to follow
+
+
+def _follow(resolution: Resolution, nodes: Place) -> dict[str, Any] | int:
+    resolution = replace(resolution, request=replace(resolution.request, fresh=False))  # who leads has seen to it
+    wait_s, leader = resolution.resolved.values.run.start_timeout, 0
+    try:
+        board = join_board(nodes.addresses[0], nodes.port, len(nodes.addresses), wait_s)
+    except Unreachable as error:
+        raise SiteError(
+            f"{nodes.name(nodes.node)} could not meet {nodes.name(0)} at port {nodes.port} within "
+            f"{render_seconds(wait_s)}: {error}\n"
+            "  To do: start the same command there with --node 0; look whether its address and port can be reached."
+        ) from error
+    while True:
+        follow = Follow(board, nodes.node)
+        code = _obey(resolution, nodes, follow, leader)
+        if code is not None:
+            return code
+        successor = _find_successor(nodes, leader)
+        if successor is None:
+            return _succeed(resolution, nodes, leader, follow.present)
+        leader, board = successor
+
+
+def _obey(resolution: Resolution, nodes: Place, follow: Follow, leader: int) -> int | None:
+    """Do what the one who leads says; the exit code of the whole, or None once nobody leads."""
+    run, launch = resolution.directory, build_launch(resolution, nodes.ranks)
+    launch = replace(launch, log_folder=launch.log_folder / f"node-{nodes.node}")
+    patience = read_patience(resolution.resolved.values.run)
+    start = 0
+    with follow.keep():
+        while (news := follow.await_order(start, lambda: _pass_on(run))) is not None:
+            if news.code is not None:
+                follow.say(State.LEFT, start, NOBODY)
+                return news.code
+            start = news.start
+            seats = _seat(nodes, news, leader)
+            outcome = run_seats(run, replace(launch, seats=seats), patience, follow)
+            follow.say(State.LEFT if outcome.interrupted else State.ENDED, start, NOBODY, outcome)
+            if outcome.interrupted:
+                raise KeyboardInterrupt("a second signal")
+    return None
+
+
+def _pass_on(run: RunDir) -> None:
+    """A signal that came while there are no ranks here."""
+    if find_received() is not None and run.exists() and not run.stop_requested():
+        ask_to_stop(run)
+
+
+def _find_successor(nodes: Place, leader: int) -> tuple[int, Board] | None:
+    """Who leads after `leader`, and its board; None: this node does."""
+    for node in range(leader + 1, nodes.node):
+        try:
+            return node, join_board(nodes.addresses[node], nodes.port, len(nodes.addresses), SUCCEED_S)
+        except Unreachable:
+            continue
+    return None
+
+
+def _succeed(resolution: Resolution, nodes: Place, leader: int, present: Sequence[int]) -> dict[str, Any]:
+    """Lead those that were there last, since nobody before this node does."""
+    lost = f"{nodes.name(leader)}, which led the others, does not answer any more"
+    if resolution.resolved.values.run.elastic == "off":
+        raise JobError(
+            f"{lost}, so the ranks of {nodes.name(nodes.node)} were ended.\n"
+            f"  To do: run the same command again: it goes on from {resolution.directory.describe_base()}. "
+            "run.elastic lets a run go on with fewer nodes."
+        )
+    tell_restart(resolution.directory, JobError(f"{lost}; {nodes.name(nodes.node)} leads now"), failures=1)
+    gone = [node for node in range(len(nodes.addresses)) if node < nodes.node or node not in present]
+    return _lead(resolution, nodes, gone)
+
+
+# --- the ranks of this node
+
+
+def _seat(nodes: Place, news: News, leader: int) -> Seats:
+    """The ranks of this node among those of all members."""
+    index, count = news.members.index(nodes.node), len(news.members)
+    address = nodes.addresses[leader]
+    return Seats(index * nodes.ranks, count * nodes.ranks, index, count, address, news.port, news.start)
+
+
+def run_seats(run: RunDir, launch: LocalLaunch, patience: Patience | None, member: Member) -> Outcome:
+    """Run the ranks of this node in one start of all, in touch with the other nodes."""
+    seats = launch.seats
+    start, first = (seats.start, seats.first) if seats is not None else (0, 0)
+    with watched(launch.ranks, patience, tell_wake) as watch:
+
+        def look(failed: bool) -> bool:
+            watch.elsewhere = member.elsewhere
+            member.say(State.FAILED if failed else State.RUNNING, start, watch.behind)
+            return member.is_over(start)
+
+        try:
+            failures = run_local(replace(launch, pages=watch.folder), lambda: ask_to_stop(run), look)
+        except LateStop:
+            return Outcome(late=True)
+        except KeyboardInterrupt:
+            return Outcome(interrupted=True)
+    return Outcome(tuple(failures), watch.found.shift(first) if watch.found is not None else None)

@@ -1,0 +1,157 @@
+"""What the agents of several nodes tell each other: a note of each, and the news of the one that leads.
+
+Invariant: text that is no note or no news reads as None, never as something half understood. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from shardway.ranks.agent.hang import NOBODY, Behind, Hang, Sighting
+from shardway.ranks.agent.page import Entry
+from shardway.ranks.agent.stacks import Group
+from shardway.ranks.agent.watch import Found
+from shardway.ranks.failure import RankFailure
+from shardway.ranks.progress import Activity
+
+
+class State(Enum):
+    """Where an agent is: without ranks; with ranks; one of them has failed; they are gone; it leaves."""
+
+    READY = "ready"
+    RUNNING = "running"
+    FAILED = "failed"
+    ENDED = "ended"
+    LEFT = "left"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the ranks of one node ended: those that ended badly, a hang, whether a stop took too long or somebody wanted
+    the end at once."""
+
+    failures: tuple[RankFailure, ...] = ()
+    found: Found | None = None
+    late: bool = False
+    interrupted: bool = False
+
+    @property
+    def is_well(self) -> bool:
+        """Whether nothing went wrong."""
+        return not (self.failures or self.found or self.late or self.interrupted)
+
+
+@dataclass(frozen=True)
+class Note:
+    """What an agent says of itself: `count` grows with every writing, `start` is the start of ranks it speaks of."""
+
+    count: int = 0
+    start: int = 0
+    state: State = State.READY
+    behind: Behind = NOBODY
+    outcome: Outcome | None = None
+
+
+@dataclass(frozen=True)
+class News:
+    """What the agent that leads says: the newest start and the nodes that take part in it, in the order of their ranks.
+
+    `port`: where it keeps the store in which the ranks of that start meet. `present`: nodes that are there at all.
+    `over`: that start has failed somewhere. `code`: all is done, and this is the exit code.
+    """
+
+    count: int = 0
+    start: int = 0
+    members: tuple[int, ...] = ()
+    port: int = 0
+    present: tuple[int, ...] = ()
+    over: bool = False
+    behind: Behind = NOBODY
+    code: int | None = None
+
+
+def render(said: Note | News) -> str:
+    """As one line of JSON."""
+    return json.dumps(asdict(said), default=_plain, separators=(",", ":"))
+
+
+def read_note(text: str) -> Note | None:
+    """The note in a text; None for anything else."""
+    try:
+        facts = json.loads(text)
+        outcome = facts["outcome"]
+        return Note(
+            int(facts["count"]),
+            int(facts["start"]),
+            State(facts["state"]),
+            _read_behind(facts["behind"]),
+            _read_outcome(outcome) if outcome is not None else None,
+        )
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def read_news(text: str) -> News | None:
+    """The news in a text; None for anything else."""
+    try:
+        facts = json.loads(text)
+        code = facts["code"]
+        return News(
+            int(facts["count"]),
+            int(facts["start"]),
+            tuple(map(int, facts["members"])),
+            int(facts["port"]),
+            tuple(map(int, facts["present"])),
+            bool(facts["over"]),
+            _read_behind(facts["behind"]),
+            None if code is None else int(code),
+        )
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def _plain(value: object) -> object:
+    return value.value if isinstance(value, Enum) else str(value)
+
+
+def _read_behind(facts: Mapping[str, Any]) -> Behind:
+    place = facts["place"]
+    return Behind(None if place is None else (int(place[0]), int(place[1])), bool(facts["stopped"]))
+
+
+def _read_outcome(facts: Mapping[str, Any]) -> Outcome:
+    failures = tuple(
+        RankFailure(
+            int(each["rank"]),
+            int(each["pid"]),
+            int(each["exit_code"]),
+            tuple(map(Path, each["printed"])),
+            bool(each["by_agent"]),
+        )
+        for each in facts["failures"]
+    )
+    found = _read_found(facts["found"]) if facts["found"] is not None else None
+    return Outcome(failures, found, bool(facts["late"]), bool(facts["interrupted"]))
+
+
+def _read_found(facts: Mapping[str, Any]) -> Found:
+    hang = facts["hang"]
+    entry = hang["sighting"]["entry"]
+    seen = Entry(
+        int(entry["changes"]), int(entry["pid"]), Activity(entry["activity"]), int(entry["step"]), float(entry["since"])
+    )
+    return Found(
+        Hang(
+            tuple(map(int, hang["ranks"])),
+            float(hang["seconds"]),
+            float(hang["limit_s"]),
+            Sighting(seen, bool(hang["sighting"]["stopped"])),
+            bool(hang["all_alike"]),
+        ),
+        tuple(Group(tuple(map(int, each["ranks"])), tuple(map(str, each["frames"]))) for each in facts["groups"]),
+    )
