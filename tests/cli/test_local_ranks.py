@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardway.cli import local
-from shardway.cli.local import pack_request, train_local
+from shardway.cli.local import Alone, build_launch, pack_request, train_local
 from shardway.cli.rank import read_packed
 from shardway.errors import Bug, Fenced, JobError, ShardwayError, SiteError, UserError
 from shardway.ranks.failure import RankFailure
 from shardway.ranks.local import LocalLaunch
 from shardway.resolve.request import Request, resolve_request
+from shardway.rundir.attempts import Ending
 from shardway.rundir.directory import RunDir
 
 LOST = "rank 0 lost contact with another rank in step 5"
@@ -57,7 +58,8 @@ def run(tmp_path: Path) -> RunDir:
 def train(run: RunDir, play: Play, monkeypatch: pytest.MonkeyPatch, **request: Any) -> dict[str, Any]:
     monkeypatch.setattr(local, "run_local", play)
     words = ("run.restarts=0", *request.pop("overrides", ()))
-    return train_local(resolve_request(Request(directory=run.path, overrides=words, **request), 2, 2), 2)
+    resolution = resolve_request(Request(directory=run.path, overrides=words, **request), 2, 2)
+    return train_local(resolution, build_launch(resolution, 2), Alone(2))
 
 
 def failing(run: RunDir, play: Play, monkeypatch: pytest.MonkeyPatch) -> ShardwayError:
@@ -66,8 +68,8 @@ def failing(run: RunDir, play: Play, monkeypatch: pytest.MonkeyPatch) -> Shardwa
     return told.value
 
 
-def exited(*ranks: int, code: int = 4) -> list[RankFailure]:
-    return [RankFailure(rank, 1000 + rank, code) for rank in ranks]
+def exited(*ranks: int, code: int = 4, printed: tuple[Path, ...] = ()) -> list[RankFailure]:
+    return [RankFailure(rank, 1000 + rank, code, printed) for rank in ranks]
 
 
 def test_ranks_that_end_well(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,25 +151,23 @@ def test_a_fault_of_an_earlier_start_explains_nothing(run: RunDir, monkeypatch: 
 
 
 def test_what_a_rank_printed_is_named_where_nothing_else_explains(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    output = run.path / "logs/start/attempt_0/1"
-    output.mkdir(parents=True)
-    (output / "stderr.log").write_text("Segmentation fault")
-    where = f"\n  What it printed is in {output}/stderr.log"
-    unexplained = failing(run, Play(failures=exited(1, code=17)), monkeypatch)
+    printed = run.path / "stderr.log"
+    printed.write_text("Segmentation fault")
+    where = f"\n  What it printed is in {printed}"
+    unexplained = failing(run, Play(failures=exited(1, code=17, printed=(printed,))), monkeypatch)
     assert str(unexplained) == f"rank 1 ended with exit code 17.{where}"
-    defect = failing(run, Play({1: ("Bug", "KeyError: 3")}, exited(1, code=70)), monkeypatch)
+    defect = failing(run, Play({1: ("Bug", "KeyError: 3")}, exited(1, code=70, printed=(printed,))), monkeypatch)
     assert (type(defect), str(defect)) == (Bug, f"KeyError: 3{where}")
 
 
 def test_a_rank_that_could_not_write_events_speaks_by_what_it_printed(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    output = run.path / "logs/start/attempt_0/1"
-    output.mkdir(parents=True)
-    (output / "stderr.log").write_text("a warning\nshardway: no checkpoint is whole:\n  step 20: a file is missing\n")
-    error = failing(run, Play(failures=exited(1, code=4)), monkeypatch)
+    printed = run.path / "stderr.log"
+    printed.write_text("a warning\nshardway: no checkpoint is whole:\n  step 20: a file is missing\n")
+    error = failing(run, Play(failures=exited(1, code=4, printed=(printed,))), monkeypatch)
     assert (type(error), str(error)) == (JobError, "no checkpoint is whole:\n  step 20: a file is missing")
-    unknown = failing(run, Play(failures=exited(1, code=17)), monkeypatch)
+    unknown = failing(run, Play(failures=exited(1, code=17, printed=(printed,))), monkeypatch)
     assert str(unknown).startswith("rank 1 ended with exit code 17.")
 
 
@@ -242,13 +242,42 @@ def test_nothing_starts_again_after_a_stop_was_asked_for(run: RunDir, monkeypatc
     assert play.starts == 1
 
 
-def test_in_a_job_the_next_attempt_goes_on(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_hears_how_it_ended_once_the_ranks_do_not_start_again(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure after which they do is no end of the attempt; memory that ran out is told as such."""
     folder = run.path / "attempts/0001"
     folder.mkdir(parents=True)
     monkeypatch.setenv("SHARDWAY_ATTEMPT_DIR", str(folder))
-    play = Play(failures=[KILLED])
+    told: list[object] = []
+
+    def look(run: RunDir, on_stop: Callable[[], None]) -> None:
+        told.append(run.attempt(1).read_result())
+        with run.event_writer(1) as events:
+            events.write("fault", kind="JobError", message="no memory is left", out_of_memory=True)
+
     with pytest.raises(JobError):
-        train(run, play, monkeypatch, overrides=AGAIN)
+        train(run, Play(failures=exited(1), also=look), monkeypatch, overrides=AGAIN)
+    assert told == [None, None]
+    result = run.attempt(1).read_result()
+    assert result is not None
+    assert (result.state, result.by) == (Ending.OUT_OF_MEMORY, "rank 1")
+
+
+@dataclass(frozen=True)
+class Few(Alone):
+    """A crew of which too little is left."""
+
+    def why_not_again(self) -> str:
+        return "1 of 2 nodes are left"
+
+
+def test_nothing_starts_again_where_too_few_nodes_are_left(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    play = Play(failures=[KILLED])
+    monkeypatch.setattr(local, "run_local", play)
+    resolution = resolve_request(Request(directory=run.path), 2, 2)
+    with pytest.raises(JobError, match=r"was ended by SIGKILL"):
+        train_local(resolution, build_launch(resolution, 2), Few(2))
     assert play.starts == 1
 
 

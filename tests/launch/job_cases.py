@@ -62,7 +62,7 @@ def make_job(scheduler: str, starter: str = "torchrun", runtime: str = "none", *
         starter=starter,
         run=RUN,
         attempt=1,
-        program=SCRIPT_OF_A_PERSON,
+        program=OWN if starter == "agent" else SCRIPT_OF_A_PERSON,
         shape=Shape(nodes, 4, 32, 4, 480 * 2**30, whole_nodes=True),
         terms=QueueTerms(
             2 * 3600.0, "gpu", "gpu", account="proj1", accelerators={"pbs": "ngpus"}.get(scheduler, "gres")

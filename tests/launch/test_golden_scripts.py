@@ -57,6 +57,7 @@ def special_jobs() -> dict[str, Job]:
     options: dict[str, bool | int | str | tuple[str, ...]] = {"mail-type": "END,FAIL", "H": True, "x": False}
     no_mpi = StartRules(srun_options=("--mpi=none",))
     return {
+        "special-elastic": make_job("slurm", "agent", elastic=True, preflight=OWN),
         "special-until-done": chained(replace(slurm, program=OWN, warn_s=0.0)),
         "special-second-link": chained(replace(slurm, program=OWN, warn_s=0.0)).successor(),
         "special-ahead": chained(replace(pbs, program=OWN, warn_s=0.0), most=3, ahead=True),

@@ -136,4 +136,11 @@ REFUSALS: list[Refuses] = [
         "      allowed: less than 1s\n"
         "      to do: lower run.collective_timeout or raise run.stop_timeout",
     ),
+    Refuses(
+        "a_job_has_as_many_nodes_as_the_run_may",
+        ("run.elastic=[2, 4]",),
+        "  run.elastic (command line): [2, 4] leaves out site.nodes = 1\n"
+        "      allowed: a range with 1 in it\n"
+        "      to do: set site.nodes to 2 to 4, or widen run.elastic",
+    ),
 ]

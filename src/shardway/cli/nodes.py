@@ -9,6 +9,7 @@ does. This module must not judge who is there (`ranks.crew`) nor what a failure 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +20,7 @@ from shardway.errors import JobError, LateStop, ShardwayError, SiteError, UserEr
 from shardway.ranks.agent.hang import NOBODY
 from shardway.ranks.agent.patience import Patience
 from shardway.ranks.agent.watch import merge_found, watched
+from shardway.ranks.attempt import find_attempt
 from shardway.ranks.crew.board import Board, Unreachable, host_board, join_board
 from shardway.ranks.crew.follow import Follow
 from shardway.ranks.crew.lead import Ends, Lead
@@ -137,7 +139,7 @@ def _lead(resolution: Resolution, nodes: Place, gone: Sequence[int] = ()) -> dic
     crew = Led(resolution, replace(nodes, port=board.port), lead, [first, REGATHER_S])
     with lead.keep():
         try:
-            outcome = train_local(resolution, build_launch(resolution, nodes.ranks), crew)
+            outcome = train_local(resolution, _launch(resolution, nodes), crew)
             code = 0
         except ShardwayError as error:
             code = error.exit_code
@@ -177,8 +179,7 @@ def _follow(resolution: Resolution, nodes: Place) -> dict[str, Any] | int:
 
 def _obey(resolution: Resolution, nodes: Place, follow: Follow, leader: int) -> int | None:
     """Do what the one who leads says; the exit code of the whole, or None once nobody leads."""
-    run, launch = resolution.directory, build_launch(resolution, nodes.ranks)
-    launch = replace(launch, log_folder=launch.log_folder / f"node-{nodes.node}")
+    run, launch = resolution.directory, _launch(resolution, nodes)
     patience = read_patience(resolution.resolved.values.run)
     start = 0
     with follow.keep():
@@ -226,6 +227,14 @@ def _succeed(resolution: Resolution, nodes: Place, leader: int, present: Sequenc
 
 
 # --- the ranks of this node
+
+
+def _launch(resolution: Resolution, nodes: Place) -> LocalLaunch:
+    """What the ranks of this node run; what they print goes to a folder of the node, in a job to its output as well."""
+    launch, attempt = build_launch(resolution, nodes.ranks), find_attempt(os.environ)
+    if attempt is not None:
+        return replace(launch, log_folder=attempt.node_log_folder(nodes.node), shown=True)
+    return replace(launch, log_folder=launch.log_folder / f"node-{nodes.node}")
 
 
 def _seat(nodes: Place, news: News, leader: int) -> Seats:

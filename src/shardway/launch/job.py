@@ -102,6 +102,11 @@ class Program:
     python: bool = True
     meets_by_itself: bool = False
 
+    @property
+    def is_training(self) -> bool:
+        """Whether it is `shardway train`."""
+        return self.meets_by_itself and self.words[:3] == ("-m", "shardway", "train")
+
 
 @dataclass(frozen=True)
 class Surroundings:
@@ -171,6 +176,13 @@ class Job:
     """How long before the end of the wall-time the job script asks the program to stop; 0: the program looks itself."""
     preflight: Program | None = None
     """What looks at the nodes before the program starts."""
+    elastic: bool = False
+    """Whether it goes on with fewer nodes where one is lost."""
+
+    @property
+    def one_agent_a_node(self) -> bool:
+        """Whether the scheduler starts one process on each node, which starts the ranks there."""
+        return self.starter in ("torchrun", "agent")
 
     @property
     def folder(self) -> Attempt:

@@ -21,7 +21,7 @@ from shardway.launch.containers.charliecloud import CHARLIECLOUD
 from shardway.launch.containers.enroot import ENROOT
 from shardway.launch.containers.podman import PODMAN
 from shardway.launch.containers.pyxis import PYXIS
-from shardway.launch.job import Job, Surroundings
+from shardway.launch.job import Job, Program, Surroundings
 from shardway.launch.schedulers.base import SchedulerScript
 from shardway.launch.schedulers.local.script import LOCAL
 from shardway.launch.schedulers.pbs.script import PBS
@@ -36,14 +36,19 @@ from shardway.launch.script import (
     render_script,
     wrap_command,
 )
-from shardway.launch.starters import tasks, torchrun
+from shardway.launch.starters import agent, tasks, torchrun
 from shardway.launch.starters.base import Starter
 from shardway.version import __version__
 
 SCHEDULERS: Mapping[str, SchedulerScript] = MappingProxyType({"slurm": SLURM, "pbs": PBS, "local": LOCAL})
 
 STARTERS: Mapping[str, Starter] = MappingProxyType(
-    {"torchrun": torchrun.start, "srun": tasks.start_by_srun, "mpirun": tasks.start_by_mpirun}
+    {
+        "torchrun": torchrun.start,
+        "srun": tasks.start_by_srun,
+        "mpirun": tasks.start_by_mpirun,
+        "agent": agent.start,
+    }
 )
 
 RUNTIMES: Mapping[str, Runtime] = MappingProxyType(
@@ -58,7 +63,11 @@ RUNTIMES: Mapping[str, Runtime] = MappingProxyType(
 )
 
 LAUNCHERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"slurm": ("torchrun", "srun", "mpirun"), "pbs": ("torchrun", "mpirun"), "local": ("torchrun", "mpirun")}
+    {
+        "slurm": ("torchrun", "srun", "mpirun", "agent"),
+        "pbs": ("torchrun", "mpirun", "agent"),
+        "local": ("torchrun", "mpirun", "agent"),
+    }
 )
 """Scheduler -> starters that it goes with."""
 
@@ -224,7 +233,7 @@ def _run(job: Job, scheduler: SchedulerScript, runtime: Runtime) -> tuple[Line, 
     lines += runtime.setup(job, scheduler)
     lines += _mpirun_options(job) if job.starter == "mpirun" else []  # of variables that the lines before have set
     if job.preflight is not None:
-        doctor = _command(replace(job, program=job.preflight), scheduler, runtime)
+        doctor = _command(_as_doctor(job, job.preflight), scheduler, runtime)
         doctor = f"prints=$here/log/doctor.out {doctor}" if _by_function(job) else doctor
         lines.append(Line(f'{doctor} > "$here/log/doctor.out" 2>&1', "what the nodes are like; it stops nothing"))
         found = 'grep -E "(warn|fail) " "$here/log/doctor.out"'
@@ -234,6 +243,11 @@ def _run(job: Job, scheduler: SchedulerScript, runtime: Runtime) -> tuple[Line, 
         Line("wait_for $!"),
     ]
     return tuple(lines)
+
+
+def _as_doctor(job: Job, doctor: Program) -> Job:
+    """The same job with the doctor in place of its program; our agent starts nothing but training."""
+    return replace(job, program=doctor, starter="torchrun" if job.starter == "agent" else job.starter)
 
 
 def _notes_modules(job: Job) -> bool:
@@ -253,7 +267,7 @@ def _inherits_nothing(job: Job) -> bool:
 
 def _by_function(job: Job) -> bool:
     """Whether `on_each_node` starts the ranks, which has to be told where they print."""
-    return job.scheduler == "pbs" and job.starter == "torchrun"
+    return job.scheduler == "pbs" and job.one_agent_a_node
 
 
 def _command(job: Job, scheduler: SchedulerScript, runtime: Runtime) -> str:

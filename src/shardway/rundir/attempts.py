@@ -146,7 +146,7 @@ class Attempt:
         return self.log_folder / "job.out"
 
     def node_log_folder(self, node: int) -> Path:
-        """What the ranks of one node printed, where torchrun started them."""
+        """What the ranks of one node printed, where an agent started them."""
         return self.log_folder / f"node-{node}"
 
     @property

@@ -52,7 +52,11 @@ class SiteSection(Section):
     queue: str = key("", "Queue or partition; empty = the first of the site.")
     account: str = key("", "Account, project or budget that is charged.")
     memory: BytesField | Auto = key("auto", "Memory of a node; auto = all of it where the site wants it said.")
-    starter: Literal["auto", "torchrun", "srun", "mpirun"] = key("auto", "What starts the ranks; auto = the site's.")
+    starter: Literal["auto", "torchrun", "srun", "mpirun", "agent"] = key(
+        "auto",
+        "What starts the ranks; agent = `shardway train --nodes`, which starts them again in place; auto = the site's, "
+        "or agent where run.elastic is set.",
+    )
     container: Literal["auto", "none", "pyxis", "enroot", "apptainer", "podman", "charliecloud"] = key(
         "auto", "Container runtime; auto = the site's where image is set, or else none."
     )

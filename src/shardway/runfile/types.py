@@ -153,8 +153,20 @@ SettingsField = Annotated[
     WithJsonSchema({"type": "object", "description": "a table of what JSON can hold"}),
 ]
 ElasticField = Annotated[
-    Any,
+    list[int] | Off,
     BeforeValidator(_as_elastic),
-    PlainSerializer(lambda v: v, return_type=Any),
-    _schema(["array", "string"], [[2, 4], "off"], 'the fewest and the most nodes, or "off"'),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {
+                    "type": "array",
+                    "items": {"type": "integer", "minimum": 1},
+                    "minItems": 2,
+                    "maxItems": 2,
+                    "description": "the fewest and the most, not less than the fewest",
+                },
+                {"const": "off", "type": "string"},
+            ]
+        }
+    ),
 ]

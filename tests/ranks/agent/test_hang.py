@@ -98,7 +98,7 @@ def test_where_all_are_at_one_place_all_are_named() -> None:
     ranks.enter(Activity.STEP, 10)
     hang = ranks.wait_for_hang()
     assert (hang.ranks, hang.all_alike) == ((0, 1), True)
-    assert hang.message.startswith("all ranks of this node did nothing for 6.2 s in a step after step 10")
+    assert hang.message.startswith("all ranks did nothing for 6.2 s in a step after step 10")
 
 
 def test_a_rank_that_is_stopped_is_to_blame_wherever_it_is() -> None:

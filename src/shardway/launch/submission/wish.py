@@ -121,11 +121,19 @@ def walltime_of(wish: Wish) -> float | None:
 
 
 def starter_of(wish: Wish) -> str:
-    """The starter: as asked, or the site's, or the first that goes with its scheduler."""
+    """The starter: as asked, or the one that goes on with fewer nodes where the run may, or the site's, or the first
+    that goes with its scheduler."""
     if wish.section.starter != "auto":
         return wish.section.starter
+    if is_elastic(wish):
+        return "agent"
     possible = LAUNCHERS[wish.profile.scheduler]
     return wish.profile.starter if wish.profile.starter in possible else possible[0]
+
+
+def is_elastic(wish: Wish) -> bool:
+    """Whether the job is a training that may go on with fewer nodes."""
+    return wish.program.is_training and wish.loaded.values.run.elastic != "off"
 
 
 def runtime_of(wish: Wish) -> str:
@@ -162,6 +170,7 @@ def build_job(wish: Wish, attempt: int) -> Job:
         start=profile.start,
         chain=wish.chain,
         preflight=_preflight(wish),
+        elastic=is_elastic(wish),
         warn_s=0.0 if program.meets_by_itself else warn_before(walltime),
     )
 

@@ -34,7 +34,7 @@ def _options(job: Job) -> Iterator[Line]:
     if terms.constraint:
         yield Line(f"--constraint={quote(terms.constraint)}", "the kind of node")
     yield Line(f"--nodes={shape.nodes}", "nodes, and what is wanted of each")
-    yield Line(f"--ntasks-per-node={shape.ranks_per_node if job.starter != 'torchrun' else 1}")
+    yield Line(f"--ntasks-per-node={1 if job.one_agent_a_node else shape.ranks_per_node}")
     if shape.cores_per_node:
         yield Line(f"--cpus-per-task={cores_of_task(job)}")
     yield from _accelerators(job)
@@ -48,6 +48,8 @@ def _options(job: Job) -> Iterator[Line]:
     yield Line(
         "--no-requeue", "an attempt that loses its nodes ends; the next attempt goes on from the last checkpoint"
     )
+    if job.elastic:
+        yield Line("--no-kill", "a node that is lost does not end the job: the run goes on with those that are left")
     yield Line("--open-mode=append", "what it prints")
     yield Line(f"--output={job.log_for_scheduler}")
     for words in render_options(terms.options):
@@ -72,7 +74,7 @@ def _render_time(seconds: float) -> str:
 def cores_of_task(job: Job) -> int:
     """Cores of one task: of a rank, or of the agent that starts all ranks of a node."""
     cores = job.shape.cores_per_node or 1
-    return cores if job.starter == "torchrun" else job.shape.cores_per_rank or 1
+    return cores if job.one_agent_a_node else job.shape.cores_per_rank or 1
 
 
 def srun(job: Job, tasks_per_node: int) -> tuple[str, ...]:
@@ -84,7 +86,7 @@ def srun(job: Job, tasks_per_node: int) -> tuple[str, ...]:
         f"--ntasks={job.shape.nodes * tasks_per_node}",
         f"--ntasks-per-node={tasks_per_node}",
         *([f"--cpus-per-task={max(1, cores)}"] if cores else []),
-        "--kill-on-bad-exit=1",
+        *(("--kill-on-bad-exit=0", "--no-kill") if job.elastic else ("--kill-on-bad-exit=1",)),
         *map(quote, job.start.srun_options),
     ]
     return tuple(words)

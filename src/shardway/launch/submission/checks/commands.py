@@ -94,7 +94,7 @@ def _list_modules(wish: Wish, code: Code) -> tuple[str, ...]:
     named = words[1].split(".")[0] if wish.program.python and words[0] == "-m" and len(words) > 1 else ""
     named = "" if own or code.holds_module(named) else named
     return (
-        *(("torch",) if own or starter_of(wish) == "torchrun" else ()),
+        *(("torch",) if own or starter_of(wish) in ("torchrun", "agent") else ()),
         *(("shardway",) if own else ()),
         *((named,) if named.isidentifier() else ()),
     )

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from shardway.errors import Problem
 from shardway.launch.job_script import LAUNCHERS, RUNTIMES
-from shardway.launch.submission.wish import Wish, runtime_of, shape_of, starter_of, walltime_of
+from shardway.launch.submission.wish import Wish, is_elastic, runtime_of, shape_of, starter_of, walltime_of
 from shardway.units import render_seconds, say_bytes
 
 Check = Callable[[Wish], Iterator[Problem]]
@@ -91,6 +91,12 @@ def a_starter_goes_with_its_scheduler(wish: Wish) -> Iterator[Problem]:
     if starter not in LAUNCHERS[scheduler]:
         allowed = ", ".join(LAUNCHERS[scheduler])
         yield problem(wish, "starter", f'"{starter}" does not go with the scheduler {scheduler}', allowed)
+    if starter == "agent" and not wish.program.is_training:
+        what = '"agent" starts the training of a run file alone, and this is a command of your own'
+        yield problem(wish, "starter", what, ", ".join(name for name in LAUNCHERS[scheduler] if name != "agent"))
+    if starter != "agent" and is_elastic(wish):
+        what = f'"{starter}" ends the job where a node is lost, and run.elastic wants it to go on'
+        yield problem(wish, "starter", what, '"agent" or "auto"', "leave it out, or set run.elastic to off")
     if starter == "mpirun" and runtime_of(wish) == "pyxis":
         what = '"mpirun" does not go with pyxis, whose containers are started by srun'
         yield problem(wish, "starter", what, "torchrun, srun")

@@ -1,0 +1,112 @@
+"""A run on several nodes with an agent on each: what fails on one of them, and nodes that are lost.
+
+The nodes are processes of this machine with loopback addresses of their own.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from commands import Command, Start, training_commands
+from runs import TINY, read_column, read_named, worst_difference
+from shardway.rundir.directory import RunDir
+
+pytestmark = pytest.mark.slow
+
+WORDS = (*TINY, "checkpoint.every=20 steps", "train.steps=120", "train.global_batch=12", "data.record_ids=true")
+
+
+@dataclass(frozen=True)
+class Crew:
+    """The agents of a run, by node."""
+
+    agents: list[Command]
+
+    @property
+    def run(self) -> RunDir:
+        return self.agents[0].run
+
+    def ranks_of(self, node: int) -> list[psutil.Process]:
+        """The rank processes of a node."""
+        self.agents[node].note_processes()
+        return list(self.agents[node].ranks().values())
+
+    def lose(self, node: int) -> None:
+        """Kill an agent and its ranks at once, as a node that is switched off."""
+        for process in [psutil.Process(self.agents[node].process.pid), *self.ranks_of(node)]:
+            process.send_signal(signal.SIGKILL)
+
+    def restarts(self) -> list[dict[str, Any]]:
+        return read_named(self.run.path, "restarted")
+
+    def worlds(self) -> list[int]:
+        """How many ranks each start had."""
+        return [event["world"] for event in read_named(self.run.path, "started")]
+
+
+Launch = Callable[..., Crew]
+
+
+def free_port() -> int:
+    """A port at which nothing listens now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    """`launch("name", nodes, *words)` with one rank a node."""
+    with training_commands(tmp_path) as start:
+
+        def go(name: str, nodes: int, *words: str) -> Crew:
+            port, addresses = free_port(), " ".join(f"127.0.0.{node + 1}" for node in range(nodes))
+            place = ("--nodes", addresses, "--port", str(port))
+            return Crew([start(name, *place, "--node", str(node), *words) for node in range(nodes)])
+
+        yield go
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    with training_commands(tmp_path) as go:
+        yield go
+
+
+def test_a_rank_that_is_killed_on_another_node_is_started_again(launch: Launch, start: Start) -> None:
+    """To the same bits as the ranks of one machine to which nothing happens."""
+    crew = launch("crew", 2, *WORDS)
+    crew.agents[0].wait_for_step(25)
+    (rank,) = crew.ranks_of(1)
+    rank.kill()
+    for agent in crew.agents:
+        agent.finish()
+    (restart,) = crew.restarts()
+    assert restart["reason"].startswith(f"rank 1 (process {rank.pid}) was ended by SIGKILL")
+    assert restart["step"] >= 20
+    start("alone", "--nproc", "2", *WORDS).finish()
+    alone = RunDir(crew.run.path.with_name("alone"))
+    for column in ("loss", "grad_norm"):
+        assert read_column(crew.run.path, column) == read_column(alone.path, column)
+    assert [agent.left_alive() for agent in crew.agents] == [[], []]
+
+
+def test_a_run_goes_on_where_the_node_that_led_is_lost(launch: Launch, start: Start) -> None:
+    crew = launch("crew", 2, *WORDS, "run.elastic=[1, 2]")
+    crew.agents[0].wait_for_step(25)
+    crew.ranks_of(1)
+    crew.lose(0)
+    crew.agents[1].finish()
+    assert crew.worlds() == [2, 1]
+    assert "node 0 (127.0.0.1), which led the others, does not answer any more" in crew.restarts()[-1]["reason"]
+    start("alone", "--nproc", "2", *WORDS).finish()
+    alone = RunDir(crew.run.path.with_name("alone"))
+    assert worst_difference(read_column(crew.run.path, "loss"), read_column(alone.path, "loss")) < 1e-5
