@@ -247,7 +247,8 @@ def _run(job: Job, scheduler: SchedulerScript, runtime: Runtime) -> tuple[Line, 
 
 def _as_doctor(job: Job, doctor: Program) -> Job:
     """The same job with the doctor in place of its program; our agent starts nothing but training."""
-    return replace(job, program=doctor, starter="torchrun" if job.starter == "agent" else job.starter)
+    starter = "torchrun" if job.starter == "agent" else job.starter
+    return replace(job, program=doctor, starter=starter, elastic=False)
 
 
 def _notes_modules(job: Job) -> bool:

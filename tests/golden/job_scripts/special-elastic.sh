@@ -74,8 +74,8 @@ main() {
 
   # --- run
   # what the nodes are like; it stops nothing
-  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 --kill-on-bad-exit=0 --no-kill bash \
-    -c 'node=$SLURM_NODEID; addresses=($SHARDWAY_NODES); host=false
+  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 --kill-on-bad-exit=1 bash -c \
+    'node=$SLURM_NODEID; addresses=($SHARDWAY_NODES); host=false
     [ $node != 0 ] || host=true
     export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="\${rank}: "
     exec python3 -m torch.distributed.run --nnodes=2 --nproc-per-node=4 \

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardway.ranks.agent.hang import Hang, HangFinder, Sighting
+from shardway.ranks.agent.hang import NOBODY, Behind, Hang, HangFinder, Sighting, find_behind, merge_behind
 from shardway.ranks.agent.page import Entry
 from shardway.ranks.agent.patience import Patience, Span
 from shardway.ranks.progress import Activity
@@ -25,6 +25,7 @@ class Ranks:
         self.finder = HangFinder(self.patience, longest_tick_s=2 * LOOK_S)
         self.pages = {rank: Entry(1, 10 + rank, Activity.START, 0, self.now) for rank in range(count)}
         self.stopped: set[int] = set()
+        self.elsewhere = NOBODY
 
     def enter(self, activity: Activity, step: int, *ranks: int) -> None:
         """These ranks (none named: all) begin an activity now."""
@@ -36,7 +37,7 @@ class Ranks:
         """What the finder says after so long."""
         self.now += seconds
         seen = {rank: Sighting(page, rank in self.stopped) for rank, page in self.pages.items()}
-        return self.finder.look(seen, self.now)
+        return self.finder.look(seen, self.now, self.elsewhere)
 
     def train(self, steps: int) -> None:
         """All ranks take steps, each longer than a look."""
@@ -110,6 +111,33 @@ def test_a_rank_that_is_stopped_is_to_blame_wherever_it_is() -> None:
     hang = ranks.wait_for_hang()
     assert hang.ranks == (1,)
     assert "in a save after step 11, stopped by a signal (more than 5.0 s" in hang.message
+
+
+def test_ranks_that_wait_for_another_node_do_not_hang() -> None:
+    """Those of the other node are a step behind, or one of them is stopped; then they catch up and nobody moves."""
+    for waits_for in (Behind((9, 2)), Behind((10, 2), stopped=True)):
+        ranks = Ranks(2)
+        ranks.train(10)
+        ranks.enter(Activity.STEP, 10)
+        ranks.elsewhere = waits_for
+        assert all(ranks.look() is None for _ in range(400))
+        ranks.elsewhere = Behind((10, 2))
+        assert ranks.wait_for_hang(1.0).all_alike
+
+
+def test_who_is_behind_the_other_nodes_is_to_blame() -> None:
+    ranks = Ranks(2)
+    ranks.train(10)
+    ranks.enter(Activity.STEP, 10, 0)
+    ranks.elsewhere = Behind((10, 2))
+    assert ranks.wait_for_hang(20.0).ranks == (1,)
+
+
+def test_the_hindmost_of_several_nodes() -> None:
+    assert merge_behind([]) == find_behind({}) == NOBODY
+    ahead, behind = Behind((4, 2)), Behind((4, 1), stopped=True)
+    assert merge_behind([ahead, NOBODY, behind]) == behind
+    assert merge_behind([ahead, Behind(None, stopped=True)]) == ahead
 
 
 def test_a_first_step_has_the_patience_of_a_start() -> None:

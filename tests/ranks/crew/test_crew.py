@@ -1,0 +1,243 @@
+"""The agent that leads and those that follow, on a board in memory and a clock that a test sets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardway.ranks.agent.hang import NOBODY, Behind
+from shardway.ranks.crew.board import Unreachable
+from shardway.ranks.crew.follow import Follow
+from shardway.ranks.crew.lead import Lead
+from shardway.ranks.crew.member import Member
+from shardway.ranks.crew.notes import News, Note, Outcome, State, read_news, read_note, render
+from shardway.ranks.crew.roll import LOST_S, Roll
+from shardway.ranks.failure import RankFailure
+
+KILLED = Outcome((RankFailure(1, 4711, -9),))
+
+
+@dataclass
+class MemoryBoard:
+    """What was written, as text; `is_gone`: whoever keeps it is."""
+
+    notes: dict[int, str] = field(default_factory=dict)
+    news: str = ""
+    is_gone: bool = False
+
+    def write_note(self, node: int, note: Note) -> None:
+        self._reach()
+        self.notes[node] = render(note)
+
+    def read_notes(self) -> list[Note | None]:
+        self._reach()
+        return [read_note(self.notes.get(node, "")) for node in range(4)]
+
+    def write_news(self, news: News) -> None:
+        self.news = render(news)
+
+    def read_news(self) -> News | None:
+        self._reach()
+        return read_news(self.news)
+
+    def _reach(self) -> None:
+        if self.is_gone:
+            raise Unreachable("gone")
+
+
+@dataclass
+class Scene:
+    """One that leads and three that follow; `pass_time` lets those look that are awake."""
+
+    awake: set[int] = field(default_factory=lambda: {0, 1, 2, 3})
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.board = MemoryBoard()
+        self.lead = Lead(self.board, 0, 4, self.clock)  # type: ignore[arg-type]
+        self.others = {node: Follow(self.board, node, self.clock) for node in (1, 2, 3)}  # type: ignore[arg-type]
+
+    def clock(self) -> float:
+        return self.now
+
+    def pass_time(self, seconds: float) -> None:
+        """In steps of half a second."""
+        for _ in range(round(seconds * 2)):
+            self.now += 0.5
+            for node in sorted(self.awake, reverse=True):  # a look of the leader sees what the others have just said
+                keeper = (self.lead if node == 0 else self.others[node])._keeper
+                keeper._look(keeper._beat())
+
+    def run_ranks(self, *nodes: int) -> int:
+        """Begin a start in which all nodes run their ranks; its number."""
+        news = self.lead.begin(nodes, port=1)
+        for node in nodes:
+            self.say(node, State.RUNNING, news.start)
+        self.pass_time(1)
+        return news.start
+
+    def say(self, node: int, state: State, start: int, outcome: Outcome | None = None, behind: Behind = NOBODY) -> None:
+        (self.lead if node == 0 else self.others[node]).say(state, start, behind, outcome)
+
+
+@pytest.fixture
+def scene() -> Scene:
+    scene = Scene()
+    scene.pass_time(1)
+    return scene
+
+
+def test_those_that_are_there_and_have_no_ranks_are_gathered(scene: Scene) -> None:
+    assert scene.lead.gather(10.0, lambda: False) == (0, 1, 2, 3)
+    scene.say(2, State.RUNNING, 1)
+    scene.pass_time(1)
+    assert scene.lead.find_free() == (0, 1, 3)
+    scene.say(2, State.ENDED, 1)
+    scene.pass_time(1)
+    assert scene.lead.find_free() == (0, 1, 2, 3)
+
+
+def test_a_node_that_never_came_is_waited_for_and_one_that_was_lost_is_not(scene: Scene) -> None:
+    late = Scene(awake={0, 1, 2})
+    late.pass_time(1)
+    assert late.lead._list_missing() == [3]
+    scene.awake = {0, 1, 2}
+    scene.pass_time(LOST_S + 1)
+    assert scene.lead._list_missing() == []
+    assert scene.lead.list_present() == (0, 1, 2)
+
+
+def test_ranks_run_where_the_news_name_them(scene: Scene) -> None:
+    scene.lead.begin((0, 1, 3), port=7)
+    scene.pass_time(1)
+    news = scene.others[1].await_order(0)
+    assert news is not None
+    assert (news.start, news.members, news.port) == (1, (0, 1, 3), 7)
+    assert scene.others[3].await_order(0) == news
+    assert 2 not in news.members
+
+
+def test_a_failure_on_one_node_ends_the_start_on_all(scene: Scene) -> None:
+    start = scene.run_ranks(0, 1, 2, 3)
+    members: list[Member] = [scene.lead, *scene.others.values()]
+    assert not any(member.is_over(start) for member in members)
+    scene.say(2, State.FAILED, start)
+    scene.pass_time(1)
+    assert all(member.is_over(start) for member in members)
+
+
+def test_ranks_that_end_well_end_nothing(scene: Scene) -> None:
+    start = scene.run_ranks(0, 1)
+    scene.say(1, State.ENDED, start, Outcome())
+    scene.pass_time(1)
+    assert not scene.lead.is_over(start)
+    scene.say(0, State.ENDED, start, Outcome())
+    scene.pass_time(1)
+    assert scene.lead.await_end().outcomes == {0: Outcome(), 1: Outcome()}
+
+
+def test_how_each_node_ended_is_told_and_who_was_lost(scene: Scene) -> None:
+    start = scene.run_ranks(0, 1, 2)
+    scene.awake = {0, 1}
+    scene.say(1, State.ENDED, start, KILLED)
+    scene.say(0, State.ENDED, start, Outcome())
+    scene.pass_time(LOST_S + 1)
+    ends = scene.lead.await_end()
+    assert ends.outcomes == {0: Outcome(), 1: KILLED, 2: None}
+    assert ends.lost == (2,)
+
+
+def test_whoever_leads_and_was_asleep_itself_loses_nobody(scene: Scene) -> None:
+    start = scene.run_ranks(0, 1)
+    scene.now += 3600.0
+    scene.pass_time(1)
+    assert not scene.lead.is_over(start)
+    assert scene.lead.list_present() == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("how", ["silent", "gone"])
+def test_a_start_is_over_where_nobody_leads(scene: Scene, how: str) -> None:
+    start = scene.run_ranks(0, 1)
+    follow = scene.others[1]
+    scene.awake.discard(0)
+    scene.board.is_gone = how == "gone"
+    for _ in range(3 if how == "gone" else round(LOST_S * 2) + 3):
+        scene.pass_time(0.5)
+        over = follow.is_over(start)
+    assert over
+    assert follow.is_alone()
+    assert follow.await_order(start) is None
+    assert follow.present == (0, 1, 2, 3)
+
+
+def test_all_hear_the_exit_code(scene: Scene) -> None:
+    scene.lead._say(code=4)
+    scene.pass_time(1)
+    news = scene.others[3].await_order(0)
+    assert news is not None
+    assert news.code == 4
+
+
+def test_the_hindmost_rank_of_all_nodes_is_known_to_all(scene: Scene) -> None:
+    start = scene.run_ranks(0, 1)
+    scene.say(0, State.RUNNING, start, behind=Behind((7, 2)))
+    scene.say(1, State.RUNNING, start, behind=Behind((7, 1), stopped=True))
+    scene.pass_time(1)
+    scene.pass_time(0.5)
+    assert scene.others[1].elsewhere == scene.lead.elsewhere == Behind((7, 1), stopped=True)
+
+
+def test_silence_grows_by_what_the_observer_lived_through() -> None:
+    roll = Roll()
+    roll.look({1: 5}, 0.0)
+    roll.look({1: 5}, 1000.0)
+    assert not roll.is_lost(1)
+    for second in range(11):
+        roll.look({1: 5}, 1000.0 + second)
+    assert roll.is_lost(1)
+    roll.look({1: 6}, 1011.0)
+    assert not roll.is_lost(1)
+    assert not roll.is_lost(2)
+
+
+ACTS = st.lists(
+    st.tuples(st.sampled_from(["sleep", "wake", "fail", "end", "wait"]), st.integers(1, 3), st.integers(1, 24)),
+    max_size=12,
+)
+
+
+@settings(max_examples=60)
+@given(ACTS)
+def test_whatever_the_others_do_a_start_comes_to_an_end(acts: list[tuple[str, int, int]]) -> None:
+    """Nodes sleep, wake, fail and end in any order. A start that is over stays over; nobody runs on in an old one; and
+    once all that are awake have ended, the one that leads knows how, and can begin the next with them."""
+    scene = Scene()
+    scene.pass_time(1)
+    start = scene.run_ranks(0, 1, 2, 3)
+    was_over = False
+    for act, node, halves in acts:
+        if act == "sleep":
+            scene.awake.discard(node)
+        elif act == "wake":
+            scene.awake.add(node)
+        elif act == "fail":
+            scene.say(node, State.ENDED, start, KILLED)
+        elif act == "end":
+            scene.say(node, State.ENDED, start, Outcome())
+        scene.pass_time(halves / 2)
+        assert scene.lead.is_over(start) or not was_over
+        was_over = scene.lead.is_over(start)
+        if was_over:
+            scene.pass_time(0.5)  # the others hear it at their next look
+            assert all(scene.others[each].is_over(start) for each in scene.awake - {0})
+    for node in range(4):
+        scene.say(node, State.ENDED, start, Outcome())
+    scene.pass_time(LOST_S + 2)
+    ends = scene.lead.await_end()
+    assert set(ends.lost) <= {0, 1, 2, 3} - scene.awake
+    free = scene.lead.find_free()
+    assert set(free) == scene.awake
+    assert scene.lead.begin(free, port=1).start == start + 1

@@ -1,0 +1,62 @@
+"""What agents tell each other arrives as it was said, or not at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardway.ranks.agent.hang import Behind, Hang, Sighting
+from shardway.ranks.agent.page import Entry
+from shardway.ranks.agent.stacks import Group
+from shardway.ranks.agent.watch import Found
+from shardway.ranks.crew.notes import News, Note, Outcome, State, read_news, read_note, render
+from shardway.ranks.failure import RankFailure
+from shardway.ranks.progress import Activity
+
+WHOLE = st.integers(0, 9999)
+RANKS = st.lists(WHOLE, max_size=3).map(tuple)
+BEHIND = st.builds(Behind, st.none() | st.tuples(WHOLE, WHOLE), st.booleans())
+ENTRIES = st.builds(Entry, WHOLE, WHOLE, st.sampled_from(list(Activity)), WHOLE, st.floats(0, 1e9))
+HANGS = st.builds(
+    Hang, RANKS, st.floats(0, 1e6), st.floats(0, 1e6), st.builds(Sighting, ENTRIES, st.booleans()), st.booleans()
+)
+GROUPS = st.lists(st.builds(Group, RANKS, st.lists(st.text(max_size=9), max_size=2).map(tuple)), max_size=2)
+FAILURES = st.builds(
+    RankFailure, WHOLE, WHOLE, st.integers(-64, 255), st.just((Path("a b/stderr.log"),)), by_agent=st.booleans()
+)
+OUTCOMES = st.builds(
+    Outcome,
+    st.lists(FAILURES, max_size=2).map(tuple),
+    st.none() | st.builds(Found, HANGS, GROUPS.map(tuple)),
+    st.booleans(),
+    st.booleans(),
+)
+NOTES = st.builds(Note, WHOLE, WHOLE, st.sampled_from(list(State)), BEHIND, st.none() | OUTCOMES)
+NEWS = st.builds(News, WHOLE, WHOLE, RANKS, WHOLE, RANKS, st.booleans(), BEHIND, st.none() | st.integers(0, 255))
+
+
+@given(NOTES)
+def test_a_note_arrives_as_it_was_written(note: Note) -> None:
+    assert read_note(render(note)) == note
+
+
+@given(NEWS)
+def test_news_arrive_as_they_were_written(news: News) -> None:
+    assert read_news(render(news)) == news
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "null", "[" * 5000, '{"count": 1}', "\x00"])
+def test_anything_else_is_no_note_and_no_news(text: str) -> None:
+    assert read_note(text) is None
+    assert read_news(text) is None
+
+
+@given(NOTES, st.data())
+def test_a_note_that_lacks_a_part_is_none(note: Note, data: st.DataObject) -> None:
+    facts = json.loads(render(note))
+    del facts[data.draw(st.sampled_from(sorted(facts)))]
+    assert read_note(json.dumps(facts)) is None
