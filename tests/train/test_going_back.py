@@ -31,7 +31,7 @@ from shardway.rundir.directory import RunDir
 from shardway.train.run import Run
 from trained import assert_same_bits, whole_state
 
-BATCH, SAMPLES, STEPS = 4, 400, 60
+BATCH, SAMPLES, STEPS = 4, 400, 40
 BASE = (
     *("run.device=cpu", "run.threads=1", "data.record_ids=true", f"train.global_batch={BATCH}"),
     *(f"train.steps={STEPS}", "checkpoint.background=false", "checkpoint.every=6 steps"),
@@ -123,3 +123,173 @@ def test_a_run_that_goes_back_is_the_run_that_never_saw_the_span(rank: int, tmp_
     assert [told[name] for name in facts] == [30, 33, 34, 120, 136, 16, 1]
     (skipped,) = read_named(tmp_path / "back", "data_skipped")
     assert skipped["reason"] == "guard.on_spike left out 16 samples between positions 120 and 140"
+
+
+@pytest.mark.parametrize("background", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_what_was_saved_in_the_spike_is_set_aside(tmp_path: Path, quiet_threads: None, background: bool) -> None:
+    """Step 33 is saved while nobody knows yet that it begins a spike, and no older one is removed for it."""
+    words = ("checkpoint.every=3 steps", "checkpoint.keep=1", f"checkpoint.background={str(background).lower()}")
+    found = train(tmp_path / "back", *words, *BACK, before_step=wait_until_step_33_is_saved)
+    expected = train(tmp_path / "told", *words, "data.skip=[[120, 136]]", before_step=wait_until_step_33_is_saved)
+    assert_same_bits(found, expected)
+    assert_same_run(tmp_path / "back", tmp_path / "told")
+    run = RunDir(tmp_path / "back")
+    (aside,) = read_named(run.path, "set_aside")
+    assert (aside["name"], aside["kept_as"]) == ("step-000000033", "undone-step-000000033")
+    assert aside["reason"] == "the run went back before it after a spike in steps 33 to 34"
+    assert (run.checkpoints / "undone-step-000000033" / "manifest.json").exists()
+    assert run.checkpoint_steps() == [40]
+    manifest = json.loads((run.checkpoint_path(40) / "manifest.json").read_text())
+    assert manifest["numbers"]["left_out"] == [each.as_json() for each in run.left_out.read()]
+
+
+def wait_until_step_33_is_saved(run: Run, step: int) -> None:
+    """Which steps are saved must not depend on how soon one is written; that of step 33 is under way in step 34."""
+    if step != 34:
+        run._loop._saver.settle()  # type: ignore[union-attr]
+
+
+def test_a_run_goes_back_as_often_as_it_may_and_then_ends(tmp_path: Path, quiet_threads: None) -> None:
+    """Four bad steps: two are left out, and the other two come next."""
+    words = (*BACK, "checkpoint.every=5 steps")
+    with pytest.raises(JobError) as failure:
+        train(tmp_path / "back", *words, "guard.max_roll_backs=1", poisoned=range(128, 144))
+    assert str(failure.value).splitlines() == [
+        "steps 31 to 32 are a spike (guard.spike), and the run has gone back once already; it ends here "
+        "(guard.max_roll_backs = 1, command line).",
+        f"  It has left out the positions [120, 136] ({tmp_path / 'back' / 'left_out.json'}). To do: look at the "
+        "samples of these steps, lower optim.lr, or set optim.clip; then run the same command again, with a higher "
+        'guard.max_roll_backs or guard.on_spike = "tell".',
+    ]
+    assert RunDir(tmp_path / "back").checkpoint_steps()[-1] == 30
+    found = train(tmp_path / "back", *words, poisoned=range(128, 144))
+    assert spans(tmp_path / "back") == [[120, 136], [120, 144]]
+    assert_same_bits(found, train(tmp_path / "told", "checkpoint.every=5 steps", "data.skip=[[120, 144]]"))
+    assert_same_run(tmp_path / "back", tmp_path / "told")
+
+
+CHOICES = {
+    "a margin passes newer checkpoints over": (("guard.spike_margin=5",), [96, 136]),
+    "a margin that nothing is older than takes the oldest": (("guard.spike_margin=90", "checkpoint.keep=2"), [96, 136]),
+    "what lies far before the spike is trained on again": (("guard.max_left_out=3",), [124, 136]),
+    "what data.skip leaves out is no batch": (("guard.max_left_out=3", "data.skip=[[126, 130]]"), [124, 140]),
+    "one step suffices": (("guard.spike_steps=1", "guard.max_roll_backs=9"), [120, 132]),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_which_span_is_left_out(tmp_path: Path, name: str, quiet_threads: None) -> None:
+    words, expected = CHOICES[name]
+    end = max(136, expected[1])
+    train(tmp_path, *BACK, *words, "train.steps=36", poisoned=range(end - 8, end))
+    assert spans(tmp_path)[0] == expected
+
+
+def test_a_run_without_a_checkpoint_from_before_says_so(tmp_path: Path, quiet_threads: None) -> None:
+    with pytest.raises(JobError, match="there is no checkpoint from before it that the run could go back to"):
+        train(tmp_path, *BACK, "checkpoint.every=50 steps")
+    assert not RunDir(tmp_path).left_out.path.exists()
+
+
+# --- ends in between
+
+
+def test_a_stop_at_the_moment_of_going_back_saves_nothing_of_the_spike(tmp_path: Path, quiet_threads: None) -> None:
+    train(tmp_path / "back", *BACK, before_step=signal_at(34))
+    run = RunDir(tmp_path / "back")
+    assert (run.read_status()["state"], run.read_status()["step"]) == ("stopped", 30)
+    assert run.checkpoint_steps()[-1] == 30
+    found = train(tmp_path / "back", *BACK)
+    assert_same_bits(found, train(tmp_path / "told", "data.skip=[[120, 136]]"))
+    assert_same_run(tmp_path / "back", tmp_path / "told")
+    assert len(read_named(tmp_path / "back", "rolled_back")) == 1
+
+
+def test_a_run_that_goes_on_within_a_spike_still_finds_it(tmp_path: Path, quiet_threads: None) -> None:
+    """The window and the steps in a row stand in the checkpoint of step 33, the first of the spike."""
+    words = (*BACK, "checkpoint.every=1 steps")
+    with pytest.raises(Died):
+        train(tmp_path / "back", *words, before_step=die_at(33))
+    assert RunDir(tmp_path / "back").checkpoint_steps()[-1] == 33
+    found = train(tmp_path / "back", *words)
+    assert spans(tmp_path / "back") == [[128, 136]]
+    assert_same_bits(found, train(tmp_path / "told", "checkpoint.every=1 steps", "data.skip=[[128, 136]]"))
+    assert_same_run(tmp_path / "back", tmp_path / "told")
+
+
+DEATHS = {
+    "before anything is set aside": "shardway.train.saves.restore.set_undone_aside",
+    "before it loads": "shardway.train.saves.restore.load_latest",
+    "before it reads data": "shardway.train.loop.Loop._open_stream",
+}
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(place, marks=[pytest.mark.slow] if place != "before anything is set aside" else [])
+        for place in DEATHS
+    ],
+)
+@ranks(2)
+def test_a_death_in_between_changes_nothing(rank: int, tmp_path: Path, place: str) -> None:
+    """The second attempt runs on other ranks, and so does that of the run that never saw the span."""
+    both = (*layout(2, 1), "checkpoint.every=3 steps")
+    with pytest.raises(Died), pytest.MonkeyPatch.context() as patch:
+        train(
+            tmp_path / "back", *both, *BACK, before_step=lambda run, step: die_in(patch, place) if step == 34 else None
+        )
+    train(tmp_path / "told", *both, "data.skip=[[120, 136]]", "train.steps=30")
+    pool_ranks().barrier()
+    assert spans(tmp_path / "back") == [[120, 136]]
+    if rank == 0:
+        alone = ("checkpoint.every=3 steps",)
+        found = train(tmp_path / "back", *alone, *BACK, alone=True)
+        assert_same_bits(found, train(tmp_path / "told", *alone, "data.skip=[[120, 136]]", alone=True))
+        assert_same_run(tmp_path / "back", tmp_path / "told")
+        assert (RunDir(tmp_path / "back").checkpoints / "undone-step-000000033").exists()
+    pool_ranks().barrier()
+
+
+def die_in(patch: pytest.MonkeyPatch, place: str) -> None:
+    def die(*_: Any, **__: Any) -> None:
+        raise Died
+
+    patch.setattr(DEATHS[place], die)
+
+
+def test_a_list_that_was_lost_is_read_from_a_checkpoint(tmp_path: Path, quiet_threads: None) -> None:
+    """With a bound of two batches, that of step 31 lies before the span that is left out."""
+    words = (*BACK, "guard.max_left_out=2", "checkpoint.every=1 steps", "checkpoint.keep=9")
+    with pytest.raises(Died):
+        train(tmp_path / "back", *words, "guard.spike_margin=4", before_step=Second(31))
+    run = RunDir(tmp_path / "back")
+    before = run.left_out.read()
+    assert run.checkpoint_steps()[-1] == 30
+    run.left_out.path.unlink()
+    found = train(tmp_path / "back", *words)
+    assert run.left_out.read() == before
+    assert_same_bits(found, train(tmp_path / "told", "checkpoint.every=1 steps", "data.skip=[[128, 136]]"))
+
+
+class Second:
+    """For `before_step`: end the run before a step that comes for the second time."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.times = step, 0
+
+    def __call__(self, run: Run, step: int) -> None:
+        self.times += step == self.step
+        if self.times == 2:
+            raise Died
+
+
+def test_a_run_that_only_tells_is_what_it_was(tmp_path: Path, quiet_threads: None) -> None:
+    train(tmp_path / "tells", "guard.spike=20.0")
+    train(tmp_path / "plain")
+    assert_same_run(tmp_path / "tells", tmp_path / "plain")
+    assert [event["step"] for event in read_named(tmp_path / "tells", "spike")] == [33, 33, 34, 34]
+    run = RunDir(tmp_path / "tells")
+    assert not run.left_out.path.exists()
+    manifest = json.loads((run.checkpoint_path(40) / "manifest.json").read_text())
+    assert sorted(manifest["numbers"]) == ["data", "guard", "position", "samples", "step", "targets"]
