@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from commands import training_commands
 from pool import ranks
-from runs import layout, pool_ranks, read_column, read_named, train_tiny
+from runs import Died, die_at, layout, pool_ranks, read_column, read_named, train_tiny
 from shardway.rundir.directory import RunDir
 from shardway.train.run import Run
 
@@ -25,8 +25,7 @@ LAYOUTS = {
     "tensor": ("parallel.tp=2",),
     "pipeline": ("parallel.pp=2", "model.tied=false"),
     "experts": ("model.experts=4", "parallel.dp_shard=2", "parallel.ep=2"),
-    "powersgd": (*layout(2, 1), "parallel.compress=powersgd", "parallel.powersgd_rank=2"),
-    "workers": (*layout(2, 1), "data.workers=1"),
+    "workers": (*layout(2, 1), "data.workers=1", "train.validate_every=off"),
     "muon": (*layout(1, 2), "optim.name=muon"),
 }
 FAST = ("shards that stay whole",)
@@ -78,6 +77,21 @@ def test_a_run_goes_back_in_any_layout(rank: int, tmp_path: Path, name: str) -> 
     ]
     assert validations[0] == validations[1]
     assert torch.tensor(read_column(tmp_path / "back")).isfinite().all()
+
+
+@pytest.mark.exhaustive
+@ranks(2)
+def test_what_no_checkpoint_holds_begins_anew_as_in_a_new_process(rank: int, tmp_path: Path) -> None:
+    """PowerSGD's memory is none of a checkpoint: the run that never saw the span goes on from step 24 as well."""
+    words = (*WORDS, *layout(2, 1), "parallel.compress=powersgd", "parallel.powersgd_rank=2")
+    train_tiny(tmp_path / "back", pool_ranks(), *words, *BACK, before_step=Spoiler())
+    with pytest.raises(Died):
+        train_tiny(tmp_path / "told", pool_ranks(), *words, before_step=die_at(24))
+    train_tiny(tmp_path / "told", pool_ranks(), *words, "data.skip=[[192, 224]]")
+    pool_ranks().barrier()
+    assert [each.span for each in RunDir(tmp_path / "back").left_out.read()] == [[192, 224]]
+    for column in ("step", "loss", "grad_norm", "lr"):
+        assert read_column(tmp_path / "back", column) == read_column(tmp_path / "told", column)
 
 
 def write_arrays(path: Path) -> None:

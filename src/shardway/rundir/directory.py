@@ -199,7 +199,7 @@ class RunDir:
         return EventWriter(self._events_path(rank))
 
     def events(self, rank: int = 0) -> list[Event]:
-        """The events of a rank that still hold (steps undone by a resume are left out)."""
+        """The events of a rank that still hold (steps that were undone are left out)."""
         return drop_undone(self.all_events(rank))
 
     def all_events(self, rank: int = 0) -> Iterator[Event]:
