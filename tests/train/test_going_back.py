@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,11 @@ from runs import (
     signal_at,
     tell_steps,
 )
+from shardway.cli.status import status
 from shardway.errors import JobError
 from shardway.rundir.directory import RunDir
+from shardway.runfile.guard import GuardSection
+from shardway.runfile.load import load_run
 from shardway.train.run import Run
 from trained import assert_same_bits, whole_state
 
@@ -77,6 +81,7 @@ def train(
     poisoned: Any = POISONED,
     before_step: Callable[[Run, int], None] | None = None,
     alone: bool = False,
+    kind: Callable[[], nn.Module] = Net,
 ) -> dict[str, torch.Tensor]:
     """A script's own loop; the state at its end."""
     on = lone_rank() if alone or not torch.distributed.is_initialized() else pool_ranks()
@@ -84,7 +89,7 @@ def train(
         if before_step is not None:
             tell_steps(run, before_step)
         torch.manual_seed(4)
-        net = run.shard(Net())
+        net = run.shard(kind())
         optimizer = run.optimizer(torch.optim.AdamW, net, lr=1e-3)
         for batch in run.steps(run.loader(make_data(poisoned))):
             run.step(net, batch, mean_square)
@@ -125,7 +130,8 @@ def test_a_run_that_goes_back_is_the_run_that_never_saw_the_span(rank: int, tmp_
     assert skipped["reason"] == "guard.on_spike left out 16 samples between positions 120 and 140"
 
 
-@pytest.mark.parametrize("background", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("background", [True, False])
 def test_what_was_saved_in_the_spike_is_set_aside(tmp_path: Path, quiet_threads: None, background: bool) -> None:
     """Step 33 is saved while nobody knows yet that it begins a spike, and no older one is removed for it."""
     words = ("checkpoint.every=3 steps", "checkpoint.keep=1", f"checkpoint.background={str(background).lower()}")
@@ -194,17 +200,39 @@ def test_a_run_without_a_checkpoint_from_before_says_so(tmp_path: Path, quiet_th
 # --- ends in between
 
 
+@pytest.mark.slow
 def test_a_stop_at_the_moment_of_going_back_saves_nothing_of_the_spike(tmp_path: Path, quiet_threads: None) -> None:
-    train(tmp_path / "back", *BACK, before_step=signal_at(34))
+    words = (*BACK, "checkpoint.every=3 steps")
+    train(tmp_path / "back", *words, before_step=signal_at(34))
     run = RunDir(tmp_path / "back")
     assert (run.read_status()["state"], run.read_status()["step"]) == ("stopped", 30)
     assert run.checkpoint_steps()[-1] == 30
-    found = train(tmp_path / "back", *BACK)
-    assert_same_bits(found, train(tmp_path / "told", "data.skip=[[120, 136]]"))
+    (aside,) = read_named(run.path, "set_aside")
+    assert (aside["step"], aside["kept_as"]) == (30, "undone-step-000000033")
+    found = train(tmp_path / "back", *words)
+    assert_same_bits(found, train(tmp_path / "told", "checkpoint.every=3 steps", "data.skip=[[120, 136]]"))
     assert_same_run(tmp_path / "back", tmp_path / "told")
     assert len(read_named(tmp_path / "back", "rolled_back")) == 1
 
 
+@pytest.mark.slow
+def test_a_checkpoint_that_turns_out_to_be_damaged_is_passed_over(tmp_path: Path, quiet_threads: None) -> None:
+    """The span is that of the decision; the steps between the older checkpoint and it are taken again."""
+
+    def damage(run: Run, step: int) -> None:
+        file = run.directory.checkpoint_path(30) / "rank-00000.bin"
+        if step == 34 and file.exists():
+            file.write_bytes(file.read_bytes()[:-1] + b"x")
+
+    found = train(tmp_path / "back", *BACK, before_step=damage)
+    (told,) = read_named(tmp_path / "back", "rolled_back")
+    assert (told["step"], told["back_to"]) == (24, 30)
+    assert [event["kept_as"] for event in read_named(tmp_path / "back", "set_aside")] == ["damaged-step-000000030"]
+    assert_same_bits(found, train(tmp_path / "told", "data.skip=[[120, 136]]"))
+    assert_same_run(tmp_path / "back", tmp_path / "told")
+
+
+@pytest.mark.slow
 def test_a_run_that_goes_on_within_a_spike_still_finds_it(tmp_path: Path, quiet_threads: None) -> None:
     """The window and the steps in a row stand in the checkpoint of step 33, the first of the spike."""
     words = (*BACK, "checkpoint.every=1 steps")
@@ -224,12 +252,12 @@ DEATHS = {
 }
 
 
+FURTHER = [pytest.mark.slow, pytest.mark.exhaustive]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "place",
-    [
-        pytest.param(place, marks=[pytest.mark.slow] if place != "before anything is set aside" else [])
-        for place in DEATHS
-    ],
+    "place", [pytest.param(place, marks=FURTHER if place != "before anything is set aside" else ()) for place in DEATHS]
 )
 @ranks(2)
 def test_a_death_in_between_changes_nothing(rank: int, tmp_path: Path, place: str) -> None:
@@ -258,6 +286,7 @@ def die_in(patch: pytest.MonkeyPatch, place: str) -> None:
     patch.setattr(DEATHS[place], die)
 
 
+@pytest.mark.slow
 def test_a_list_that_was_lost_is_read_from_a_checkpoint(tmp_path: Path, quiet_threads: None) -> None:
     """With a bound of two batches, that of step 31 lies before the span that is left out."""
     words = (*BACK, "guard.max_left_out=2", "checkpoint.every=1 steps", "checkpoint.keep=9")
@@ -284,6 +313,47 @@ class Second:
             raise Died
 
 
+@pytest.mark.slow
+@ranks(2)
+def test_a_way_back_to_what_other_ranks_saved_is_that_of_a_new_process(rank: int, tmp_path: Path) -> None:
+    """One rank has no random state of two ranks' checkpoint: its generators begin as they did before it was loaded."""
+    with pytest.raises(Died):
+        train(tmp_path / "back", *layout(2, 1), *BACK, before_step=die_at(32))
+    train(tmp_path / "told", *layout(2, 1), "data.skip=[[120, 136]]", "train.steps=30")
+    pool_ranks().barrier()
+    if rank == 0:
+        found = train(tmp_path / "back", *BACK, alone=True)
+        assert_same_bits(found, train(tmp_path / "told", "data.skip=[[120, 136]]", alone=True))
+        assert_same_run(tmp_path / "back", tmp_path / "told")
+        (told,) = read_named(tmp_path / "back", "rolled_back")
+        assert told["step"] == 30
+    pool_ranks().barrier()
+
+
+class Late(Net):
+    """A part of it is used only where that is said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late, self.is_late = nn.Linear(2, 1), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + (self.late(x) if self.is_late else 0.0)
+
+
+def test_a_parameter_that_was_first_used_in_the_span_has_no_state_again(tmp_path: Path, quiet_threads: None) -> None:
+    def look(run: Run, step: int) -> None:
+        opened, net = run._loop._open_step, run._model  # type: ignore[union-attr]
+        assert isinstance(net, Late)
+        net.is_late = opened is not None and opened.batch.position in range(120, 136)
+
+    found = train(tmp_path / "back", *BACK, before_step=look, kind=Late)
+    assert spans(tmp_path / "back") == [[120, 136]]
+    assert_same_bits(found, train(tmp_path / "told", "data.skip=[[120, 136]]", before_step=look, kind=Late))
+    assert "late.weight exp_avg" not in found
+    assert "layers.0.weight exp_avg" in found
+
+
 def test_a_run_that_only_tells_is_what_it_was(tmp_path: Path, quiet_threads: None) -> None:
     train(tmp_path / "tells", "guard.spike=20.0")
     train(tmp_path / "plain")
@@ -293,3 +363,20 @@ def test_a_run_that_only_tells_is_what_it_was(tmp_path: Path, quiet_threads: Non
     assert not run.left_out.path.exists()
     manifest = json.loads((run.checkpoint_path(40) / "manifest.json").read_text())
     assert sorted(manifest["numbers"]) == ["data", "guard", "position", "samples", "step", "targets"]
+
+
+def test_the_page_shows_what_a_run_file_takes_and_what_status_says(
+    tmp_path: Path, quiet_threads: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs/guard.md").read_text(encoding="utf-8")
+    shown = page[page.index("## Back before a spike") :]
+    block = re.search(r"```toml\n(.*?)```", shown, re.DOTALL)
+    assert block is not None
+    (tmp_path / "run.toml").write_text(block[1])
+    values = load_run(tmp_path / "run.toml").values.guard
+    defaults = GuardSection(spike=8.0, on_spike="roll_back")
+    assert values == defaults
+    train(tmp_path / "run", *BACK, "train.steps=36")
+    status(str(tmp_path / "run"))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
+    assert line in shown.splitlines()

@@ -17,6 +17,8 @@ from runs import Died, die_at, layout, pool_ranks, read_column, read_named, trai
 from shardway.rundir.directory import RunDir
 from shardway.train.run import Run
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS = {
     "shards": layout(1, 2),
     "shards that stay whole": (*layout(1, 2), "parallel.reshard_after_forward=false", "train.micro_batch=2"),
@@ -28,7 +30,7 @@ LAYOUTS = {
     "workers": (*layout(2, 1), "data.workers=1", "train.validate_every=off"),
     "muon": (*layout(1, 2), "optim.name=muon"),
 }
-FAST = ("shards that stay whole",)
+PICKED = ("shards that stay whole",)
 WORDS = (
     *("train.steps=36", "optim.warmup=0 steps", "model.dropout=0.1", "data.samples=400", "checkpoint.every=6 steps"),
     *("train.validate_every=8 steps", "data.validation_fraction=0.05", "train.validation_samples=16"),
@@ -55,7 +57,7 @@ class Spoiler:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in FAST else pytest.mark.exhaustive) for name in LAYOUTS]
+    "name", [pytest.param(name, marks=() if name in PICKED else pytest.mark.exhaustive) for name in LAYOUTS]
 )
 @ranks(2)
 def test_a_run_goes_back_in_any_layout(rank: int, tmp_path: Path, name: str) -> None:

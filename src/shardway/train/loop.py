@@ -26,7 +26,7 @@ from shardway.train.ending import End
 from shardway.train.guard import BackPlan, Guard
 from shardway.train.loop_plan import LoopParts, LoopPlan
 from shardway.train.machine import Facts, Phase, next_phase
-from shardway.train.saves.back import Spiked, all_skips, as_numbers, decide_back
+from shardway.train.saves.back import Spiked, all_skips, as_numbers, decide_back, set_undone_aside
 from shardway.train.saves.restore import Restored, restore, set_damaged_aside
 from shardway.train.saves.saving import Point, Saver
 from shardway.train.schedule import lr_factor
@@ -209,17 +209,22 @@ class Loop:
             raise Bug("the run goes back before it has begun")
         self._saver.settle()
         back = decide_back(session, plan, self._spiked(plan))
-        session.recorder.go_back(back.counters.step, roll_backs=len(back.left_out), **back.left_out[-1].as_json())
         self._stream.close()
-        if self._stopping.decision.stop_reason:
+        stops = bool(self._stopping.decision.stop_reason)
+        if stops:
+            restored = Restored(None, back.counters, None, back.left_out, set_undone_aside(session))
             self._counters, self._owes_validation = back.counters, False
-            return
-        engine.state.forget()
-        self._untrained.put_back()
-        set_damaged_aside(session, self._take_up())
-        compute_scales(engine.passes.parallel.module, engine.passes.precision.float8)
-        self._open_stream()
-        self._agree()
+        else:
+            engine.state.forget()
+            self._untrained.put_back()
+            restored = self._take_up()
+            compute_scales(engine.passes.parallel.module, engine.passes.precision.float8)
+        facts = back.left_out[-1].as_json()
+        session.recorder.go_back(self._counters.step, roll_backs=len(back.left_out), **facts)
+        set_damaged_aside(session, restored)
+        if not stops:
+            self._open_stream()
+            self._agree()
 
     def _spiked(self, plan: BackPlan) -> Spiked:
         last, resolved = self._counters.step, self._session.resolved

@@ -75,7 +75,7 @@ class Recorder:
         self._progress.reached = max(self._progress.reached, self.step_done)
         self.event("rolled_back", step=step, **facts)
         self._mark("rolled_back", step)
-        self.status(step=step)
+        self.status(step=step, reached=self._progress.reached)
 
     def _mark(self, name: str, step: int) -> None:
         """In the events of every rank but the first, also of those that an earlier world had."""
