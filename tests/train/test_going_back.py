@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -322,12 +324,21 @@ def test_a_way_back_to_what_other_ranks_saved_is_that_of_a_new_process(rank: int
     train(tmp_path / "told", *layout(2, 1), "data.skip=[[120, 136]]", "train.steps=30")
     pool_ranks().barrier()
     if rank == 0:
-        found = train(tmp_path / "back", *BACK, alone=True)
-        assert_same_bits(found, train(tmp_path / "told", "data.skip=[[120, 136]]", alone=True))
+        drawn, expected = Draws(), Draws()
+        found = train(tmp_path / "back", *BACK, alone=True, before_step=drawn)
+        assert_same_bits(found, train(tmp_path / "told", "data.skip=[[120, 136]]", alone=True, before_step=expected))
+        assert drawn == expected
         assert_same_run(tmp_path / "back", tmp_path / "told")
         (told,) = read_named(tmp_path / "back", "rolled_back")
         assert told["step"] == 30
     pool_ranks().barrier()
+
+
+class Draws(dict[int, float]):
+    """For `before_step`: what a script draws at random between two steps, by the step; the last time counts."""
+
+    def __call__(self, run: Run, step: int) -> None:
+        self[step] = torch.rand(()).item() + np.random.rand() + random.random()
 
 
 class Late(Net):

@@ -46,11 +46,6 @@ class State(Protocol):
         """Take loaded tensors."""
         ...
 
-    def forget(self) -> None:
-        """Drop what training has made and no loading would replace; afterwards loading is as exact as in a new
-        process."""
-        ...
-
     def count_file_bytes(self) -> int:
         """About how large the files of all ranks become."""
         ...
@@ -78,11 +73,6 @@ class Trained:
     def install(self, tensors: Tensors) -> None:
         """Put loaded tensors into model and optimizer."""
         install_tensors(self, tensors)
-
-    def forget(self) -> None:
-        """A parameter that had no optimizer state yet when it was saved has none again."""
-        if self.optimizer is not None:
-            self.optimizer.state.clear()
 
     def count_file_bytes(self) -> int:
         """Nothing."""

@@ -46,9 +46,6 @@ class ZeroState:
     def install(self, tensors: Tensors) -> None:
         """Nothing."""
 
-    def forget(self) -> None:
-        """Nothing: DeepSpeed replaces all of its own."""
-
     def count_file_bytes(self) -> int:
         """Weights as they are trained, their fp32 copy, and the optimizer's states (as many numbers on each rank)."""
         states = [value for state in self.optimizer.state.values() for value in state.values()]

@@ -215,7 +215,6 @@ class Loop:
             restored = Restored(None, back.counters, None, back.left_out, set_undone_aside(session))
             self._counters, self._owes_validation = back.counters, False
         else:
-            engine.state.forget()
             self._untrained.put_back()
             restored = self._take_up()
             compute_scales(engine.passes.parallel.module, engine.passes.precision.float8)
