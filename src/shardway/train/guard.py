@@ -200,7 +200,7 @@ class Guard:
         """Told by rank 0 from numbers that all ranks have."""
         values = {"loss": result.loss, "grad_norm": result.grad_norm}
         found = self.spikes.find(values, threshold)
-        self.spikes = self.spikes.after(values, found)
+        self.spikes = self.spikes.after(step, values, found)
         for name, spike in found.items():
             self._event("spike", step, of=name, **asdict(spike))
 

@@ -228,8 +228,7 @@ class Loop:
     def _spiked(self, plan: BackPlan) -> Spiked:
         last, resolved = self._counters.step, self._session.resolved
         limit = f"guard.max_roll_backs = {plan.max_roll_backs}, {resolved.origins['guard.max_roll_backs']}"
-        first = last - self._guard.spikes.in_a_row + 1
-        return Spiked(first, last, self._counters.position, self._left_out, limit)
+        return Spiked(self._guard.spikes.first, last, self._counters.position, self._left_out, limit)
 
     def _step(self) -> Iterator[Any]:
         self._saver.poll()
