@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 LAYOUTS = {
     "shards": layout(1, 2),
     "shards that stay whole": (*layout(1, 2), "parallel.reshard_after_forward=false", "train.micro_batch=2"),
-    "hybrid in bf16": (*layout(1, 2), "precision.compute=bf16", "precision.weights=bf16", "optim.state_dtype=bf16"),
+    "shards in bf16": (*layout(1, 2), "precision.compute=bf16", "precision.weights=bf16", "optim.state_dtype=bf16"),
     "fp16": (*layout(2, 1), "precision.compute=fp16"),
     "tensor": ("parallel.tp=2",),
     "pipeline": ("parallel.pp=2", "model.tied=false"),
