@@ -32,6 +32,31 @@ REFUSALS: list[Refuses] = [
         GPU,
     ),
     Refuses(
+        "a_run_goes_back_before_spikes_that_are_looked_for",
+        ("guard.on_spike=roll_back",),
+        '  guard.on_spike (command line): "roll_back", and guard.spike = "off" looks for no spike\n'
+        '      allowed: "tell"; or a guard.spike such as 8.0',
+    ),
+    Refuses(
+        "a_run_goes_back_to_what_was_saved",
+        ("guard.spike=8.0", "guard.on_spike=roll_back", "checkpoint.every=off"),
+        '  guard.on_spike (command line): "roll_back" goes back to a checkpoint, and checkpoint.every = "off" makes '
+        'none\n      allowed: "tell"; or a checkpoint.every such as "200 steps"',
+    ),
+    Refuses(
+        "a_spike_that_is_left_out_is_left_out_whole",
+        ("guard.spike=8.0", "guard.on_spike=roll_back", "guard.max_left_out=2"),
+        "  guard.max_left_out (command line): 2 batches do not reach back to the beginning of a spike of "
+        "guard.spike_steps = 3 steps\n      allowed: at least 3",
+    ),
+    Refuses(
+        "a_key_of_another_kind_is_not_ignored",
+        ("guard.spike=8.0", "guard.max_roll_backs=2"),
+        '  guard.max_roll_backs (command line): has no effect with guard.on_spike = "tell"\n'
+        "      allowed: only with guard.on_spike = roll_back\n"
+        "      to do: remove the key",
+    ),
+    Refuses(
         "tf32_needs_a_device_that_has_it",
         ("precision.tf32=true",),
         "  precision.tf32 (command line): true has no effect on a CPU\n      allowed: false",

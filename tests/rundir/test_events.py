@@ -149,6 +149,13 @@ def test_steps_after_the_checkpoint_are_undone_by_a_resume() -> None:
     assert kept_of(*first, *again) == [("started", 0), ("step", 1), ("saved", 1), ("fault", 2), *again]
 
 
+def test_steps_after_the_checkpoint_are_undone_by_a_way_back_to_it() -> None:
+    first = [("started", 0), ("step", 1), ("saved", 1), ("step", 2), ("saved", 2), ("step", 3)]
+    again = [("rolled_back", 1), ("step", 2), ("started", 0), ("step", 1)]
+    assert kept_of(*first, *again[:2]) == [*first[:3], *again[:2]]
+    assert kept_of(*first, *again) == [("started", 0), ("rolled_back", 1), *again[2:]]
+
+
 def test_a_start_from_scratch_undoes_all_steps() -> None:
     assert kept_of(("started", 0), ("step", 1), ("started", 0), ("step", 1)) == [
         ("started", 0),

@@ -121,6 +121,8 @@ _BY_KEY: dict[str, st.SearchStrategy[Any]] = {
     "checkpoint.keep_every": st.one_of(st.just("off"), spans()),
     "guard.non_finite": st.sampled_from(["skip", "stop", "off"]),
     "guard.spike": st.one_of(st.just("off"), POSITIVE),
+    "guard.on_spike": st.sampled_from(["tell", "roll_back"]),
+    "guard.spike_steps": st.integers(1, 10),
     "guard.probe_every": st.one_of(st.just("off"), spans()),
     "guard.compare_every": st.one_of(st.just("off"), spans()),
     "run.name": texts(min_size=1).filter(lambda name: name.strip(".") and not set(name) & {"/", "\0"}),

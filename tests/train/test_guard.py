@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from runs import (
 )
 from shardway.errors import JobError, UserError
 from shardway.rundir.directory import RunDir
+from shardway.train.guards.spike import Spikes, read_spikes
 from shardway.train.run import Run
 from trained import assert_same_bits, whole_state
 
@@ -332,6 +334,19 @@ def test_a_majority_of_copies_names_the_rank(rank: int, tmp_path: Path, shape: t
 
 
 # --- spikes
+
+
+def test_a_row_of_spikes_begins_at_its_first_and_is_read_back_to_the_bit() -> None:
+    """A step without numbers neither counts nor ends the row; one without a spike does."""
+    spikes, rows = Spikes(), []
+    losses = [1.0 + 0.1 / (step + 3) for step in range(30)] + [9.0, math.nan, 8.0, 1.0, 7.0]
+    for step, loss in enumerate(losses, 1):
+        values = {"loss": loss, "grad_norm": 0.5}
+        spikes = spikes.after(step, values, spikes.find(values, 20.0))
+        rows.append((spikes.in_a_row, spikes.first))
+        assert read_spikes(json.loads(json.dumps(spikes.as_numbers()))) == spikes
+    assert rows == [*[(0, 0)] * 30, (1, 31), (1, 31), (2, 31), (0, 0), (1, 35)]
+    assert read_spikes({}) == Spikes({})
 
 
 def test_a_spike_is_told_and_nothing_else(tmp_path: Path, quiet_threads: None) -> None:

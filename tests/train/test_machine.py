@@ -57,3 +57,14 @@ def test_every_walk_comes_to_a_step_or_an_end(facts: tuple[bool, bool, bool, boo
         walked.append(phase)
     assert len(walked) == len(set(walked)) <= 3
     assert walked == sorted(walked, key=[V, S, STOP, FINISH].index)
+
+
+@pytest.mark.parametrize("facts", ALL, ids=str)
+def test_a_run_goes_back_before_anything_else_and_then_is_as_after_a_restore(
+    facts: tuple[bool, bool, bool, bool],
+) -> None:
+    for phase in (R, T):
+        assert next_phase(phase, Facts(*facts, goes_back=True)) is Phase.GO_BACK
+    for phase in (V, S, STOP, FINISH, Phase.GO_BACK):
+        assert next_phase(phase, Facts(*facts, goes_back=True)) is not Phase.GO_BACK
+    assert next_phase(Phase.GO_BACK, Facts(*facts, goes_back=True)) is next_phase(R, Facts(*facts))

@@ -243,6 +243,26 @@ def test_an_account_by_hand() -> None:
     }
 
 
+def test_a_way_back_within_an_attempt_is_an_attempt_of_its_own() -> None:
+    """10 steps and a save, 4 more, back to the save in 0.5 s; 5 steps; the status says that one more took 1 s."""
+    saved = {"event": "saved", "step": 10, "time": BEGIN + 13.0, **spent(start=2.0, step=10.0, save=1.0)}
+    back = {"event": "rolled_back", "step": 10, "time": BEGIN + 17.5, **spent(start=2.0, step=14.0, save=1.0, load=0.5)}
+    more = {"start": 2.0, "step": 15.0, "repeat": 4.0, "save": 1.0, "load": 1.5}
+    events = [
+        started(at=2.0, pid=1, **spent(start=2.0)),
+        saved,
+        {"event": "step", "step": 14, "time": BEGIN + 17.0},
+        back,
+        {"event": "step", "step": 15, "time": BEGIN + 23.5},
+    ]
+    status = {"pid": 1, "host": "n1", "step": 15, "time": BEGIN + 23.5, **spent(**more)}
+    account = make_account(events, status)
+    assert account == Account(
+        productive_s=15.0, lost_s=4.0, start_s=2.0, load_s=1.5, save_s=1.0, repeated_s=4.0, undone_steps=4
+    )
+    assert account.wall_s == 23.5
+
+
 def test_a_status_of_another_process_says_nothing_of_an_attempt() -> None:
     events = two_attempts()
     events[4]["before"] = {**events[4]["before"], "host": "n2"}

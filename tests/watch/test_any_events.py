@@ -59,6 +59,7 @@ any_event = st.one_of(
     _events("validation", step=steps, loss=numbers, bits_per_byte=numbers, accuracy=numbers, seconds=numbers),
     _events("saved", step=steps, name=words, bytes=counts, seconds=numbers, spent=times),
     _events("fault", step=steps, kind=words, message=words, exit_code=counts, spent=times, unfinished_s=numbers),
+    _events("rolled_back", step=steps, start=counts, end=counts, samples=counts, first=counts, last=words, spent=times),
     _events("stopped", step=steps, reason=words, spent=times),
     _events("finished", step=steps, reason=words),
     _events("failed", step=steps, reason=words),

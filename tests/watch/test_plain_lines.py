@@ -140,6 +140,9 @@ def test_what_the_guard_has_seen_is_told() -> None:
         event("replica_differs", 8, 0.3, ranks=[2], hosts=["n2"], parameters=["head.weight"]),
         event("spike", 9, 0.4, of="grad_norm", value=12.5, median=0.5, deviations=31.25),
         event("spike", 9, 0.4, of=3),
+        event("rolled_back", 5, 0.5, first=8, last=9, start=40, end=72, samples=30),
+        event("rolled_back", 5, 0.5, first=8, last=8),
+        event("set_aside", 5, 0.6, name="step-000000008", kept_as="undone-step-000000008", reason="the run went back"),
     ]
     assert _lines(events)[1:] == [
         "step 3  passes repeated: loss 2.5000, gradient norm not finite the first time, finite the second (a fault "
@@ -151,4 +154,8 @@ def test_what_the_guard_has_seen_is_told() -> None:
         "step 8  copies of weights differ on rank 2 (n2)",
         "step 9  spike: gradient norm 12.5 is 31.2 deviations above the last ones",
         "step 9  spike: n/a n/a is n/a deviations above the last ones",
+        "step 5  the run went back to here after a spike in steps 8 to 9 and leaves out 30 samples (positions 40 to "
+        "72)",
+        "step 5  the run went back to here after a spike in step 8 and leaves out n/a samples (positions n/a to n/a)",
+        "step-000000008 is undone (the run went back) and kept as undone-step-000000008",
     ]

@@ -179,7 +179,7 @@ def test_where_the_time_went(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> No
     for row in (
         "<td>steps that hold</td><td>20.0 s</td><td>13 %</td><td>each step counted once</td>",
         "<td>steps undone or unfinished</td><td>5.0 s</td><td>3.3 %</td>"
-        "<td>5 steps undone by a resume, 5.0 s to do them again</td>",
+        "<td>5 steps undone, 5.0 s to do them again</td>",
         "<td>start-up</td><td>40.0 s</td><td>27 %</td>",
         "<td>between attempts</td><td>80.0 s</td><td>53 %</td>",
     ):

@@ -11,7 +11,10 @@ import pytest
 from watch_events import BEGIN, event, started, step, write_events
 
 from shardway.rundir.directory import RunDir
+from shardway.rundir.left_out import LeftOut
+from shardway.watch.report import render_report
 from shardway.watch.summary import GONE, find_runs, summarise
+from shardway.watch.words import render_left_out
 
 
 @pytest.fixture
@@ -131,12 +134,34 @@ def test_broken_loss_is_nan_here_and_null_in_json(
     assert (plain["loss"], plain["grad_norm"], plain["validation"]["loss"]) == (None, None, None)
 
 
+def test_a_way_back_undoes_later_steps_and_what_is_left_out_is_known(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = [started(), step(1, 1.0), event("saved", 1, 1.5, name="step-000000001"), step(2, 2.0)]
+    events += [event("saved", 2, 2.5, name="step-000000002"), event("validation", 2, 2.6, loss=0.5)]
+    write_events(monkeypatch, run, [*events, event("rolled_back", 1, 3.0)])
+    left_out = LeftOut(8, 16, 8, 1, 2, 2, "a spike in step 2", 3.0)
+    run.left_out.write([left_out])
+    summary = summarise(run)
+    assert (summary.step, summary.attempts, summary.validation) == (1, 1, None)
+    assert summary.last_save is not None
+    assert summary.last_save.step == 1
+    assert summary.left_out == (left_out,)
+    assert json.loads(json.dumps(summary.as_json()))["left_out"] == [left_out.as_json()]
+    assert render_left_out(left_out) == "8 samples (positions 8 to 16), back to step 1: a spike in step 2"
+    page = render_report(run)
+    assert "Left out after spikes" in page
+    assert "8 to 16" in page
+    run.left_out.path.write_text("{")
+    assert summarise(run).left_out == ()
+
+
 def test_json_names_are_stable(run: RunDir) -> None:
     run.create()
     names = """
         name path state reason step total_steps loss smooth_loss grad_norm lr unit tokens_per_s samples_per_s
         seconds_left validation best_validation last_save checkpoints world device host parameters started updated
-        wall_s attempts writer account
+        wall_s attempts writer account left_out
     """
     assert list(summarise(run).as_json()) == names.split()
     assert summarise(run).as_json()["path"] == str(run.path)

@@ -183,6 +183,7 @@ def _summary_lines(summary: RunSummary, known: int) -> list[str]:
         f"  time left   {render_clock(summary.seconds_left)}" if summary.seconds_left else "",
         f"  last save   step {save.step}, {render_clock(time.time() - save.time)} ago" if save else "",
         _say_productive(summary),
+        *_say_left_out(summary),
         f"  ranks       {summary.world} on {summary.device}" if summary.world else "",
         _say_attempts(summary.attempts, known),
         f"  writer      {summary.writer}" if summary.writer else "",
@@ -194,6 +195,12 @@ def _say_productive(summary: RunSummary) -> str:
     from shardway.watch.words import render_account
 
     return f"  productive  {render_account(summary.account)}" if summary.account else ""
+
+
+def _say_left_out(summary: RunSummary) -> list[str]:
+    from shardway.watch.words import render_left_out
+
+    return [f"  left out    {render_left_out(each)}" for each in summary.left_out]
 
 
 def _say_attempts(begun: int, known: int) -> str:

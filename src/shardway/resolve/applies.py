@@ -40,6 +40,9 @@ SHAPE_KEYS = (*(name for name in WEIGHT_KEYS if name not in ("kind", "hf")), *_B
 _OF_TORCH = ("static_graph", "compress", "powersgd_rank", "reshard_after_forward", "prefetch", "cpu_offload")
 """Keys of [parallel] about copies and shards that PyTorch makes."""
 
+_OF_ROLL_BACK = ("spike_steps", "spike_margin", "max_left_out", "max_roll_backs")
+"""Keys of [guard] about going back before a spike."""
+
 
 def _model(names: tuple[str, ...], *choices: str) -> dict[str, tuple[str, ...]]:
     return {f"model.{name}": choices for name in names}
@@ -107,7 +110,9 @@ OWNERS: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
             **{f"parallel.{name}": ("torch",) for name in _OF_TORCH},
             "optim.state_dtype": ("torch",),
             **{f"guard.{name}": ("torch",) for name in ("non_finite", "max_skips", "probe_every", "compare_every")},
+            "guard.on_spike": ("torch",),
         },
+        "guard.on_spike": {f"guard.{name}": ("roll_back",) for name in _OF_ROLL_BACK},
         "guard.non_finite": {"guard.max_skips": ("skip",)},
         "train.compile": {"train.compile_cache": ("blocks", "model")},
         "precision.compute": {

@@ -19,7 +19,9 @@ from shardway.errors import JobError, UserError
 from shardway.rundir.atomic import write_json, write_whole
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.events import Event, EventFollower, EventWriter, drop_undone, read_events, read_last_events
+from shardway.rundir.fields import check_sections
 from shardway.rundir.lease import Follower, Means, Tenure
+from shardway.rundir.left_out import LeftOutFile
 from shardway.rundir.lock import Place, WriterLock, find_holder, find_holder_host
 
 FORMAT = 1
@@ -31,13 +33,13 @@ FOLDER_MODE = 0o750
 OWN_NAMES = frozenset(
     (
         *("run.toml", "resolved.toml", "ds_config.json", "events", "checkpoints", "status.json", "writer.lock"),
-        *("lease", "logs", "attempts", "report.html", "stop"),
+        *("lease", "logs", "attempts", "report.html", "stop", "left_out.json"),
     )
 )
 """What a run directory consists of."""
 
 _CHECKPOINT = re.compile(r"step-(\d{9})")
-_SET_ASIDE = re.compile(r"damaged-step-(\d{9})(\.\d+)?")
+_SET_ASIDE = re.compile(r"(?:damaged|undone)-step-(\d{9})(\.\d+)?")
 _ATTEMPT = re.compile(r"\d{4,}")
 _EVENTS = re.compile(r"rank-(\d{5,})\.jsonl")
 
@@ -46,14 +48,6 @@ def step_of_checkpoint(folder: Path) -> int | None:
     """The step that the name of a checkpoint's folder says, also of one that was set aside; None for another name."""
     match = _CHECKPOINT.fullmatch(folder.name) or _SET_ASIDE.fullmatch(folder.name)
     return int(match[1]) if match else None
-
-
-def _check_sections(resolved: dict[str, Any]) -> dict[str, Any]:
-    """The same tables. Raises ValueError where something else than the format is none."""
-    for name, section in resolved.items():
-        if name != "format" and not isinstance(section, dict):
-            raise ValueError(f"{name} is no section")
-    return resolved
 
 
 @dataclass(frozen=True)
@@ -191,7 +185,7 @@ class RunDir:
         if not self.resolved_path.exists():
             return {}
         try:
-            return _check_sections(tomllib.loads(self.resolved_path.read_text(encoding="utf-8")))
+            return check_sections(tomllib.loads(self.resolved_path.read_text(encoding="utf-8")))
         except (ValueError, RecursionError, OSError) as error:
             raise JobError(
                 f"{self.resolved_path} is damaged: {error}.\n"
@@ -205,7 +199,7 @@ class RunDir:
         return EventWriter(self._events_path(rank))
 
     def events(self, rank: int = 0) -> list[Event]:
-        """The events of a rank that still hold (steps undone by a resume are left out)."""
+        """The events of a rank that still hold (steps that were undone are left out)."""
         return drop_undone(self.all_events(rank))
 
     def all_events(self, rank: int = 0) -> Iterator[Event]:
@@ -309,15 +303,20 @@ class RunDir:
         found = (_CHECKPOINT.fullmatch(path.name) for path in self.checkpoints.iterdir())
         return sorted(int(match[1]) for match in found if match)
 
-    def damaged_checkpoint_path(self, step: int) -> Path:
-        """A free name for a checkpoint that was found to be damaged, where it is kept and not taken for one."""
-        first = self.checkpoints / f"damaged-step-{step:09d}"
+    def aside_path(self, step: int, kind: str) -> Path:
+        """A free name for a checkpoint that is "damaged" or "undone", where it is kept and not taken for one."""
+        first = self.checkpoints / f"{kind}-step-{step:09d}"
         names = chain([first], (first.with_name(f"{first.name}.{number}") for number in count(2)))
         return next(path for path in names if not path.exists())
 
     def partial_checkpoints(self) -> list[Path]:
         """Leftovers of saves that never became complete."""
         return sorted(self.checkpoints.glob(".step-*.partial"))
+
+    @property
+    def left_out(self) -> LeftOutFile:
+        """What the run left out of its data by itself."""
+        return LeftOutFile(self.path / "left_out.json")
 
     # --- attempts
 

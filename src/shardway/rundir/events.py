@@ -24,6 +24,10 @@ from shardway.rundir.atomic import render_json
 Event = dict[str, Any]
 
 
+_LASTING = frozenset(("started", "fault", "rolled_back"))
+"""Events that hold also where the steps that they belong to were undone."""
+
+
 class EventWriter:
     """Appends events to one file; each carries `event` and `time` (Unix seconds)."""
 
@@ -121,12 +125,13 @@ def read_last_events(path: Path, most_bytes: int) -> list[Event]:
 
 
 def drop_undone(events: Iterator[Event]) -> list[Event]:
-    """The events that still hold: a run that resumed at step s undoes the steps after s that came before it."""
+    """The events that still hold: a run that resumed at step s, or went back to it, undoes the steps after s that came
+    before."""
     kept: list[Event] = []
     for event in events:
-        if event["event"] == "started":
+        if event["event"] in ("started", "rolled_back"):
             base = _step_of(event)
-            kept = [old for old in kept if _step_of(old) <= base or old["event"] in ("started", "fault")]
+            kept = [old for old in kept if _step_of(old) <= base or old["event"] in _LASTING]
         kept.append(event)
     return kept
 

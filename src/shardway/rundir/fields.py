@@ -34,6 +34,14 @@ def read_fields(kind: type[T], table: Any) -> T | None:
     return kind(**found)
 
 
+def check_sections(resolved: dict[str, Any]) -> dict[str, Any]:
+    """The same tables. Raises ValueError where something else than the format is none."""
+    for name, section in resolved.items():
+        if name != "format" and not isinstance(section, dict):
+            raise ValueError(f"{name} is no section")
+    return resolved
+
+
 def _read(hint: Any, value: Any) -> Any:
     """The value as that type, or _WRONG."""
     origin = get_origin(hint)

@@ -5,10 +5,15 @@ Invariant: as in `schema`: strict keys, each with its sentence. This module must
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from shardway.runfile.section import PositiveFloat, PositiveInt, Section, key
+from pydantic import Field
+
+from shardway.runfile.section import NonNegativeInt, PositiveFloat, PositiveInt, Section, key
 from shardway.runfile.types import Off, SpanOrOff
+
+SpikeSteps = Annotated[int, Field(ge=1, le=10)]
+"""More would shift the median of the least window (20 values) that a spike is measured by."""
 
 
 class GuardSection(Section):
@@ -23,7 +28,26 @@ class GuardSection(Section):
     spike: PositiveFloat | Off = key(
         "off",
         "Tell a loss or a gradient norm that lies so many standard deviations above those of the last steps, such as "
-        "8.0; nothing is done about it.",
+        "8.0; `on_spike` says what is done about it.",
+    )
+    on_spike: Literal["tell", "roll_back"] = key(
+        "tell",
+        "What follows a spike: nothing; or the run goes back to the newest checkpoint from before it and leaves the "
+        "data from there to its end out.",
+    )
+    spike_steps: SpikeSteps = key(
+        3, "Steps in a row with a spike after which the run goes back (on_spike = roll_back); 1 to 10."
+    )
+    spike_margin: NonNegativeInt = key(
+        0, "Steps before a spike whose checkpoints are passed over when the run goes back (on_spike = roll_back)."
+    )
+    max_left_out: PositiveInt = key(
+        500,
+        "Global batches that one roll back leaves out at most, the last ones up to the end of the spike; those before "
+        "them are trained on again.",
+    )
+    max_roll_backs: PositiveInt = key(
+        3, "How often a run goes back at most, over all its attempts; the spike after that ends it."
     )
     probe_every: SpanOrOff = key(
         "off", "How often the passes of a step are run twice and compared bit by bit; a third run decides."

@@ -7,7 +7,7 @@ not take steps.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,13 +29,15 @@ class Loader:
     fingerprint: str
 
 
-def training_batches(session: Session, loader: Loader, position: int) -> Iterator[Batch]:
-    """This rank's share of every global batch from `position` on, without end; spans of `data.skip` are left out."""
+def training_batches(
+    session: Session, loader: Loader, position: int, skips: Sequence[Sequence[int]]
+) -> Iterator[Batch]:
+    """This rank's share of every global batch from `position` on, without end; `skips` as in `data.skip`."""
     values, mesh = session.resolved.values, session.mesh
     order = Order(loader.size, values.train.seed, values.data.shuffle)
     share = Share(values.train.global_batch, mesh.data_rank, mesh.data_ranks)
     step_loader = StepLoader(loader.samples, order, share, _options(session))
-    return _on_device(step_loader.batches(position, skips=Skips(values.data.skip)), session.ranks.device)
+    return _on_device(step_loader.batches(position, skips=Skips(skips)), session.ranks.device)
 
 
 def validation_data(session: Session, samples: Any) -> Iterator[Any]:

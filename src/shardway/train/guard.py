@@ -18,7 +18,7 @@ from shardway.parallel.apply import ParallelModel
 from shardway.parallel.replicas import compare_replicas
 from shardway.runfile.guard import GuardSection
 from shardway.train.guards.repeat import Corruption, Watch, Watched
-from shardway.train.guards.spike import Recent
+from shardway.train.guards.spike import Spikes, read_spikes
 from shardway.train.guards.words import (
     Mismatch,
     Skipped,
@@ -33,13 +33,27 @@ from shardway.units import Scale
 
 
 @dataclass(frozen=True)
+class BackPlan:
+    """How a run goes back before a spike, as [guard] has it: in steps, global batches, and times in a run."""
+
+    spike_steps: int
+    spike_margin: int
+    max_left_out: int
+    max_roll_backs: int
+
+
+@dataclass(frozen=True)
 class GuardPlan:
-    """What a run asks of its guard; steps, None: never. `repeats`: numbers that are not finite change no weights."""
+    """What a run asks of its guard; steps, None: never. `repeats`: numbers that are not finite change no weights.
+
+    `back`: how a run goes back before a spike, None where a spike is only told.
+    """
 
     repeats: bool = False
     stops: bool = False
     max_skips: int = 3
     spike: float | None = None
+    back: BackPlan | None = None
     probe_every: int | None = None
     compare_every: int | None = None
 
@@ -53,9 +67,14 @@ def plan_guard(session: Session, scale: Scale) -> GuardPlan:
         stops=section.non_finite == "stop",
         max_skips=section.max_skips,
         spike=None if section.spike == "off" else float(section.spike),
+        back=_plan_back(section) if section.on_spike == "roll_back" else None,
         probe_every=_in_steps(section, "probe_every", scale),
         compare_every=_in_steps(section, "compare_every", scale),
     )
+
+
+def _plan_back(section: GuardSection) -> BackPlan:
+    return BackPlan(section.spike_steps, section.spike_margin, section.max_left_out, section.max_roll_backs)
 
 
 def _in_steps(section: GuardSection, name: str, scale: Scale) -> int | None:
@@ -86,15 +105,27 @@ class Guard:
     settle: Callable[[], None] = lambda: None
     counters: GuardCounters = field(default_factory=GuardCounters)
     is_new: bool = True
-    recent: dict[str, Recent] = field(default_factory=dict)
+    spikes: Spikes = field(default_factory=Spikes)
 
-    def as_numbers(self) -> dict[str, int]:
+    @property
+    def in_spike(self) -> bool:
+        """Whether the last step may be a part of a spike that the run goes back before."""
+        return self.plan.back is not None and self.spikes.in_a_row > 0
+
+    @property
+    def must_go_back(self) -> bool:
+        """Whether the run goes back now; the same on every rank."""
+        return self.plan.back is not None and self.spikes.in_a_row >= self.plan.back.spike_steps
+
+    def as_numbers(self) -> dict[str, Any]:
         """For a checkpoint's manifest."""
-        return asdict(self.counters)
+        known = {"spikes": self.spikes.as_numbers()} if self.plan.back is not None else {}
+        return {"guard": asdict(self.counters), **known}
 
     def restore(self, numbers: Mapping[str, Any]) -> None:
         """Go on with the counters of a manifest; one of before the guard has none."""
         self.counters = GuardCounters(**{name: int(number) for name, number in numbers.get("guard", {}).items()})
+        self.spikes = read_spikes(numbers.get("spikes", {}) if self.plan.back is not None else {})
 
     def watch(self, step: int, *, scales_loss: bool) -> Watch | None:
         """What to look at in the step to come. fp16 has a way of its own with gradients that overflow.
@@ -166,13 +197,12 @@ class Guard:
         return f"{name} = {value}, {self.session.resolved.origins[name]}"
 
     def _look_for_spikes(self, step: int, result: StepResult, threshold: float) -> None:
-        """Told by rank 0 from numbers that all ranks have; the window begins anew with each attempt."""
-        for name, value in (("loss", result.loss), ("grad_norm", result.grad_norm)):
-            recent = self.recent.get(name, Recent())
-            spike = recent.find_spike(value, threshold)
-            self.recent[name] = recent.after(value)
-            if spike is not None:
-                self._event("spike", step, of=name, **asdict(spike))
+        """Told by rank 0 from numbers that all ranks have."""
+        values = {"loss": result.loss, "grad_norm": result.grad_norm}
+        found = self.spikes.find(values, threshold)
+        self.spikes = self.spikes.after(step, values, found)
+        for name, spike in found.items():
+            self._event("spike", step, of=name, **asdict(spike))
 
     def _compare(self, step: int) -> None:
         """Right after a step and so before its save: a checkpoint of the same step holds what was compared."""

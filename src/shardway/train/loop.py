@@ -16,15 +16,18 @@ import torch
 from shardway.data.loader import Batch
 from shardway.errors import Bug, UserError
 from shardway.parallel.axes.replicate import average_buffers
+from shardway.parallel.formats.float8 import compute_scales
 from shardway.ranks.progress import Activity
 from shardway.rundir.attempts import Ending
-from shardway.train.before import find_generators
+from shardway.rundir.left_out import LeftOut
+from shardway.train.before import Before, find_changeable, find_generators
 from shardway.train.counters import Counters
 from shardway.train.ending import End
-from shardway.train.guard import Guard
+from shardway.train.guard import BackPlan, Guard
 from shardway.train.loop_plan import LoopParts, LoopPlan
 from shardway.train.machine import Facts, Phase, next_phase
-from shardway.train.saves.restore import restore, set_damaged_aside
+from shardway.train.saves.back import Spiked, all_skips, as_numbers, decide_back, set_undone_aside
+from shardway.train.saves.restore import Restored, restore, set_damaged_aside
 from shardway.train.saves.saving import Point, Saver
 from shardway.train.schedule import lr_factor
 from shardway.train.session import Session, machine_facts
@@ -37,6 +40,7 @@ from shardway.train.validate import validate
 _ACTIVITIES = {
     Phase.RESTORE: Activity.LOAD,
     Phase.STEP: Activity.DATA,
+    Phase.GO_BACK: Activity.LOAD,
     Phase.VALIDATE: Activity.VALIDATE,
     Phase.SAVE: Activity.SAVE,
     Phase.STOP: Activity.END,
@@ -72,8 +76,11 @@ class Loop:
         self._phase = Phase.RESTORE
         self._open_step: _OpenStep | None = None
         self._owes_validation, self._began = False, 0
+        self._left_out: tuple[LeftOut, ...] = ()
+        self._untrained: Before | None = None
         self._actions: dict[Phase, Callable[[], None]] = {
             Phase.RESTORE: self._restore,
+            Phase.GO_BACK: self._go_back,
             Phase.VALIDATE: self._validate,
             Phase.SAVE: self._save,
             Phase.STOP: self._stop,
@@ -138,6 +145,7 @@ class Loop:
             done=done,
             stop=stop,
             validate_due=self._owes_validation,
+            goes_back=self._guard.must_go_back,
             save_due=stop or self._stopping.decision.save or (done and plan.save_at_end) or plan.saves_after(step),
         )
 
@@ -151,12 +159,10 @@ class Loop:
     def _restore(self) -> None:
         session, engine = self._session, self._parts.engine
         self._peak_lrs = [float(group["lr"]) for group in engine.groups]
-        restored = restore(session, self._plan, engine.state)
-        loaded, self._counters, self._loss_scale = restored.loaded, restored.counters, restored.loss_scale
-        self._guard.restore(loaded.numbers if loaded is not None else {})
-        self._began = self._counters.step
-        self._owes_validation = restored.owes_validation and self._validates_here()
-        parameters = self._count_parameters()
+        if self._plan.guard.back is not None:
+            self._untrained = find_changeable(engine.passes.parallel).remember(None)
+        restored = self._take_up()
+        loaded, parameters = restored.loaded, self._count_parameters()
         session.recorder.begin(
             self._counters.step,
             format=1,
@@ -171,18 +177,58 @@ class Loop:
             changed=session.changes if loaded else {},
             **machine_facts(session.ranks),
         )
-        if loaded is not None and loaded.passed_over:
-            set_damaged_aside(session, restored)
+        set_damaged_aside(session, restored)
         tell_late_spans(session, self._counters)
         self._stopping.set_deadline(self._plan.stop_margin_s, self._counters.step, parameters)
         session.recorder.status(
             now=True, state="running", reason="", step=self._counters.step, total_steps=self._plan.total_steps
         )
-        stream, device = self._parts.batches_from(self._counters.position), session.ranks.device
-        self._stream = TrainingStream(
-            stream, self._stopping.waits, device, lambda ready: self._agree(void=not ready), can_void=engine.can_void
-        )
+        self._open_stream()
         self._agree()
+
+    def _take_up(self) -> Restored:
+        """Go on from the newest checkpoint that holds, or from the start."""
+        restored = restore(self._session, self._plan, self._parts.engine.state)
+        self._counters, self._loss_scale, self._left_out = restored.counters, restored.loss_scale, restored.left_out
+        self._guard.restore(restored.loaded.numbers if restored.loaded is not None else {})
+        self._began = self._counters.step
+        self._owes_validation = restored.owes_validation and self._validates_here()
+        return restored
+
+    def _open_stream(self) -> None:
+        device, can_void = self._session.ranks.device, self._parts.engine.can_void
+        stream = self._parts.batches_from(self._counters.position, all_skips(self._session, self._left_out))
+        self._stream = TrainingStream(
+            stream, self._stopping.waits, device, lambda ready: self._agree(void=not ready), can_void=can_void
+        )
+
+    def _go_back(self) -> None:
+        """To a checkpoint from before a spike, in this process as a new one would; a run that stops only decides."""
+        plan, session, engine = self._plan.guard.back, self._session, self._parts.engine
+        if plan is None or self._untrained is None or self._stream is None:
+            raise Bug("the run goes back before it has begun")
+        self._saver.settle()
+        back = decide_back(session, plan, self._spiked(plan))
+        self._stream.close()
+        stops = bool(self._stopping.decision.stop_reason)
+        if stops:
+            restored = Restored(None, back.counters, None, back.left_out, set_undone_aside(session))
+            self._counters, self._owes_validation = back.counters, False
+        else:
+            self._untrained.put_back()
+            restored = self._take_up()
+            compute_scales(engine.passes.parallel.module, engine.passes.precision.float8)
+        facts = back.left_out[-1].as_json()
+        session.recorder.go_back(self._counters.step, roll_backs=len(back.left_out), **facts)
+        set_damaged_aside(session, restored)
+        if not stops:
+            self._open_stream()
+            self._agree()
+
+    def _spiked(self, plan: BackPlan) -> Spiked:
+        last, resolved = self._counters.step, self._session.resolved
+        limit = f"guard.max_roll_backs = {plan.max_roll_backs}, {resolved.origins['guard.max_roll_backs']}"
+        return Spiked(self._guard.spikes.first, last, self._counters.position, self._left_out, limit)
 
     def _step(self) -> Iterator[Any]:
         self._saver.poll()
@@ -246,13 +292,14 @@ class Loop:
         numbers = {
             **self._counters.as_numbers(),
             "data": self._plan.data_fingerprint,
-            "guard": self._guard.as_numbers(),
+            **self._guard.as_numbers(),
+            **as_numbers(self._left_out),
         }
         if self._owes_validation:
             numbers["validation_owed"] = True
         if self._loss_scale is not None:
             numbers["loss_scale"] = self._loss_scale.as_numbers()
-        self._saver.save(Point(engine.state, self._counters.step, numbers, last))
+        self._saver.save(Point(engine.state, self._counters.step, numbers, last, self._guard.in_spike))
 
     def _took_save(self, seconds: float) -> None:
         if self._stopping.deadline is not None:
@@ -297,7 +344,7 @@ class Loop:
         if self._stopping.deadline is not None:
             self._stopping.deadline.took_step(seconds)
         self._record(result, step.batch, step.lr, seconds)
-        tell_skipped(self._session, before, self._counters)
+        tell_skipped(self._session, before, self._counters, self._left_out)
         self._guard.look_at(self._counters.step, result, step.batch)
 
     def _record(self, result: StepResult, batch: Batch, lr: float, seconds: float) -> None:

@@ -5,7 +5,7 @@ Invariant: values alone, the same on every rank. This module must not do anythin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,9 +45,9 @@ class LoopPlan:
 
 @dataclass(frozen=True)
 class LoopParts:
-    """What the loop works with: the engine, a stream of batches from a data position, validation."""
+    """What the loop works with: the engine, a stream of batches from a data position without some spans, validation."""
 
     engine: Engine
-    batches_from: Callable[[int], Iterator[Batch]]
+    batches_from: Callable[[int, Sequence[Sequence[int]]], Iterator[Batch]]
     validation: Validation | None = None
     on_step: Callable[[int, dict[str, Any]], None] | None = None

@@ -4,6 +4,8 @@
        └─────────┴─────────┴────────┴─► STOP ─► END        (asked to stop: save first, do not validate)
                                     └─► FINISH ─► END      (the last step: validate and save first)
 
+    STEP or RESTORE ─► GO_BACK ─► as after RESTORE         (a spike: nothing of it is validated or saved)
+
 A validation that a stop left out is due again after RESTORE; a run that owes one stops rather than finishes.
 
 Invariant: every phase that is entered on one rank is entered on all, since the facts it follows from are agreed.
@@ -21,6 +23,7 @@ class Phase(Enum):
 
     RESTORE = auto()
     STEP = auto()
+    GO_BACK = auto()
     VALIDATE = auto()
     SAVE = auto()
     STOP = auto()
@@ -32,20 +35,24 @@ class Phase(Enum):
 class Facts:
     """What the next phase follows from; the same on every rank.
 
-    `validate_due`: a validation belongs after the step that was done last, and was not made.
+    `validate_due`: a validation belongs after the step that was done last, and was not made. `goes_back`: the last
+    steps were a spike that the run goes back before.
     """
 
     done: bool
     stop: bool
     validate_due: bool
     save_due: bool
+    goes_back: bool = False
 
 
 def next_phase(phase: Phase, facts: Facts) -> Phase:
     """The phase after `phase`."""
     if phase in (Phase.STOP, Phase.FINISH, Phase.END):
         return Phase.END
-    if phase in (Phase.RESTORE, Phase.STEP) and facts.validate_due and not facts.stop:
+    if phase in (Phase.RESTORE, Phase.STEP) and facts.goes_back:
+        return Phase.GO_BACK
+    if phase in (Phase.RESTORE, Phase.STEP, Phase.GO_BACK) and facts.validate_due and not facts.stop:
         return Phase.VALIDATE
     if phase in (Phase.STEP, Phase.VALIDATE) and facts.save_due:
         return Phase.SAVE

@@ -31,7 +31,7 @@ STATUS_EVERY_S = 1.0
 MOST_WAITING = 100_000
 """How many events wait for a file system that refuses them; some tens of megabytes of memory, hours of most runs."""
 
-_WITH_TIMES = frozenset(("started", "saved", "stopped", "finished"))
+_WITH_TIMES = frozenset(("started", "saved", "rolled_back", "stopped", "finished"))
 """Events that say what rank 0 has spent its time on until then: enough to tell of an attempt that was killed."""
 
 
@@ -68,12 +68,23 @@ class Recorder:
         Also of ranks that an earlier world had and this one lacks: what they wrote after `step` is undone as well.
         """
         self.event("started", step=step, epoch=self._directory.epoch, **facts, **self._look_back())
+        self._mark("started", step)
+
+    def go_back(self, step: int, **facts: Any) -> None:
+        """The run goes on at an earlier `step` within this attempt: what came after it is undone, as by a start."""
+        self._progress.reached = max(self._progress.reached, self.step_done)
+        self.event("rolled_back", step=step, **facts)
+        self._mark("rolled_back", step)
+        self.status(step=step, reached=self._progress.reached)
+
+    def _mark(self, name: str, step: int) -> None:
+        """In the events of every rank but the first, also of those that an earlier world had."""
         known, world = self._directory.ranks_with_events(), self._ranks.world
         if self._ranks.is_first:
             for rank in (rank for rank in known if rank >= world):
-                self._mark_start(rank, step)
+                self._mark_absent(rank, name, step)
         elif self._every_rank or self._ranks.rank in known:
-            self._write("started", {"step": step, "world": world})
+            self._write(name, {"step": step, "world": world})
 
     def _look_back(self) -> dict[str, Any]:
         """On rank 0: what the start says of earlier attempts, whose steps count as repeated from now on."""
@@ -84,9 +95,9 @@ class Recorder:
         self.keep(**({"reached": earlier.reached} if earlier.reached else {}))
         return earlier.as_facts()
 
-    def _mark_start(self, rank: int, step: int) -> None:
+    def _mark_absent(self, rank: int, name: str, step: int) -> None:
         with _refusals(self._directory), self._directory.event_writer(rank) as writer:
-            writer.write("started", step=step, world=self._ranks.world)
+            writer.write(name, step=step, world=self._ranks.world)
 
     def event(self, name: str, /, **facts: Any) -> None:
         """An event of the whole run: written by rank 0."""

@@ -112,7 +112,10 @@ class _Record:
 
 @dataclass
 class _Attempt:
-    """An attempt that went on from step `base` at `started` (Unix seconds); `step`, `last_time` are the last seen."""
+    """An attempt that went on from step `base` at `started` (Unix seconds); `step`, `last_time` are the last seen.
+
+    What follows a way back within an attempt counts as one more: `before` is what rank 0 had spent until then.
+    """
 
     base: int
     started: float
@@ -120,6 +123,7 @@ class _Attempt:
     last_time: float
     owner: tuple[Any, Any]
     records: list[_Record] = field(default_factory=list)
+    before: Mapping[str, float] = field(default_factory=dict)
 
     def begun(self) -> float:
         """When its first activity did."""
@@ -129,7 +133,8 @@ class _Attempt:
         """Take what an event or a status says of the time, where that is newer than what is known."""
         found = _read_record(source, self.step)
         if found is not None and (not self.records or found.time >= self.records[-1].time):
-            self.records.append(found)
+            spent = {name: max(0.0, each - self.before.get(name, 0.0)) for name, each in found.spent.items()}
+            self.records.append(replace(found, spent=spent))
             self.step = max(self.step, found.step)
 
     def owns(self, status: Mapping[str, Any]) -> bool:
@@ -162,7 +167,9 @@ class Book:
         elif self._attempts:
             attempt = self._attempts[-1]
             attempt.last_time = max(attempt.last_time, _time_of(event))
-            if event["event"] == "step":
+            if event["event"] == "rolled_back":
+                self._go_back(attempt, event)
+            elif event["event"] == "step":
                 attempt.step = whole(event, "step") or attempt.step
             elif "spent" in event:
                 attempt.add(event)
@@ -174,6 +181,15 @@ class Book:
         base = whole(event, "step") or 0
         started = _time_of(event)
         self._attempts.append(_Attempt(base, started, base, started, _owner(event)))
+        self._attempts[-1].add(event)
+
+    def _go_back(self, attempt: _Attempt, event: Event) -> None:
+        """The attempt ends at the step that it has reached, and goes on from the one that the event says."""
+        base, at = whole(event, "step") or 0, _time_of(event)
+        attempt.add({**event, "step": attempt.step})
+        spent = event.get("spent")
+        before = {str(name): number(spent, name) or 0.0 for name in spent} if isinstance(spent, Mapping) else {}
+        self._attempts.append(_Attempt(base, at, base, at, attempt.owner, before=before))
         self._attempts[-1].add(event)
 
     def account(self, status: Mapping[str, Any], now: float | None = None) -> Account | None:

@@ -39,6 +39,13 @@ def _spike(event: Mapping[str, Any]) -> str:
     return f"spike: {what} {value} is {deviations} deviations above the last ones"
 
 
+def _rolled_back(event: Mapping[str, Any]) -> str:
+    first, last = _count(event, "first"), _count(event, "last")
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    left_out = f"{_count(event, 'samples')} samples (positions {_count(event, 'start')} to {_count(event, 'end')})"
+    return f"the run went back to here after a spike in {steps} and leaves out {left_out}"
+
+
 GUARDED: Mapping[str, Callable[[Mapping[str, Any]], str]] = MappingProxyType(
     {
         "transient": _transient,
@@ -46,6 +53,7 @@ GUARDED: Mapping[str, Callable[[Mapping[str, Any]], str]] = MappingProxyType(
         "corruption": _corruption,
         "replica_differs": _replica_differs,
         "spike": _spike,
+        "rolled_back": _rolled_back,
     }
 )
 """Name of an event -> its line."""

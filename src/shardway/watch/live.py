@@ -20,6 +20,7 @@ from rich.text import Text
 from shardway.rundir.events import Event
 from shardway.watch.curve import GrowingCurve
 from shardway.watch.facts import measured, read_ending, read_start
+from shardway.watch.guarded import render_guarded
 from shardway.watch.plain import PlainLines
 from shardway.watch.progress import Progress
 from shardway.watch.told import Weight, tell
@@ -107,6 +108,9 @@ class LiveView:
                 self._say(render_start(read_start(event)), event)
             case "finished" | "stopped" | "failed":
                 self._say(render_ending(read_ending(event)), event, _STATE_STYLES[event["event"]])
+            case "rolled_back":
+                self._losses.undo_after(self._progress.step)
+                self._say(render_guarded(event), event, _STYLES[Weight.WARNING])
             case _ if (told := tell(event)) is not None:
                 self._say(told.words, event, _STYLES[told.weight])
 

@@ -1,7 +1,8 @@
 """The state of a run after each of its events: the one fold that status, live view and report share.
 
-Invariant: memory grows with validations, saves and attempts, never with steps; after a resume from step s nothing
-that came after s is left but faults and the time it took. This module must not read files except through a RunDir.
+Invariant: memory grows with validations, saves and attempts, never with steps; after a resume from step s, or a way
+back to it, nothing that came after s is left but faults and the time it took. This module must not read files except
+through a RunDir.
 """
 
 from __future__ import annotations
@@ -81,6 +82,8 @@ class Progress:
         match event["event"]:
             case "step":
                 self._add_step(attempt, event)
+            case "rolled_back":
+                self._go_back(attempt, whole(event, "step") or 0)
             case "validation":
                 self.validations.append(read_validation(event))
             case "saved":
@@ -92,9 +95,16 @@ class Progress:
 
     def _start(self, start: Start) -> None:
         self.attempts.append(Attempt(start, start.step, start.time))
+        self._undo_after(start.step)
+
+    def _go_back(self, attempt: Attempt, step: int) -> None:
+        attempt.step, attempt.first_step = step, None
+        self._undo_after(step)
+
+    def _undo_after(self, step: int) -> None:
         self.recent.clear()
-        self.validations = [validation for validation in self.validations if validation.step <= start.step]
-        self.saves = [save for save in self.saves if save.step <= start.step]
+        self.validations = [validation for validation in self.validations if validation.step <= step]
+        self.saves = [save for save in self.saves if save.step <= step]
 
     def _add_step(self, attempt: Attempt, event: Event) -> None:
         attempt.step = whole(event, "step") or attempt.step

@@ -52,6 +52,7 @@ def render_report(run: RunDir) -> str:
             _tiles(summary),
             _curves(figures, progress, events),
             _attempts(progress),
+            _left_out(summary),
             render_spent(summary.account),
             _predicted(predict(run, progress.attempts, events)),
             _faults(progress),
@@ -165,6 +166,18 @@ def _attempt_row(number: int, attempt: Attempt) -> list[str]:
         render_time(attempt.wall_s),
         end,
     ]
+
+
+def _left_out(summary: RunSummary) -> str:
+    """What the run left out of its data by itself; nothing where it left out nothing."""
+    if not summary.left_out:
+        return ""
+    rows = [
+        [_render_date(each.time), str(each.samples), f"{each.start} to {each.end}", str(each.back_to), each.reason]
+        for each in summary.left_out
+    ]
+    columns = ["at", "samples", "positions", "back to step", "after"]
+    return f"<h2>Left out after spikes</h2>{render_table(columns, rows)}"
 
 
 def _predicted(found: Predicted | None) -> str:

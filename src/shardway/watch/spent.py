@@ -70,7 +70,7 @@ def _note(name: str, account: Account) -> str:
     if name != "lost_s":
         return _NOTES.get(name, "")
     again = f", {_render_seconds(account.repeated_s)} to do them again" if account.repeated_s else ""
-    return f"{render_plural(account.undone_steps, 'step')} undone by a resume{again}"
+    return f"{render_plural(account.undone_steps, 'step')} undone{again}"
 
 
 def _render_seconds(seconds: float) -> str:

@@ -5,13 +5,16 @@ Invariant: the keys of `as_json` are stable; a value that is unknown is None. Th
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from shardway.errors import JobError
 from shardway.rundir.directory import RunDir
+from shardway.rundir.left_out import LeftOut
 from shardway.watch.account import Account
 from shardway.watch.facts import Save, Validation, text, whole
 from shardway.watch.progress import Progress, read_progress
@@ -28,7 +31,7 @@ class RunSummary:
     were not a number. `tokens_per_s` and `samples_per_s` are medians over the last 20 steps; `unit` says which of
     them the run is measured in. `seconds_left` is None unless the run is running. Times are Unix seconds: `started`
     that of the first attempt, `updated` that of the last event; `wall_s` adds up all attempts. `account` says where the
-    time went; None where that was not recorded.
+    time went; None where that was not recorded. `left_out` is what the run left out of its data by itself.
     """
 
     name: str
@@ -59,6 +62,7 @@ class RunSummary:
     attempts: int
     writer: str | None
     account: Account | None
+    left_out: tuple[LeftOut, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Plain data that strict JSON can hold: paths as text, numbers that are not finite as None."""
@@ -105,7 +109,15 @@ def summarise_progress(run: RunDir, progress: Progress) -> RunSummary:
         attempts=len(progress.attempts),
         writer=standing.writer,
         account=progress.book.account(run.read_status(), time.time() if standing.state == "running" else None),
+        left_out=_left_out(run),
     )
+
+
+def _left_out(run: RunDir) -> tuple[LeftOut, ...]:
+    """Nothing where the file cannot be read: the run that goes on tells that."""
+    with contextlib.suppress(JobError):
+        return run.left_out.read()
+    return ()
 
 
 def find_runs(root: Path) -> list[RunDir]:

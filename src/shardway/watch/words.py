@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from shardway.rundir.left_out import LeftOut
 from shardway.units import render_clock, render_count
 from shardway.watch.account import Account
 from shardway.watch.facts import Ending, FailedSave, Fault, Restart, Save, SetAside, Start, Validation
@@ -132,7 +133,14 @@ def render_failed_save(failed: FailedSave) -> str:
 
 def render_set_aside(damaged: SetAside) -> str:
     """ "step-000000200 is damaged (a shard is missing) and kept as damaged-step-000000200"."""
-    return one_line(f"{damaged.name} is damaged ({damaged.reason}) and kept as {damaged.kept_as}")
+    what = "undone" if damaged.kept_as.startswith("undone-") else "damaged"
+    return one_line(f"{damaged.name} is {what} ({damaged.reason}) and kept as {damaged.kept_as}")
+
+
+def render_left_out(left_out: LeftOut) -> str:
+    """ "8000 samples (positions 96000 to 104000), back to step 1200: a spike in steps 1298 to 1300"."""
+    span = f"positions {left_out.start} to {left_out.end}"
+    return one_line(f"{left_out.samples} samples ({span}), back to step {left_out.back_to}: {left_out.reason}")
 
 
 def render_save(save: Save) -> str:

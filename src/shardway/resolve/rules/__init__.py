@@ -37,7 +37,12 @@ from shardway.resolve.rules.float8 import (
     float8_needs_a_device_that_has_it,
     transformer_engine_knows_other_recipes,
 )
-from shardway.resolve.rules.guard import a_probe_repeats_what_has_one_result
+from shardway.resolve.rules.guard import (
+    a_probe_repeats_what_has_one_result,
+    a_run_goes_back_before_spikes_that_are_looked_for,
+    a_run_goes_back_to_what_was_saved,
+    a_spike_that_is_left_out_is_left_out_whole,
+)
 from shardway.resolve.rules.huggingface import (
     a_hugging_face_model_brings_its_own_shape,
     a_hugging_face_model_brings_its_tokenizer,
@@ -98,6 +103,9 @@ BEFORE_A_LAYOUT: tuple[Rule, ...] = (
     timeouts_are_nested,
     a_job_has_as_many_nodes_as_the_run_may,
     a_probe_repeats_what_has_one_result,
+    a_run_goes_back_before_spikes_that_are_looked_for,
+    a_run_goes_back_to_what_was_saved,
+    a_spike_that_is_left_out_is_left_out_whole,
     a_key_of_another_kind_is_not_ignored,
     a_hugging_face_model_brings_its_own_shape,
     only_a_hugging_face_model_has_weights_to_start_from,

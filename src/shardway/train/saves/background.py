@@ -74,14 +74,18 @@ class Background:
             self._open(state.collect())
         return self._possible
 
-    def begin(self, content: Content, started: float) -> None:
-        """Copy the state, and write it in a thread; `started` is when the run came to a stand (perf_counter)."""
+    def begin(self, content: Content, started: float, *, retires: bool = True) -> None:
+        """Copy the state, and write it in a thread; `started` is when the run came to a stand (perf_counter).
+
+        `retires`: older ones are removed once it is written.
+        """
         session, apart = self._session, self._apart or self._session.ranks
         staged = replace(content, tensors=self._staging.stage(content.tensors))
 
         def write() -> Saved:
             saved = write_checkpoint(session.directory, apart, staged)
-            retire(session.directory, apart, self._keep, content.step)
+            if retires:
+                retire(session.directory, apart, self._keep, content.step)
             return saved
 
         self.last_begun = content.step

@@ -6,25 +6,33 @@ data of today. This module must not decide which checkpoint is whole (that is `c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardway.checkpoint.load import Loaded, load_latest
-from shardway.checkpoint.quarantine import set_aside
+from shardway.checkpoint.quarantine import SetAside, set_aside
 from shardway.checkpoint.state import State
 from shardway.errors import UserError
+from shardway.rundir.left_out import LeftOut
 from shardway.train.counters import Counters, read_counters
 from shardway.train.loop_plan import LoopPlan
 from shardway.train.loss_scale import LossScale
+from shardway.train.saves.back import know_left_out, set_undone_aside
 from shardway.train.session import Session
 
 
 @dataclass(frozen=True)
 class Restored:
-    """The checkpoint that was loaded (None: the run begins), and what its numbers say."""
+    """The checkpoint that was loaded (None: the run begins), and what its numbers say.
+
+    `left_out` is what the run leaves out by itself, `undone` what was set aside before anything was loaded.
+    """
 
     loaded: Loaded | None
     counters: Counters
     loss_scale: LossScale | None
+    left_out: tuple[LeftOut, ...] = ()
+    undone: Sequence[SetAside] = ()
 
     @property
     def owes_validation(self) -> bool:
@@ -33,28 +41,32 @@ class Restored:
 
 
 def restore(session: Session, plan: LoopPlan, state: State) -> Restored:
-    """Install the newest whole checkpoint on all ranks together.
+    """Install the newest whole checkpoint that holds, on all ranks together.
 
     Raises JobError where none is whole, UserError where it belongs to other data or is past what is asked for.
     """
+    undone = set_undone_aside(session)
     loaded = load_latest(session.directory, session.ranks, state)
+    left_out = know_left_out(session, loaded.numbers if loaded is not None else {})
     if loaded is None:
-        return Restored(None, Counters(), plan.loss_scale)
+        return Restored(None, Counters(), plan.loss_scale, left_out, undone)
     scale = plan.loss_scale
     if scale is not None and "loss_scale" in loaded.numbers:
         scale = scale.with_numbers(loaded.numbers["loss_scale"])
     counters = read_counters(loaded.numbers)
     _check_goes_on(plan, counters.step, str(loaded.numbers.get("data", "")))
-    return Restored(loaded, counters, scale)
+    return Restored(loaded, counters, scale, left_out, undone)
 
 
 def set_damaged_aside(session: Session, restored: Restored) -> None:
-    """A damaged checkpoint must not stand where this run will save the same step again."""
+    """A damaged checkpoint must not stand where this run will save the same step again. Tells of undone ones too."""
     damaged = restored.loaded.passed_over if restored.loaded is not None else ()
+    if not damaged and not restored.undone:
+        return
     if damaged:
         session.directory.confirm_writer()
     done = session.ranks.together(lambda: set_aside(session.directory, damaged) if session.ranks.is_first else [])
-    for each in done:
+    for each in (*restored.undone, *done):
         session.recorder.event(
             "set_aside", step=restored.counters.step, name=each.name, kept_as=each.kept_as, reason=each.reason
         )

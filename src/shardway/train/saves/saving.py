@@ -54,12 +54,16 @@ class LeastCost:
 
 @dataclass(frozen=True)
 class Point:
-    """What is saved: the state, the step that it belongs to, the run's counters. `last`: nothing comes after it."""
+    """What is saved: the state, the step that it belongs to, the run's counters.
+
+    `last`: nothing comes after it. `in_doubt`: it may be undone, so that no older one is removed for it.
+    """
 
     state: State
     step: int
     numbers: Mapping[str, Any]
     last: bool
+    in_doubt: bool = False
 
 
 class Saver:
@@ -122,7 +126,7 @@ class Saver:
                 self._failed = False
             else:
                 content = collect_content(self._session.ranks, point.state, point.step, point.numbers)
-                self._background.begin(content, started)
+                self._background.begin(content, started, retires=not point.in_doubt)
             self._tried_at = self._clock()
 
     def poll(self) -> None:
@@ -147,7 +151,8 @@ class Saver:
         if saved is not None:
             seconds = time.perf_counter() - started
             self._note_saved(Landed(point.step, saved, None, seconds, seconds))
-            retire(session.directory, session.ranks, self._keep, point.step)
+            if not point.in_doubt:
+                retire(session.directory, session.ranks, self._keep, point.step)
         self._failed = False
 
     def _note_saved(self, landed: Landed) -> None:
