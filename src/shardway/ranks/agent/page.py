@@ -10,10 +10,13 @@ Times are those of CLOCK_MONOTONIC, which the processes of a host share. This mo
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
+import stat
 import struct
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +30,9 @@ _LAYOUT = struct.Struct("<QqqqdQ")
 """Count of changes, process id, activity, steps done, since when (seconds), count of changes again."""
 
 _TRIES = 8
+_PREFIX = "shardway-pages-"
+_NEW_S = 60.0
+"""A folder that is younger may belong to an agent that has not locked it yet."""
 
 
 _ACTIVITIES = frozenset(Activity)
@@ -95,8 +101,39 @@ def open_page(environ: Mapping[str, str], local_rank: int) -> PageWriter | None:
 
 @contextlib.contextmanager
 def pages_folder() -> Iterator[Path]:
-    """A private folder for the pages of one start, in memory where the machine has that; gone afterwards."""
+    """A private folder for the pages of one start, in memory where the machine has that; gone afterwards.
+
+    Its agent holds a lock on it. Folders that nobody holds are those of agents that were killed, and go as well.
+    """
     shared = Path("/dev/shm")
     where = shared if shared.is_dir() and os.access(shared, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="shardway-", dir=where, ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
+    sweep_folders(where or Path(tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=where, ignore_cleanup_errors=True) as folder:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield Path(folder)
+        finally:
+            os.close(descriptor)
+
+
+def sweep_folders(where: Path) -> None:
+    """Remove the folders of this user that are older than a minute and that no agent holds."""
+    for folder in where.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            found = folder.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and time.time() - found.st_mtime > _NEW_S:
+                _remove_if_left(folder)
+
+
+def _remove_if_left(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for name in os.listdir(descriptor):
+            if name.startswith(("rank-", "stacks-")):
+                os.unlink(name, dir_fd=descriptor)
+        folder.rmdir()
+    finally:
+        os.close(descriptor)
