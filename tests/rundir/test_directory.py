@@ -181,6 +181,16 @@ def test_the_output_of_the_newest_start(tmp_path: Path) -> None:
     assert run.rank_output(0) == []
 
 
+def test_the_output_of_a_rank_of_another_node(tmp_path: Path) -> None:
+    """It is the second of the node whose first rank is 4."""
+    run = made(tmp_path / "a")
+    folder = run.log_folder / "from-4" / "start" / "attempt_1" / "1"
+    folder.mkdir(parents=True)
+    (folder / "stdout.log").write_text("said")
+    assert run.rank_output(5) == [folder / "stdout.log"]
+    assert run.rank_output(1) == run.rank_output(4) == []
+
+
 # --- stopping
 
 

@@ -92,6 +92,7 @@ def test_a_rank_that_is_killed_on_another_node_is_started_again(launch: Launch, 
     (restart,) = crew.restarts()
     assert restart["reason"].startswith(f"rank 1 (process {rank.pid}) was ended by SIGKILL")
     assert restart["step"] >= 20
+    assert all(crew.run.rank_output(rank) for rank in (0, 1))
     start("alone", "--nproc", "2", *WORDS).finish()
     alone = RunDir(crew.run.path.with_name("alone"))
     for column in ("loss", "grad_norm"):

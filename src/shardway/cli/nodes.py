@@ -77,7 +77,7 @@ class Led:
         members, store = self._gather(run), host_store()
         news = self.lead.begin(members, store.port)
         seats = _seat(self.nodes, news, leader=self.nodes.node)
-        outcome = run_seats(run, replace(launch, seats=seats), patience, self.lead)
+        outcome = run_seats(run, _seated(launch, seats), patience, self.lead)
         self.lead.say(State.ENDED, news.start, NOBODY, outcome)
         return self._combine(self.lead.await_end(), launch)
 
@@ -189,7 +189,7 @@ def _obey(resolution: Resolution, nodes: Place, follow: Follow, leader: int) -> 
                 return news.code
             start = news.start
             seats = _seat(nodes, news, leader)
-            outcome = run_seats(run, replace(launch, seats=seats), patience, follow)
+            outcome = run_seats(run, _seated(launch, seats), patience, follow)
             follow.say(State.LEFT if outcome.interrupted else State.ENDED, start, NOBODY, outcome)
             if outcome.interrupted:
                 raise KeyboardInterrupt("a second signal")
@@ -230,11 +230,17 @@ def _succeed(resolution: Resolution, nodes: Place, leader: int, present: Sequenc
 
 
 def _launch(resolution: Resolution, nodes: Place) -> LocalLaunch:
-    """What the ranks of this node run; what they print goes to a folder of the node, in a job to its output as well."""
+    """What the ranks of this node run; in a job, what they print goes to its output as well."""
     launch, attempt = build_launch(resolution, nodes.ranks), find_attempt(os.environ)
-    if attempt is not None:
-        return replace(launch, log_folder=attempt.node_log_folder(nodes.node), shown=True)
-    return replace(launch, log_folder=launch.log_folder / f"node-{nodes.node}")
+    if attempt is None:
+        return launch
+    return replace(launch, log_folder=attempt.node_log_folder(nodes.node), shown=True)
+
+
+def _seated(launch: LocalLaunch, seats: Seats) -> LocalLaunch:
+    """A start of the ranks at these seats; outside a job what they print is found by the first of their numbers."""
+    folder = launch.log_folder if launch.shown else launch.log_folder / f"from-{seats.first}"
+    return replace(launch, seats=seats, log_folder=folder)
 
 
 def _seat(nodes: Place, news: News, leader: int) -> Seats:

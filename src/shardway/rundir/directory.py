@@ -353,8 +353,9 @@ class RunDir:
         return self.path / "logs"
 
     def rank_output(self, rank: int) -> list[Path]:
-        """Files with what a rank printed in the newest local start, stdout first; empty where nothing was captured."""
-        found = list(self.log_folder.glob(f"*/attempt_*/{rank}/std*.log"))
+        """Files with what a rank printed in its newest start by an agent, stdout first; empty where none was."""
+        places = [f"*/attempt_*/{rank}", *(f"from-{first}/*/attempt_*/{rank - first}" for first in range(rank + 1))]
+        found = [path for place in places for path in self.log_folder.glob(f"{place}/std*.log")]
         if not found:
             return []
         newest = max(found, key=lambda path: path.stat().st_mtime).parent
