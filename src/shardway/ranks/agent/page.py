@@ -10,7 +10,6 @@ Times are those of CLOCK_MONOTONIC, which the processes of a host share. This mo
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import mmap
 import os
 import stat
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardway.ranks.progress import Activity
+from shardway.rundir.holding import hold_folder, take_left_folder
 
 VARIABLE = "SHARDWAY_PROGRESS"
 """Names the folder of the pages to the ranks that an agent starts."""
@@ -108,14 +108,9 @@ def pages_folder() -> Iterator[Path]:
     shared = Path("/dev/shm")
     where = shared if shared.is_dir() and os.access(shared, os.W_OK) else None
     sweep_folders(where or Path(tempfile.gettempdir()))
-    with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=where, ignore_cleanup_errors=True) as folder:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            with contextlib.suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield Path(folder)
-        finally:
-            os.close(descriptor)
+    folders = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=where, ignore_cleanup_errors=True)
+    with folders as folder, hold_folder(Path(folder)):
+        yield Path(folder)
 
 
 def sweep_folders(where: Path) -> None:
@@ -128,12 +123,8 @@ def sweep_folders(where: Path) -> None:
 
 
 def _remove_if_left(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with take_left_folder(folder) as descriptor:
         for name in os.listdir(descriptor):
             if name.startswith(("rank-", "stacks-")):
                 os.unlink(name, dir_fd=descriptor)
         folder.rmdir()
-    finally:
-        os.close(descriptor)
