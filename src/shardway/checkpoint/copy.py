@@ -18,11 +18,12 @@ from shardway.checkpoint.verify import manifest_of
 from shardway.errors import JobError
 from shardway.rundir.atomic import fsync_folder
 from shardway.rundir.directory import RunDir
+from shardway.rundir.run_id import find_run_id
 
 
 def copy_checkpoint(found: Found, directory: RunDir) -> Manifest:
     """Copy a checkpoint into a run that has none of its step. Raises Damaged, JobError where it cannot be written."""
-    manifest = replace(manifest_of(found), epoch=0)
+    manifest = replace(manifest_of(found), epoch=0, run=find_run_id(directory.path))
     final, partial = directory.checkpoint_path(manifest.step), directory.partial_checkpoint_path(manifest.step)
     try:
         partial.mkdir()

@@ -31,7 +31,7 @@ FOLDER_MODE = 0o750
 OWN_NAMES = frozenset(
     (
         *("run.toml", "resolved.toml", "ds_config.json", "events", "checkpoints", "status.json", "writer.lock"),
-        *("lease", "logs", "attempts", "report.html", "stop"),
+        *("run-id", "lease", "logs", "attempts", "report.html", "stop"),
     )
 )
 """What a run directory consists of."""

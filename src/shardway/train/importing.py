@@ -39,6 +39,7 @@ from shardway.resolve.applies import WEIGHT_KEYS
 from shardway.resolve.request import Request, Resolution, resolve_loaded
 from shardway.rundir.atomic import fsync_folder
 from shardway.rundir.directory import RunDir
+from shardway.rundir.run_id import ensure_run_id
 from shardway.runfile.load import DEFAULT, Loaded, load_run
 from shardway.runfile.schema import PrecisionSection, RunFile
 from shardway.train.counters import Counters
@@ -227,6 +228,7 @@ def _appearing(ranks: Ranks, target: Path) -> Iterator[RunDir]:
 def _make(partial: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     RunDir(partial).create()
+    ensure_run_id(partial)
 
 
 def _appear(partial: Path, target: Path) -> None:
