@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from shardway.checkpoint.sources.base import Described, Source
 from shardway.checkpoint.sources.find import open_source
 from shardway.checkpoint.sources.match import Match, match_source
 from shardway.errors import UserError
@@ -133,3 +134,27 @@ def test_conversions_are_counted(tmp_path: Path) -> None:
     tensors["norm.weight"] = tensors["norm.weight"].float()
     match = matched(saved(tmp_path / "x", tensors))
     assert match.count_conversions(make()) == {"bfloat16 to float32": len(tensors) - 1}
+
+
+def test_thousands_of_tensors_are_matched_in_a_moment(tmp_path: Path) -> None:
+    """What a source holds is listed once, not once for each weight."""
+    model = nn.ModuleList([nn.Linear(1, 1) for _ in range(2000)])
+    source = open_source(saved(tmp_path / "x", {}))
+    counted = Counted(
+        source, {name: Described(tuple(each.shape), "float32") for name, each in model.state_dict().items()}
+    )
+    assert len(match_source(counted, model).fit.arrangements) == 4000
+    assert counted.asked < 10
+
+
+class Counted:
+    """A source that counts how often it is asked what it holds."""
+
+    def __init__(self, source: Source, tensors: dict[str, Described]) -> None:
+        self.kind, self.path, self.config, self.open = source.kind, source.path, None, source.open
+        self._tensors, self.asked = tensors, 0
+
+    @property
+    def tensors(self) -> dict[str, Described]:
+        self.asked += 1
+        return self._tensors

@@ -37,26 +37,17 @@ _WEIGHT_FORMATS = ("float64", "float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class View:
-    """Tensors of a source under other names: short name -> name there."""
+    """Tensors of a source under other names: short name -> name there, and what is there."""
 
     source: Source
     names: Mapping[str, str]
+    tensors: Mapping[str, Described]
+    shapes: Mapping[str, Shape]
 
     @property
     def folder(self) -> Path:
         """What messages name."""
         return self.source.path
-
-    @property
-    def tensors(self) -> dict[str, Described]:
-        """By short name."""
-        described = self.source.tensors
-        return {short: described[name] for short, name in self.names.items()}
-
-    @property
-    def shapes(self) -> Mapping[str, Shape]:
-        """By short name."""
-        return {short: each.shape for short, each in self.tensors.items()}
 
     @contextmanager
     def open(self) -> Iterator[Renaming]:
@@ -120,7 +111,7 @@ def match_source(source: Source, model: nn.Module, prefix: str | None = None) ->
     ways = _list_names(model)
     expected = {piece.name for name, shape in parameters.items() for way in ways for piece in _all(way, name, shape)}
     found = _find_prefix(source, expected | buffers.keys()) if prefix is None else prefix
-    view = View(source, {canonical_name(n).removeprefix(found): n for n in source.tensors if _starts(n, found)})
+    view = _look_under(source, found)
     ordered = sorted(ways, key=lambda way: -_count(way, parameters, view))
     fit = find_fit(model, view, _joined(ordered))
     has_own_names = ordered[0] is keep_names
@@ -132,6 +123,14 @@ def match_source(source: Source, model: nn.Module, prefix: str | None = None) ->
     unused = Counter(n.split(".")[0] for n in source.tensors if not _starts(n, found))
     known = tuple(name for name in buffers if name in view.names)
     return Match(view, fit, known, tuple(name for name in buffers if name not in view.names), found, dict(unused))
+
+
+def _look_under(source: Source, prefix: str) -> View:
+    """What of a source has names that begin so, by the rest of these."""
+    described = source.tensors
+    names = {canonical_name(name).removeprefix(prefix): name for name in described if _starts(name, prefix)}
+    tensors = {short: described[name] for short, name in names.items()}
+    return View(source, names, tensors, {short: each.shape for short, each in tensors.items()})
 
 
 def _list_names(model: nn.Module) -> list[Names]:
