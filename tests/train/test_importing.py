@@ -66,6 +66,7 @@ def itself(run: Path, target: Path) -> Path:
     return run
 
 
+@pytest.mark.slow
 @ranks(1)
 def test_weights_come_back_bit_for_bit_from_every_form(rank: int, tmp_path: Path) -> None:
     first = tmp_path / "first"
@@ -239,6 +240,7 @@ def test_a_kill_in_the_middle_leaves_nothing_that_is_loaded(patch: str, tmp_path
     assert same(weights(target, 0), weights(tmp_path / "first", 4))
 
 
+@pytest.mark.slow
 def test_the_request_is_kept_without_the_keys_of_the_import(tmp_path: Path) -> None:
     train_tiny(tmp_path / "first", lone_rank(), *SAVING)
     bring(tmp_path / "first", tmp_path / "run", lone_rank(), "recompute.mode=full")

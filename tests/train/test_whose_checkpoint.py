@@ -82,6 +82,7 @@ def test_where_there_is_no_other_nothing_is_loaded_or_changed(rank: int, tmp_pat
     assert RunDir(run).checkpoint_steps() == [4]
 
 
+@pytest.mark.slow
 @ranks(1)
 def test_copies_and_older_runs_go_on(rank: int, tmp_path: Path) -> None:
     run, alone = tmp_path / "a", tmp_path / "alone"
