@@ -25,6 +25,7 @@ REMOVERS = {
     "ranks/doctor/examine.py": "a file that it wrote to measure a disk",
     "rundir/atomic.py": "temporary files of its own",
     "rundir/claims.py": "files of older epochs",
+    "train/importing.py": "the hidden, unfinished neighbour of the run directory that it makes",
     "rundir/directory.py": "a mark that it has just made, and the stop file",
 }
 """Who removes files or folders, and which. Whoever joins them shows here that it made what it removes."""

@@ -14,9 +14,10 @@ from torch import nn
 
 from pool import RankPool, ranks
 from runs import lone_rank, pool_ranks
+from shardway.checkpoint import load
 from shardway.checkpoint.load import PassedOver, load_latest, peek_latest
-from shardway.checkpoint.save import save_checkpoint
-from shardway.checkpoint.state import Trained, collect_tensors
+from shardway.checkpoint.save import collect_content, save_checkpoint, write_checkpoint
+from shardway.checkpoint.state import Trained, collect_tensors, random_state
 from shardway.checkpoint.verify import verify_checkpoint
 from shardway.errors import JobError, UserError
 from shardway.models.transformer import TransformerShape
@@ -390,3 +391,43 @@ def test_a_model_without_optimizer_is_loaded(tmp_path: Path) -> None:
     expected = make_trained(lone_rank())
     assert_same_bits(whole_state(model, None), whole_state(expected.model, None))
     assert SHAPE.parameters == sum(p.numel() for p in model.parameters())
+
+
+# --- what a checkpoint has not
+
+
+def save_part(folder: Path, part: str) -> RunDir:
+    """A checkpoint of step 1 without the tensors of one part."""
+    directory, trained = RunDir(folder), make_trained(lone_rank())
+    directory.create()
+    content = collect_content(lone_rank(), trained, 1, NUMBERS)
+    del content.tensors[part]
+    write_checkpoint(directory, lone_rank(), content)
+    return directory
+
+
+def test_with_weights_alone_the_optimizer_begins_anew(tmp_path: Path) -> None:
+    """Not with the states that asking it for a template has made up: they would count a step that never was."""
+    directory = save_part(tmp_path, "optimizer")
+    found, expected = make_trained(lone_rank(), steps=0, seed=5), make_trained(lone_rank())
+    assert load_latest(directory, lone_rank(), found) is not None
+    assert found.optimizer is not None
+    assert not found.optimizer.state
+    fresh = Trained(expected.model, torch.optim.AdamW(expected.model.parameters(), lr=0.01))
+    for trained in (found, fresh):
+        train_on(trained, 2)
+    assert_same_bits(whole_state(found.model, found.optimizer), whole_state(fresh.model, fresh.optimizer))
+
+
+@pytest.mark.parametrize(("part", "restored"), [("random", False), ("optimizer", True)])
+def test_generators_that_were_not_saved_stay_as_they_are(part: str, restored: bool, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    directory = save_part(tmp_path, part)
+    torch.manual_seed(4711)
+    before = torch.get_rng_state()
+    with pytest.MonkeyPatch.context() as patch:  # as on a GPU, whose generator the checkpoint of a CPU has not
+        patch.setattr(load, "random_state", lambda: {**random_state(), "cuda": torch.zeros(4, dtype=torch.uint8)})
+        loaded = load_latest(directory, lone_rank(), make_trained(lone_rank(), steps=0))
+    assert loaded is not None
+    assert loaded.random_restored is restored
+    assert torch.equal(before, torch.get_rng_state()) is not restored

@@ -124,6 +124,7 @@ def test_a_run_goes_on_with_the_same_result_or_says_why_not(
         *newest_files(trained),
         "status.json",
         "resolved.toml",
+        "run-id",
         "writer.lock",
         "run.toml",
         "events/rank-00000.jsonl",

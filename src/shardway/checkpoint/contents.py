@@ -34,6 +34,7 @@ class Head:
         manifest = self.manifest
         return {
             "folder": str(self.found.folder),
+            "run": manifest.run,
             "step": manifest.step,
             "world": manifest.world,
             "numbers": dict(manifest.numbers),

@@ -1,7 +1,7 @@
 """In what two checkpoints differ: tensors that only one has, shapes, formats, values, and files of other libraries.
 
 Invariant: two checkpoints are equal only where every bit of every tensor is. At most two tensors are in memory, and
-what a block of them needs. This module must not decide what a difference means.
+what a few blocks of them need. This module must not decide what a difference means.
 """
 
 from __future__ import annotations
@@ -59,10 +59,16 @@ class FileDifference:
     second: int | None
 
 
-def find_differences(first: TensorReader, second: TensorReader, parts: Sequence[str]) -> Iterator[Difference]:
-    """The tensors of these parts that differ, by name."""
-    names = sorted({*first.entries, *second.entries})
-    for name in (name for name in names if name.partition(".")[0] in parts):
+def find_differences(first: TensorReader, second: TensorReader, parts: Sequence[str]) -> list[Difference]:
+    """The tensors of these parts that differ, by name; read in the order of the first checkpoint's files, so that each
+    block of them is read once."""
+    names = {name for name in {*first.entries, *second.entries} if name.partition(".")[0] in parts}
+    ordered = sorted(names, key=lambda name: (first.place(name), second.place(name), name))
+    return sorted(_compare(first, second, ordered), key=lambda each: each.name)
+
+
+def _compare(first: TensorReader, second: TensorReader, names: Sequence[str]) -> Iterator[Difference]:
+    for name in names:
         one, other = first.entries.get(name), second.entries.get(name)
         if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
             yield Difference(name, one, other)

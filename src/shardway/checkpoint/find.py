@@ -12,21 +12,26 @@ from pathlib import Path
 from shardway.checkpoint.manifest import NAME
 from shardway.errors import UserError
 from shardway.rundir.directory import RunDir, step_of_checkpoint
+from shardway.rundir.run_id import find_run_id
 
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint's folder and the step that its name says; None where somebody gave it another name."""
+    """A checkpoint's folder and the step that its name says; None where somebody gave it another name.
+
+    `run`: the id of the run in whose directory it was found; empty where that has none, or it was named by itself.
+    """
 
     folder: Path
     step: int | None
+    run: str = ""
 
 
 def find_checkpoints(path: Path) -> list[Found]:
     """All checkpoints of a run directory, the newest first, or the one whose folder this is. Raises UserError where
     there is none."""
     run = RunDir(path)
-    found = [Found(run.checkpoint_path(step), step) for step in reversed(run.checkpoint_steps())]
+    found = [find_in_run(run, step) for step in reversed(run.checkpoint_steps())]
     step = step_of_checkpoint(path)
     if not found and path.is_dir() and (step is not None or (path / NAME).exists()):
         found = [Found(path, step)]
@@ -36,6 +41,11 @@ def find_checkpoints(path: Path) -> list[Found]:
             "and their steps), or the folder of a checkpoint."
         )
     return found
+
+
+def find_in_run(run: RunDir, step: int) -> Found:
+    """The checkpoint of a step where it stands in a run directory, whether it is there or not."""
+    return Found(run.checkpoint_path(step), step, find_run_id(run.path))
 
 
 def find_checkpoint(path: Path, step: int | None = None) -> Found:

@@ -97,17 +97,18 @@ def _load(directory: RunDir, ranks: Ranks, state: State, step: int) -> Loaded | 
         return damaged
     if isinstance(opened, Damaged):  # which is agreed by now
         raise opened
-    manifest, same_world = opened.manifest, opened.manifest.world == ranks.world
+    manifest = opened.manifest
     tensors = state.collect()
-    if same_world:
+    if manifest.world == ranks.world:
         tensors["random"] = {f"rank-{ranks.rank}": random_state()}
     if damaged := _agree(ranks, step, ranks.together(lambda: _read(opened, tensors, ranks))):
         return damaged
     ranks.together(lambda: state.read_files(opened.folder, manifest.world))
     state.install(tensors)
-    if same_world:
-        set_random_state(tensors["random"][f"rank-{ranks.rank}"])
-    return Loaded(opened.folder.name, manifest.step, manifest.world, manifest.numbers, same_world)
+    generators = tensors.get("random", {}).get(f"rank-{ranks.rank}")
+    if generators:
+        set_random_state(generators)
+    return Loaded(opened.folder.name, manifest.step, manifest.world, manifest.numbers, bool(generators))
 
 
 def _open(directory: RunDir, step: int) -> _Opened | Damaged:
@@ -143,6 +144,7 @@ def _read(opened: _Opened, tensors: Tensors, ranks: Ranks) -> list[str]:
     try:
         _check_nothing_is_lost(tensors, saved)
         _leave_out_unsaved_state(tensors, saved)
+        _leave_out_unsaved_generators(tensors, saved)
         source = Source(folder, seals, table, whole=[name for name in share if name in shards])
         damages = read_tensors(source, tensors)
     except (RuntimeError, KeyError, ValueError) as error:
@@ -154,12 +156,30 @@ def _read(opened: _Opened, tensors: Tensors, ranks: Ranks) -> list[str]:
 def _leave_out_unsaved_state(tensors: dict[str, Any], saved: Sequence[str]) -> None:
     """Ask for no optimizer state of a parameter that has none among the sorted names `saved`.
 
-    A parameter that no batch had used by then had none; the template made it up.
+    A parameter that no batch had used by then had none; the template made it up. A checkpoint of weights alone has no
+    optimizer.
     """
+    if not _has(saved, "optimizer."):
+        tensors.pop("optimizer", None)
     states = tensors.get("optimizer", {}).get("state", {})
     for name in list(states):
         if not _saved_state(name, saved):
             del states[name]
+
+
+def _leave_out_unsaved_generators(tensors: dict[str, Any], saved: Sequence[str]) -> None:
+    """Ask for no generator that has no state among the sorted names `saved`: that of a GPU where there was none."""
+    for rank, generators in tensors.get("random", {}).items():
+        if not _has(saved, f"random.{rank}."):
+            generators.clear()
+        if not _has(saved, f"random.{rank}.cuda"):
+            generators.pop("cuda", None)
+
+
+def _has(saved: Sequence[str], prefix: str) -> bool:
+    """Whether one of sorted names begins so."""
+    at = bisect_left(saved, prefix)
+    return at < len(saved) and saved[at].startswith(prefix)
 
 
 def _check_nothing_is_lost(tensors: dict[str, Any], saved: Sequence[str]) -> None:

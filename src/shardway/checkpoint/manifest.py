@@ -26,7 +26,7 @@ NAME = "manifest.json"
 class Manifest:
     """`numbers` are the run's counters at `step`; `world` is how many ranks wrote the files.
 
-    `epoch` is that of the writer's lease; 0 where it had none.
+    `epoch` is that of the writer's lease; 0 where it had none. `run` is the id of the run; empty in older ones.
     """
 
     step: int
@@ -34,6 +34,7 @@ class Manifest:
     numbers: Mapping[str, Any]
     files: Mapping[str, Seal]
     epoch: int = 0
+    run: str = ""
 
     @property
     def total_bytes(self) -> int:
@@ -58,7 +59,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest into a folder whose files are all there."""
     files = {name: {"bytes": seal.bytes, "xxh3": seal.blocks} for name, seal in sorted(manifest.files.items())}
     head = {"format": FORMAT, "step": manifest.step, "world": manifest.world, "epoch": manifest.epoch}
-    content = {**head, "numbers": dict(manifest.numbers), "block_bytes": BLOCK, "files": files}
+    content = {**head, "run": manifest.run, "numbers": dict(manifest.numbers), "block_bytes": BLOCK, "files": files}
     write_json(folder / NAME, {**content, "xxh3": _digest(content)})
 
 
@@ -72,7 +73,8 @@ def read_manifest(folder: Path) -> Manifest:
             raise Damaged(folder, [f"its {NAME} has changed (its checksum is another)"])
         files = {name: _read_seal(name, seal) for name, seal in content["files"].items()}
         numbers, epoch = dict(content["numbers"]), int(content["epoch"])
-        return Manifest(int(content["step"]), int(content["world"]), numbers, files, epoch)
+        run = str(content.get("run", ""))
+        return Manifest(int(content["step"]), int(content["world"]), numbers, files, epoch, run)
     except FileNotFoundError:
         raise Damaged(folder, [f"its {NAME} is missing"]) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -12,7 +12,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from shardway.errors import Bug, Fenced, JobError, LostContact, ShardwayError
 from shardway.ranks.start import Ranks, is_out_of_memory
 from shardway.rundir.atomic import fsync_folder
 from shardway.rundir.directory import RunDir
+from shardway.rundir.run_id import find_run_id
 from shardway.watch.words import render_size
 
 HEADROOM = 1.05
@@ -94,7 +95,7 @@ def write_checkpoint(directory: RunDir, ranks: Ranks, content: Content) -> Saved
         seals = {name: seal for share in shares for name, seal in share.items()}
         seals |= _seal_others(ranks, partial, seals)
         manifest = Manifest(step, ranks.world, content.numbers, seals, directory.epoch)
-        ranks.together(lambda: _commit(partial, final, manifest, directory.confirm_writer) if ranks.is_first else None)
+        ranks.together(lambda: _commit(directory, manifest) if ranks.is_first else None)
     except ShardwayError as error:
         if ranks.is_first:
             shutil.rmtree(partial, ignore_errors=True)
@@ -165,12 +166,13 @@ def _seal_others(ranks: Ranks, folder: Path, known: Mapping[str, Seal]) -> dict[
     return {name: seal for share in shares for name, seal in share.items()}
 
 
-def _commit(partial: Path, final: Path, manifest: Manifest, confirm: Callable[[], None]) -> None:
+def _commit(directory: RunDir, manifest: Manifest) -> None:
+    partial, final = directory.partial_checkpoint_path(manifest.step), directory.checkpoint_path(manifest.step)
     with _told():
-        write_manifest(partial, manifest)
+        write_manifest(partial, replace(manifest, run=find_run_id(directory.path)))
         for within in {(partial / name).parent for name in manifest.files} | {partial}:
             fsync_folder(within)
-        confirm()  # a later holder has taken `partial` away, so the rename is safe against what comes between
+        directory.confirm_writer()  # a later holder has taken `partial` away: the rename fails, whatever comes between
         os.rename(partial, final)
         fsync_folder(final.parent)
 

@@ -97,9 +97,15 @@ def collect_tensors(trained: Trained) -> Tensors:
 
 
 def install_tensors(trained: Trained, tensors: Tensors) -> None:
-    """Put loaded tensors into model and optimizer; the optimizer's settings stay those of the run file of today."""
+    """Put loaded tensors into model and optimizer; the optimizer's settings stay those of the run file of today.
+
+    Where weights came alone, the optimizer begins anew: to collect a template has made up states for it.
+    """
     set_model_state_dict(trained.model, tensors["model"])
     if trained.optimizer is None:
+        return
+    if "optimizer" not in tensors:
+        trained.optimizer.state.clear()
         return
     # Not strict: a parameter that no batch has used yet has no state.
     options = StateDictOptions(strict=False)

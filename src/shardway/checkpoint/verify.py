@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shardway.checkpoint.find import Found
+from shardway.checkpoint.find import Found, find_in_run
 from shardway.checkpoint.manifest import Damaged, Manifest, read_manifest
 from shardway.checkpoint.seal import find_damage, find_short
 from shardway.rundir.directory import RunDir
@@ -84,12 +84,12 @@ def check_files(found: Found, *read: str) -> Manifest:
 
 def verify_checkpoint(directory: RunDir, step: int, rank: int = 0, world: int = 1) -> Manifest:
     """Compare this rank's share of a run's checkpoint with its manifest. Raises Damaged that names what differs."""
-    return verify_found(Found(directory.checkpoint_path(step), step), rank, world)
+    return verify_found(find_in_run(directory, step), rank, world)
 
 
 def manifest_of_step(directory: RunDir, step: int) -> Manifest:
     """The manifest of a run's checkpoint; raises as `manifest_of`."""
-    return manifest_of(Found(directory.checkpoint_path(step), step))
+    return manifest_of(find_in_run(directory, step))
 
 
 def manifest_of(found: Found) -> Manifest:
@@ -98,4 +98,7 @@ def manifest_of(found: Found) -> Manifest:
     manifest = read_manifest(found.folder)
     if found.step is not None and manifest.step != found.step:
         raise Damaged(found.folder, [f"its manifest is that of step {manifest.step}"])
+    if found.run and manifest.run and manifest.run != found.run:
+        remedy = "`shardway checkpoint import` makes a new run of it"
+        raise Damaged(found.folder, [f"it is of another run ({manifest.run}, not {found.run}): {remedy}"])
     return manifest

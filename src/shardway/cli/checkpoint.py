@@ -1,6 +1,6 @@
-"""`shardway checkpoint`: are a run's checkpoints whole, what is in them, and the newest weights for use elsewhere.
+"""`shardway checkpoint`: are a run's checkpoints whole, what is in them, and weights out of a run and into a new one.
 
-Invariant: the run directory is only read. This module must not know formats: `shardway.train.export` does.
+Invariant: a run directory that exists is only read. This module must not know formats: `shardway.train.export` does.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardway.cli.checkpoint_contents import CheckpointArgument, diff, inspect
+from shardway.cli.checkpoint_import import import_
 from shardway.cli.options import JsonOption
 from shardway.errors import legible
 
@@ -22,12 +23,14 @@ if TYPE_CHECKING:
     from shardway.checkpoint.verify import Verified
 
 app = typer.Typer(
-    help="Whether a run's checkpoints are whole, and what is in them, for use elsewhere.", no_args_is_help=True
+    help="Whether a run's checkpoints are whole, what is in them, and weights to and from elsewhere.",
+    no_args_is_help=True,
 )
 
 
 app.command("inspect")(inspect)
 app.command("diff")(diff)
+app.command("import")(import_)
 
 
 class Format(StrEnum):

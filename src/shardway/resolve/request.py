@@ -90,7 +90,13 @@ def resolve_request(
     request: Request, ranks: int = 1, ranks_per_node: int = 1, planned: Machine | None = None
 ) -> Resolution:
     """Read and resolve, for this machine or for one that is `planned`. Raises UserError with every problem."""
-    loaded = load_run(request.run_file, request.overrides)
+    return resolve_loaded(request, load_run(request.run_file, request.overrides), ranks, ranks_per_node, planned)
+
+
+def resolve_loaded(
+    request: Request, loaded: Loaded, ranks: int = 1, ranks_per_node: int = 1, planned: Machine | None = None
+) -> Resolution:
+    """The same of what was read already."""
     if request.directory is not None:
         loaded = _place(loaded, request.directory, by_default=request.own_model)
     values, machine = loaded.values, probe.probe_machine()

@@ -33,7 +33,7 @@ FOLDER_MODE = 0o750
 OWN_NAMES = frozenset(
     (
         *("run.toml", "resolved.toml", "ds_config.json", "events", "checkpoints", "status.json", "writer.lock"),
-        *("lease", "logs", "attempts", "report.html", "stop", "left_out.json"),
+        *("run-id", "lease", "logs", "attempts", "report.html", "stop", "left_out.json"),
     )
 )
 """What a run directory consists of."""

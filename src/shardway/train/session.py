@@ -43,6 +43,7 @@ from shardway.resolve.request import Request, Resolution, resolve_request
 from shardway.rundir.attempts import SECOND_SIGNAL, Attempt, Ending
 from shardway.rundir.directory import RunDir
 from shardway.rundir.lease import Tenure
+from shardway.rundir.run_id import ensure_run_id
 from shardway.runfile.load import DEFAULT
 from shardway.train.ending import End
 from shardway.train.engines import ENGINES
@@ -196,7 +197,8 @@ def _hold_directory(resolution: Resolution, job: str, stack: contextlib.ExitStac
     held = replace(directory, tenure=lock.lease)
     held.fence_saves()
     remove_leftovers(held)
-    peek_latest(held)
+    newest = peek_latest(held)
+    ensure_run_id(held.path, newest.run if newest is not None else "")
     return held
 
 

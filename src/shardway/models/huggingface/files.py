@@ -26,11 +26,12 @@ SINGLE = "model.safetensors"
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """A folder's tensors: where each stands and its shape."""
+    """A folder's tensors: where each stands, its shape, and its number format in the words of safetensors ("BF16")."""
 
     folder: Path
     files: Mapping[str, str]
     shapes: Mapping[str, Shape]
+    dtypes: Mapping[str, str]
 
     @contextmanager
     def open(self) -> Iterator[Reader]:
@@ -79,6 +80,11 @@ def find_weights(folder: Path) -> WeightFiles | None:
     return None
 
 
+def read_weight_file(path: Path) -> WeightFiles:
+    """The weights of one file. Raises UserError as `find_weights`."""
+    return _read_headers(path.parent, [path.name])
+
+
 def _list_files(folder: Path) -> list[str]:
     """The files that the index names; without one the usual single file, or all there are."""
     if (folder / INDEX).is_file():
@@ -99,12 +105,14 @@ def _read_index(path: Path) -> dict[str, str]:
 def _read_headers(folder: Path, names: list[str]) -> WeightFiles:
     files: dict[str, str] = {}
     shapes: dict[str, Shape] = {}
+    dtypes: dict[str, str] = {}
     for file in names:
         handle = _open(folder / file)
         for name in handle.keys():  # noqa: SIM118 - the handle is no mapping
             files[name] = file
-            shapes[name] = tuple(handle.get_slice(name).get_shape())
-    return WeightFiles(folder, MappingProxyType(files), MappingProxyType(shapes))
+            part = handle.get_slice(name)
+            shapes[name], dtypes[name] = tuple(part.get_shape()), str(part.get_dtype())
+    return WeightFiles(folder, MappingProxyType(files), MappingProxyType(shapes), MappingProxyType(dtypes))
 
 
 def _open(path: Path) -> Any:

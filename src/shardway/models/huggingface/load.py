@@ -7,50 +7,104 @@ at once before anything is read. This module must not know which models there ar
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from shardway.errors import Problem, check_no_problems
 from shardway.models.contract import canonical_name
-from shardway.models.huggingface.files import Reader, WeightFiles
 from shardway.models.huggingface.pieces import Arrangement, Names, Piece, Region, Shape
 from shardway.models.initialise import Held, held_part
 
 _LISTED = 8
 
 
+class ReadsRegions(Protocol):
+    """Reads regions of tensors."""
+
+    def read(self, name: str, region: Region) -> torch.Tensor:
+        """A region, on the CPU."""
+        ...
+
+
+class Files(Protocol):
+    """Tensors in files, such as `WeightFiles`: where they are, the shape of each, and how they are read."""
+
+    @property
+    def folder(self) -> Path:
+        """What messages name."""
+        ...
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """Name -> whole shape."""
+        ...
+
+    def open(self) -> AbstractContextManager[ReadsRegions]:
+        """A reader."""
+        ...
+
+
 @dataclass(frozen=True)
 class Fit:
-    """How a model's parameters stand in a folder's files."""
+    """How a model's parameters stand in files."""
 
-    files: WeightFiles
+    files: Files
     arrangements: Mapping[str, Arrangement]
 
+    @property
+    def pieces(self) -> dict[str, Piece]:
+        """Every piece, by the tensor of the files that holds it."""
+        return {piece.name: piece for arrangement in self.arrangements.values() for piece in arrangement}
 
-def fit_weights(model: nn.Module, files: WeightFiles, names: Names, spare: Iterable[str] = ()) -> Fit:
+
+@dataclass(frozen=True)
+class Misfit:
+    """Tensors that files lack, those that no parameter needs, and those of another shape than the piece says."""
+
+    missing: tuple[str, ...]
+    left_over: tuple[str, ...]
+    misshaped: tuple[Piece, ...]
+
+
+def fit_weights(model: nn.Module, files: Files, names: Names, spare: Iterable[str] = ()) -> Fit:
     """Find every parameter of a whole model (the meta device will do) in the files.
 
     `spare` are patterns of tensors that files may hold and no parameter needs. Raises UserError that names all that is
     missing, left over or of another shape.
     """
-    shapes = {canonical_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    arrangements = {name: _choose(name, shape, files, names) for name, shape in shapes.items()}
-    pieces = {piece.name: piece for arrangement in arrangements.values() for piece in arrangement}
-    left = sorted(files.shapes.keys() - pieces.keys())
-    problems = _list_problems(
-        missing=[name for name in pieces if name not in files.shapes],
-        left_over=[name for name in left if not any(fnmatchcase(name, pattern) for pattern in spare)],
-        misshaped=[
-            f"{name} {list(files.shapes[name])} where config.json says {list(piece.whole)}"
-            for name, piece in pieces.items()
-            if files.shapes.get(name, piece.whole) != piece.whole
-        ],
+    fit = find_fit(model, files, names)
+    misfit = find_misfit(fit, spare)
+    misshaped = [
+        f"{piece.name} {list(files.shapes[piece.name])} where config.json says {list(piece.whole)}"
+        for piece in misfit.misshaped
+    ]
+    check_no_problems(
+        f"the weights in {files.folder}", _list_problems(misfit.missing, misfit.left_over, tuple(misshaped))
     )
-    check_no_problems(f"the weights in {files.folder}", problems)
-    return Fit(files, arrangements)
+    return fit
+
+
+def find_fit(model: nn.Module, files: Files, names: Names) -> Fit:
+    """Where the parameters of a whole model should stand in files, whether they do or not."""
+    shapes = {canonical_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return Fit(files, {name: _choose(name, shape, files, names) for name, shape in shapes.items()})
+
+
+def find_misfit(fit: Fit, spare: Iterable[str] = ()) -> Misfit:
+    """What of a fit is not so. `spare`: patterns of tensors that may be left over."""
+    pieces, shapes, patterns = fit.pieces, fit.files.shapes, tuple(spare)
+    left = sorted(shapes.keys() - pieces.keys())
+    return Misfit(
+        missing=tuple(name for name in pieces if name not in shapes),
+        left_over=tuple(name for name in left if not any(fnmatchcase(name, pattern) for pattern in patterns)),
+        misshaped=tuple(piece for name, piece in pieces.items() if shapes.get(name, piece.whole) != piece.whole),
+    )
 
 
 @torch.no_grad()
@@ -63,7 +117,7 @@ def load_weights(model: nn.Module, fit: Fit) -> None:
                 _fill(held, piece, reader)
 
 
-def _fill(held: Held, piece: Piece, reader: Reader) -> None:
+def _fill(held: Held, piece: Piece, reader: ReadsRegions) -> None:
     wanted = Region(held.offset, tuple(held.local.shape)).meet(piece.region)
     if wanted.is_empty:
         return
@@ -71,7 +125,7 @@ def _fill(held: Held, piece: Piece, reader: Reader) -> None:
     target.copy_(reader.read(piece.name, piece.source_of(wanted)).view(target.shape))
 
 
-def _choose(name: str, shape: Shape, files: WeightFiles, names: Names) -> Arrangement:
+def _choose(name: str, shape: Shape, files: Files, names: Names) -> Arrangement:
     """The first arrangement of which the files have a tensor; where they have none, the first."""
     ways = names(name, shape)
     return next((way for way in ways if any(piece.name in files.shapes for piece in way)), ways[0])

@@ -1,0 +1,227 @@
+"""A checkpoint of torch.distributed.checkpoint as a source: a folder with `.metadata` and files of tensors.
+
+Invariant: `.metadata`, which is a pickle, is read by an unpickler that makes records of the few classes it consists of
+and refuses every other name, so that nothing of it can run; tensors are read by `torch.load` with `weights_only`.
+This module must not touch a file outside of the folder.
+
+The form is that of torch's FileSystemWriter: of each box of a tensor the file, the first byte and the length, where
+torch.save has written it (torch/distributed/checkpoint/metadata.py, filesystem.py).
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardway.checkpoint.shards.special import dtype_name, find_dtype
+from shardway.checkpoint.sources.base import Described, WholeTensors, source_error
+from shardway.models.huggingface.pieces import Region, Shape
+
+METADATA = ".metadata"
+
+_RECORDS = frozenset(
+    {
+        *(
+            ("torch.distributed.checkpoint.metadata", name)
+            for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING")
+        ),
+        *(
+            ("torch.distributed.checkpoint.metadata", name)
+            for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")
+        ),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
+        ("torch.serialization", "_get_layout"),
+        ("pathlib", "PosixPath"),
+        ("pathlib._local", "PosixPath"),
+    }
+)
+"""The classes and functions that torch's metadata name; a record stands in for each of them."""
+
+
+@dataclass(frozen=True)
+class _Box:
+    """A part of a tensor, and where torch.save has written it."""
+
+    region: Region
+    file: str
+    at: int
+    length: int
+
+
+@dataclass(frozen=True)
+class DistributedSource:
+    """The tensors of a folder, with the boxes that each consists of."""
+
+    path: Path
+    tensors: Mapping[str, Described]
+    boxes: Mapping[str, Sequence[_Box]]
+
+    @property
+    def kind(self) -> str:
+        """What it is."""
+        return "a checkpoint of torch.distributed"
+
+    @property
+    def config(self) -> Mapping[str, Any] | None:
+        """It has none."""
+        return None
+
+    @contextmanager
+    def open(self) -> Iterator[WholeTensors]:
+        """Reads regions."""
+        yield WholeTensors(self)
+
+    def read_whole(self, name: str) -> torch.Tensor:
+        """A tensor, put together. Raises UserError where a file is damaged."""
+        described = self.tensors[name]
+        whole = torch.empty(described.shape, dtype=find_dtype(described.dtype))
+        for box in self.boxes[name]:
+            part = self._read_box(name, box)
+            whole[box.region.slices].copy_(part)
+        return whole
+
+    def _read_box(self, name: str, box: _Box) -> torch.Tensor:
+        try:
+            with open(self.path / box.file, "rb") as file:
+                file.seek(box.at)
+                part = torch.load(io.BytesIO(file.read(box.length)), map_location="cpu", weights_only=True)
+        except Exception as error:  # a damaged archive fails in many ways
+            raise _damaged(self.path, f"{box.file}, where {name} is: {' '.join(str(error).split())[:200]}") from None
+        if not isinstance(part, torch.Tensor) or tuple(part.shape) != box.region.shape:
+            raise _damaged(self.path, f"{box.file}, where {name} is: it holds something else")
+        return part.detach()
+
+
+def open_distributed(folder: Path) -> DistributedSource:
+    """Read the metadata. Raises UserError where they name more than they may, or files that are missing or short."""
+    found = _read_metadata(folder / METADATA)
+    try:
+        places = {(index.fqn, _offset(index)): info for index, info in found.storage_data.items()}
+        rows = {name: row for name, row in found.state_dict_metadata.items() if hasattr(row, "chunks")}
+        boxes = {name: [_read_place(name, chunk, places) for chunk in row.chunks] for name, row in rows.items()}
+        tensors = {name: _describe(row) for name, row in rows.items()}
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+        raise _damaged(folder, f"{METADATA}: {error!r}") from None
+    _check_files(folder, [box for each in boxes.values() for box in each])
+    for name, described in tensors.items():
+        if not _is_covered(described.shape, boxes[name]):
+            raise _damaged(folder, f"{METADATA}: the parts of {name} are not the whole of it")
+    return DistributedSource(folder, tensors, boxes)
+
+
+def _read_place(name: str, chunk: Any, places: Mapping[Any, Any]) -> _Box:
+    region = Region(_sizes(chunk.offsets), _sizes(chunk.sizes))
+    info = places[name, region.start]
+    if getattr(info, "transform_descriptors", None):
+        raise ValueError(f"{name} is compressed")
+    file = str(info.relative_path)
+    if Path(file).name != file:
+        raise ValueError(f"{name} is said to be in another folder, {file}")
+    return _Box(region, file, int(info.offset), int(info.length))
+
+
+def _describe(row: Any) -> Described:
+    dtype = row.properties.state[0]
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError("a tensor has no number format")
+    return Described(_sizes(row.size), dtype_name(dtype))
+
+
+def _offset(index: Any) -> Shape:
+    """Where a box begins; what is no tensor has none."""
+    return _sizes(getattr(index, "offset", None) or ())
+
+
+def _sizes(value: Any) -> Shape:
+    sizes = tuple(int(each) for each in value)
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"{sizes} is no shape")
+    return sizes
+
+
+def _is_covered(shape: Shape, boxes: Sequence[_Box]) -> bool:
+    """Whether boxes lie within a tensor and have as many elements as it (torch's own check of a save)."""
+    whole = Region((0,) * len(shape), shape)
+    inside = all(len(box.region.shape) == len(shape) and whole.meet(box.region) == box.region for box in boxes)
+    return inside and sum(math.prod(box.region.shape) for box in boxes) == math.prod(shape)
+
+
+def _check_files(folder: Path, boxes: Sequence[_Box]) -> None:
+    needed: dict[str, int] = {}
+    for box in boxes:
+        needed[box.file] = max(needed.get(box.file, 0), box.at + box.length)
+    problems = []
+    for name, length in sorted(needed.items()):
+        try:
+            size = (folder / name).stat().st_size
+        except OSError:
+            problems.append(f"{name} is missing")
+            continue
+        if size < length:
+            problems.append(f"{name} has {size} bytes of at least {length}")
+    if problems:
+        raise _damaged(folder, "; ".join(problems))
+
+
+def _damaged(folder: Path, what: str) -> Exception:
+    return source_error(folder, f"is damaged ({what})", "fetch or copy it again")
+
+
+# --- the pickle
+
+
+class _Record:
+    """Stands in for an object of the metadata: holds what it was made with and its state, and runs nothing."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict) and all(isinstance(name, str) for name in state):
+            self.__dict__.update(state)
+        else:
+            self.state = state
+
+
+class _Refused(Exception):
+    """The pickle names what it may not."""
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows the names of `_RECORDS`, sizes and number formats, and no other."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """A stand-in, made anew each time: what a pickle does to it, it does to nobody else."""
+        if (module, name) in _RECORDS:
+            return type("_Record", (_Record,), {})
+        if (module, name) == ("torch", "Size"):
+            return type("_Sizes", (tuple,), {})
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if (module, name) == ("builtins", "getattr"):  # how some Pythons write a member of an enumeration
+            return type("_Record", (_Record,), {})
+        raise _Refused(f"{module}.{name}")
+
+
+def _read_metadata(path: Path) -> Any:
+    try:
+        with open(path, "rb") as file:
+            return _Unpickler(file).load()
+    except _Refused as refused:
+        raise source_error(
+            path.parent,
+            f"has a {METADATA} that names {refused}, which no checkpoint of torch.distributed needs; reading it could "
+            "run code, so nothing of it was run",
+            "do not use this checkpoint, or ask whoever made it for safetensors",
+        ) from None
+    except Exception as error:  # a damaged pickle fails in many ways
+        raise _damaged(path.parent, f"{METADATA}: {error!r}") from None

@@ -1,0 +1,237 @@
+"""How the tensors of a source become those of a model: names, what stands before them, shapes, formats, settings.
+
+Invariant: whatever does not fit is one UserError that counts it all, before a number is read (but those of an output
+layer that may be the embedding). Names are those that an export writes, or the model's own. This module must not write.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from shardway.checkpoint.sources.base import Described, Reader, Source
+from shardway.checkpoint.sources.own import OwnSource
+from shardway.checkpoint.sources.settings import is_tied, list_setting_problems
+from shardway.errors import Problem, UserError, check_no_problems, list_some
+from shardway.models.contract import canonical_name
+from shardway.models.huggingface.families import FAMILIES, SPARE, SPARE_IF_TIED
+from shardway.models.huggingface.load import Fit, find_fit, find_misfit, load_weights
+from shardway.models.huggingface.model import HuggingFaceModel
+from shardway.models.huggingface.own import names_of_transformer
+from shardway.models.huggingface.pieces import Arrangement, Names, Piece, Region, Shape, keep_names
+from shardway.models.transformer import Transformer
+
+LISTED = 40
+"""How many names of one sort a message has."""
+
+EMBEDDING = "model.embed_tokens.weight"
+_ROWS = 4096
+_WEIGHT_FORMATS = ("float64", "float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class View:
+    """Tensors of a source under other names: short name -> name there, and what is there."""
+
+    source: Source
+    names: Mapping[str, str]
+    tensors: Mapping[str, Described]
+    shapes: Mapping[str, Shape]
+
+    @property
+    def folder(self) -> Path:
+        """What messages name."""
+        return self.source.path
+
+    @contextmanager
+    def open(self) -> Iterator[Renaming]:
+        """A reader that takes short names."""
+        with self.source.open() as reader:
+            yield Renaming(reader, self.names)
+
+
+@dataclass(frozen=True)
+class Renaming:
+    """A reader that takes other names."""
+
+    reader: Reader
+    names: Mapping[str, str]
+
+    def read(self, name: str, region: Region) -> torch.Tensor:
+        """A region of a tensor."""
+        return self.reader.read(self.names[name], region)
+
+
+@dataclass(frozen=True)
+class Match:
+    """A source that fits a model: `fit` has its parameters, `buffers` names those that the source has, `initial` those
+    that it has not. `prefix` stood before all names; `unused` counts the tensors of other parts."""
+
+    view: View
+    fit: Fit
+    buffers: tuple[str, ...]
+    initial: tuple[str, ...]
+    prefix: str
+    unused: Mapping[str, int]
+
+    def fill(self, model: nn.Module) -> None:
+        """Put the values into a model in any sharding, converted to its formats. Raises UserError, Damaged."""
+        load_weights(model, self.fit)
+        with self.view.open() as reader, torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if (short := canonical_name(name)) in self.buffers:
+                    whole = Region((0,) * buffer.dim(), tuple(buffer.shape))
+                    buffer.copy_(reader.read(short, whole))
+
+    def count_conversions(self, model: nn.Module) -> dict[str, int]:
+        """Of the tensors of the source that have another format than the model's: "bfloat16 to float32" -> how many."""
+        described = self.view.tensors
+        pairs = Counter(
+            (described[piece.name].dtype, str(parameter.dtype).removeprefix("torch."))
+            for name, parameter in model.named_parameters()
+            for piece in self.fit.arrangements[canonical_name(name)]
+        )
+        return {f"{before} to {after}": count for (before, after), count in sorted(pairs.items()) if before != after}
+
+
+def match_source(source: Source, model: nn.Module, prefix: str | None = None) -> Match:
+    """Find every tensor of a whole model (the meta device will do) in a source.
+
+    `prefix`: what stands before its names there; None finds it. Raises UserError that names all that does not fit.
+    """
+    parameters = {canonical_name(name): tuple(each.shape) for name, each in model.named_parameters()}
+    saved = {canonical_name(name): tuple(each.shape) for name, each in model.state_dict().items()}
+    buffers = {name: shape for name, shape in saved.items() if name not in parameters}
+    ways = _list_names(model)
+    expected = {piece.name for name, shape in parameters.items() for way in ways for piece in _all(way, name, shape)}
+    found = _find_prefix(source, expected | buffers.keys()) if prefix is None else prefix
+    view = _look_under(source, found)
+    ordered = sorted(ways, key=lambda way: -_count(way, parameters, view))
+    fit = find_fit(model, view, _joined(ordered))
+    has_own_names = ordered[0] is keep_names
+    check_no_problems(
+        f"{source.path} ({source.kind}) as the weights of this run",
+        [*_list_misfits(fit, model, buffers, own=has_own_names), *list_setting_problems(source, model)],
+    )
+    _check_head(view, model)
+    unused = Counter(n.split(".")[0] for n in source.tensors if not _starts(n, found))
+    known = tuple(name for name in buffers if name in view.names)
+    return Match(view, fit, known, tuple(name for name in buffers if name not in view.names), found, dict(unused))
+
+
+def _look_under(source: Source, prefix: str) -> View:
+    """What of a source has names that begin so, by the rest of these."""
+    described = source.tensors
+    names = {canonical_name(name).removeprefix(prefix): name for name in described if _starts(name, prefix)}
+    tensors = {short: described[name] for short, name in names.items()}
+    return View(source, names, tensors, {short: each.shape for short, each in tensors.items()})
+
+
+def _list_names(model: nn.Module) -> list[Names]:
+    """The ways in which a source may name a model's parameters."""
+    if isinstance(model, HuggingFaceModel):
+        return [FAMILIES[model.config.model_type], keep_names]
+    if isinstance(model, Transformer):
+        try:
+            return [keep_names, names_of_transformer(model.shape)]
+        except UserError:  # no family has this shape, so there is no other name for its weights
+            return [keep_names]
+    return [keep_names]
+
+
+def _all(names: Names, name: str, shape: Shape) -> Iterator[Piece]:
+    for arrangement in names(name, shape):
+        yield from arrangement
+
+
+def _joined(ways: Sequence[Names]) -> Names:
+    def names(name: str, shape: Shape) -> Sequence[Arrangement]:
+        return [arrangement for way in ways for arrangement in way(name, shape)]
+
+    return names
+
+
+def _count(way: Names, parameters: Mapping[str, Shape], view: View) -> int:
+    """How many tensors of a source have such a name."""
+    named = {piece.name for name, shape in parameters.items() for piece in _all(way, name, shape)}
+    return len(named & view.names.keys())
+
+
+def _starts(name: str, prefix: str) -> bool:
+    return canonical_name(name).startswith(prefix)
+
+
+def _find_prefix(source: Source, expected: set[str]) -> str:
+    """What stands before most names that the model knows. Raises UserError where that is not one thing."""
+    if isinstance(source, OwnSource):
+        return "model."
+    counts: Counter[str] = Counter()
+    for name in map(canonical_name, source.tensors):
+        parts = name.split(".")
+        counts.update(
+            "".join(f"{part}." for part in parts[:at]) for at in range(len(parts)) if ".".join(parts[at:]) in expected
+        )
+    most = max(counts.values(), default=0)
+    best = sorted((prefix for prefix, count in counts.items() if count == most), key=lambda each: (len(each), each))
+    if len(best) > 1 and best[0]:
+        raise UserError(
+            f"{source.path} holds the weights {len(best)} times, under {list_some(best, 4)}.\n"
+            f"  Nothing was written. To do: choose with --prefix, such as --prefix {best[0]}"
+        )
+    return best[0] if best else ""
+
+
+def _list_misfits(fit: Fit, model: nn.Module, buffers: Mapping[str, Shape], *, own: bool) -> list[Problem]:
+    """All that is missing, left over, of another shape or of no format of weights."""
+    described = fit.files.tensors if isinstance(fit.files, View) else {}
+    spare = (*SPARE, *(SPARE_IF_TIED if is_tied(model) else ()), *buffers)
+    misfit = find_misfit(fit, spare)
+    missing_buffers = [name for name in buffers if own and name not in described]
+    shapes = {piece.name: list(piece.whole) for piece in misfit.misshaped}
+    shapes |= {n: list(shape) for n, shape in buffers.items() if n in described and described[n].shape != shape}
+    formats = [
+        f"{name} ({described[name].dtype})"
+        for name in fit.pieces
+        if name in described and described[name].dtype not in _WEIGHT_FORMATS
+    ]
+    untie = " (or set model.tied = true, where its output layer is its embedding)"
+    lacks_head = "lm_head.weight" in misfit.missing or "head.weight" in misfit.missing
+    return [
+        *_problem("missing", "not there", [*misfit.missing, *missing_buffers], untie if lacks_head else ""),
+        *_problem("left over", "there, and the model has no such tensor", misfit.left_over),
+        *_problem(
+            "shape",
+            "of another shape",
+            [f"{n} {list(described[n].shape)} where the model has {shape}" for n, shape in shapes.items()],
+        ),
+        *_problem("format", f"in no format of weights ({', '.join(_WEIGHT_FORMATS)})", formats),
+    ]
+
+
+def _problem(where: str, what: str, names: Sequence[str], more: str = "") -> list[Problem]:
+    remedy = f"set the keys of [model] to those of the model whose weights these are{more}"
+    told = f"{len(names)} {'tensor is' if len(names) == 1 else 'tensors are'} {what}: {list_some(names, LISTED)}"
+    return [Problem(where, told, remedy=remedy)] if names else []
+
+
+def _check_head(view: View, model: nn.Module) -> None:
+    """Raise UserError where an output layer would be left out that is not the embedding which the model uses for it."""
+    head = SPARE_IF_TIED[0]
+    shapes = view.shapes
+    if not is_tied(model) or not {head, EMBEDDING} <= shapes.keys():
+        return
+    rows = shapes[head][0]
+    with view.open() as first, view.open() as second:
+        for start in range(0, rows, _ROWS):
+            box = Region((start, 0), (min(_ROWS, rows - start), shapes[head][1]))
+            if not torch.equal(first.read(head, box), second.read(EMBEDDING, box)):
+                raise UserError(
+                    f"{view.folder} has an output layer ({head}) of its own, and the model of this run uses its "
+                    "embedding for it.\n  Nothing was written. To do: set model.tied = false."
+                )

@@ -1,0 +1,297 @@
+"""From weights of elsewhere to a run directory that `shardway train` goes on from.
+
+Invariant: the run directory appears whole or not at all, and nothing that exists is touched; its checkpoint is one as
+any other, so that every layout reads it. Each rank holds its share of the model. This module must not train.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from shardway.checkpoint.copy import copy_checkpoint
+from shardway.checkpoint.save import Content, write_checkpoint
+from shardway.checkpoint.sources.base import Source
+from shardway.checkpoint.sources.find import open_source
+from shardway.checkpoint.sources.match import Match, match_source
+from shardway.checkpoint.sources.own import OwnSource
+from shardway.checkpoint.state import Trained, count_bytes
+from shardway.checkpoint.verify import verify_checkpoint
+from shardway.data.open import Data, open_described
+from shardway.errors import JobError, Problem, UserError, check_no_problems
+from shardway.hfconfig import locate_model
+from shardway.models.build import build_model
+from shardway.models.huggingface.build import build_huggingface
+from shardway.parallel.apply import ApplyOptions, apply_parallelism
+from shardway.parallel.formats.precision import read_precision
+from shardway.parallel.mesh import build_mesh
+from shardway.ranks.launcher import find_placement
+from shardway.ranks.start import Ranks, StartOptions, start_ranks
+from shardway.resolve import Resolved, check_same_run, resolve_with_data
+from shardway.resolve.applies import WEIGHT_KEYS
+from shardway.resolve.request import Request, Resolution, resolve_loaded
+from shardway.rundir.atomic import fsync_folder
+from shardway.rundir.directory import RunDir
+from shardway.rundir.run_id import ensure_run_id
+from shardway.runfile.load import DEFAULT, Loaded, load_run
+from shardway.runfile.schema import PrecisionSection, RunFile
+from shardway.train.counters import Counters
+
+_OF_TRAIN = ("micro_batch", "compile", "compile_cache")
+"""Of [train], what says how and where."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to import: a path, the step of a run (None: its newest), what stands before the names of the weights (None:
+    found), and whether optimizer, position and random state come along (`full`)."""
+
+    source: Path
+    step: int | None = None
+    prefix: str | None = None
+    full: bool = False
+
+
+@dataclass(frozen=True)
+class Imported:
+    """Where a run begins now, and how its weights came there: tensors and elements of the model, formats that were
+    converted, parts of the source that were left out, buffers that it had not."""
+
+    directory: str
+    step: int
+    source: str
+    kind: str
+    full: bool
+    tensors: int
+    parameters: int
+    converted: Mapping[str, int]
+    prefix: str
+    left_out: Mapping[str, int]
+    initial: tuple[str, ...]
+
+
+def import_run(request: Request, wanted: Wanted, environ: Mapping[str, str]) -> Imported:
+    """Prepare the run directory of a request. Raises UserError where the source does not fit or the directory exists,
+    JobError where it cannot be written."""
+    placement = find_placement(environ)
+    resolution = resolve_import(request, placement.world, placement.local_world)
+    _check_free(resolution.directory.path)
+    section = resolution.resolved.values.run
+    options = StartOptions(section.device, int(section.threads), section.start_timeout, section.collective_timeout)
+    ranks = start_ranks(placement, options)
+    imported = import_on(ranks, resolution, wanted)
+    ranks.end()
+    return imported
+
+
+def resolve_import(request: Request, ranks: int, ranks_per_node: int) -> Resolution:
+    """A request, with a layout that shares the weights evenly over the ranks of the import. Raises UserError."""
+    asked = load_run(request.run_file, request.overrides)
+    if (engine := asked.values.train.engine) != "torch":
+        raise UserError(
+            f'train.engine ({asked.origins["train.engine"]}): "{engine}" keeps a state of its own, into which nothing '
+            'can be imported.\n      allowed: "torch"'
+        )
+    return resolve_loaded(request, _lay_evenly(asked), ranks, ranks_per_node)
+
+
+def _lay_evenly(asked: Loaded) -> Loaded:
+    """A run whose weights are shared by all ranks of the import, on CPUs; what says how it is trained is left out."""
+    fresh = load_run(None).values
+    narrow = asked.values.precision.weights == "bf16"
+    updates: dict[str, dict[str, Any]] = {
+        "train": {name: getattr(fresh.train, name) for name in _OF_TRAIN},
+        "run": {"device": "cpu"},
+        "precision": {**dict(fresh.precision), "weights": asked.values.precision.weights},
+        "parallel": {**dict(fresh.parallel), "dp_replicate": 1, "dp_shard": "auto"},
+        "recompute": dict(fresh.recompute),
+    }
+    updates["precision"]["compute"] = "bf16" if narrow else "fp32"
+    sections = {name: getattr(asked.values, name).model_copy(update=update) for name, update in updates.items()}
+    reset = {dotted: DEFAULT for dotted in asked.origins if _is_of_layout(dotted)}
+    return replace(asked, values=asked.values.model_copy(update=sections), origins={**asked.origins, **reset})
+
+
+def _is_of_layout(dotted: str) -> bool:
+    """Whether a key says how and where a run is trained, and nothing of its weights."""
+    section, _, name = dotted.partition(".")
+    whole = section in ("parallel", "recompute") or (section == "precision" and name != "weights")
+    return whole or dotted == "run.device" or (section == "train" and name in _OF_TRAIN)
+
+
+def import_on(ranks: Ranks, resolution: Resolution, wanted: Wanted) -> Imported:
+    """The same on ranks that are there."""
+    target = resolution.directory.path
+    ranks.together(lambda: _check_free(target))
+    source = ranks.together(lambda: open_source(wanted.source, wanted.step))
+    data = ranks.first_then_all(lambda: open_described(resolution.resolved.values))
+    resolved = resolve_with_data(resolution.resolved, data.facts)
+    ranks.together(lambda: _check_run(source, resolved, wanted))
+    model = _build(ranks, resolved.values, data)
+    match = ranks.together(lambda: match_source(source, model, wanted.prefix))
+    counts = len(match.fit.arrangements) + len(match.buffers), sum(each.numel() for each in model.parameters())
+    with _appearing(ranks, target) as partial:
+        ranks.together(lambda: _begin(partial, resolution, resolved) if ranks.is_first else None)
+        write = _write_full if wanted.full else _write_weights
+        step, converted = write(ranks, partial, match, _Target(model, resolved.values))
+        ranks.together(lambda: verify_checkpoint(partial, step, ranks.rank, ranks.world))
+    return Imported(
+        directory=str(target),
+        step=step,
+        source=str(source.path),
+        kind=source.kind,
+        full=wanted.full,
+        tensors=counts[0],
+        parameters=counts[1],
+        converted=converted,
+        prefix=match.prefix,
+        left_out={} if wanted.full else match.unused,
+        initial=match.initial,
+    )
+
+
+# --- what is checked
+
+
+def _check_free(target: Path) -> None:
+    if target.exists() and not (target.is_dir() and next(target.iterdir(), None) is None):
+        raise UserError(
+            f"{target} exists, and nothing is imported over what exists.\n"
+            "  Nothing was changed. To do: name a folder that does not exist with --dir, or move it away."
+        )
+
+
+def _check_run(source: Source, resolved: Resolved, wanted: Wanted) -> None:
+    """Raise UserError where the source is of no use to this run, whatever its tensors are."""
+    if wanted.full and not isinstance(source, OwnSource):
+        raise UserError(
+            f"{source.path} is {source.kind}, which has no whole state of a Shardway run.\n"
+            "  Nothing was written. To do: leave out --full; the optimizer begins anew then."
+        )
+    if not isinstance(source, OwnSource):
+        return
+    saved = source.resolved
+    if wanted.full:
+        check_same_run(saved, resolved, str(source.path.resolve().parent.parent))
+    check_no_problems(f"{source.path} as the weights of this run", _list_other_keys(saved, resolved))
+
+
+def _list_other_keys(saved: Mapping[str, Any], resolved: Resolved) -> list[Problem]:
+    """Keys of [model] that say what weights mean and are not those of the run that the weights come from."""
+    before, now = saved.get("model", {}), resolved.values.model.model_dump(mode="json")
+    if before.get("hf") or now["hf"]:
+        return []  # a config.json says it then, and shapes do
+    return [
+        Problem(
+            f"model.{key}",
+            f"{now[key]!r}, and the weights come from a run with {before[key]!r}",
+            resolved.origins[f"model.{key}"],
+            remedy=f"set it to {before[key]!r}",
+        )
+        for key in WEIGHT_KEYS
+        if key in before and "auto" not in (before[key], now[key]) and before[key] != now[key]
+    ]
+
+
+# --- what is written
+
+
+@dataclass(frozen=True)
+class _Target:
+    """The model of the run on the meta device, and the run."""
+
+    model: nn.Module
+    values: RunFile
+
+
+@contextmanager
+def _appearing(ranks: Ranks, target: Path) -> Iterator[RunDir]:
+    """A hidden neighbour of the run directory that takes its place in the end, or is gone."""
+    partial = target.with_name(f".{target.name}.unfinished")
+    ranks.together(lambda: _refused(target, lambda: _make(partial)) if ranks.is_first else None)
+    try:
+        yield RunDir(partial)
+        ranks.together(lambda: _refused(target, lambda: _appear(partial, target)) if ranks.is_first else None)
+    except BaseException:
+        if ranks.is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _make(partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    RunDir(partial).create()
+    ensure_run_id(partial)
+
+
+def _appear(partial: Path, target: Path) -> None:
+    fsync_folder(partial)
+    os.rename(partial, target)  # refuses what is there, but for an empty folder
+    fsync_folder(target.parent)
+
+
+def _refused(target: Path, work: Callable[[], None]) -> None:
+    try:
+        work()
+    except OSError as error:
+        raise JobError(
+            f"the run directory {target} cannot be written: {error.strerror or error}.\n"
+            "  Nothing was left there. To do: make room, or name another folder with --dir."
+        ) from error
+
+
+def _begin(directory: RunDir, resolution: Resolution, resolved: Resolved) -> None:
+    """What was asked for; of layouts and formats of products, training will decide."""
+    text = resolved.render(lambda dotted: not _is_of_layout(dotted))
+    _refused(directory.path, lambda: directory.write_request(resolution.loaded.text, text))
+
+
+def _write_full(ranks: Ranks, directory: RunDir, match: Match, target: _Target) -> tuple[int, dict[str, int]]:
+    """The checkpoint of another run as it is."""
+    source = match.view.source
+    if not isinstance(source, OwnSource):
+        raise UserError(f"{source.path} is no Shardway checkpoint.")
+    copied = ranks.together(lambda: copy_checkpoint(source.found, directory) if ranks.is_first else None)
+    return ranks.gather(copied.step if copied is not None else 0)[0], {}
+
+
+def _write_weights(ranks: Ranks, directory: RunDir, match: Match, target: _Target) -> tuple[int, dict[str, int]]:
+    """A checkpoint of step 0 that has weights alone."""
+    values = target.values
+    precision = read_precision(PrecisionSection(weights=values.precision.weights))
+    options = ApplyOptions(values.parallel, precision, seed=values.train.seed, fill=_filler(match, values.train.seed))
+    parallel = apply_parallelism(target.model, build_mesh(ranks, values.parallel), ranks.device, options)
+    ranks.together(lambda: match.fill(parallel.module))
+    tensors = Trained(parallel.module, None).collect()
+    origin = {"imported_from": f"{match.view.folder.resolve()} ({match.view.source.kind})"}
+    numbers = {**Counters().as_numbers(), **origin}
+    write_checkpoint(directory, ranks, Content(0, numbers, tensors, count_bytes(tensors), lambda folder: None))
+    return 0, match.count_conversions(parallel.module)
+
+
+def _filler(match: Match, seed: int) -> Callable[[nn.Module], None]:
+    """Before the weights come: nothing, or initial values where the source has not all buffers."""
+
+    def fill(model: Any) -> None:
+        if match.initial:
+            model.init_weights(seed)
+
+    return fill
+
+
+def _build(ranks: Ranks, values: RunFile, data: Data) -> nn.Module:
+    """The model of the run file on the meta device, as training builds it."""
+    section, facts = values.model, data.train.facts
+    if not section.hf:
+        return build_model(section, vocab=facts.vocab, sample_shape=facts.sample_shape)
+    folder = ranks.first_then_all(lambda: locate_model(section.hf, weights=False))
+    model = build_huggingface(folder, vocab=int(facts.vocab or 0), seq_len=facts.sample_shape[0])
+    model.fit = None
+    return model
