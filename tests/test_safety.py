@@ -21,6 +21,7 @@ REMOVERS = {
     "data/sources/cache.py": "temporary files of its own",
     "launch/hosts/local.py": "a temporary folder of its own",
     "launch/snapshot/take.py": "the snapshot that it could not finish",
+    "ranks/agent/page.py": "pages of this user that an agent which was killed has left in memory",
     "ranks/doctor/checks/storage.py": "files that it wrote to measure a disk",
     "ranks/doctor/examine.py": "a file that it wrote to measure a disk",
     "rundir/atomic.py": "temporary files of its own",
