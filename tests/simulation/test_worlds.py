@@ -17,7 +17,7 @@ from world import Workers
 from shardway.rundir import lease
 from shardway.rundir.watching import Terms
 
-FEW, MANY, MOST = 60, 800, 2000
+FEW, MANY, MOST = 60, 400, 2000
 WHOLE = Plan()
 
 
