@@ -25,6 +25,7 @@ from shardway.errors import (
     UserError,
     render_reason,
 )
+from shardway.hardware.cgroup import count_oom_kills
 from shardway.ranks.agent.hang import Hang
 from shardway.ranks.agent.patience import Patience
 from shardway.ranks.agent.policy import Failure, Verdict, decide
@@ -32,6 +33,7 @@ from shardway.ranks.agent.stacks import Group
 from shardway.ranks.agent.watch import Found, watched
 from shardway.ranks.attempt import describe_error, find_attempt, sign_failure, tell_end, tell_fault
 from shardway.ranks.local import LocalLaunch, RankFailure, run_local
+from shardway.ranks.oom import explain_oom
 from shardway.ranks.signals import STOP_SIGNALS, find_received
 from shardway.resolve.request import Request, Resolution
 from shardway.rundir.attempts import BY_SIGNAL, SECOND_SIGNAL, Attempt, Ending, Result
@@ -119,6 +121,7 @@ def _read_patience(settings: RunSection) -> Patience | None:
 def _run_once(run: RunDir, launch: LocalLaunch, patience: Patience | None) -> ShardwayError | None:
     """Run the ranks to their end; the error of the rank that failed first, or None."""
     marks = {rank: sum(1 for _ in run.all_events(rank)) for rank in range(launch.ranks)}
+    oom_kills = count_oom_kills()
     with watched(launch.ranks, patience, _tell_wake) as watch:
         try:
             failures = run_local(replace(launch, pages=watch.folder), on_stop=lambda: _ask_to_stop(run))
@@ -131,7 +134,8 @@ def _run_once(run: RunDir, launch: LocalLaunch, patience: Patience | None) -> Sh
         return None
     if watch.found is not None:
         return _explain_hang(run, watch.found)
-    return _explain(run, failures, marks) if failures else None
+    oom = explain_oom(failures, oom_kills, run.describe_base()) if failures else None
+    return oom or (_explain(run, failures, marks) if failures else None)
 
 
 def _tell_wake(hang: Hang) -> None:

@@ -211,10 +211,12 @@ def _faults_recorded(recorder: Recorder) -> Iterator[None]:
         raise
     except Exception as error:
         fault = describe_error(error)
-        kind = fault.kind if isinstance(error, ShardwayError) else Bug.__name__
+        is_known = isinstance(error, ShardwayError)
+        kind = fault.kind if is_known else Bug.__name__
+        message = fault.message if is_known else f"{fault.message} (after step {recorder.step_done})"
         with contextlib.suppress(JobError):
-            recorder.fault(kind=kind, exit_code=fault.exit_code, message=fault.message)
-            recorder.failed(render_reason(fault.message))
+            recorder.fault(kind=kind, exit_code=fault.exit_code, message=message)
+            recorder.failed(render_reason(message))
         raise
 
 
