@@ -276,6 +276,8 @@ FAULTS = (
         "disk full to the end",
         full_to_the_end,
         room=on_tmpfs,
+        defect="the command cannot write its own last status (cli/local.py, _mark_ended), and takes the agent's "
+        "SIGTERM for the cause where no rank could write its own",
         restarts_itself=False,
         is_further=True,
     ),
@@ -294,6 +296,8 @@ FAULTS = (
         (),
         paced(0.02),
         room=on_tmpfs,
+        defect="the command cannot write the event that it starts again (cli/local.py, _tell_restart), nor make the "
+        "folder of the next start's output (run_local)",
         restarts_itself=False,
         is_further=True,
     ),
