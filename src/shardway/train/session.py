@@ -211,13 +211,19 @@ def _faults_recorded(recorder: Recorder) -> Iterator[None]:
         raise
     except Exception as error:
         fault = describe_error(error)
-        is_known = isinstance(error, ShardwayError)
-        kind = fault.kind if is_known else Bug.__name__
-        message = fault.message if is_known else f"{fault.message} (after step {recorder.step_done})"
+        kind = fault.kind if isinstance(error, ShardwayError) else Bug.__name__
+        says_when = isinstance(error, ShardwayError) or is_out_of_memory(error)
+        message = fault.message if says_when else _dated(fault.message, recorder.step_done)
         with contextlib.suppress(JobError):
             recorder.fault(kind=kind, exit_code=fault.exit_code, message=message)
             recorder.failed(render_reason(message))
         raise
+
+
+def _dated(message: str, step: int) -> str:
+    """A message whose first line says after which step it came."""
+    first, *rest = message.splitlines() or [""]
+    return "\n".join((f"{first} (after step {step})", *rest))
 
 
 @contextlib.contextmanager

@@ -119,7 +119,15 @@ FAULTS = (
         expects=says_memory,
         is_further=True,
     ),
-    Fault("clock an hour on", jump(HOUR_S), (), jumps, expects=nothing_started_again, is_timed=False),
+    Fault(
+        "clock an hour on",
+        jump(HOUR_S),
+        (),
+        jumps,
+        expects=nothing_started_again,
+        is_further=True,
+        is_timed=False,
+    ),
     Fault(
         "clock an hour back",
         jump(-HOUR_S),
