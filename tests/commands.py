@@ -23,14 +23,34 @@ from shardway.rundir.directory import RunDir
 PATIENCE_S = 90.0
 
 
+@dataclass(frozen=True)
+class Room:
+    """Where a command runs: what is put before it to get there, its root as it is seen from here, and the folder,
+    within the test's own, that runs are in."""
+
+    enter: tuple[str, ...] = ()
+    root: Path = Path("/")
+    runs: str = ""
+
+    def see(self, path: Path) -> Path:
+        """A path of the room, from here."""
+        return self.root / path.relative_to("/")
+
+
 @dataclass
 class Command:
-    """One `shardway train` under way, and all the processes that it has been seen with."""
+    """One `shardway train` under way, and all the processes that it has been seen with.
+
+    `folder` is its run directory as it is seen from here, `home` the folder of the test, `again` starts it once more
+    with further words.
+    """
 
     folder: Path
+    home: Path
     process: subprocess.Popen[str]
     events_before: int
-    again: Callable[[], Command]
+    again: Callable[..., Command]
+    room: Room = Room()
     seen: set[psutil.Process] = field(default_factory=set)
 
     @property
@@ -84,20 +104,29 @@ Start = Callable[..., Command]
 
 @contextlib.contextmanager
 def training_commands(folder: Path) -> Iterator[Start]:
-    """`start("name", *words)` trains into a folder of that name, with `environ` besides this process's own."""
+    """`start("name", *words)` trains into a folder of that name, in a `room`, with `environ` besides this process's
+    own."""
     started: list[Command] = []
 
-    def go(name: str, *words: str, launcher: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Command:
-        program = [sys.executable, *launcher, "-m", "shardway", "train"]
-        command = [*program, "--json", "--dir", str(folder / name), *words]
+    def go(
+        name: str,
+        *words: str,
+        launcher: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
+        room: Room = Room(),
+    ) -> Command:
+        target = folder / room.runs / name
+        program = [*room.enter, sys.executable, *launcher, "-m", "shardway", "train"]
+        command = [*program, "--json", "--dir", str(target), *words]
         inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         pipe = subprocess.PIPE
-        before = len(list(RunDir(folder / name).all_events()))
+        seen = room.see(target)
+        before = len(list(RunDir(seen).all_events()))
         process = subprocess.Popen(
             command, env={**inherited, **(environ or {})}, cwd=folder, stdout=pipe, stderr=pipe, text=True
         )
-        same = partial(go, name, *words, launcher=launcher, environ=environ)
-        started.append(Command(folder / name, process, before, same))
+        same = partial(go, name, *words, launcher=launcher, environ=environ, room=room)
+        started.append(Command(seen, folder, process, before, same, room))
         return started[-1]
 
     try:

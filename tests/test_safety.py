@@ -24,6 +24,7 @@ REMOVERS = {
     "ranks/agent/page.py": "pages of this user that an agent which was killed has left in memory",
     "ranks/doctor/checks/storage.py": "files that it wrote to measure a disk",
     "ranks/doctor/examine.py": "a file that it wrote to measure a disk",
+    "ranks/local.py": "a folder that it has just made to see whether it can",
     "rundir/atomic.py": "temporary files of its own",
     "rundir/claims.py": "files of older epochs",
     "train/importing.py": "the hidden, unfinished neighbour of the run directory that it makes",

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardway.hardware.cgroup import CgroupLimits, read_cgroup_limits
+from shardway.hardware.cgroup import CgroupLimits, count_oom_kills, read_cgroup_limits
 
 GIB = 2**30
 
@@ -62,6 +62,35 @@ def test_the_tightest_limit_on_the_way_to_the_root_counts(
     lay_out: Callable[[Mapping[str, str]], Path], files: dict[str, str], limits: CgroupLimits
 ) -> None:
     assert read_cgroup_limits(lay_out(files)) == limits
+
+
+KILLS_1 = "oom_kill_disable 0\nunder_oom 0\noom_kill 3"
+
+
+@pytest.mark.parametrize(
+    ("files", "kills"),
+    [
+        ({"proc/self/cgroup": "4:memory:/job", "sys/fs/cgroup/memory/job/memory.oom_control": KILLS_1}, 3),
+        (
+            {
+                "proc/self/cgroup": "0::/job/step",
+                "sys/fs/cgroup/job/step/memory.events.local": "max 7\noom 2\noom_kill 1\noom_group_kill 0",
+                "sys/fs/cgroup/job/step/memory.events": "max 9\noom 4\noom_kill 2",
+                "sys/fs/cgroup/job/memory.events": "max 9\noom 4\noom_kill 9",
+            },
+            1,
+        ),
+        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.events": "oom_kill 0"}, 0),
+        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.events": "oom_kill many"}, None),
+        ({"proc/self/cgroup": "4:memory:/job", "sys/fs/cgroup/memory/job/memory.oom_control": "under_oom 0"}, None),
+        ({}, None),
+    ],
+    ids=["version 1", "version 2, the group's own first", "none yet", "no number", "older kernel", "no files"],
+)
+def test_what_the_kernel_ended_is_counted(
+    lay_out: Callable[[Mapping[str, str]], Path], files: dict[str, str], kills: int | None
+) -> None:
+    assert count_oom_kills(lay_out(files)) == kills
 
 
 @settings(max_examples=50)

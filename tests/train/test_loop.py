@@ -297,6 +297,7 @@ def test_what_ended_a_run_is_written_down(tmp_path: Path, quiet_threads: None) -
         train_tiny(tmp_path, lone_rank(), *SHORT, before_step=die_at(2))
     (fault,) = read_named(tmp_path, "fault")
     assert (fault["rank"], fault["kind"], fault["exit_code"]) == (0, "Bug", 70)
+    assert (fault["step"], fault["message"]) == (2, "Died (after step 2)")
     assert RunDir(tmp_path).read_status()["state"] == "failed"
     assert RunDir(tmp_path).find_writer() is None
 

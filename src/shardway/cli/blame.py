@@ -16,6 +16,7 @@ from shardway.errors import ERRORS_BY_NAME, Fenced, JobError, LostContact, Shard
 from shardway.ranks.agent.stacks import Group
 from shardway.ranks.agent.watch import Found
 from shardway.ranks.failure import RankFailure
+from shardway.ranks.oom import explain_oom
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
 from shardway.rundir.lease import TAKEN_OVER
@@ -73,11 +74,14 @@ def _explain(run: RunDir, failures: tuple[RankFailure, ...], marks: Mapping[int,
     That is the first one where it was killed, else one with an error that is no lost contact, else one that was
     killed: a rank may lose contact before the agent sees who died, and the agent ends the others by signals.
     """
+    for_memory = next((failure for failure in failures if failure.for_memory), None)
+    if for_memory is not None:
+        return Blame(explain_oom(for_memory, run.describe_base()), f"rank {for_memory.rank}", out_of_memory=True)
     if failures[0].signal_name:
         return Blame(_killed(run, failures[0]))
     faults = {rank: fault for rank, mark in marks.items() if (fault := _last_fault(run, rank, mark)) is not None}
     own = {rank: fault for rank, fault in faults.items() if fault["kind"] != LostContact.__name__}
-    killed = [failure for failure in failures if failure.signal_name]
+    killed = [failure for failure in failures if failure.signal_name and not failure.by_agent]
     if killed and not own:
         return Blame(_killed(run, killed[0]))
     for rank, fault in (own or faults).items():
@@ -110,7 +114,7 @@ def _explain_hang(run: RunDir, found: Found) -> JobError:
     hang, places = found.hang, [f"ranks {_numbers(group)}: {_place(group)}" for group in found.groups]
     told = "".join(f"\n  {place}" for place in places)
     stacks = [{"ranks": group.ranks, "frames": group.frames} for group in found.groups]
-    with run.event_writer(hang.ranks[0]) as events, contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, JobError), run.event_writer(hang.ranks[0]) as events:
         events.write("fault", rank=hang.ranks[0], kind="Hang", exit_code=4, message=hang.message, stacks=stacks)
     return JobError(
         f"{hang.message}, so all ranks were ended.{told}\n"

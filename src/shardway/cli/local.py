@@ -14,13 +14,15 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn, Protocol
 
 from shardway.cli.blame import BY_AGENT, Blame, Ended, find_blame
-from shardway.errors import Fenced, LateStop, ShardwayError, SiteError, UserError, render_reason
+from shardway.errors import Fenced, JobError, LateStop, ShardwayError, SiteError, UserError, render_reason
+from shardway.hardware.cgroup import count_oom_kills
 from shardway.ranks.agent.hang import Hang
 from shardway.ranks.agent.patience import Patience
 from shardway.ranks.agent.policy import Failure, Verdict, decide
 from shardway.ranks.agent.watch import watched
 from shardway.ranks.attempt import describe_error, find_attempt, sign_failure, tell_end, tell_fault
 from shardway.ranks.local import LocalLaunch, run_local
+from shardway.ranks.oom import mark_oom
 from shardway.ranks.signals import STOP_SIGNALS, find_received
 from shardway.resolve.request import Request, Resolution
 from shardway.rundir.attempts import BY_SIGNAL, SECOND_SIGNAL, Attempt, Ending, Result
@@ -54,9 +56,10 @@ class Alone:
 
     def start(self, run: RunDir, launch: LocalLaunch, patience: Patience | None) -> Ended:
         """Run the ranks to their end. Raises LateStop, KeyboardInterrupt."""
+        oom_kills = count_oom_kills()
         with watched(launch.ranks, patience, tell_wake) as watch:
             failures = run_local(replace(launch, pages=watch.folder), on_stop=lambda: ask_to_stop(run))
-        return Ended(tuple(failures), watch.found)
+        return Ended(tuple(mark_oom(failures, oom_kills)), watch.found)
 
     def why_not_again(self) -> str:
         """Nothing does."""
@@ -183,7 +186,7 @@ def _give_up(run: RunDir, attempt: Attempt | None, blame: Blame, failures: list[
 def tell_restart(run: RunDir, error: ShardwayError, failures: int) -> None:
     """In the events of rank 0, which is gone by now, for whoever reads or shows the run: the ranks start again."""
     saved = run.checkpoint_steps()
-    with run.event_writer(0) as events, contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, JobError), run.event_writer(0) as events:
         reason = render_reason(str(error))
         events.write("restarted", step=saved[-1] if saved else 0, reason=reason, failures=failures)
 
@@ -204,4 +207,7 @@ def _mark_ended(run: RunDir, state: str, reason: str, *, where_missing: bool = F
     """A rank 0 that was killed could not say so itself, and one that lost contact could not know why."""
     status = run.read_status()
     if status.get("state") in ("running", "failed") or (where_missing and not status):
-        run.change_state(status, state, reason)
+        try:
+            run.change_state(status, state, reason)
+        except OSError as error:  # the reason itself is told in any case
+            print(f"{run.path} could not be told how the run ended: {error.strerror}", file=sys.stderr)

@@ -17,6 +17,7 @@ from typing import Any
 from shardway.cli.blame import Ended
 from shardway.cli.local import ask_to_stop, build_launch, read_patience, tell_restart, tell_wake, train_local
 from shardway.errors import JobError, LateStop, ShardwayError, SiteError, UserError
+from shardway.hardware.cgroup import count_oom_kills
 from shardway.ranks.agent.hang import NOBODY
 from shardway.ranks.agent.patience import Patience
 from shardway.ranks.agent.watch import merge_found, watched
@@ -27,6 +28,7 @@ from shardway.ranks.crew.lead import Ends, Lead
 from shardway.ranks.crew.member import Member
 from shardway.ranks.crew.notes import News, Outcome, State
 from shardway.ranks.local import LocalLaunch, Seats, host_store, run_local
+from shardway.ranks.oom import mark_oom
 from shardway.ranks.place import Place
 from shardway.ranks.signals import find_received
 from shardway.resolve.request import Resolution, resolve_request
@@ -254,6 +256,7 @@ def run_seats(run: RunDir, launch: LocalLaunch, patience: Patience | None, membe
     """Run the ranks of this node in one start of all, in touch with the other nodes."""
     seats = launch.seats
     start, first = (seats.start, seats.first) if seats is not None else (0, 0)
+    oom_kills = count_oom_kills()
     with watched(launch.ranks, patience, tell_wake) as watch:
 
         def look(failed: bool) -> bool:
@@ -267,4 +270,4 @@ def run_seats(run: RunDir, launch: LocalLaunch, patience: Patience | None, membe
             return Outcome(late=True)
         except KeyboardInterrupt:
             return Outcome(interrupted=True)
-    return Outcome(tuple(failures), watch.found.shift(first) if watch.found is not None else None)
+    return Outcome(tuple(mark_oom(failures, oom_kills)), watch.found.shift(first) if watch.found is not None else None)

@@ -1,4 +1,4 @@
-"""The share of a Linux machine that a job's control group leaves to this process: cores and memory.
+"""What a job's control group leaves to this process of a Linux machine: cores and memory; how often that ran out.
 
 Invariant: a limit is the tightest one on the way from the process's group to the root, in version 1 and in
 version 2 of the interface (Linux, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst); an
@@ -36,6 +36,18 @@ def read_cgroup_memory_left(root: Path = Path("/")) -> int | None:
     """
     folders = [(folder, limit) for folder in _group_folders(root) if (limit := _memory_bytes(folder)) is not None]
     return min((max(0, limit - _memory_held_bytes(folder)) for folder, limit in folders), default=None)
+
+
+def count_oom_kills(root: Path = Path("/")) -> int | None:
+    """How many processes of this process's own group the kernel has ended since memory ran out; None: nobody says.
+
+    The line oom_kill of memory.events.local (older kernels of version 2: memory.events; version 1: memory.oom_control),
+    which counts the victims that were in the group (Linux, Documentation/admin-guide/cgroup-v2.rst).
+    """
+    names = ("memory.events.local", "memory.events", "memory.oom_control")
+    lines = (line for folder in _group_folders(root) for name in names for line in _read(folder / name).splitlines())
+    counts = (words[1] for words in map(str.split, lines) if words[:1] == ["oom_kill"] and len(words) == 2)
+    return next((int(count) for count in counts if count.isdecimal()), None)
 
 
 def _group_folders(root: Path) -> Iterator[Path]:

@@ -14,7 +14,7 @@ from pathlib import Path
 class RankFailure:
     """A rank that ended badly: its exit code, negative for a signal, and the files with what it printed.
 
-    `by_agent`: others had failed, and the agent ended it.
+    `by_agent`: others had failed, and the agent ended it. `for_memory`: the kernel did, since memory had run out.
     """
 
     rank: int
@@ -22,6 +22,7 @@ class RankFailure:
     exit_code: int
     printed: tuple[Path, ...] = ()
     by_agent: bool = False
+    for_memory: bool = False
 
     @property
     def signal_name(self) -> str | None:

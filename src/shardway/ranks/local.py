@@ -14,10 +14,11 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -112,7 +113,7 @@ def run_local(
     and raises KeyboardInterrupt. Raises LateStop where a stop takes too long; then they are killed as well. `on_look`
     is told now and then whether a rank has failed, and says whether the others are to end for another node's sake.
     """
-    launch.log_folder.mkdir(parents=True, exist_ok=True)
+    launch = replace(launch, log_folder=_find_log_folder(launch.log_folder))
     asked = Asked(on_stop)
     _silence_agent()
     with _meeting(launch) as seats, _stop_signals(asked), _late_stop_seen(launch, asked):
@@ -121,6 +122,16 @@ def run_local(
             return _await(processes, launch, asked, on_look)
         finally:
             processes.close(signal.SIGKILL)
+
+
+def _find_log_folder(wanted: Path) -> Path:
+    """The folder, or a temporary one where the disk is full or read-only: a run does not end for want of its output."""
+    try:
+        wanted.mkdir(parents=True, exist_ok=True)
+        Path(tempfile.mkdtemp(dir=wanted)).rmdir()
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="shardway-output-"))
+    return wanted
 
 
 def _await(

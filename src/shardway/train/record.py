@@ -110,10 +110,11 @@ class Recorder:
             self._write("step", facts if ids is None else {**facts, "ids": ids})
 
     def fault(self, **facts: Any) -> None:
-        """What ended this rank: written by the rank itself."""
+        """What ended this rank, and after which step: written by the rank itself."""
         self._directory.confirm_writer()
         times = self._progress.as_facts() if self._ranks.is_first else {}
-        self._write("fault", {"rank": self._ranks.rank, **facts, **times})
+        step = {"step": self.step_done} if "step" in self._status else {}
+        self._write("fault", {"rank": self._ranks.rank, **step, **facts, **times})
 
     def status(self, *, now: bool = False, **facts: Any) -> None:
         """Update status.json on rank 0; at most once a second unless `now`, and then durably."""

@@ -215,10 +215,18 @@ def _faults_recorded(recorder: Recorder) -> Iterator[None]:
         fault = describe_error(error, out_of_memory=is_out_of_memory(error))
         memory = {"out_of_memory": True} if fault.out_of_memory else {}
         kind = fault.kind if isinstance(error, ShardwayError) else Bug.__name__
+        says_when = isinstance(error, ShardwayError) or fault.out_of_memory
+        message = fault.message if says_when else _dated(fault.message, recorder.step_done)
         with contextlib.suppress(JobError):
-            recorder.fault(kind=kind, exit_code=fault.exit_code, message=fault.message, **memory)
-            recorder.failed(render_reason(fault.message))
+            recorder.fault(kind=kind, exit_code=fault.exit_code, message=message, **memory)
+            recorder.failed(render_reason(message))
         raise
+
+
+def _dated(message: str, step: int) -> str:
+    """A message whose first line says after which step it came."""
+    first, *rest = message.splitlines() or [""]
+    return "\n".join((f"{first} (after step {step})", *rest))
 
 
 @contextlib.contextmanager

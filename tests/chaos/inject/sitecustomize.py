@@ -1,8 +1,15 @@
 """Imported by every Python that has this folder on its path; what its variables say happens to a rank.
 
-SHARDWAY_TEST_HANG = RANK:STEP:FILE: it hangs once, as a library in C would make it. SHARDWAY_TEST_STALL =
-RANK:BATCH:FILE: it waits for a batch of training that does not come. A FILE that is there already means that it has
-been. SHARDWAY_TEST_SLOW = SECONDS: each batch of a validation takes so much longer.
+A FILE that is there already means that it has been, or that it is over.
+
+SHARDWAY_TEST_HANG = RANK:STEP:FILE: it hangs once, as a library in C would make it.
+SHARDWAY_TEST_STALL = RANK:BATCH:FILE: it waits for a batch of training that does not come.
+SHARDWAY_TEST_SLOW = SECONDS: each batch of a validation takes so much longer; SHARDWAY_TEST_PACE: of training.
+SHARDWAY_TEST_RETRY = SECONDS: after so long a save that failed is tried again.
+SHARDWAY_TEST_KILL = RANK:PHASE:STEP:FILE: it is killed in that phase of the first save from STEP on.
+SHARDWAY_TEST_HARM = RANK:KIND:POSITION:FILE: from that position in the samples on its loss is not finite once (nan) or
+always (nans), a bit of its weights flips (flip), it takes all memory (hog), or its loss function raises (raise).
+SHARDWAY_TEST_JUMP = FILE: `time.time` is later by what FILE holds, from the moment that it is there; no other clock is.
 """
 
 from __future__ import annotations
@@ -11,10 +18,12 @@ import ctypes
 import importlib.abc
 import importlib.util
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +101,174 @@ def _slow(seconds: float) -> Callable[[Any], None]:
     return change
 
 
+def _pace(seconds: float) -> Callable[[Any], None]:
+    def change(module: Any) -> None:
+        fetch = module.StepLoader.batches
+
+        def batches(*arguments: Any, **named: Any) -> Any:
+            for each in fetch(*arguments, **named):
+                time.sleep(seconds)
+                yield each
+
+        module.StepLoader.batches = batches
+
+    return change
+
+
+def _retry(seconds: float) -> Callable[[Any], None]:
+    def change(module: Any) -> None:
+        module.RETRY_S = seconds
+
+    return change
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(3600)
+
+
+class _Save:
+    """Which save is struck: the first from a step on; `strike` leaves a mark that says which, and kills."""
+
+    def __init__(self, least: int, mark: Path) -> None:
+        self._least, self._mark, self.step, self.calls = least, mark, 0, 0
+
+    def begin(self, step: int) -> None:
+        self.step = step if step >= self._least and not self._mark.exists() else 0
+        self.calls = 0
+
+    def strike(self, calls: int = 1) -> None:
+        """At the call of that number since the save began."""
+        self.calls += 1
+        if self.step and self.calls == calls:
+            whole = self._mark.with_suffix(".new")
+            whole.write_text(str(self.step))
+            whole.rename(self._mark)
+            _die()
+
+
+def _before(module: Any, name: str, act: Callable[..., None]) -> None:
+    """Call `act` with the same arguments before a function of a module or a method of a class."""
+    work = getattr(module, name)
+
+    def changed(*arguments: Any, **named: Any) -> Any:
+        act(*arguments, **named)
+        return work(*arguments, **named)
+
+    setattr(module, name, changed)
+
+
+def _kill_in_save(save: _Save, phase: str) -> dict[str, Callable[[Any], None]]:
+    """The modules that a phase of a save is in, and what is changed in them."""
+
+    def change_save(module: Any) -> None:
+        collect, commit = module.collect_content, module._commit
+
+        def collect_content(ranks: Any, state: Any, step: int, numbers: Any) -> Any:
+            save.begin(step)
+            content = collect(ranks, state, step, numbers)
+            if phase == "collected":
+                save.strike()
+            return content
+
+        def commit_and_die(partial: Any, final: Any, manifest: Any, confirm: Any) -> None:
+            commit(partial, final, manifest, lambda: (confirm(), save.strike() if phase == "unnamed" else None))
+
+        module.collect_content, module._commit = collect_content, commit_and_die
+        if phase == "named":  # the last that is made durable is the folder that holds the checkpoint
+            _before(module, "fsync_folder", lambda path: save.strike() if path.name == "checkpoints" else None)
+
+    changes = {"shardway.checkpoint.save": change_save}
+    if phase == "staging":
+        changes["shardway.checkpoint.staging"] = lambda module: _before(
+            module.Staging, "_buffer", lambda *arguments: save.strike(5)
+        )
+    if phase == "writing":
+        changes["shardway.checkpoint.shards.write"] = lambda module: _before(
+            module._Stream, "write", lambda *arguments: save.strike(5)
+        )
+    return changes
+
+
+def _hog(model: Any) -> None:
+    """Take memory until the kernel ends this; 4 GiB at most, should nobody limit it."""
+    held = [bytearray(os.urandom(1 << 20)) * 16 for _ in range(256)]
+    raise MemoryError(f"nobody has limited it: {len(held)} pieces")
+
+
+def _flip(model: Any) -> None:
+    """One bit in one number of the weights of this rank."""
+    import torch
+
+    weights = next(each for each in model.parameters() if each.ndim == 2)
+    weights.detach().view(torch.int32).flatten()[3] ^= 1 << 20
+
+
+def _fail(model: Any) -> None:
+    raise ValueError("these labels are of another data set")
+
+
+def _harm(kind: str, position: int, mark: Path) -> Callable[[Any], None]:
+    acts = {"hog": _hog, "flip": _flip, "raise": _fail}
+
+    def change(module: Any) -> None:
+        take = module.take_step
+
+        def take_step(parts: Any, model: Any, batch: Any, loss_fn: Any, moment: Any) -> Any:
+            if moment.position < position or mark.exists():
+                return take(parts, model, batch, loss_fn, moment)
+
+            def bad_loss(*arguments: Any) -> Any:
+                if kind == "raise":
+                    _fail(model)
+                found = loss_fn(*arguments)
+                if kind == "nan" and mark.exists():
+                    return found
+                if kind == "nan":
+                    mark.touch()
+                return replace(found, total=found.total * float("nan"))
+
+            if kind in ("hog", "flip"):
+                mark.touch()
+                acts[kind](model)
+                return take(parts, model, batch, loss_fn, moment)
+            return take(parts, model, batch, bad_loss, moment)
+
+        module.take_step = take_step
+
+    return change
+
+
+def _jump(path: str) -> None:
+    real = time.time
+
+    def jumped() -> float:
+        try:
+            with open(path) as file:
+                return real() + float(file.read())
+        except FileNotFoundError:
+            return real()
+
+    time.time = jumped
+
+
 _changes: dict[str, Callable[[Any], None]] = {}
 _stalls = os.environ.get("SHARDWAY_TEST_STALL", "").split(":", 2)
 if len(_stalls) == 3 and os.environ.get("RANK") == _stalls[0]:
     _changes["shardway.data.loader"] = _stall(int(_stalls[1]), Path(_stalls[2]))
 if os.environ.get("SHARDWAY_TEST_SLOW"):
     _changes["shardway.train.passes"] = _slow(float(os.environ["SHARDWAY_TEST_SLOW"]))
+if os.environ.get("SHARDWAY_TEST_PACE"):
+    _changes["shardway.data.loader"] = _pace(float(os.environ["SHARDWAY_TEST_PACE"]))
+if os.environ.get("SHARDWAY_TEST_RETRY"):
+    _changes["shardway.train.saves.saving"] = _retry(float(os.environ["SHARDWAY_TEST_RETRY"]))
+_kills = os.environ.get("SHARDWAY_TEST_KILL", "").split(":", 3)
+if len(_kills) == 4 and os.environ.get("RANK") == _kills[0]:
+    _changes |= _kill_in_save(_Save(int(_kills[2]), Path(_kills[3])), _kills[1])
+_harms = os.environ.get("SHARDWAY_TEST_HARM", "").split(":", 3)
+if len(_harms) == 4 and os.environ.get("RANK") == _harms[0]:
+    _changes["shardway.train.step"] = _harm(_harms[1], int(_harms[2]), Path(_harms[3]))
+if os.environ.get("SHARDWAY_TEST_JUMP"):
+    _jump(os.environ["SHARDWAY_TEST_JUMP"])
 if _changes:
     sys.meta_path.insert(0, _Changed(_changes))

@@ -25,9 +25,9 @@ HANGS = st.builds(
     Hang, RANKS, st.floats(0, 1e6), st.floats(0, 1e6), st.builds(Sighting, ENTRIES, st.booleans()), st.booleans()
 )
 GROUPS = st.lists(st.builds(Group, RANKS, st.lists(st.text(max_size=9), max_size=2).map(tuple)), max_size=2)
-FAILURES = st.builds(
-    RankFailure, WHOLE, WHOLE, st.integers(-64, 255), st.just((Path("a b/stderr.log"),)), by_agent=st.booleans()
-)
+PRINTED = st.just((Path("a b/stderr.log"),))
+FLAGS = {"by_agent": st.booleans(), "for_memory": st.booleans()}
+FAILURES = st.builds(RankFailure, WHOLE, WHOLE, st.integers(-64, 255), PRINTED, **FLAGS)
 OUTCOMES = st.builds(
     Outcome,
     st.lists(FAILURES, max_size=2).map(tuple),

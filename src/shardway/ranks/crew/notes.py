@@ -132,6 +132,7 @@ def _read_outcome(facts: Mapping[str, Any]) -> Outcome:
             int(each["exit_code"]),
             tuple(map(Path, each["printed"])),
             bool(each["by_agent"]),
+            bool(each["for_memory"]),
         )
         for each in facts["failures"]
     )

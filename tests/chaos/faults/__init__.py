@@ -1,0 +1,14 @@
+"""What can happen to two ranks and their agent, each at a moment that a seed chooses."""
+
+from faults import disks, machines, numbers, processes, saves, stops, worlds
+from faults.strike import Fault
+
+FAULTS: tuple[Fault, ...] = (
+    *processes.FAULTS,
+    *stops.FAULTS,
+    *disks.FAULTS,
+    *saves.FAULTS,
+    *machines.FAULTS,
+    *numbers.FAULTS,
+    *worlds.FAULTS,
+)

@@ -1,0 +1,100 @@
+"""Faults of processes: killed, stopped, hanging, or started twice.
+
+Invariant: only processes of the command are struck, each once.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from commands import Command
+from faults.strike import (
+    FIRST,
+    LAST,
+    Fault,
+    Struck,
+    children,
+    injected,
+    strike,
+    wait_for,
+    wait_for_mark,
+    wait_for_some_step,
+)
+from shardway.ranks.progress import Activity
+
+HANG = "SHARDWAY_TEST_HANG"
+"""RANK:STEP:FILE for `inject/sitecustomize.py`: that rank hangs once it has done that many steps, if FILE is new."""
+
+
+def signal_rank(number: signal.Signals, rank: int | None = None) -> Callable[[Command, random.Random], Struck]:
+    """A signal to one rank (None: any) at some step."""
+
+    def act(command: Command, dice: random.Random) -> Struck:
+        wait_for_some_step(command, dice)
+        who = dice.randrange(2) if rank is None else rank
+        return strike(children(command)[who], number, f"rank {who}")
+
+    return act
+
+
+def kill_while(activity: Activity) -> Callable[[Command, random.Random], Struck]:
+    """kill -9 a rank that is busy with this."""
+
+    def act(command: Command, dice: random.Random) -> Struck:
+        who = dice.randrange(2)
+        least = dice.randrange(FIRST, LAST) if activity is not Activity.START else 0
+        wait_for(command, who, lambda entry: entry.activity is activity and entry.step >= least)
+        time.sleep(dice.uniform(0.0, 0.5 if activity is Activity.START else 0.03))
+        return strike(children(command)[who], signal.SIGKILL, f"rank {who}")
+
+    return act
+
+
+def kill_agent(command: Command, dice: random.Random) -> Struck:
+    """kill -9 the process that started the ranks."""
+    wait_for_some_step(command, dice)
+    return strike(psutil.Process(command.process.pid), signal.SIGKILL, "agent")
+
+
+def kill_loader(command: Command, dice: random.Random) -> Struck:
+    """kill -9 a process that loads data for a rank."""
+    wait_for_some_step(command, dice)
+    who = dice.randrange(2)
+    workers = [each for each in children(command)[who].children() if "resource_tracker" not in " ".join(each.cmdline())]
+    return strike(dice.choice(workers), signal.SIGKILL, f"loader of rank {who}")
+
+
+def launch_twice(command: Command, dice: random.Random) -> Struck:
+    """The same command once more beside the first."""
+    wait_for_some_step(command, dice)
+    struck = Struck(time.time(), "run")
+    again = command.again()
+    code, said = again.end()
+    assert code == 2, said
+    assert "another run is training into" in said
+    return struck
+
+
+def hangs_once(folder: Path, dice: random.Random) -> dict[str, str]:
+    """A rank that holds Python's lock and does nothing, from some step on."""
+    return injected(**{HANG: f"{dice.randrange(2)}:{dice.randrange(FIRST, LAST)}:{folder / 'hung'}"})
+
+
+FAULTS = (
+    Fault("SIGKILL of rank 0", signal_rank(signal.SIGKILL, 0), is_further=True),
+    Fault("SIGKILL of a rank", signal_rank(signal.SIGKILL), is_further=True),
+    Fault("SIGKILL of a rank in a save", kill_while(Activity.SAVE)),
+    Fault("SIGKILL of a rank that starts", kill_while(Activity.START), is_further=True),
+    Fault("SIGKILL of the agent", kill_agent, restarts_itself=False),
+    Fault("SIGKILL of a loader worker", kill_loader, words=("data.workers=1",)),
+    Fault("SIGSTOP of a rank", signal_rank(signal.SIGSTOP), is_further=True),
+    # Steps of milliseconds may be over before the rank hangs, and in a save it would be given a minute.
+    Fault("hang with Python's lock held", wait_for_mark("hung"), ("run.hang_timeout=10s",), hangs_once),
+    Fault("second launch of the run", launch_twice, is_further=True),
+)

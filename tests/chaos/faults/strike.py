@@ -1,0 +1,159 @@
+"""What a fault is, and how it finds the moment and the process that it strikes.
+
+Invariant: a fault is real (a signal, a file, a mount, a process), strikes only what belongs to the command that it is
+given, and is over when its command is. What has to come of it is in its `expects`, and for the test to say.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from commands import Command, Room
+from shardway.ranks.agent.page import VARIABLE, Entry, page_path, read_page
+from shardway.rundir.directory import RunDir
+
+FIRST, LAST = 22, 130
+"""Steps between which most faults strike: after the first checkpoint, and with some to come."""
+
+EVERY = 20
+"""Steps from one checkpoint to the next, where a fault sets no other number."""
+
+
+@dataclass(frozen=True)
+class Struck:
+    """When a fault struck (Unix seconds, this host), and whom; the command that goes on, where it is another."""
+
+    time: float
+    whom: str
+    command: Command | None = None
+
+
+@dataclass(frozen=True)
+class Aftermath:
+    """What is left of a run that is at its end, in the folder of its test; `said`: what its starts wrote to stderr."""
+
+    run: RunDir
+    home: Path
+    said: list[str]
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Rank 0's events of one name, undone ones too."""
+        return [event for event in self.run.all_events() if event["event"] == name]
+
+    @property
+    def restarts(self) -> int:
+        return len(self.events("restarted"))
+
+
+def anything(after: Aftermath) -> None:
+    """Nothing is asked beyond the numbers of the run."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault: its name in the table, what strikes, what the run needs for it, and what is expected.
+
+    `words` change no numbers; those of `base` do, so that the undisturbed run has them as well. Both may name
+    "{folder}", where `prepare` puts files. `room` is where the command runs. Losses may differ by `tolerance`
+    (relative); 0.0: not in one bit.
+    """
+
+    name: str
+    strike: Callable[[Command, random.Random], Struck]
+    words: tuple[str, ...] = ()
+    environ: Callable[[Path, random.Random], Mapping[str, str]] = field(default=lambda folder, dice: {})
+    restarts_itself: bool = True
+    """Whether nobody has to give the command again."""
+    is_further: bool = False
+    """Whether `make test` leaves it out, since other tests or another fault show much of it."""
+    expects: Callable[[Aftermath], None] = anything
+    base: tuple[str, ...] = ()
+    prepare: Callable[[Path], None] = field(default=lambda folder: None)
+    room: Callable[[Path], AbstractContextManager[Room]] = field(default=lambda folder: nullcontext(Room()))
+    tolerance: float = 0.0
+    defect: str = ""
+    """What is known to be wrong where the run does not come out so yet; the test says when it is mended."""
+    is_timed: bool = True
+    """Whether the dates of events say how long things took."""
+
+
+# --- whom
+
+
+def children(command: Command) -> dict[int, psutil.Process]:
+    """The ranks that live, by number."""
+    found = {}
+    for child in psutil.Process(command.process.pid).children(recursive=False):
+        try:
+            if "shardway.cli.rank" in " ".join(child.cmdline()):
+                found[int(child.environ()["RANK"])] = child
+        except psutil.Error:  # it ends at this moment
+            continue
+    return found
+
+
+def see(command: Command, rank: int) -> Entry | None:
+    """What a rank shows its agent."""
+    child = children(command).get(rank)
+    try:
+        folder = child.environ().get(VARIABLE, "") if child is not None else ""
+    except psutil.Error:
+        return None
+    return read_page(page_path(Path(folder), rank)) if folder else None
+
+
+def wait_for(command: Command, rank: int, holds: Callable[[Entry], bool]) -> None:
+    """Until what a rank shows is so."""
+    command.wait_until(lambda: (entry := see(command, rank)) is not None and holds(entry))
+    command.note_processes()
+
+
+def wait_for_some_step(command: Command, dice: random.Random) -> None:
+    """Until a moment within a random step, wherever the ranks are then."""
+    step = dice.randrange(FIRST, LAST)
+    wait_for(command, 0, lambda entry: entry.step >= step)
+    time.sleep(dice.uniform(0.0, 0.02))
+
+
+def strike(process: psutil.Process, number: signal.Signals, whom: str) -> Struck:
+    """Send a signal."""
+    struck = Struck(time.time(), whom)
+    process.send_signal(number)
+    return struck
+
+
+def injected(**variables: str) -> dict[str, str]:
+    """What makes every Python of a command import `inject/sitecustomize.py`, and tells it what to do."""
+    where = Path(__file__).parents[1] / "inject"
+    path = os.pathsep.join([str(where), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    return {**variables, "PYTHONPATH": path}
+
+
+def wait_for_mark(name: str, whom: str = "a rank") -> Callable[[Command, random.Random], Struck]:
+    """It strikes by itself, and leaves a mark of this name; when it did is the age of the mark."""
+
+    def act(command: Command, dice: random.Random) -> Struck:
+        mark = command.home / name
+        command.wait_until(mark.exists)
+        command.note_processes()
+        return Struck(mark.stat().st_mtime, whom)
+
+    return act
+
+
+def kill_all(command: Command) -> None:
+    """kill -9 the agent and all its ranks."""
+    command.note_processes()
+    for process in (psutil.Process(command.process.pid), *children(command).values()):
+        process.kill()
+    command.end()
