@@ -12,7 +12,7 @@ from command_line import Shardway
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardway.cli import local
+from shardway.cli import blame, local
 from shardway.cli.local import Alone, build_launch, pack_request, train_local
 from shardway.cli.rank import read_packed
 from shardway.errors import Bug, Fenced, JobError, ShardwayError, SiteError, UserError
@@ -370,3 +370,14 @@ def test_ranks_that_were_overtaken_leave_the_record_to_the_other_run(
     assert run.read_status()["state"] == "running"
     assert list(run.all_events()) == []
     other.release()
+
+
+def test_a_rank_that_could_say_nothing_on_a_full_disk(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blame, "why_refused", lambda folder: "No space left on device")
+    error = failing(run, Play(failures=exited(1, code=4)), monkeypatch)
+    assert type(error) is JobError
+    assert str(error) == (
+        f"rank 1 ended with exit code 4. It could not say why: nothing can be written into {run.path} (No space left on "
+        "device).\n  To do: make room (or check the quota and the mount), then run the same command again: it goes on "
+        "from the start, since nothing was saved yet."
+    )

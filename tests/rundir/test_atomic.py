@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardway.rundir import atomic
-from shardway.rundir.atomic import fsync_folder, render_json, write_json, write_whole
+from shardway.rundir.atomic import fsync_folder, render_json, why_refused, write_json, write_whole
 
 
 def names(folder: Path) -> list[str]:
@@ -124,3 +124,9 @@ def test_a_file_system_that_cannot_sync_a_folder(tmp_path: Path, monkeypatch: py
     fsync_folder(tmp_path)
     with pytest.raises(FileNotFoundError):
         fsync_folder(tmp_path / "gone")
+
+
+def test_why_a_folder_refuses(tmp_path: Path) -> None:
+    assert why_refused(tmp_path) == ""
+    assert list(tmp_path.iterdir()) == []
+    assert why_refused(tmp_path / "gone") == "No such file or directory"

@@ -17,6 +17,7 @@ from shardway.ranks.agent.stacks import Group
 from shardway.ranks.agent.watch import Found
 from shardway.ranks.failure import RankFailure
 from shardway.ranks.oom import explain_oom
+from shardway.rundir.atomic import why_refused
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
 from shardway.rundir.lease import TAKEN_OVER
@@ -91,7 +92,7 @@ def _explain(run: RunDir, failures: tuple[RankFailure, ...], marks: Mapping[int,
         printed = next((failure.printed for failure in failures if failure.rank == rank), ())
         error = kind(f"{prefix}{fault['message']}{_where_output(printed) if kind.__name__ == 'Bug' else ''}")
         return Blame(error, f"rank {rank}", fault.get("out_of_memory") is True)
-    return Blame(_unexplained(failures[0]))
+    return Blame(_unexplained(run, failures[0]))
 
 
 def _explain_taken(run: RunDir, failures: tuple[RankFailure, ...], writer: str) -> ShardwayError:
@@ -140,12 +141,18 @@ def _killed(run: RunDir, failure: RankFailure) -> JobError:
     )
 
 
-def _unexplained(failure: RankFailure) -> ShardwayError:
+def _unexplained(run: RunDir, failure: RankFailure) -> ShardwayError:
     kinds: dict[int, type[ShardwayError]] = {kind.exit_code: kind for kind in (UserError, SiteError, JobError)}
     kind, words = kinds.get(failure.exit_code), _last_words(failure)
     if kind is not None and words:
         return kind(words)
     what = f"rank {failure.rank} ended with exit code {failure.exit_code}."
+    if why := why_refused(run.path):
+        return JobError(
+            f"{what} It could not say why: nothing can be written into {run.path} ({why}).\n"
+            "  To do: make room (or check the quota and the mount), then run the same command again: it goes on from "
+            f"{run.describe_base()}."
+        )
     return (kind or JobError)(f"{what}{_where_output(failure.printed)}")
 
 

@@ -6,6 +6,7 @@ second signal. This module must not know what a verb does.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -52,11 +53,21 @@ def main() -> None:
     """Entry point of the command `shardway`."""
     if sys.argv[1:2] != ["train"]:  # whose garbage may hold memory of a device
         gc.set_threshold(START_THRESHOLD)
-    code = run_guarded(lambda: app(standalone_mode=False))
-    sys.stdout.flush()
-    sys.stderr.flush()
+    leave(run_guarded(lambda: app(standalone_mode=False)))
+
+
+def leave(code: int) -> None:
+    """End this process with a code, or return where all is well and was printed.
+
+    Threads of a process group whose peer died can keep an interpreter from ending; output that goes to a full disk
+    would change its exit code.
+    """
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:
+        os._exit(code)
     if code:
-        # Threads of a process group whose peer died can keep an interpreter from ending.
         os._exit(code)
 
 
@@ -79,7 +90,8 @@ def run_guarded(work: Callable[[], object]) -> int:
             raise
         return 0  # nobody reads on (`| head`); typer ends a verb so
     except Exception as error:
-        traceback.print_exc()
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
         return report_error(Bug(f"{type(error).__name__}: {error}"))
     return result if isinstance(result, int) else 0
 
@@ -87,5 +99,6 @@ def run_guarded(work: Callable[[], object]) -> int:
 def report_error(error: ShardwayError) -> int:
     """Print an error for the person who can act, and return its exit code."""
     tail = "\n  This is a defect of Shardway: please report it with the lines above." if isinstance(error, Bug) else ""
-    print(f"shardway: {legible(str(error))}{tail}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # stderr may be a file on a full disk
+        print(f"shardway: {legible(str(error))}{tail}", file=sys.stderr)
     return error.exit_code

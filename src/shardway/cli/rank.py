@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from shardway.cli.main import run_guarded
+from shardway.cli.main import leave, run_guarded
 from shardway.ranks.agent.join import join_agent
 from shardway.ranks.parent import stop_with_parent
 from shardway.ranks.signals import SignalWatch
@@ -41,10 +41,7 @@ def main() -> None:
         stop_with_parent()
         join_agent(os.environ)
         code = run_guarded(work)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code:
-        os._exit(code)
+    leave(code)
 
 
 if __name__ == "__main__":

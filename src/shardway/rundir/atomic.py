@@ -51,6 +51,15 @@ def write_new(path: Path, text: str) -> bool:
     return True
 
 
+def why_refused(folder: Path) -> str:
+    """Why nothing can be written into a folder now, in the words of the system; empty where something can."""
+    try:
+        with _written_beside(folder / "probe", " " * 4096, durable=True):
+            return ""
+    except OSError as error:
+        return error.strerror or type(error).__name__
+
+
 def _write_exclusively(path: Path, text: str) -> bool:
     try:
         with open(path, "x", encoding="utf-8") as file:
