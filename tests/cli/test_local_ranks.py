@@ -377,7 +377,7 @@ def test_a_rank_that_could_say_nothing_on_a_full_disk(run: RunDir, monkeypatch: 
     error = failing(run, Play(failures=exited(1, code=4)), monkeypatch)
     assert type(error) is JobError
     assert str(error) == (
-        f"rank 1 ended with exit code 4. It could not say why: nothing can be written into {run.path} (No space left on "
-        "device).\n  To do: make room (or check the quota and the mount), then run the same command again: it goes on "
-        "from the start, since nothing was saved yet."
+        f"rank 1 ended with exit code 4. It could not say why: nothing can be written into {run.path} (No space left "
+        "on device).\n  To do: make room (or check the quota and the mount), then run the same command again: it goes "
+        "on from the start, since nothing was saved yet."
     )
