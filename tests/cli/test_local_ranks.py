@@ -276,8 +276,17 @@ def test_nothing_starts_again_where_too_few_nodes_are_left(run: RunDir, monkeypa
     play = Play(failures=[KILLED])
     monkeypatch.setattr(local, "run_local", play)
     resolution = resolve_request(Request(directory=run.path), 2, 2)
-    with pytest.raises(JobError, match=r"was ended by SIGKILL"):
+    with pytest.raises(JobError, match=r"was ended by SIGKILL") as told:
         train_local(resolution, build_launch(resolution, 2), Few(2))
+    assert play.starts == 1
+    assert str(told.value).endswith("\n  The ranks were started once; it is not started again: 1 of 2 nodes are left.")
+
+
+def test_nothing_starts_again_where_nothing_can_be_written(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "why_refused", lambda folder: "Read-only file system")
+    play = Play(failures=[KILLED])
+    with pytest.raises(JobError, match=r"again: nothing can be written into .* now \(Read-only file system\)\.$"):
+        train(run, play, monkeypatch, overrides=AGAIN)
     assert play.starts == 1
 
 

@@ -25,6 +25,7 @@ from shardway.ranks.local import LocalLaunch, run_local
 from shardway.ranks.oom import mark_oom
 from shardway.ranks.signals import STOP_SIGNALS, find_received
 from shardway.resolve.request import Request, Resolution
+from shardway.rundir.atomic import why_refused
 from shardway.rundir.attempts import BY_SIGNAL, SECOND_SIGNAL, Attempt, Ending, Result
 from shardway.rundir.directory import RunDir
 from shardway.runfile.machine import RunSection
@@ -98,7 +99,7 @@ def train_local(resolution: Resolution, launch: LocalLaunch, crew: Crew) -> dict
         while find_received() is None and (blame := _run_once(run, launch, patience, crew)) is not None:
             failures.append(_describe(run, blame.error))
             verdict = decide(failures, most)
-            if verdict.restart and (why := crew.why_not_again()):
+            if verdict.restart and (why := crew.why_not_again() or _why_refused(run)):
                 verdict = Verdict(False, why)
             if run.stop_requested() or isinstance(blame.error, LateStop) or not verdict.restart:
                 _give_up(run, attempt, blame, failures, verdict)
@@ -132,6 +133,12 @@ def _end_early(run: RunDir, attempt: Attempt | None) -> None:
     _mark_ended(run, "stopped", ASKED, where_missing=True)
     if attempt is not None:
         tell_end(attempt, Result(Ending.STOPPED, ASKED, run.read_step(), failure=BY_SIGNAL, by=BY_AGENT))
+
+
+def _why_refused(run: RunDir) -> str:
+    """What keeps ranks from writing into the run directory, where they would only fail again."""
+    why = why_refused(run.path)
+    return f"nothing can be written into {run.path} now ({why})" if why else ""
 
 
 def read_patience(settings: RunSection) -> Patience | None:
@@ -171,9 +178,10 @@ def _describe(run: RunDir, error: ShardwayError) -> Failure:
 
 def _give_up(run: RunDir, attempt: Attempt | None, blame: Blame, failures: list[Failure], verdict: Verdict) -> NoReturn:
     error = blame.error
-    if len(failures) > 1:
+    if len(failures) > 1 or verdict.reason:
+        times = "once" if len(failures) == 1 else f"{len(failures)} times"
         again = f"; it is not started again: {verdict.reason}" if verdict.reason else ""
-        error = type(error)(f"{error}\n  The ranks were started {len(failures)} times{again}.")
+        error = type(error)(f"{error}\n  The ranks were started {times}{again}.")
     if run.find_writer() is None:  # else it is another run's to say how it goes
         if attempt is None:
             run.clear_stop()  # nobody is left to obey it, and the next start must not; a job script reads it first

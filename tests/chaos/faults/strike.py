@@ -81,8 +81,6 @@ class Fault:
     prepare: Callable[[Path], None] = field(default=lambda folder: None)
     room: Callable[[Path], AbstractContextManager[Room]] = field(default=lambda folder: nullcontext(Room()))
     tolerance: float = 0.0
-    defect: str = ""
-    """What is known to be wrong where the run does not come out so yet; the test says when it is mended."""
     is_timed: bool = True
     """Whether the dates of events say how long things took."""
 
