@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardway.cli import blame, local
+from shardway.cli.blame import Ended
 from shardway.cli.local import Alone, build_launch, pack_request, train_local
 from shardway.cli.rank import read_packed
 from shardway.errors import Bug, Fenced, JobError, ShardwayError, SiteError, UserError
+from shardway.ranks.agent.patience import Patience
 from shardway.ranks.failure import RankFailure
 from shardway.ranks.local import LocalLaunch
 from shardway.resolve.request import Request, resolve_request
@@ -280,6 +282,28 @@ def test_nothing_starts_again_where_too_few_nodes_are_left(run: RunDir, monkeypa
         train_local(resolution, build_launch(resolution, 2), Few(2))
     assert play.starts == 1
     assert str(told.value).endswith("\n  The ranks were started once; it is not started again: 1 of 2 nodes are left.")
+
+
+@dataclass(frozen=True)
+class Scattered(Alone):
+    """A crew that can start once."""
+
+    starts: list[int] = field(default_factory=list)
+
+    def start(self, run: RunDir, launch: LocalLaunch, patience: Patience | None) -> Ended:
+        self.starts.append(1)
+        if len(self.starts) > 1:
+            raise SiteError("1 of 2 nodes is there")
+        run.write_status(state="running", step=5, reason="")
+        return Ended((KILLED,))
+
+
+def test_what_keeps_ranks_from_starting_again_is_in_the_status(run: RunDir) -> None:
+    resolution = resolve_request(Request(directory=run.path), 2, 2)
+    with pytest.raises(SiteError, match=r"1 of 2 nodes is there"):
+        train_local(resolution, build_launch(resolution, 2), Scattered(2))
+    assert run.read_status()["state"] == "failed"
+    assert run.read_status()["reason"].startswith("1 of 2 nodes is there")
 
 
 def test_nothing_starts_again_where_nothing_can_be_written(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,11 +28,12 @@ BY_AGENT = "shardway train"
 @dataclass(frozen=True)
 class Ended:
     """How one start of the ranks ended, on all its nodes: ranks that ended badly with the causes first, a hang, nodes
-    that were lost (as people call them)."""
+    that were lost (as people call them). `called_off`: a stop was asked for before all nodes were there."""
 
     failures: tuple[RankFailure, ...] = ()
     found: Found | None = None
     lost: tuple[str, ...] = ()
+    called_off: bool = False
 
     @property
     def is_well(self) -> bool:

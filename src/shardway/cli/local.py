@@ -154,8 +154,11 @@ def _run_once(run: RunDir, launch: LocalLaunch, patience: Patience | None, crew:
     marks = {rank: sum(1 for _ in run.all_events(rank)) for rank in range(crew.ranks)}
     try:
         ended = crew.start(run, launch, patience)
-    except LateStop as error:
+    except (LateStop, UserError, SiteError) as error:
         return Blame(error)
+    if ended.called_off:
+        _end_early(run, find_attempt(os.environ))
+        return None
     if ended.is_well:
         return None
     ends_early = bool(ended.failures) and ended.failures[0].signal_name in _STOPS and run.stop_requested()

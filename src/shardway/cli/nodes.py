@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardway.cli.blame import Ended
@@ -47,7 +47,18 @@ _INTERRUPTED = 130
 def train_on_nodes(resolution: Resolution, nodes: Place) -> dict[str, Any] | int:
     """Train together with the agents of the other nodes: the outcome where this one leads at the end, or the exit code
     that the one which leads has told. Raises ShardwayError, KeyboardInterrupt."""
+    _check_count(resolution, nodes)
     return _lead(resolution, nodes) if nodes.node == 0 else _follow(resolution, nodes)
+
+
+def _check_count(resolution: Resolution, nodes: Place) -> None:
+    elastic, count = resolution.resolved.values.run.elastic, len(nodes.addresses)
+    if elastic != "off" and not elastic[0] <= count <= elastic[1]:
+        raise UserError(
+            f"--nodes names {count} node(s), and run.elastic = {elastic} "
+            f"({resolution.resolved.origins['run.elastic']}) wants {elastic[0]} to {elastic[1]}.\n"
+            "  To do: name as many, or widen run.elastic."
+        )
 
 
 # --- to lead
@@ -60,8 +71,8 @@ class Led:
     resolution: Resolution
     nodes: Place
     lead: Lead
-    wait_s: list[float] = field(default_factory=list)
-    """How long to gather nodes, the first time and then; the last stays."""
+    first_wait_s: float
+    """How long to wait for nodes before the first start."""
 
     @property
     def ranks(self) -> int:
@@ -77,6 +88,8 @@ class Led:
     def start(self, run: RunDir, launch: LocalLaunch, patience: Patience | None) -> Ended:
         """Run the ranks of all nodes to their end."""
         members, store = self._gather(run), host_store()
+        if not members:
+            return Ended(called_off=True)
         news = self.lead.begin(members, store.port)
         seats = _seat(self.nodes, news, leader=self.nodes.node)
         outcome = run_seats(run, _seated(launch, seats), patience, self.lead)
@@ -91,8 +104,15 @@ class Led:
         return f"{left} of {len(self.nodes.addresses)} nodes are left, and it needs {self.least} (run.elastic)"
 
     def _gather(self, run: RunDir) -> tuple[int, ...]:
-        wait_s = self.wait_s.pop(0) if len(self.wait_s) > 1 else self.wait_s[0]
-        free = self.lead.gather(wait_s, lambda: run.stop_requested() or find_received() is not None)
+        """The nodes of the next start; none where a stop was asked for before enough of them were there."""
+
+        def is_called_off() -> bool:
+            return run.stop_requested() or find_received() is not None
+
+        wait_s = REGATHER_S if self.lead.has_begun else self.first_wait_s
+        free = self.lead.gather(wait_s, is_called_off)
+        if len(free) < self.least and is_called_off():
+            return ()
         if len(free) < self.least:
             missing = [self.nodes.name(node) for node in range(len(self.nodes.addresses)) if node not in free]
             raise SiteError(
@@ -138,7 +158,7 @@ def _lead(resolution: Resolution, nodes: Place, gone: Sequence[int] = ()) -> dic
     lead.give_up_on(tuple(gone))
     patient = settings.start_timeout if settings.elastic == "off" else min(settings.start_timeout, ELASTIC_S)
     first = SUCCEED_S if gone else patient
-    crew = Led(resolution, replace(nodes, port=board.port), lead, [first, REGATHER_S])
+    crew = Led(resolution, replace(nodes, port=board.port), lead, first)
     with lead.keep():
         try:
             outcome = train_local(resolution, _launch(resolution, nodes), crew)

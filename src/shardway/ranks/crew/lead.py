@@ -112,6 +112,11 @@ class Lead:
 
     # --- starts
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether there was a start."""
+        return self._news.start > 0
+
     def find_free(self) -> tuple[int, ...]:
         """Nodes that are there and have no ranks."""
         return tuple(node for node in self.list_present() if self._notes[node].state in _FREE)

@@ -1,0 +1,98 @@
+"""The agent that leads several nodes, before ranks run: who is there, which of them take part, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from command_line import Shardway
+
+from shardway.cli.blame import Ended
+from shardway.cli.local import build_launch
+from shardway.cli.nodes import Led, train_on_nodes
+from shardway.errors import SiteError, UserError
+from shardway.ranks.place import Place
+from shardway.resolve.request import Request, resolve_request
+from shardway.rundir.directory import RunDir
+
+PLACE = Place(("a", "b", "c", "d"), 0, 29600, 1)
+
+
+@dataclass
+class Lead:
+    """As many nodes as a test says are there."""
+
+    free: tuple[int, ...]
+    has_begun: bool = False
+
+    def gather(self, wait_s: float, is_called_off: Callable[[], bool]) -> tuple[int, ...]:
+        return self.free
+
+    def list_present(self) -> tuple[int, ...]:
+        return self.free
+
+
+def led(folder: Path, *free: int, words: tuple[str, ...] = ()) -> Led:
+    request = Request(directory=folder / "run", overrides=("site.nodes=4", *words))
+    return Led(resolve_request(request, 4, 1), PLACE, Lead(free), 5.0)  # type: ignore[arg-type]
+
+
+def begin(crew: Led) -> Ended:
+    run = crew.resolution.directory
+    return crew.start(run, build_launch(crew.resolution, 1), None)
+
+
+def test_without_all_nodes_the_missing_are_named(tmp_path: Path) -> None:
+    with pytest.raises(SiteError) as told:
+        begin(led(tmp_path, 0, 2))
+    assert str(told.value).startswith(
+        "2 of 4 nodes are there after 5s, and it takes 4; missing: node 1 (b), node 3 (d).\n  To do: start the same "
+    )
+
+
+def test_a_stop_before_all_nodes_are_there_calls_it_off(tmp_path: Path) -> None:
+    crew = led(tmp_path, 0, 2)
+    crew.resolution.directory.create()
+    crew.resolution.directory.request_stop("by hand")
+    assert begin(crew) == Ended(called_off=True)
+
+
+def test_the_most_nodes_take_part_with_which_the_run_file_makes_sense(tmp_path: Path) -> None:
+    """Three ranks are no whole number of tensor groups of two: the third node waits as a spare."""
+    crew = led(tmp_path, 0, 1, 3, words=("run.elastic=[1, 4]", "parallel.tp=2"))
+    assert crew._gather(RunDir(tmp_path / "run")) == (0, 1)
+    divides = led(tmp_path, 0, 1, 3, words=("run.elastic=[1, 4]",))
+    assert divides._gather(RunDir(tmp_path / "run")) == (0, 1, 3)
+
+
+def test_where_no_number_of_nodes_makes_sense_the_reason_is_told(tmp_path: Path) -> None:
+    crew = led(tmp_path, 0, 1, 3, words=("run.elastic=[3, 4]", "parallel.tp=2"))
+    with pytest.raises(UserError, match=r"tp 2 does not divide the number of ranks, 3"):
+        begin(crew)
+
+
+def test_how_many_nodes_have_to_be_left(tmp_path: Path) -> None:
+    assert led(tmp_path, 0, 1, 2, words=("run.elastic=[2, 4]",)).why_not_again() == ""
+    few = led(tmp_path, 0, words=("run.elastic=[2, 4]",))
+    assert few.why_not_again() == "1 of 4 nodes are left, and it needs 2 (run.elastic)"
+    assert led(tmp_path, 0, 1, 2).why_not_again() == "3 of 4 nodes are left, and it needs 4 (run.elastic)"
+
+
+def test_as_many_nodes_as_the_run_may_have(tmp_path: Path) -> None:
+    resolution = resolve_request(Request(directory=tmp_path / "run", overrides=("run.elastic=[1, 2]",)), 4, 1)
+    with pytest.raises(UserError, match=r"--nodes names 4 node\(s\), and run.elastic = \[1, 2\] \(command line\)"):
+        train_on_nodes(resolution, PLACE)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--nodes", "a b"), ("--node", "0"), ("--nodes", "a b", "--node", "2"), ("--nodes", " ", "--node", "0")],
+    ids=["no node", "no nodes", "a node too far", "no address"],
+)
+def test_options_that_do_not_say_where_this_machine_stands(shardway: Shardway, words: tuple[str, ...]) -> None:
+    ended = shardway("train", "--dir", "run", *words)
+    assert ended.code == 2
+    assert "give the same --nodes" in ended.err
+    assert not Path("run").exists()
