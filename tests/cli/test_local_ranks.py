@@ -266,6 +266,31 @@ def test_a_job_hears_how_it_ended_once_the_ranks_do_not_start_again(
     assert (result.state, result.by) == (Ending.OUT_OF_MEMORY, "rank 1")
 
 
+def test_a_job_hears_of_a_good_end_from_the_agent(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the words of rank 0; those of a start after which ranks started again do not count."""
+    folder = run.path / "attempts/0001"
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("SHARDWAY_ATTEMPT_DIR", str(folder))
+    play = Play(failures=[KILLED])
+
+    def act(run: RunDir, on_stop: Callable[[], None]) -> None:
+        with run.event_writer(0) as events:
+            if play.starts == 1:
+                events.write("stopped", step=3, reason="SIGTERM", ending="stopped", failure="signal")
+                return
+            play.failures = []
+            run.write_status(state="stopped", reason="time is up", step=5)
+            events.write("stopped", step=5, reason="time is up", ending="deadline")
+
+    play.also = act
+    train(run, play, monkeypatch, overrides=AGAIN)
+    result = run.attempt(1).read_result()
+    assert result is not None
+    assert (result.state, result.reason, result.step, result.exit_code, result.failure, result.by) == (
+        *(Ending.DEADLINE, "time is up", 5, 0, "", "rank 0"),
+    )
+
+
 @dataclass(frozen=True)
 class Few(Alone):
     """A crew of which too little is left."""

@@ -119,11 +119,24 @@ def test_a_place_may_begin_with_a_name(path: str, seen: str) -> None:
 
 
 def arrived(ranks: list[Rank], job: Job, words: list[str], values: dict[str, str]) -> None:
-    """Every rank (or agent of torchrun) has the words and the values, where the code is."""
-    assert len(ranks) == (job.shape.nodes if job.starter == "torchrun" else job.shape.ranks)
+    """Every rank (or agent) has the words and the values, where the code is."""
+    assert len(ranks) == (job.shape.nodes if job.one_agent_a_node else job.shape.ranks)
     for rank in ranks:
-        assert rank.words == ["python3", "train.py", *words]
+        own = ["python3", "train.py", *words]
+        assert rank.words[: len(own)] == own
+        assert bool(rank.words[len(own) :]) == (job.starter == "agent")
         assert {name: rank.variables.get(name) for name in values} == values
+
+
+def agents_know_each_other(ranks: list[Rank], job: Job) -> None:
+    """Each of our own agents is told of all nodes, and which one it is."""
+    told = [rank.words[-8:] for rank in ranks]
+    numbers = [words[5] for words in told]
+    assert sorted(numbers) == [str(node) for node in range(job.shape.nodes)]
+    for rank, words in zip(ranks, told, strict=True):
+        place = ["--nproc", "4", "--nodes", rank.variables["SHARDWAY_NODES"], "--node", words[5], "--port"]
+        assert words == [*place, rank.variables["MASTER_PORT"]]
+        assert len(words[3].split()) == job.shape.nodes
 
 
 @pytest.mark.parametrize("name", mostly_slow(COMBINATIONS, *FAST))
@@ -135,7 +148,9 @@ def test_words_and_values_arrive_everywhere(name: str, run: Run) -> None:
     assert ran.state == "finished", ran.said
     path = cluster.path / 'my runs/it\'s $HOME 100%, "x"'
     arrived(ranks, job, words, {**values, "SHARDWAY_STOP_FILE": f"{path}/stop"})
-    if job.starter != "torchrun":
+    if job.starter == "agent":
+        agents_know_each_other(ranks, job)
+    elif job.starter != "torchrun":
         assert sorted(int(rank.variables["RANK"]) for rank in ranks) == list(range(job.shape.ranks))
     assert {rank.variables["MASTER_ADDR"] for rank in ranks} == {"127.0.0.1" if job.shape.nodes == 1 else "localhost"}
     if job.container.runtime != "pyxis":  # which changes the folder in the container, not here

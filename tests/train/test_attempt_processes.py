@@ -91,9 +91,9 @@ def wait_for_step(run: RunDir, step: int, process: subprocess.Popen[str]) -> Non
         time.sleep(0.05)
 
 
-def test_a_rank_that_is_killed_is_told_by_another_and_what_fails_alike_signs_alike(job: Job, tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_is_told_by_its_agent_and_what_fails_alike_signs_alike(job: Job, tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
-    process = job(1, 0.0, "--nproc", "2", *ENDLESS)
+    process = job(1, 0.0, "--nproc", "2", "run.restarts=0", *ENDLESS)
     wait_for_step(run, 3, process)
     (victim,) = (
         child
@@ -104,8 +104,8 @@ def test_a_rank_that_is_killed_is_told_by_another_and_what_fails_alike_signs_ali
     process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 4
     result = result_of(tmp_path / "run", 1)
-    assert (result.state, result.exit_code) == (Ending.CRASHED, 4)
-    assert result.failure.startswith("LostContact: rank # lost contact with another rank ")
+    assert (result.state, result.exit_code, result.by) == (Ending.CRASHED, 4, "shardway train")
+    assert result.failure.startswith("JobError: rank # (process #) was ended by SIGKILL")
 
 
 def test_a_mistake_in_the_run_file_is_told_by_the_command(job: Job, tmp_path: Path) -> None:

@@ -112,6 +112,8 @@ def train_local(resolution: Resolution, launch: LocalLaunch, crew: Crew) -> dict
         if attempt is not None:
             tell_end(attempt, Result(Ending.STOPPED, SECOND_SIGNAL, run.read_step(), exit_code=130, by=BY_AGENT))
         raise
+    if attempt is not None:
+        _tell_good_end(run, attempt)
     return _read_outcome(run, failures)
 
 
@@ -124,6 +126,14 @@ def _read_outcome(run: RunDir, failures: list[Failure]) -> dict[str, Any]:
         "step": status.get("step", 0),
         "restarts": len(failures),
     }
+
+
+def _tell_good_end(run: RunDir, attempt: Attempt) -> None:
+    """How the ranks say that it ended, once they do not start again: the words of rank 0, from its last event."""
+    last = next((event for event in reversed(run.last_events(0)) if event["event"] in ("stopped", "finished")), None)
+    if last is not None and (ending := last.get("ending")) in set(Ending):
+        failure = str(last.get("failure", ""))
+        tell_end(attempt, Result(Ending(ending), str(last["reason"]), run.read_step(), 0, failure, by="rank 0"))
 
 
 def _end_early(run: RunDir, attempt: Attempt | None) -> None:

@@ -143,7 +143,8 @@ class Recorder:
     def end(self, event: str, end: End, exit_code: int = 0) -> None:
         """How the run ended here: its last event, its status, and the result of the attempt."""
         step = self.step_done
-        self.event(event, step=step, reason=end.reason, ending=end.state)
+        failure = {"failure": end.failure} if end.failure else {}
+        self.event(event, step=step, reason=end.reason, ending=end.state, **failure)
         if self._writer is not None:
             with _refusals(self._directory):
                 self._writer.flush()

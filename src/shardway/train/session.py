@@ -147,7 +147,8 @@ def hold_session(
     apply_backend_switches(values, ranks.device)
     with contextlib.ExitStack() as stack:
         directory = _take_directory(resolution, ranks, attempt, stack)
-        recorder = Recorder(directory, ranks, every_rank=values.data.record_ids, attempt=attempt, progress=progress)
+        told = _find_told(attempt, ranks.placement)
+        recorder = Recorder(directory, ranks, every_rank=values.data.record_ids, attempt=told, progress=progress)
         stack.callback(recorder.close)
         mesh = build_mesh(ranks, values.parallel)
         seed_all(values.train.seed, ranks.rank)
@@ -227,6 +228,11 @@ def _dated(message: str, step: int) -> str:
     """A message whose first line says after which step it came."""
     first, *rest = message.splitlines() or [""]
     return "\n".join((f"{first} (after step {step})", *rest))
+
+
+def _find_told(attempt: Attempt | None, placement: Placement) -> Attempt | None:
+    """The attempt whose end its ranks tell; not where an agent of ours does, which may start them again."""
+    return None if placement.launcher == "shardway" else attempt
 
 
 @contextlib.contextmanager

@@ -60,7 +60,7 @@ main() {
   ch-run --bind /scratch/alice/runs/base:/scratch/alice/runs/base --bind /data:/data \
     --cd /scratch/alice/runs/base/attempts/0001/code /images/torch.sqfs -- bash -c \
     '. "$0" && exec "$@"' "$here/environment.sh" bash -c 'exec python3 "$@" --nproc 4 \
-      --nodes "$SHARDWAY_NODES" --node 0 --port "$MASTER_PORT"' \
+      --nodes "$SHARDWAY_NODES" --node "0" --port "$MASTER_PORT"' \
     agent -m shardway train /scratch/alice/runs/base/attempts/0001/run.toml --dir \
     /scratch/alice/runs/base &
   wait_for $!

@@ -58,7 +58,7 @@ main() {
   # --- run
   # the ranks, and how they ended
   bash -c 'exec python3 "$@" --nproc 4 \
-      --nodes "$SHARDWAY_NODES" --node 0 --port "$MASTER_PORT"' \
+      --nodes "$SHARDWAY_NODES" --node "0" --port "$MASTER_PORT"' \
     agent -m shardway train /scratch/alice/runs/base/attempts/0001/run.toml --dir \
     /scratch/alice/runs/base &
   wait_for $!

@@ -76,7 +76,7 @@ main() {
   on_each_node apptainer exec --nv --bind /scratch/alice/runs/base:/scratch/alice/runs/base \
     --bind /data:/data:ro --pwd /scratch/alice/runs/base/attempts/0001/code /images/torch.sif bash -c \
     '. "$0" && exec "$@"' "$here/environment.sh" bash -c 'exec python3 "$@" --nproc 4 \
-      --nodes "$SHARDWAY_NODES" --node $NODE --port "$MASTER_PORT"' \
+      --nodes "$SHARDWAY_NODES" --node "$NODE" --port "$MASTER_PORT"' \
     agent -m shardway train /scratch/alice/runs/base/attempts/0001/run.toml --dir \
     /scratch/alice/runs/base &
   wait_for $!

@@ -76,7 +76,7 @@ main() {
   carried=(PATH LD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX ENROOT_DATA_PATH)
   # the ranks, and how they ended
   on_each_node bash -c 'exec python3 "$@" --nproc 4 \
-      --nodes "$SHARDWAY_NODES" --node $NODE --port "$MASTER_PORT"' \
+      --nodes "$SHARDWAY_NODES" --node "$NODE" --port "$MASTER_PORT"' \
     agent -m shardway train /scratch/alice/runs/base/attempts/0001/run.toml --dir \
     /scratch/alice/runs/base &
   wait_for $!

@@ -77,12 +77,12 @@ main() {
   [ -e /dev/mqueue ] || ipc=(--ipc=private --volume=/dev/shm:/dev/shm)
   # the ranks, and how they ended
   on_each_node podman run --rm --network=host --security-opt=label=disable "${ipc[@]}" \
-    --device nvidia.com/gpu=all --env 'PBS_*' --env 'OMPI_*' --env 'PMIX_*' --env 'PMI_*' \
+    --device nvidia.com/gpu=all --env 'PBS_*' --env 'NODE' --env 'OMPI_*' --env 'PMIX_*' --env 'PMI_*' \
     --volume /scratch/alice/runs/base:/scratch/alice/runs/base --volume /data:/data:ro \
     --volume /etc/hosts:/etc/hosts:ro --workdir /scratch/alice/runs/base/attempts/0001/code \
     docker.io/library/torch:2 bash -c '. "$0" && exec "$@"' "$here/environment.sh" bash -c \
     'exec python3 "$@" --nproc 4 \
-      --nodes "$SHARDWAY_NODES" --node $NODE --port "$MASTER_PORT"' \
+      --nodes "$SHARDWAY_NODES" --node "$NODE" --port "$MASTER_PORT"' \
     agent -m shardway train /scratch/alice/runs/base/attempts/0001/run.toml --dir \
     /scratch/alice/runs/base &
   wait_for $!

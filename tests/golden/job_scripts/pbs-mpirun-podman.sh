@@ -82,7 +82,7 @@ main() {
   # the ranks, and how they ended
   mpirun -n 8 --map-by ppr:4:node:PE=8 --tag-output "${mpirun_options[@]}" \
     podman run --rm --network=host --security-opt=label=disable "${ipc[@]}" \
-    --device nvidia.com/gpu=all --env 'PBS_*' --env 'OMPI_*' --env 'PMIX_*' --env 'PMI_*' \
+    --device nvidia.com/gpu=all --env 'PBS_*' --env 'NODE' --env 'OMPI_*' --env 'PMIX_*' --env 'PMI_*' \
     --volume /scratch/alice/runs/base:/scratch/alice/runs/base --volume /data:/data:ro \
     --volume /etc/hosts:/etc/hosts:ro --workdir /scratch/alice/runs/base/attempts/0001/code \
     docker.io/library/torch:2 bash -c '. "$0" && exec "$@"' "$here/environment.sh" bash -c \

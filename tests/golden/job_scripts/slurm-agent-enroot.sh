@@ -85,7 +85,7 @@ main() {
     --mount /data:/data:x-create=auto,rbind,ro --mount /etc/hosts:/etc/hosts:x-create=auto,rbind,ro \
     --env SLURM_NODEID -- bash -c 'cd "$0" && exec "$@"' /scratch/alice/runs/base/attempts/0001/code \
     bash -c '. "$0" && exec "$@"' "$here/environment.sh" bash -c 'exec python3 "$@" --nproc 4 \
-      --nodes "$SHARDWAY_NODES" --node $SLURM_NODEID --port "$MASTER_PORT"' \
+      --nodes "$SHARDWAY_NODES" --node "$SLURM_NODEID" --port "$MASTER_PORT"' \
     agent -m shardway train /scratch/alice/runs/base/attempts/0001/run.toml --dir \
     /scratch/alice/runs/base &
   wait_for $!

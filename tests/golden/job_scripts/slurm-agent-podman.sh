@@ -82,7 +82,7 @@ main() {
     --volume /etc/hosts:/etc/hosts:ro --workdir /scratch/alice/runs/base/attempts/0001/code \
     docker.io/library/torch:2 bash -c '. "$0" && exec "$@"' "$here/environment.sh" bash -c \
     'exec python3 "$@" --nproc 4 \
-      --nodes "$SHARDWAY_NODES" --node $SLURM_NODEID --port "$MASTER_PORT"' \
+      --nodes "$SHARDWAY_NODES" --node "$SLURM_NODEID" --port "$MASTER_PORT"' \
     agent -m shardway train /scratch/alice/runs/base/attempts/0001/run.toml --dir \
     /scratch/alice/runs/base &
   wait_for $!

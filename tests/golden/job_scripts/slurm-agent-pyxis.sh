@@ -77,7 +77,7 @@ main() {
     --container-mounts=/scratch/alice/runs/base:/scratch/alice/runs/base,/data:/data:ro \
     --container-workdir=/scratch/alice/runs/base/attempts/0001/code bash -c '. "$0" && exec "$@"' \
     "$here/environment.sh" bash -c 'exec python3 "$@" --nproc 4 \
-      --nodes "$SHARDWAY_NODES" --node $SLURM_NODEID --port "$MASTER_PORT"' \
+      --nodes "$SHARDWAY_NODES" --node "$SLURM_NODEID" --port "$MASTER_PORT"' \
     agent -m shardway train /scratch/alice/runs/base/attempts/0001/run.toml --dir \
     /scratch/alice/runs/base &
   wait_for $!

@@ -20,7 +20,7 @@ def start(job: Job, scheduler: SchedulerScript) -> Started:
     each_node = scheduler.each_node(job)
     lines = (
         f'exec python3 "$@" --nproc {job.shape.ranks_per_node} \\',
-        f'    --nodes "$SHARDWAY_NODES" --node {each_node.index} --port "$MASTER_PORT"',
+        f'    --nodes "$SHARDWAY_NODES" --node "{each_node.index}" --port "$MASTER_PORT"',
     )
     words = tuple(quote_all([word]) for word in job.program.words)
     return Started(each_node.words, ("bash", "-c", quote_shell("\n".join(lines)), "agent", *words))

@@ -88,5 +88,5 @@ PBS = SchedulerScript(
     functions=_functions,
     each_node=lambda job: EachNode(("on_each_node",), "$NODE"),
     warns=False,
-    launcher_variables=("PBS_*",),
+    launcher_variables=("PBS_*", "NODE"),
 )
