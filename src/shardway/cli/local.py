@@ -15,14 +15,12 @@ from typing import Any, NoReturn, Protocol
 
 from shardway.cli.blame import BY_AGENT, Blame, Ended, find_blame
 from shardway.errors import Fenced, JobError, LateStop, ShardwayError, SiteError, UserError, render_reason
-from shardway.hardware.cgroup import count_oom_kills
 from shardway.ranks.agent.hang import Hang
 from shardway.ranks.agent.patience import Patience
 from shardway.ranks.agent.policy import Failure, Verdict, decide
 from shardway.ranks.agent.watch import watched
 from shardway.ranks.attempt import describe_error, find_attempt, sign_failure, tell_end, tell_fault
 from shardway.ranks.local import LocalLaunch, run_local
-from shardway.ranks.oom import mark_oom
 from shardway.ranks.signals import STOP_SIGNALS, find_received
 from shardway.resolve.request import Request, Resolution
 from shardway.rundir.atomic import why_refused
@@ -57,10 +55,9 @@ class Alone:
 
     def start(self, run: RunDir, launch: LocalLaunch, patience: Patience | None) -> Ended:
         """Run the ranks to their end. Raises LateStop, KeyboardInterrupt."""
-        oom_kills = count_oom_kills()
         with watched(launch.ranks, patience, tell_wake) as watch:
             failures = run_local(replace(launch, pages=watch.folder), on_stop=lambda: ask_to_stop(run))
-        return Ended(tuple(mark_oom(failures, oom_kills)), watch.found)
+        return Ended(tuple(failures), watch.found)
 
     def why_not_again(self) -> str:
         """Nothing does."""

@@ -9,6 +9,7 @@ does. This module must not judge who is there (`ranks.crew`) nor what a failure 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,6 @@ from typing import Any
 from shardway.cli.blame import Ended
 from shardway.cli.local import ask_to_stop, build_launch, read_patience, tell_restart, tell_wake, train_local
 from shardway.errors import JobError, LateStop, ShardwayError, SiteError, UserError
-from shardway.hardware.cgroup import count_oom_kills
 from shardway.ranks.agent.hang import NOBODY
 from shardway.ranks.agent.patience import Patience
 from shardway.ranks.agent.watch import merge_found, watched
@@ -28,7 +28,6 @@ from shardway.ranks.crew.lead import Ends, Lead
 from shardway.ranks.crew.member import Member
 from shardway.ranks.crew.notes import News, Outcome, State
 from shardway.ranks.local import LocalLaunch, Seats, host_store, run_local
-from shardway.ranks.oom import mark_oom
 from shardway.ranks.place import Place
 from shardway.ranks.signals import find_received
 from shardway.resolve.request import Resolution, resolve_request
@@ -92,7 +91,7 @@ class Led:
             return Ended(called_off=True)
         news = self.lead.begin(members, store.port)
         seats = _seat(self.nodes, news, leader=self.nodes.node)
-        outcome = run_seats(run, _seated(launch, seats), patience, self.lead)
+        outcome = run_seats(run, launch, seats, patience, self.lead)
         self.lead.say(State.ENDED, news.start, NOBODY, outcome)
         return self._combine(self.lead.await_end(), launch)
 
@@ -126,17 +125,15 @@ class Led:
     def _find_count(self, free: int) -> int:
         """The most of so many nodes with which the run file makes sense: a batch has to divide among the ranks."""
         for count in range(free, self.least - 1, -1):
-            if count == len(self.nodes.addresses) or self._fits(count) is None:
-                return count
-        error = self._fits(free)
-        raise error if error is not None else JobError("no number of nodes fits")
+            with contextlib.suppress(UserError):
+                return self._check_fits(count)
+        return self._check_fits(free)  # which raises, and so tells why
 
-    def _fits(self, count: int) -> UserError | None:
-        try:
+    def _check_fits(self, count: int) -> int:
+        """The same number, where the run file makes sense with so many nodes. Raises UserError."""
+        if count < len(self.nodes.addresses):
             resolve_request(self.resolution.request, count * self.nodes.ranks, self.nodes.ranks)
-        except UserError as error:
-            return error
-        return None
+        return count
 
     def _combine(self, ends: Ends, launch: LocalLaunch) -> Ended:
         outcomes = [outcome for outcome in ends.outcomes.values() if outcome is not None]
@@ -211,7 +208,7 @@ def _obey(resolution: Resolution, nodes: Place, follow: Follow, leader: int) -> 
                 return news.code
             start = news.start
             seats = _seat(nodes, news, leader)
-            outcome = run_seats(run, _seated(launch, seats), patience, follow)
+            outcome = run_seats(run, launch, seats, patience, follow)
             follow.say(State.LEFT if outcome.interrupted else State.ENDED, start, NOBODY, outcome)
             if outcome.interrupted:
                 raise KeyboardInterrupt("a second signal")
@@ -272,17 +269,15 @@ def _seat(nodes: Place, news: News, leader: int) -> Seats:
     return Seats(index * nodes.ranks, count * nodes.ranks, index, count, address, news.port, news.start)
 
 
-def run_seats(run: RunDir, launch: LocalLaunch, patience: Patience | None, member: Member) -> Outcome:
+def run_seats(run: RunDir, launch: LocalLaunch, seats: Seats, patience: Patience | None, member: Member) -> Outcome:
     """Run the ranks of this node in one start of all, in touch with the other nodes."""
-    seats = launch.seats
-    start, first = (seats.start, seats.first) if seats is not None else (0, 0)
-    oom_kills = count_oom_kills()
+    launch = _seated(launch, seats)
     with watched(launch.ranks, patience, tell_wake) as watch:
 
         def look(failed: bool) -> bool:
             watch.elsewhere = member.elsewhere
-            member.say(State.FAILED if failed else State.RUNNING, start, watch.behind)
-            return member.is_over(start)
+            member.say(State.FAILED if failed else State.RUNNING, seats.start, watch.behind)
+            return member.is_over(seats.start)
 
         try:
             failures = run_local(replace(launch, pages=watch.folder), lambda: ask_to_stop(run), look)
@@ -290,4 +285,4 @@ def run_seats(run: RunDir, launch: LocalLaunch, patience: Patience | None, membe
             return Outcome(late=True)
         except KeyboardInterrupt:
             return Outcome(interrupted=True)
-    return Outcome(tuple(mark_oom(failures, oom_kills)), watch.found.shift(first) if watch.found is not None else None)
+    return Outcome(tuple(failures), watch.found.shift(seats.first) if watch.found is not None else None)

@@ -47,6 +47,11 @@ class Placement:
     master_port: int
     launcher: str
 
+    @property
+    def has_agent(self) -> bool:
+        """Whether an agent of this node has started it: it is a child of the agent, which keeps the store."""
+        return self.launcher in ("shardway", "torchrun")
+
 
 @dataclass(frozen=True)
 class _Names:
@@ -262,7 +267,7 @@ def _check_agrees_with_environment(environ: Environ, placement: Placement) -> No
     """Raise where RANK or WORLD_SIZE beside a launcher's numbers says otherwise: exported earlier, or expanded in
     the job script, where `$SLURM_PROCID` is still 0, rather than in each task."""
     launched = _read_srun(environ) if placement.launcher == "the environment" else placement
-    if launched is None or launched.launcher in ("shardway", "torchrun"):
+    if launched is None or launched.has_agent:
         return
     if placement.launcher == "the environment" and launched.world != placement.world:
         return  # another starter within the task of srun

@@ -35,10 +35,12 @@ from torch.distributed.elastic.multiprocessing import (
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from shardway.errors import LateStop
+from shardway.hardware.cgroup import count_oom_kills
 from shardway.ranks.agent.page import VARIABLE
 from shardway.ranks.failure import RankFailure
 from shardway.ranks.launcher import AGENT_VARIABLE
 from shardway.ranks.meeting import LOOPBACK
+from shardway.ranks.oom import mark_oom
 from shardway.ranks.signals import STOP_SIGNALS
 from shardway.units import render_seconds
 
@@ -116,10 +118,11 @@ def run_local(
     launch = replace(launch, log_folder=_find_log_folder(launch.log_folder))
     asked = Asked(on_stop)
     _silence_agent()
+    oom_kills = count_oom_kills()
     with _meeting(launch) as seats, _stop_signals(asked), _late_stop_seen(launch, asked):
         processes = _start(launch, seats)
         try:
-            return _await(processes, launch, asked, on_look)
+            return mark_oom(_await(processes, launch, asked, on_look), oom_kills)
         finally:
             processes.close(signal.SIGKILL)
 

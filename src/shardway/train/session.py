@@ -113,7 +113,7 @@ def open_session(request: Request, environ: Mapping[str, str]) -> Iterator[Sessi
     attempt = find_attempt(environ)
     placement = find_placement(environ)
     progress = Progress(open_page(environ, placement.local_rank), began=find_began(attempt))
-    if placement.launcher in ("shardway", "torchrun"):
+    if placement.has_agent:
         stop_with_parent()
     with _failure_told(attempt, placement):
         ranks, resolution = _join(_placed(request, attempt), placement)

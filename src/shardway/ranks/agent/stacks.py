@@ -15,7 +15,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,10 +57,15 @@ def ask_for_stacks(folder: Path, pids: Mapping[int, int]) -> dict[int, str]:
 
 def group_stacks(stacks: Mapping[int, str]) -> list[Group]:
     """Ranks by where their main thread is, the smallest groups first: who is alone is most likely to blame."""
-    groups: dict[tuple[str, ...], list[int]] = {}
-    for rank, text in stacks.items():
-        groups.setdefault(_main_frames(text), []).append(rank)
-    found = [Group(tuple(sorted(ranks)), frames) for frames, ranks in groups.items()]
+    return merge_groups(Group((rank,), _main_frames(text)) for rank, text in stacks.items())
+
+
+def merge_groups(groups: Iterable[Group]) -> list[Group]:
+    """Groups of several nodes, or of single ranks, as one for each place; the smallest first."""
+    places: dict[tuple[str, ...], list[int]] = {}
+    for group in groups:
+        places.setdefault(group.frames, []).extend(group.ranks)
+    found = [Group(tuple(sorted(ranks)), frames) for frames, ranks in places.items()]
     return sorted(found, key=lambda group: (len(group.ranks), group.ranks))
 
 

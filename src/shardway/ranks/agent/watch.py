@@ -21,7 +21,7 @@ from types import TracebackType
 from shardway.ranks.agent.hang import NOBODY, Behind, Hang, HangFinder, Sighting, find_behind, find_place
 from shardway.ranks.agent.page import page_path, pages_folder, read_page
 from shardway.ranks.agent.patience import Patience
-from shardway.ranks.agent.stacks import Group, ask_for_stacks, group_stacks
+from shardway.ranks.agent.stacks import Group, ask_for_stacks, group_stacks, merge_groups
 
 LOOK_EVERY_S = 0.25
 
@@ -162,13 +162,7 @@ def merge_found(parts: Sequence[Found], ranks: int) -> Found | None:
         and find_place(part.hang.sighting) == find_place(first.sighting)
     ]
     blamed = tuple(sorted(rank for hang in alike for rank in hang.ranks))
-    return Found(replace(first, ranks=blamed, all_alike=len(blamed) == ranks), merge_groups(parts))
-
-
-def merge_groups(parts: Sequence[Found]) -> tuple[Group, ...]:
-    """Ranks of several nodes by where they were, the smallest groups first."""
-    places: dict[tuple[str, ...], list[int]] = {}
-    for group in (group for part in parts for group in part.groups):
-        places.setdefault(group.frames, []).extend(group.ranks)
-    merged = [Group(tuple(sorted(ranks)), frames) for frames, ranks in places.items()]
-    return tuple(sorted(merged, key=lambda group: (len(group.ranks), group.ranks)))
+    return Found(
+        replace(first, ranks=blamed, all_alike=len(blamed) == ranks),
+        tuple(merge_groups(group for part in parts for group in part.groups)),
+    )

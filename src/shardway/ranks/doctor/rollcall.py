@@ -50,7 +50,7 @@ class Point:
 def find_point(placement: Placement, job: str) -> Point:
     """The meeting point of a launch, the same on each of its ranks."""
     launch = f"{job} {placement.world} {placement.master_addr}:{placement.master_port}"
-    if placement.launcher not in ("shardway", "torchrun"):
+    if not placement.has_agent:
         return Point(placement.master_addr, placement.master_port, launch)
     port = FIRST_PORT + zlib.crc32(f"doctor {placement.master_port}".encode()) % PORTS
     return Point(placement.master_addr, port, launch)
