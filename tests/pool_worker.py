@@ -228,11 +228,13 @@ def _forget_meshes() -> None:
 
 
 def _clean_up(before: Footprint) -> None:
+    """Rubbish goes before the groups: a Reducer that is the last to hold its group ends it without letting go of the
+    interpreter, while a thread of that group may wait for the interpreter with the group's lock in its hands."""
     import torch.distributed as dist
 
+    _forget_meshes()
     if dist.is_initialized():
         dist.destroy_process_group()
-    _forget_meshes()
     leaks = list_leaks(before)
     if leaks:
         restore(before)

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,19 @@ def body_leaks_dtype(rank: int) -> None:
     torch.set_default_dtype(torch.float64)
 
 
+def body_leaves_copies_in_a_circle(rank: int, told: str) -> None:
+    """DDP's Reducer is freed by the collection of rubbish alone, and says whether its group was still there."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    def tell() -> None:
+        Path(f"{told}/{rank}").write_text(str(torch.distributed.is_initialized()))
+
+    copies = DistributedDataParallel(torch.nn.Linear(2, 2))
+    copies.circle = [copies]  # type: ignore[assignment]
+    weakref.finalize(copies, tell)
+
+
 def body_sleeps_on_1(rank: int) -> None:
     """Rank 1 never arrives."""
     if rank == 1:
@@ -204,6 +218,11 @@ def test_a_leaked_group_is_named(rank_pool: RankPool, tmp_path: Path) -> None:
 def test_a_leaked_dtype_is_named(rank_pool: RankPool) -> None:
     text = fail_text(rank_pool, body_leaks_dtype)
     assert text.count("torch's default dtype: torch.float32 became torch.float64") == 2
+
+
+def test_what_a_body_leaves_in_circles_goes_before_its_groups(rank_pool: RankPool, tmp_path: Path) -> None:
+    rank_pool.run(body_leaves_copies_in_a_circle, 2, {"told": str(tmp_path)})
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["True", "True"]
 
 
 def test_an_argument_that_does_not_pickle_is_named(rank_pool: RankPool) -> None:
