@@ -6,25 +6,23 @@ make chaos [TIMES=20]                              each fault so often, and the 
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from faults import FAULTS
 from faults.stops import validates_for_ever
-from faults.strike import Aftermath, Fault, Struck, children, strike, wait_for
+from faults.strike import Aftermath, Fault, children, strike, wait_for
+from judge import compare, finished, used_samples
+from notes import Case, take_note
 
-from commands import Command, Start, training_commands
-from runs import TINY, read_column, read_steps
-from shardway.checkpoint.verify import verify_checkpoint
+from commands import Start, training_commands
+from runs import TINY
 from shardway.ranks.progress import Activity
-from shardway.rundir.directory import RunDir
 
 pytestmark = pytest.mark.slow
 
@@ -81,14 +79,14 @@ def test_the_run_comes_out_as_if_nothing_had_happened(
         command = start("run", *words, environ=environ, room=room)
         struck = fault.strike(command, dice)
         command, said = struck.command or command, []
-        while not _finished(command, said):
+        while not finished(command, said):
             assert len(said) < MOST_STARTS, command.run.read_status()
             command = command.again()
         starts = len(said) + (struck.command is not None)
         assert starts == 1 or not fault.restarts_itself
-        _compare(command.folder, undisturbed(fault), fault.tolerance)
+        compare(command.folder, undisturbed(fault), fault.tolerance)
         fault.expects(Aftermath(command.run, tmp_path, said))
-        _note(fault, seed, struck, starts, command.run)
+        take_note(Case(fault.name, seed, fault.is_timed), struck, starts, command.run)
 
 
 def _words(further: Sequence[str], folder: Path) -> tuple[str, ...]:
@@ -96,23 +94,6 @@ def _words(further: Sequence[str], folder: Path) -> tuple[str, ...]:
     has_files = any(word.startswith("data.path=") for word in further)
     common = [word for word in WORDS if not (has_files and word.startswith("data.samples="))]
     return (*common, *(word.replace("{folder}", str(folder)) for word in further))
-
-
-def _compare(folder: Path, other: Path, tolerance: float) -> None:
-    """The same numbers from the same samples, and nothing but whole checkpoints."""
-    for column in ("step", "loss", "grad_norm", "lr"):
-        assert read_column(folder, column) == _near(read_column(other, column), tolerance)
-    assert _samples(folder) == _samples(other)
-    assert tolerance or _used(folder) == _used(other)
-    assert _validations(folder) == _near(_validations(other), tolerance)
-    run = RunDir(folder)
-    assert run.checkpoint_steps()[-1] == 160
-    for step in run.checkpoint_steps():
-        verify_checkpoint(run, step)
-
-
-def _near(numbers: Any, tolerance: float) -> Any:
-    return pytest.approx(numbers, rel=tolerance) if tolerance else numbers
 
 
 @pytest.mark.exhaustive
@@ -130,71 +111,12 @@ def test_a_stop_that_takes_too_long_ends_the_run_with_the_reason(start: Start, u
     assert command.left_alive() == []
     assert command.run.read_status()["state"] == "failed"
     start("run", *WORDS).finish()
-    _compare(command.folder, undisturbed(FAULTS[0]), 0.0)
+    compare(command.folder, undisturbed(FAULTS[0]), 0.0)
 
 
 def test_the_undisturbed_run_uses_every_sample_once_an_epoch(undisturbed: Undisturbed) -> None:
     """What the others are compared with; the last epoch is not full."""
-    used = [sample for ids in _used(undisturbed(FAULTS[0])).values() for each in ids for sample in each]
+    used = [sample for ids in used_samples(undisturbed(FAULTS[0])).values() for each in ids for sample in each]
     assert len(used) == 160 * 8
     times = Counter(used).values()
     assert max(times) - min(times) <= 1
-
-
-def _finished(command: Command, told: list[str]) -> bool:
-    """Wait for the end of a command and note what it said; whether the run is at its end, with none of its processes
-    left."""
-    code, said = command.end()
-    told.append(said)
-    assert command.left_alive() == []
-    assert "Traceback" not in said, said
-    state = command.run.read_status().get("state")
-    assert code == 0 or state != "finished", said
-    return code == 0 and state == "finished"
-
-
-def _used(folder: Path) -> dict[int, list[Any]]:
-    """Step -> the samples of each rank."""
-    samples: dict[int, list[Any]] = {}
-    for rank in RunDir(folder).ranks_with_events():
-        for event in read_steps(folder, rank):
-            samples.setdefault(event["step"], []).append(event["ids"])
-    return samples
-
-
-def _samples(folder: Path) -> dict[int, list[int]]:
-    """Step -> its samples, whoever used them; ranks that work on the same share count as one."""
-    shares = {step: {tuple(ids) for ids in of_ranks} for step, of_ranks in _used(folder).items()}
-    return {step: sorted(sample for share in of_step for sample in share) for step, of_step in shares.items()}
-
-
-def _validations(folder: Path) -> dict[int, float]:
-    """Step -> the loss on held-out data."""
-    return {event["step"]: event["loss"] for event in RunDir(folder).events() if event["event"] == "validation"}
-
-
-def _note(fault: Fault, seed: int, struck: Struck, starts: int, run: RunDir) -> None:
-    """A line for the table where one is wanted."""
-    path = os.environ.get("SHARDWAY_CHAOS_NOTES")
-    if not path:
-        return
-    facts = {"fault": fault.name, "seed": seed, "whom": struck.whom, "starts": starts}
-    facts |= _times(struck, run) if fault.is_timed else {"noticed_s": None, "trains_s": None, "steps_lost": None}
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(facts) + "\n")
-
-
-def _times(struck: Struck, run: RunDir) -> dict[str, float | None]:
-    """How long it took, by the dates of the run's events."""
-    after = [event for event in run.all_events() if event["time"] > struck.time]
-    begun = [event for event in after if event["event"] == "started"]
-    steps = [event["time"] for event in after if event["event"] == "step"]
-    lost = max(
-        (event["step"] for event in run.all_events() if event["time"] <= struck.time and "loss" in event), default=0
-    )
-    again = begun[0]["time"] if begun else struck.time
-    return {
-        "noticed_s": next((event["time"] - struck.time for event in after if event["event"] == "restarted"), None),
-        "trains_s": next((time - struck.time for time in steps if time >= again), None),
-        "steps_lost": max(0, lost - begun[0]["step"]) if begun else 0,
-    }
