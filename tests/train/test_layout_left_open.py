@@ -13,7 +13,7 @@ from shardway.resolve import Circumstances, resolve
 from shardway.rundir.directory import RunDir
 from shardway.runfile.load import load_run
 from shardway.sites.load import load_site
-from shardway.train.export import _SHARED_EVENLY
+from shardway.train.evenly import lay_evenly
 
 
 @pytest.mark.slow
@@ -34,5 +34,15 @@ def test_an_export_is_laid_out_by_itself(tmp_path: Path) -> None:
     facts = Circumstances(2, 2, 8, 2, machine=machine_of_site(load_site("dgx-slurm")))
     path = tmp_path / "resolved.toml"
     path.write_text(resolve(load_run(None, words), facts).render(), encoding="utf-8")
-    parallel = resolve(load_run(path, _SHARED_EVENLY), facts).values.parallel
+    parallel = resolve(lay_evenly(load_run(path)), facts).values.parallel
     assert (parallel.layout, parallel.dp_replicate, parallel.dp_shard) == ("given", 1, 2)
+
+
+def test_how_a_run_was_trained_does_not_keep_a_machine_without_gpus_from_an_export(tmp_path: Path) -> None:
+    words = (
+        *("data.kind=synthetic", "recompute.mode=budget", "recompute.budget=0.3", "train.compile=model"),
+        *("train.compile_cache=cache", "run.device=cuda", "precision.compute=float8", "parallel.cpu_offload=true"),
+    )
+    values = resolve(lay_evenly(load_run(None, words)), Circumstances(2, 2, 8, 0)).values
+    assert (values.run.device, values.train.compile, values.recompute.mode) == ("cpu", "off", "none")
+    assert (values.precision.compute, values.parallel.cpu_offload) == ("fp32", False)

@@ -26,28 +26,14 @@ from shardway.parallel.formats.precision import read_precision
 from shardway.parallel.mesh import build_mesh
 from shardway.ranks.launcher import find_placement
 from shardway.ranks.start import Ranks, StartOptions, start_ranks
-from shardway.resolve.request import Request, Resolution, resolve_request
+from shardway.resolve.request import Request, Resolution, resolve_loaded
 from shardway.rundir.directory import RunDir
+from shardway.runfile.load import load_run
 from shardway.runfile.schema import PrecisionSection, RunFile
+from shardway.train.evenly import lay_evenly
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Name of a number format of weights -> torch's."""
-
-_SHARED_EVENLY = (
-    "parallel.layout=given",
-    *(f"parallel.{axis}=1" for axis in ("dp_replicate", "cp", "tp", "pp", "ep")),
-    "parallel.dp_shard=auto",
-    "parallel.reshard_after_forward=auto",
-    "parallel.compress=none",
-    "parallel.cpu_offload=false",
-    "parallel.pp_split=[]",
-    "parallel.pp_micro_batches=auto",
-    "parallel.pp_stages_per_rank=auto",
-    "train.micro_batch=auto",
-    "train.compile=off",
-    "recompute.mode=none",
-)
-"""How the weights lie for an export, whatever the layout of the run was."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +76,8 @@ def export_on(ranks: Ranks, resolution: Resolution, run: RunDir, folder: Path, d
 def _resolve(run: RunDir, ranks: int, ranks_per_node: int) -> Resolution:
     if not run.checkpoint_steps():
         raise _no_checkpoint(run)
-    return resolve_request(Request(run.resolved_path, _SHARED_EVENLY, run.path), ranks, ranks_per_node)
+    asked = lay_evenly(load_run(run.resolved_path))
+    return resolve_loaded(Request(run.resolved_path, directory=run.path), asked, ranks, ranks_per_node)
 
 
 def _build(ranks: Ranks, values: RunFile) -> nn.Module:

@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,10 @@ from shardway.resolve.request import Request, Resolution, resolve_loaded
 from shardway.rundir.atomic import fsync_folder
 from shardway.rundir.directory import RunDir
 from shardway.rundir.run_id import ensure_run_id
-from shardway.runfile.load import DEFAULT, Loaded, load_run
+from shardway.runfile.load import load_run
 from shardway.runfile.schema import PrecisionSection, RunFile
 from shardway.train.counters import Counters
-
-_OF_TRAIN = ("micro_batch", "compile", "compile_cache")
-"""Of [train], what says how and where."""
+from shardway.train.evenly import is_of_layout, lay_evenly
 
 
 @dataclass(frozen=True)
@@ -99,31 +97,7 @@ def resolve_import(request: Request, ranks: int, ranks_per_node: int) -> Resolut
             f'train.engine ({asked.origins["train.engine"]}): "{engine}" keeps a state of its own, into which nothing '
             'can be imported.\n      allowed: "torch"'
         )
-    return resolve_loaded(request, _lay_evenly(asked), ranks, ranks_per_node)
-
-
-def _lay_evenly(asked: Loaded) -> Loaded:
-    """A run whose weights are shared by all ranks of the import, on CPUs; what says how it is trained is left out."""
-    fresh = load_run(None).values
-    narrow = asked.values.precision.weights == "bf16"
-    updates: dict[str, dict[str, Any]] = {
-        "train": {name: getattr(fresh.train, name) for name in _OF_TRAIN},
-        "run": {"device": "cpu"},
-        "precision": {**dict(fresh.precision), "weights": asked.values.precision.weights},
-        "parallel": {**dict(fresh.parallel), "dp_replicate": 1, "dp_shard": "auto"},
-        "recompute": dict(fresh.recompute),
-    }
-    updates["precision"]["compute"] = "bf16" if narrow else "fp32"
-    sections = {name: getattr(asked.values, name).model_copy(update=update) for name, update in updates.items()}
-    reset = {dotted: DEFAULT for dotted in asked.origins if _is_of_layout(dotted)}
-    return replace(asked, values=asked.values.model_copy(update=sections), origins={**asked.origins, **reset})
-
-
-def _is_of_layout(dotted: str) -> bool:
-    """Whether a key says how and where a run is trained, and nothing of its weights."""
-    section, _, name = dotted.partition(".")
-    whole = section in ("parallel", "recompute") or (section == "precision" and name != "weights")
-    return whole or dotted == "run.device" or (section == "train" and name in _OF_TRAIN)
+    return resolve_loaded(request, lay_evenly(asked), ranks, ranks_per_node)
 
 
 def import_on(ranks: Ranks, resolution: Resolution, wanted: Wanted) -> Imported:
@@ -249,7 +223,7 @@ def _refused(target: Path, work: Callable[[], None]) -> None:
 
 def _begin(directory: RunDir, resolution: Resolution, resolved: Resolved) -> None:
     """What was asked for; of layouts and formats of products, training will decide."""
-    text = resolved.render(lambda dotted: not _is_of_layout(dotted))
+    text = resolved.render(lambda dotted: not is_of_layout(dotted))
     _refused(directory.path, lambda: directory.write_request(resolution.loaded.text, text))
 
 
