@@ -27,7 +27,7 @@ from faults.strike import (
     wait_for,
     wait_for_some_step,
 )
-from faults.volume import Volume, ext4, tmpfs
+from faults.volume import Volume, ext4, tmpfs, with_quota
 
 PACE = "SHARDWAY_TEST_PACE"
 """Seconds that each batch takes longer, for `inject/sitecustomize.py`: so that a disk can be ill while a run trains."""
@@ -40,6 +40,8 @@ RARE = 40
 """Steps from one checkpoint to the next, so that a save that is tried again by the clock is at a step of its own."""
 
 RETRY_S = 0.5
+_NO_ROOM = ("No space left", "no space is left", "are free", "inodes", "quota of this user")
+
 SHORT_S = 4.0
 """How long a disk is ill where people speak of a minute."""
 
@@ -192,7 +194,7 @@ def goes_on_after_failed_save(after: Aftermath) -> None:
     assert failed
     assert after.restarts == 0
     for each in failed:
-        assert "No space left" in each["reason"] or "are free" in each["reason"] or "inodes" in each["reason"], each
+        assert any(words in each["reason"] for words in _NO_ROOM), each
     assert any(each["step"] % RARE for each in after.events("saved")), "it was tried again by the clock"
 
 
@@ -220,6 +222,10 @@ def nothing_started_again(after: Aftermath) -> None:
 
 def on_tmpfs(folder: Path) -> AbstractContextManager[Room]:
     return tmpfs(folder, SMALL)
+
+
+def within_quota(folder: Path) -> AbstractContextManager[Room]:
+    return with_quota(folder, 24)
 
 
 def on_ext4(folder: Path) -> AbstractContextManager[Room]:
@@ -260,6 +266,15 @@ FAULTS = (
         _RARELY,
         paced(0.02, RETRY_S),
         room=on_tmpfs,
+        expects=goes_on_after_failed_save,
+        is_further=True,
+    ),
+    Fault(
+        "quota used up in a save",
+        full_in_save,
+        _RARELY,
+        paced(0.02, RETRY_S),
+        room=within_quota,
         expects=goes_on_after_failed_save,
         is_further=True,
     ),

@@ -23,6 +23,7 @@ MOUNT = "volume"
 """Folder of the test's that the file system is mounted on."""
 
 _HOLD = """
+{before}
 mount {options} "{source}" "{mount}"
 test "$(stat -c %d "{mount}")" != "$(stat -c %d "{mount}/..")"
 chmod 777 "{mount}"
@@ -31,6 +32,15 @@ cat >/dev/null
 fsfreeze --unfreeze "{mount}" 2>/dev/null || true
 """
 """Holds the namespace until nobody writes to it any more; a test that was killed leaves nothing frozen."""
+
+_LIMIT = """
+mount -o loop "{image}" "{mount}"
+btrfs -q subvolume create "{mount}/limited"
+btrfs quota enable "{mount}"
+btrfs qgroup limit {megabytes}M "{mount}/limited"
+umount "{mount}"
+"""
+"""Makes a part of a file system that may hold so much, whoever writes: a quota of a user does not bind root."""
 
 
 @dataclass(frozen=True)
@@ -113,14 +123,29 @@ def tmpfs(folder: Path, options: str) -> Iterator[Volume]:
 @contextlib.contextmanager
 def ext4(folder: Path, megabytes: int) -> Iterator[Volume]:
     """A file system in a file, which takes root."""
+    image = _image(folder, megabytes, "mkfs.ext4", "-q", "-m", "0")
+    with _hold(folder, image, "-o loop", ()) as it:
+        yield it
+
+
+@contextlib.contextmanager
+def with_quota(folder: Path, megabytes: int) -> Iterator[Volume]:
+    """A part of a larger file system (btrfs) that may hold so much; it takes root."""
+    image = _image(folder, 200, "mkfs.btrfs", "-q")
+    before = _LIMIT.format(image=image, mount=folder / MOUNT, megabytes=megabytes)
+    with _hold(folder, image, "-o loop,subvol=limited", (), before) as it:
+        yield it
+
+
+def _image(folder: Path, megabytes: int, *make: str) -> str:
+    """A file with a file system in it."""
     image = folder / "image"
     with image.open("wb") as file:
         file.truncate(megabytes << 20)
-    _run_or_skip(["mkfs.ext4", "-q", "-m", "0", str(image)])
+    _run_or_skip([*make, str(image)])
     if os.geteuid() != 0:
         pytest.skip("only root can mount a file system of a file")
-    with _hold(folder, str(image), "-o loop", ()) as it:
-        yield it
+    return str(image)
 
 
 def _run_or_skip(command: Sequence[str]) -> None:
@@ -131,10 +156,10 @@ def _run_or_skip(command: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def _hold(folder: Path, source: str, options: str, namespaces: Sequence[str]) -> Iterator[Volume]:
+def _hold(folder: Path, source: str, options: str, namespaces: Sequence[str], before: str = "") -> Iterator[Volume]:
     mount = folder / MOUNT
     mount.mkdir()
-    script = _HOLD.format(source=source, options=options, mount=mount)
+    script = _HOLD.format(source=source, options=options, mount=mount, before=before)
     holder = ["unshare", *namespaces, "--mount", "--propagation", "private", "sh", "-euc", script]
     try:
         process = subprocess.Popen(
