@@ -100,7 +100,7 @@ def test_a_rank_that_hangs_is_ended_with_all_others(node: Node) -> None:
     assert codes == [-signal.SIGKILL, -signal.SIGKILL]
     assert watch.found is not None
     assert watch.found.hang.ranks == (1,)
-    (place,) = [group.frames for group in watch.found.groups if group.ranks == (1,)]
+    (place,) = [group.frames for group in watch.found.seen.groups if group.ranks == (1,)]
     assert any(frame.startswith("wait_for_ever (") for frame in place)
 
 
