@@ -28,7 +28,7 @@ def test_a_hang_names_who_has_not_entered_what_the_others_are_in(start: Start, t
     assert " while waiting for data after step 5 (more than 3.0 s means a hang): rank 0 is in all_reduce of " in first
     assert " of ranks 0 and 1 (gloo), which rank 1 has not entered (the last one there was all_reduce of " in first
     assert first.endswith("; all ranks were ended.")
-    assert [line.partition(":")[0] for line in others[:2]] == ["  ranks 0", "  ranks 1"]
+    assert [line.partition(":")[0] for line in others[:2]] == ["  rank 0", "  rank 1"]
     assert command.run.read_status()["reason"] == first.removeprefix("shardway: ")
     (fault,) = [event for event in command.run.all_events(1) if event["event"] == "fault"]
     assert fault["message"] == first.removeprefix("shardway: ").removesuffix("; all ranks were ended.")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardway.errors import ERRORS_BY_NAME, Fenced, JobError, LostContact, ShardwayError, SiteError, UserError
-from shardway.ranks.agent.collectives import explain_collectives
+from shardway.ranks.agent.collectives import explain_collectives, render_ranks
 from shardway.ranks.agent.stacks import Group
 from shardway.ranks.agent.watch import Found
 from shardway.ranks.failure import RankFailure
@@ -128,17 +128,13 @@ def _explain_hang(run: RunDir, found: Found) -> JobError:
     with contextlib.suppress(OSError, JobError), run.event_writer(hang.ranks[0]) as events:
         events.write("fault", **facts)
     further = "".join(
-        f"\n  {each}" for each in (*told[1:], *(f"ranks {_numbers(one)}: {_place(one)}" for one in groups))
+        f"\n  {each}" for each in (*told[1:], *(f"{render_ranks(one.ranks)}: {_place(one)}" for one in groups))
     )
     return JobError(
         f"{message}; all ranks were ended.{further}\n"
         "  To do: run the same command again: it goes on from the last checkpoint. If it was no hang, raise "
         "run.hang_timeout."
     )
-
-
-def _numbers(group: Group) -> str:
-    return ", ".join(map(str, group.ranks))
 
 
 def _place(group: Group) -> str:
