@@ -16,6 +16,7 @@ import pytest
 from shardway.ranks.agent import recorder
 from shardway.ranks.agent.collectives import Heard, explain_collectives
 from shardway.ranks.agent.page import VARIABLE
+from shardway.ranks.agent.record import Record
 from shardway.ranks.agent.recorder import SIZE, answer_with_record, ask_for_records, choose_recording
 
 pytestmark = pytest.mark.slow
@@ -131,8 +132,8 @@ def a_rank_is_stopped(told: Told) -> None:
     told.ranks[1].send_signal(signal.SIGSTOP)
     began = time.monotonic()
     assert told.explain() == (
-        "ranks 0 and 2 are in all_reduce of 1 float32, number 3 of ranks 0 to 2 (gloo), rank 1 did not answer (it is "
-        "stopped, or holds Python's lock)",
+        "ranks 0 and 2 are in all_reduce of 1 float32, number 3 of ranks 0 to 2 (gloo), rank 1 did not answer "
+        "(stopped, or Python's lock is held)",
     )
     assert time.monotonic() - began < 2 * recorder.WAIT_S
     told.ranks[1].send_signal(signal.SIGCONT)
@@ -191,6 +192,25 @@ def test_without_torch_a_rank_has_no_groups(tmp_path: Path) -> None:
         rank.kill()
     assert (record.rank, record.lines, record.whole) == (0, (), True)
     assert ask_for_records(tmp_path, [0]) == Heard()  # it is gone, and who is gone is not asked
+
+
+def test_a_recorder_that_says_what_nobody_knows(tmp_path: Path) -> None:
+    """Another torch: the rank answers, and accuses itself of nothing."""
+    code = (
+        "import json, sys, time, types\nfrom pathlib import Path\nfrom shardway.ranks.agent import recorder\n"
+        "library = types.SimpleNamespace(_dump_fr_trace_json=lambda: json.dumps({'entries': [{'odd': 1}]}))\n"
+        "sys.modules['torch'] = types.SimpleNamespace(_C=types.SimpleNamespace(_distributed_c10d=library))\n"
+        "world = types.SimpleNamespace(pg_map={1: 1}, pg_names={1: '0'}, pg_group_ranks={1: {0: 0}})\n"
+        "sys.modules['torch.distributed.distributed_c10d'] = types.SimpleNamespace(_world=world)\n"
+        f"recorder.answer_with_record(Path({str(tmp_path)!r}), 0)\ntime.sleep(60)\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", code], env=environ) as rank:
+        wait_until((tmp_path / "asked-0").exists)
+        time.sleep(0.2)
+        heard = ask_for_records(tmp_path, [0])
+        rank.kill()
+    assert heard == Heard((Record(0, whole=False),))
 
 
 def test_who_did_not_promise_an_answer_is_not_asked(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ _ALIKE = frozenset(
 """Kinds in which all ranks put in as many elements, of one dtype."""
 
 CIRCLE = "each of these waits for another: they call collectives in different orders, or one is held up elsewhere"
-SILENT = "did not answer (it is stopped, or holds Python's lock)"
+SILENT = "did not answer (stopped, or Python's lock is held)"
 
 
 @dataclass(frozen=True)

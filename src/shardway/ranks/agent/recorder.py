@@ -57,10 +57,13 @@ def answer_with_record(folder: Path, local_rank: int) -> None:
 def _answer(descriptor: int, folder: Path, local_rank: int) -> None:
     answer = _answer_path(folder, local_rank)
     while os.read(descriptor, 1):
-        with contextlib.suppress(Exception):  # torch's recorder is no stable interface, and this one a favour
-            text = json.dumps(asdict(_read_own(local_rank)), separators=(",", ":"))
+        try:
+            record = _read_own(local_rank)
+        except Exception:  # torch's recorder is no stable interface; this rank answers, and knows nothing
+            record = Record(local_rank, whole=False)
+        with contextlib.suppress(OSError):
             new = answer.with_name(f"{answer.name}-new")
-            new.write_text(text, encoding="utf-8")
+            new.write_text(json.dumps(asdict(record), separators=(",", ":")), encoding="utf-8")
             new.replace(answer)
 
 
