@@ -19,11 +19,11 @@ from shardway.ranks.agent.collectives import (
     merge_heard,
     render_ranks,
 )
-from shardway.ranks.agent.record import Call, Line, Record, Team
+from shardway.ranks.agent.record import Call, Line, Record, Team, make_team
 
-ALL = Team("gloo", "0", "", (0, 1, 2, 3))
-LEFT, RIGHT = Team("gloo", "1", "tp", (0, 1)), Team("gloo", "2", "tp", (2, 3))
-ACROSS = Team("gloo", "3", "dp", (1, 2))
+ALL = make_team("gloo", "0", "", (0, 1, 2, 3))
+LEFT, RIGHT = make_team("gloo", "1", "tp", (0, 1)), make_team("gloo", "2", "tp", (2, 3))
+ACROSS = make_team("gloo", "3", "dp", (1, 2))
 
 
 def call(number: int, kind: str = "all_reduce", size: int = 4, *, ended: bool = True) -> Call:
@@ -71,6 +71,17 @@ def test_who_runs_ahead_waits_in_the_first_that_is_not_over() -> None:
     ahead = [*done(4), *(call(number, ended=False) for number in range(5, 9))]
     (told,) = explain_collectives(hear({0: {LEFT: ahead}, 1: {LEFT: done(4)}}))
     assert told.startswith("rank 0 is in all_reduce of 4 float32, number 5 of group tp of ranks 0 and 1 (gloo)")
+
+
+def test_of_several_that_are_not_over_the_first_is_told() -> None:
+    """Who sends a broadcast is done with it before the others have it."""
+    team = make_team("gloo", "5", "", (0, 1, 2))
+    calls = {
+        0: [*done(4), call(5, "broadcast"), call(6, ended=False)],
+        1: [*done(4), call(5, "broadcast", ended=False)],
+    }
+    (told,) = explain_collectives(hear({0: {team: calls[0]}, 1: {team: calls[1]}, 2: {team: done(4)}}))
+    assert told.startswith("rank 1 is in broadcast of 4 float32, number 5 of ranks 0 to 2 (gloo), which rank 2 has not")
 
 
 def test_nothing_to_say_where_nobody_waits() -> None:
@@ -126,7 +137,7 @@ def test_what_was_overwritten_accuses_nobody() -> None:
 
 def test_who_has_left_a_group_still_counts_in_it() -> None:
     """Its ranks are not known any more to who has left it; its calls are."""
-    gone = replace(LEFT, ranks=())
+    gone = replace(LEFT, spans=())
     (told,) = explain_collectives(hear({0: {LEFT: inside(9)}, 1: {gone: done(8)}}, whole=False))
     assert "which rank 1 has not entered (the last one there was all_reduce of 4 float32, number 8)" in told
 
@@ -169,7 +180,7 @@ def test_sizes_may_differ_where_ranks_put_in_what_they_have() -> None:
 
 
 def test_no_more_than_a_person_reads() -> None:
-    teams = [Team("gloo", str(number), "", (number, 99)) for number in range(40)]
+    teams = [make_team("gloo", str(number), "", (number, 99)) for number in range(40)]
     ranks = {number: {teams[number]: inside(3)} for number in range(40)}
     heard = hear({**ranks, 99: {team: done(2) for team in teams}}, 100)
     told = explain_collectives(heard)
@@ -250,7 +261,8 @@ class World:
 def worlds(draw: st.DrawFn) -> World:
     members = st.sets(st.integers(0, 5), min_size=2).map(lambda ranks: tuple(sorted(ranks)))
     teams = [
-        Team("gloo", str(name), "", ranks) for name, ranks in enumerate(draw(st.lists(members, min_size=1, max_size=4)))
+        make_team("gloo", str(name), "", ranks)
+        for name, ranks in enumerate(draw(st.lists(members, min_size=1, max_size=4)))
     ]
     world = World(draw(st.lists(st.sampled_from(teams), min_size=1, max_size=14)), {})
     hung = draw(st.sets(st.integers(0, 5), min_size=1, max_size=2))

@@ -15,9 +15,9 @@ from shardway.ranks.agent.record import (
     LAST,
     Call,
     Record,
-    Team,
     build_record,
     find_open,
+    make_team,
     read_record,
     trim_calls,
 )
@@ -53,9 +53,9 @@ def test_calls_stand_by_group() -> None:
         [entry("nccl:_all_gather_base", 1, ("2", "mesh_tp"))],
     )
     assert [(line.team, [each.number for each in line.calls]) for line in record.lines] == [
-        (Team("gloo", "0", "", (0, 1, 2, 3)), [1]),
-        (Team("gloo", "2", "tp", (1, 3)), [1]),
-        (Team("nccl", "2", "tp", (1, 3)), [1]),
+        (make_team("gloo", "0", "", (0, 1, 2, 3)), [1]),
+        (make_team("gloo", "2", "tp", (1, 3)), [1]),
+        (make_team("nccl", "2", "tp", (1, 3)), [1]),
     ]
     assert record.lines[0].calls == (Call(1, "all_reduce", 12, "4x3", "bfloat16", ended=True),)
     assert not record.lines[1].calls[0].ended
@@ -94,7 +94,7 @@ def test_transfers_are_no_collectives_and_the_open_one_is_told() -> None:
 
 def test_a_group_that_is_not_known_any_more_has_no_ranks() -> None:
     (line,) = build([entry("gloo:all_reduce", 1, ("7", "undefined"))]).lines
-    assert line.team == Team("gloo", "7", "", ())
+    assert line.team == make_team("gloo", "7", "", ())
 
 
 def test_numbers_that_begin_anew_are_of_a_new_group() -> None:
@@ -124,3 +124,24 @@ def test_few_are_kept_and_those_that_matter(ended: list[bool]) -> None:
 def test_a_record_arrives_as_it_was_written() -> None:
     record = build([entry("gloo:all_reduce", 1), entry("gloo:broadcast", 2)])
     assert read_record(json.loads(json.dumps(asdict(record)))) == record
+
+
+@given(st.lists(st.integers(0, 40), unique=True))
+def test_a_group_has_its_ranks_in_their_order(ranks: list[int]) -> None:
+    assert make_team("gloo", "0", "", ranks).ranks == tuple(ranks)
+
+
+def test_the_record_of_a_rank_among_thousands_is_small() -> None:
+    members = {"0": tuple(range(16384)), "1": tuple(range(5, 16384, 8))}
+    entries = [entry("nccl:all_reduce", number, (str(number % 2), "")) for number in range(1, 2001)]
+    record = build_record(5, [{"entries": entries}], members, recording=True)
+    assert [len(line.team.ranks) for line in record.lines] == [16384, 2048]
+    assert len(json.dumps(asdict(record))) < 4000
+
+
+@pytest.mark.parametrize("span", [[0, 1], [0, 1, -1], [0, 1, 10**9], "abc"])
+def test_a_span_of_something_else_is_no_record(span: object) -> None:
+    facts = asdict(build([entry("gloo:all_reduce", 1)]))
+    facts["lines"][0]["team"]["spans"] = [span]
+    with pytest.raises(ValueError, match=r"values to unpack|invalid literal|a group of"):
+        read_record(facts)

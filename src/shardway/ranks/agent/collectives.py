@@ -141,14 +141,15 @@ class _Wait:
 
 def _list_teams(records: Sequence[Record]) -> list[Team]:
     """All groups of several ranks whose ranks are known, in the same order whoever asks."""
-    found = {line.team for record in records for line in record.lines if len(line.team.ranks) > 1}
+    named = {line.team for record in records for line in record.lines}
+    found = [team for team in named if len(team.ranks) > 1]
     return sorted(found, key=lambda team: (team.ranks, team.backend, team.name))
 
 
 def _is_same(team: Team, other: Team) -> bool:
     """Whether two ranks speak of one group; who has left it does not know its ranks any more."""
     alike = (team.backend, team.name) == (other.backend, other.name)
-    return alike and (team.ranks == other.ranks or not team.ranks)
+    return alike and (team.spans == other.spans or not team.spans)
 
 
 def _find_wait(view: _View) -> _Wait | None:

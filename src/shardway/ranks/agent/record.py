@@ -11,8 +11,9 @@ record raises ValueError, TypeError or KeyError. Pure. This module must not impo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from math import prod
 from typing import Any
@@ -22,6 +23,9 @@ LAST = 8
 FIRST_OPEN = 4
 """How many are kept besides of those that were entered and are not over, the oldest of them."""
 
+Span = tuple[int, int, int]
+
+_MOST_RANKS = 1_000_000
 _SHOWN_SIZES = 3
 _DTYPES = {
     "Float": "float32",
@@ -55,12 +59,36 @@ class Call:
 @dataclass(frozen=True)
 class Team:
     """A process group: the library that carries it, torch's name for it (the same on all its ranks), what people call
-    it (may be empty), and the ranks in it by their numbers among all, in the order of the group."""
+    it (may be empty), and the ranks in it by their numbers among all, in the order of the group.
+
+    These are kept as spans (first, distance, count), so that a record of a rank among thousands stays small.
+    """
 
     backend: str
     name: str
     words: str
-    ranks: tuple[int, ...]
+    spans: tuple[Span, ...]
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks; empty where they are not known."""
+        return tuple(first + distance * place for first, distance, count in self.spans for place in range(count))
+
+
+def make_team(backend: str, name: str, words: str, ranks: Sequence[int]) -> Team:
+    """A group of these ranks."""
+    return Team(backend, name, words, tuple(_find_spans(ranks)))
+
+
+def _find_spans(ranks: Sequence[int]) -> Iterator[Span]:
+    begin = 0
+    while begin < len(ranks):
+        distance = ranks[begin + 1] - ranks[begin] if begin + 1 < len(ranks) else 1
+        end = begin + 1
+        while end < len(ranks) and ranks[end] - ranks[end - 1] == distance:
+            end += 1
+        yield ranks[begin], distance, end - begin
+        begin = end
 
 
 @dataclass(frozen=True)
@@ -139,9 +167,16 @@ def read_record(facts: Mapping[str, Any]) -> Record:
 def _read_line(facts: Mapping[str, Any]) -> Line:
     team = facts["team"]
     return Line(
-        Team(str(team["backend"]), str(team["name"]), str(team["words"]), tuple(map(int, team["ranks"]))),
+        Team(str(team["backend"]), str(team["name"]), str(team["words"]), tuple(map(_read_span, team["spans"]))),
         tuple(map(_read_call, facts["calls"])),
     )
+
+
+def _read_span(numbers: Sequence[Any]) -> Span:
+    first, distance, count = map(int, numbers)
+    if not 0 <= count <= _MOST_RANKS:
+        raise ValueError(f"a group of {count} ranks")
+    return first, distance, count
 
 
 def _read_call(facts: Mapping[str, Any]) -> Call:
@@ -166,7 +201,7 @@ def _find_team(entry: Mapping[str, Any]) -> tuple[str, str]:
 def _describe_team(entry: Mapping[str, Any], members: Mapping[str, tuple[int, ...]]) -> Team:
     backend, name = _find_team(entry)
     words = str(entry["process_group"][1])
-    return Team(backend, name, "" if words in _UNNAMED else words.removeprefix("mesh_"), members.get(name, ()))
+    return make_team(backend, name, "" if words in _UNNAMED else words.removeprefix("mesh_"), members.get(name, ()))
 
 
 def _read_entry(entry: Mapping[str, Any]) -> Call:
