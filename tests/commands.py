@@ -137,3 +137,10 @@ def training_commands(folder: Path) -> Iterator[Start]:
             command.process.communicate()
             for process in command.left_alive():
                 process.kill()
+
+
+def stalling(rank: int, batch: int, mark: Path) -> dict[str, str]:
+    """Variables that make a rank wait for a batch that does not come; once, since it leaves a mark."""
+    inject = Path(__file__).parent / "chaos" / "inject"
+    path = os.pathsep.join([str(inject), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    return {"SHARDWAY_TEST_STALL": f"{rank}:{batch}:{mark}", "PYTHONPATH": path}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from commands import Command, Start, training_commands
+from commands import Command, Start, stalling, training_commands
 from runs import TINY, read_column, read_named, worst_difference
 from shardway.rundir.directory import RunDir
 
@@ -67,10 +67,10 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     """`launch("name", nodes, *words)` with one rank a node."""
     with training_commands(tmp_path) as start:
 
-        def go(name: str, nodes: int, *words: str) -> Crew:
+        def go(name: str, nodes: int, *words: str, environ: Mapping[str, str] | None = None) -> Crew:
             port, addresses = free_port(), " ".join(f"127.0.0.{node + 1}" for node in range(nodes))
             place = ("--nodes", addresses, "--port", str(port))
-            return Crew([start(name, *place, "--node", str(node), *words) for node in range(nodes)])
+            return Crew([start(name, *place, "--node", str(node), *words, environ=environ) for node in range(nodes)])
 
         yield go
 
@@ -111,3 +111,19 @@ def test_a_run_goes_on_where_the_node_that_led_is_lost(launch: Launch, start: St
     start("alone", "--nproc", "2", *WORDS).finish()
     alone = RunDir(crew.run.path.with_name("alone"))
     assert worst_difference(read_column(crew.run.path, "loss"), read_column(alone.path, "loss")) < 1e-5
+
+
+@pytest.mark.exhaustive
+def test_a_hang_on_another_node_names_what_the_ranks_of_this_one_wait_in(launch: Launch, tmp_path: Path) -> None:
+    """And says where the ranks of both were: who waits is asked before it loses contact."""
+    words = ("run.restarts=0", "run.hang_timeout=3s", *WORDS)
+    crew = launch("crew", 2, *words, environ=stalling(1, 5, tmp_path / "stalled"))
+    code, said = crew.agents[0].end()
+    assert code == 4
+    assert "shardway: rank 1 did nothing for" in said
+    assert "rank 0 is in all_reduce of " in said
+    assert " of ranks 0 and 1 (gloo), which rank 1 has not entered (the last one there was " in said
+    (fault,) = [event for event in crew.run.all_events(1) if event["event"] == "fault" and event["kind"] == "Hang"]
+    assert sorted(rank for group in fault["stacks"] for rank in group["ranks"]) == [0, 1]
+    assert crew.agents[1].end()[0] == 4
+    assert [agent.left_alive() for agent in crew.agents] == [[], []]

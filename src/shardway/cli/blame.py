@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardway.errors import ERRORS_BY_NAME, Fenced, JobError, LostContact, ShardwayError, SiteError, UserError
+from shardway.ranks.agent.collectives import explain_collectives, render_ranks
 from shardway.ranks.agent.stacks import Group
 from shardway.ranks.agent.watch import Found
 from shardway.ranks.failure import RankFailure
@@ -113,20 +114,27 @@ def _explain_taken(run: RunDir, failures: tuple[RankFailure, ...], writer: str) 
 
 def _explain_hang(run: RunDir, found: Found) -> JobError:
     """What the agent saw, with where the ranks were; recorded as a fault of the first of them."""
-    hang, places = found.hang, [f"ranks {_numbers(group)}: {_place(group)}" for group in found.groups]
-    told = "".join(f"\n  {place}" for place in places)
-    stacks = [{"ranks": group.ranks, "frames": group.frames} for group in found.groups]
+    hang, groups = found.hang, found.seen.groups
+    told = explain_collectives(found.seen.heard)
+    message = f"{hang.message}: {told[0]}" if told else hang.message
+    facts = {
+        "rank": hang.ranks[0],
+        "kind": "Hang",
+        "exit_code": 4,
+        "message": message,
+        "stacks": [{"ranks": group.ranks, "frames": group.frames} for group in groups],
+        "collectives": told,
+    }
     with contextlib.suppress(OSError, JobError), run.event_writer(hang.ranks[0]) as events:
-        events.write("fault", rank=hang.ranks[0], kind="Hang", exit_code=4, message=hang.message, stacks=stacks)
+        events.write("fault", **facts)
+    further = "".join(
+        f"\n  {each}" for each in (*told[1:], *(f"{render_ranks(one.ranks)}: {_place(one)}" for one in groups))
+    )
     return JobError(
-        f"{hang.message}, so all ranks were ended.{told}\n"
+        f"{message}; all ranks were ended.{further}\n"
         "  To do: run the same command again: it goes on from the last checkpoint. If it was no hang, raise "
         "run.hang_timeout."
     )
-
-
-def _numbers(group: Group) -> str:
-    return ", ".join(map(str, group.ranks))
 
 
 def _place(group: Group) -> str:

@@ -20,7 +20,7 @@ from shardway.cli.local import ask_to_stop, build_launch, read_patience, tell_re
 from shardway.errors import JobError, LateStop, ShardwayError, SiteError, UserError
 from shardway.ranks.agent.hang import NOBODY
 from shardway.ranks.agent.patience import Patience
-from shardway.ranks.agent.watch import merge_found, watched
+from shardway.ranks.agent.watch import SHARE_S, UNSEEN, merge_found, merge_seen, watched
 from shardway.ranks.attempt import find_attempt
 from shardway.ranks.crew.board import Board, Unreachable, host_board, join_board
 from shardway.ranks.crew.follow import Follow
@@ -142,9 +142,8 @@ class Led:
         if any(outcome.late for outcome in outcomes):
             raise LateStop("the stop took longer than run.stop_timeout on another node, so all ranks were killed.")
         failures = sorted((one for each in outcomes for one in each.failures), key=lambda one: one.by_agent)
-        found = merge_found(
-            [each.found for each in outcomes if each.found is not None], launch.ranks * len(ends.outcomes)
-        )
+        hangs = [each.hang for each in outcomes if each.hang is not None]
+        found = merge_found(hangs, merge_seen([each.seen for each in outcomes]), launch.ranks * len(ends.outcomes))
         return Ended(tuple(failures), found, tuple(self.nodes.name(node) for node in ends.lost))
 
 
@@ -272,11 +271,13 @@ def _seat(nodes: Place, news: News, leader: int) -> Seats:
 def run_seats(run: RunDir, launch: LocalLaunch, seats: Seats, patience: Patience | None, member: Member) -> Outcome:
     """Run the ranks of this node in one start of all, in touch with the other nodes."""
     launch = _seated(launch, seats)
-    with watched(launch.ranks, patience, tell_wake) as watch:
+    share_s = SHARE_S if seats.nodes > 1 else 0.0
+    with watched(launch.ranks, patience, tell_wake, share_s) as watch:
 
         def look(failed: bool) -> bool:
-            watch.elsewhere = member.elsewhere
-            member.say(State.FAILED if failed else State.RUNNING, seats.start, watch.behind)
+            watch.elsewhere, watch.is_asked = member.elsewhere, member.is_asked(seats.start)
+            state = State.HANGS if watch.has_hang else State.RUNNING
+            member.say(State.FAILED if failed else state, seats.start, watch.behind)
             return member.is_over(seats.start)
 
         try:
@@ -285,4 +286,5 @@ def run_seats(run: RunDir, launch: LocalLaunch, seats: Seats, patience: Patience
             return Outcome(late=True)
         except KeyboardInterrupt:
             return Outcome(interrupted=True)
-    return Outcome(tuple(failures), watch.found.shift(seats.first) if watch.found is not None else None)
+    hang = watch.found.shift(seats.first).hang if watch.found is not None else None
+    return Outcome(tuple(failures), hang, (watch.seen or UNSEEN).shift(seats.first))

@@ -37,6 +37,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from shardway.errors import LateStop
 from shardway.hardware.cgroup import count_oom_kills
 from shardway.ranks.agent.page import VARIABLE
+from shardway.ranks.agent.recorder import choose_recording
 from shardway.ranks.failure import RankFailure
 from shardway.ranks.launcher import AGENT_VARIABLE
 from shardway.ranks.meeting import LOOPBACK
@@ -229,6 +230,7 @@ def _variables(launch: LocalLaunch, seats: Seats, local: int) -> dict[str, str]:
         "TORCHELASTIC_RESTART_COUNT": str(seats.start),
         AGENT_VARIABLE: str(os.getpid()),
         VARIABLE: str(launch.pages or ""),
+        **choose_recording(os.environ),
     }
 
 

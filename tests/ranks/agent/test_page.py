@@ -91,7 +91,8 @@ def test_folders_of_agents_that_were_killed_go_and_those_of_others_stay(tmp_path
     for folder in (left, held, young, foreign):
         folder.mkdir()
         (folder / "rank-0").touch()
-        (folder / "stacks-0").touch()
+        for name in ("stacks-0", "asked-0", "record-0"):
+            (folder / name).touch()
     (foreign / "notes.txt").touch()
     for folder in (left, held, foreign):
         os.utime(folder, (1, 1))

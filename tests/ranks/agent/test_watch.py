@@ -67,8 +67,13 @@ class Node:
 
     def wait_for_step(self, step: int) -> None:
         """Until every rank has come to this step."""
+        for rank in range(len(self.ranks)):
+            self.wait_for(rank, step)
+
+    def wait_for(self, rank: int, step: int) -> None:
+        """Until a rank has come to this step."""
         until = time.monotonic() + 30
-        while any(self.step(rank) < step for rank in range(len(self.ranks))):
+        while self.step(rank) < step:
             assert time.monotonic() < until, "the ranks did not come so far"
             time.sleep(0.02)
 
@@ -100,7 +105,7 @@ def test_a_rank_that_hangs_is_ended_with_all_others(node: Node) -> None:
     assert codes == [-signal.SIGKILL, -signal.SIGKILL]
     assert watch.found is not None
     assert watch.found.hang.ranks == (1,)
-    (place,) = [group.frames for group in watch.found.groups if group.ranks == (1,)]
+    (place,) = [group.frames for group in watch.found.seen.groups if group.ranks == (1,)]
     assert any(frame.startswith("wait_for_ever (") for frame in place)
 
 
@@ -116,6 +121,36 @@ def test_a_rank_that_is_stopped_is_told_to_go_on(node: Node) -> None:
     assert [hang.ranks for hang in node.woken] == [(0,)]
     assert watch.found is None
     assert all(rank.poll() is None for rank in node.ranks)
+
+
+def test_ranks_are_asked_where_one_of_another_node_hangs_and_go_on(node: Node) -> None:
+    node.start(NEVER, 20)
+    node.wait_for_step(20)
+    with Watch(node.folder, 2, Patience(start_s=60.0, fixed_s=60.0), node.woken.append) as watch:
+        watch.is_asked = True
+        until = time.monotonic() + 20
+        while watch.seen is None and time.monotonic() < until:
+            time.sleep(0.05)
+        before = node.step(0)
+        node.wait_for(0, before + 5)
+    assert watch.seen is not None
+    assert [group.ranks for group in watch.seen.groups] == [(0,), (1,)]
+    assert [record.rank for record in watch.seen.heard.records] == [0, 1]
+    assert (watch.found, watch.has_hang) == (None, False)
+
+
+def test_a_rank_that_hangs_is_left_alone_until_the_others_were_asked(node: Node) -> None:
+    node.start(20)
+    with Watch(node.folder, 1, node.patience(), node.woken.append, share_s=1.5) as watch:
+        until = time.monotonic() + 30
+        while not (watch.has_hang and watch.seen is not None) and time.monotonic() < until:
+            time.sleep(0.02)
+        assert watch.found is None
+        time.sleep(0.5)
+        assert node.ranks[0].poll() is None
+        assert node.ranks[0].wait(timeout=30) == -signal.SIGKILL
+    assert watch.found is not None
+    assert watch.found.seen == watch.seen
 
 
 def test_ranks_that_go_on_are_left_alone(node: Node) -> None:

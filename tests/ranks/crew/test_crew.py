@@ -129,6 +129,21 @@ def test_a_failure_on_one_node_ends_the_start_on_all(scene: Scene) -> None:
     assert all(member.is_over(start) for member in members)
 
 
+def test_a_hang_on_one_node_has_all_asked_and_ends_nothing_yet(scene: Scene) -> None:
+    start = scene.run_ranks(0, 1, 2, 3)
+    members: list[Member] = [scene.lead, *scene.others.values()]
+    scene.say(2, State.HANGS, start, behind=Behind((7, 1)))
+    assert not any(member.is_asked(start) for member in members)
+    scene.pass_time(1)
+    assert all(member.is_asked(start) and not member.is_over(start) for member in members)
+    assert scene.lead.elsewhere == Behind((7, 1))
+    scene.say(2, State.FAILED, start)
+    scene.pass_time(1)
+    assert all(member.is_asked(start) and member.is_over(start) for member in members)
+    again = scene.run_ranks(0, 1)
+    assert not any(member.is_asked(again) for member in members)
+
+
 def test_ranks_that_end_well_end_nothing(scene: Scene) -> None:
     start = scene.run_ranks(0, 1)
     scene.say(1, State.ENDED, start, Outcome())

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardway.ranks.agent.collectives import Heard
 from shardway.ranks.agent.hang import Behind, Hang, Sighting
 from shardway.ranks.agent.page import Entry
+from shardway.ranks.agent.record import Call, Line, Record, Team
 from shardway.ranks.agent.stacks import Group
-from shardway.ranks.agent.watch import Found
+from shardway.ranks.agent.watch import Seen
 from shardway.ranks.crew.notes import News, Note, Outcome, State, read_news, read_note, render
 from shardway.ranks.failure import RankFailure
 from shardway.ranks.progress import Activity
@@ -25,18 +27,27 @@ HANGS = st.builds(
     Hang, RANKS, st.floats(0, 1e6), st.floats(0, 1e6), st.builds(Sighting, ENTRIES, st.booleans()), st.booleans()
 )
 GROUPS = st.lists(st.builds(Group, RANKS, st.lists(st.text(max_size=9), max_size=2).map(tuple)), max_size=2)
+CALLS = st.builds(Call, WHOLE, st.text(max_size=9), WHOLE, st.text(max_size=9), st.text(max_size=9), st.booleans())
+SPANS = st.lists(st.tuples(WHOLE, WHOLE, WHOLE), max_size=2).map(tuple)
+TEAMS = st.builds(Team, st.text(max_size=4), st.text(max_size=4), st.text(max_size=4), SPANS)
+LINES = st.lists(st.builds(Line, TEAMS, st.lists(CALLS, max_size=2).map(tuple)), max_size=2).map(tuple)
+RECORDS = st.lists(st.builds(Record, WHOLE, LINES, st.booleans(), st.text(max_size=9)), max_size=2).map(tuple)
+SEEN = st.builds(Seen, GROUPS.map(tuple), st.builds(Heard, RECORDS, RANKS))
 PRINTED = st.just((Path("a b/stderr.log"),))
 FLAGS = {"by_agent": st.booleans(), "for_memory": st.booleans()}
 FAILURES = st.builds(RankFailure, WHOLE, WHOLE, st.integers(-64, 255), PRINTED, **FLAGS)
 OUTCOMES = st.builds(
     Outcome,
     st.lists(FAILURES, max_size=2).map(tuple),
-    st.none() | st.builds(Found, HANGS, GROUPS.map(tuple)),
+    st.none() | HANGS,
+    SEEN,
     st.booleans(),
     st.booleans(),
 )
 NOTES = st.builds(Note, WHOLE, WHOLE, st.sampled_from(list(State)), BEHIND, st.none() | OUTCOMES)
-NEWS = st.builds(News, WHOLE, WHOLE, RANKS, WHOLE, RANKS, st.booleans(), BEHIND, st.none() | st.integers(0, 255))
+NEWS = st.builds(
+    News, WHOLE, WHOLE, RANKS, WHOLE, RANKS, st.booleans(), st.booleans(), BEHIND, st.none() | st.integers(0, 255)
+)
 
 
 @given(NOTES)

@@ -125,6 +125,6 @@ def sweep_folders(where: Path) -> None:
 def _remove_if_left(folder: Path) -> None:
     with take_left_folder(folder) as descriptor:
         for name in os.listdir(descriptor):
-            if name.startswith(("rank-", "stacks-")):
+            if name.startswith(("rank-", "stacks-", "asked-", "record-")):
                 os.unlink(name, dir_fd=descriptor)
         folder.rmdir()

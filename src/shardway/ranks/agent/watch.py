@@ -18,37 +18,61 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
+from shardway.ranks.agent.collectives import NOTHING, Heard, merge_heard
 from shardway.ranks.agent.hang import NOBODY, Behind, Hang, HangFinder, Sighting, find_behind, find_place
 from shardway.ranks.agent.page import page_path, pages_folder, read_page
 from shardway.ranks.agent.patience import Patience
+from shardway.ranks.agent.recorder import ask_for_records
 from shardway.ranks.agent.stacks import Group, ask_for_stacks, group_stacks, merge_groups
 
 LOOK_EVERY_S = 0.25
+SHARE_S = 2.0
+"""How long ranks that hang are left alone where others wait for them on other nodes, so that these are asked as well
+before they lose contact: their agents hear of it within half a second."""
 
 _STOPPED = "T"
 
 
 @dataclass(frozen=True)
+class Seen:
+    """Where the ranks that answered were, and what they say of their collectives."""
+
+    groups: tuple[Group, ...] = ()
+    heard: Heard = NOTHING
+
+    def shift(self, first: int) -> Seen:
+        """The same with the numbers that the ranks have among all, the first of this node being `first`."""
+        groups = tuple(replace(group, ranks=_add(group.ranks, first)) for group in self.groups)
+        return Seen(groups, self.heard.shift(first))
+
+
+UNSEEN = Seen()
+
+
+@dataclass(frozen=True)
 class Found:
-    """A hang, and where the ranks that answered were then."""
+    """A hang, and what was seen of the ranks then."""
 
     hang: Hang
-    groups: tuple[Group, ...]
+    seen: Seen = UNSEEN
 
     def shift(self, first: int) -> Found:
         """The same with the numbers that the ranks have among all, the first of this node being `first`."""
-        groups = tuple(replace(group, ranks=_add(group.ranks, first)) for group in self.groups)
-        return Found(replace(self.hang, ranks=_add(self.hang.ranks, first)), groups)
+        return Found(replace(self.hang, ranks=_add(self.hang.ranks, first)), self.seen.shift(first))
 
 
 class Watch:
     """While entered, a thread looks at the pages of `ranks` local ranks; `on_wake` is told whom it let go on.
 
-    `behind` says how far these ranks are; whoever knows of ranks on other nodes sets `elsewhere`.
+    `behind` says how far these ranks are, `has_hang` that one of them hangs. Whoever knows of ranks on other nodes sets
+    `elsewhere`, and `is_asked` where one of those hangs: what is `seen` of these ranks is needed then.
     """
 
-    def __init__(self, folder: Path, ranks: int, patience: Patience, on_wake: Callable[[Hang], None]) -> None:
+    def __init__(
+        self, folder: Path, ranks: int, patience: Patience, on_wake: Callable[[Hang], None], share_s: float = 0.0
+    ) -> None:
         self.folder = folder
+        self._share_s = share_s
         self._ranks = ranks
         self._on_wake = on_wake
         self._finder = HangFinder(patience, longest_tick_s=2 * LOOK_EVERY_S)
@@ -56,6 +80,8 @@ class Watch:
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self.found: Found | None = None
+        self.seen: Seen | None = None
+        self.has_hang = self.is_asked = False
         self.behind = self.elsewhere = NOBODY
 
     def __enter__(self) -> Watch:
@@ -72,6 +98,8 @@ class Watch:
         while self.found is None and not self._done.wait(LOOK_EVERY_S):
             sightings = self._see()
             self.behind = find_behind(sightings)
+            if self.is_asked and self.seen is None:
+                self.seen = self._ask(sightings)
             hang = self._finder.look(sightings, time.monotonic(), self.elsewhere)
             if hang is not None and not self._wake(hang, sightings):
                 self._end(hang, sightings)
@@ -99,11 +127,18 @@ class Watch:
         return True
 
     def _end(self, hang: Hang, sightings: dict[int, Sighting]) -> None:
-        pids = {rank: sighting.entry.pid for rank, sighting in sightings.items()}
-        awake = {rank: pid for rank, pid in pids.items() if not sightings[rank].stopped}
-        self.found = Found(hang, tuple(group_stacks(ask_for_stacks(self.folder, awake))))
-        for pid in pids.values():
-            _send(pid, signal.SIGKILL)
+        self.has_hang = True
+        if self.seen is None:
+            self.seen = self._ask(sightings)
+        self._done.wait(self._share_s)
+        self.found = Found(hang, self.seen)
+        for sighting in sightings.values():
+            _send(sighting.entry.pid, signal.SIGKILL)
+
+    def _ask(self, sightings: dict[int, Sighting]) -> Seen:
+        awake = {rank: sighting.entry.pid for rank, sighting in sightings.items() if not sighting.stopped}
+        stacks = ask_for_stacks(self.folder, awake)
+        return Seen(tuple(group_stacks(stacks)), ask_for_records(self.folder, sightings))
 
 
 @dataclass
@@ -112,17 +147,22 @@ class Unwatched:
 
     folder: None = None
     found: None = None
+    seen: None = None
+    has_hang: bool = False
+    is_asked: bool = False
     behind: Behind = NOBODY
     elsewhere: Behind = NOBODY
 
 
 @contextlib.contextmanager
-def watched(ranks: int, patience: Patience | None, on_wake: Callable[[Hang], None]) -> Iterator[Watch | Unwatched]:
+def watched(
+    ranks: int, patience: Patience | None, on_wake: Callable[[Hang], None], share_s: float = 0.0
+) -> Iterator[Watch | Unwatched]:
     """Watch over the ranks that are started meanwhile with the watch's folder; without patience nobody looks."""
     if patience is None:
         yield Unwatched()
         return
-    with pages_folder() as folder, Watch(folder, ranks, patience, on_wake) as watch:
+    with pages_folder() as folder, Watch(folder, ranks, patience, on_wake, share_s) as watch:
         yield watch
 
 
@@ -146,23 +186,25 @@ def _add(ranks: tuple[int, ...], first: int) -> tuple[int, ...]:
     return tuple(rank + first for rank in ranks)
 
 
-def merge_found(parts: Sequence[Found], ranks: int) -> Found | None:
-    """What several nodes have found of one hang of `ranks` ranks, each with the numbers among all; None for nothing.
+def merge_seen(parts: Sequence[Seen]) -> Seen:
+    """What was seen on several nodes."""
+    groups = merge_groups(group for part in parts for group in part.groups)
+    return Seen(tuple(groups), merge_heard(part.heard for part in parts))
+
+
+def merge_found(hangs: Sequence[Hang], seen: Seen, ranks: int) -> Found | None:
+    """What several nodes have found of one hang of `ranks` ranks, with the numbers among all; None for nothing.
 
     To blame are those that are stopped, else those that are behind all others.
     """
-    if not parts:
+    if not hangs:
         return None
-    order = sorted(parts, key=lambda part: (not part.hang.sighting.stopped, find_place(part.hang.sighting)))
-    first = order[0].hang
+    order = sorted(hangs, key=lambda hang: (not hang.sighting.stopped, find_place(hang.sighting)))
+    first = order[0]
     alike = [
-        part.hang
-        for part in order
-        if part.hang.sighting.stopped == first.sighting.stopped
-        and find_place(part.hang.sighting) == find_place(first.sighting)
+        hang
+        for hang in order
+        if hang.sighting.stopped == first.sighting.stopped and find_place(hang.sighting) == find_place(first.sighting)
     ]
     blamed = tuple(sorted(rank for hang in alike for rank in hang.ranks))
-    return Found(
-        replace(first, ranks=blamed, all_alike=len(blamed) == ranks),
-        tuple(merge_groups(group for part in parts for group in part.groups)),
-    )
+    return Found(replace(first, ranks=blamed, all_alike=len(blamed) == ranks), seen)

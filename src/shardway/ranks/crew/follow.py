@@ -69,6 +69,10 @@ class Follow:
         """Say how this node is."""
         self._keeper.say(state, start, behind, outcome)
 
+    def is_asked(self, start: int) -> bool:
+        """Whether a rank of this start hangs somewhere, so that all are asked where they are."""
+        return self._news.start == start and self._news.hangs
+
     def is_over(self, start: int) -> bool:
         """Whether the ranks of this start are to end."""
         news = self._news

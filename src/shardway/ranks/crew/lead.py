@@ -27,6 +27,7 @@ FINISH_S = 5.0
 """How long the others may take to hear that all is done."""
 
 _FREE = (State.READY, State.ENDED)
+_WITH_RANKS = (State.RUNNING, State.HANGS)
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,11 @@ class Lead:
             self._notes = notes
             with self._mutex:
                 members = self._news.members
-                behind = merge_behind(notes[node].behind for node in members if self._is_running(node))
+                running = [node for node in members if self._is_running(node)]
+                behind = merge_behind(notes[node].behind for node in running)
+                hangs = self._news.hangs or any(notes[node].state is State.HANGS for node in running)
                 over = self._news.over or any(map(self._has_failed, members))
-                self._say(over=over, behind=behind, present=self.list_present())
+                self._say(over=over, hangs=hangs, behind=behind, present=self.list_present())
 
     def _say(self, **changes: Any) -> None:
         with self._mutex:
@@ -84,7 +87,7 @@ class Lead:
 
     def _is_running(self, node: int) -> bool:
         note = self._notes.get(node)
-        return note is not None and note.start == self._news.start and note.state is State.RUNNING
+        return note is not None and note.start == self._news.start and note.state in _WITH_RANKS
 
     def _has_failed(self, node: int) -> bool:
         note = self._notes.get(node)
@@ -105,6 +108,10 @@ class Lead:
     def say(self, state: State, start: int, behind: Behind, outcome: Outcome | None = None) -> None:
         """Say how this node is."""
         self._keeper.say(state, start, behind, outcome)
+
+    def is_asked(self, start: int) -> bool:
+        """Whether a rank of this start hangs somewhere, so that all are asked where they are."""
+        return self._news.start == start and self._news.hangs
 
     def is_over(self, start: int) -> bool:
         """Whether the ranks of this start are to end."""
@@ -151,7 +158,7 @@ class Lead:
 
     def begin(self, members: tuple[int, ...], port: int) -> News:
         """Begin the next start with these nodes, whose ranks meet in a store at `port` of this one."""
-        self._say(start=self._news.start + 1, members=members, port=port, over=False)
+        self._say(start=self._news.start + 1, members=members, port=port, hangs=False, over=False)
         return self._news
 
     def await_end(self) -> Ends:

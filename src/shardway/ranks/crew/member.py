@@ -29,6 +29,9 @@ class Member(Protocol):
     def say(self, state: State, start: int, behind: Behind, outcome: Outcome | None = None) -> None:
         """Say how this node is; the others hear it at the next look."""
 
+    def is_asked(self, start: int) -> bool:
+        """Whether a rank of this start hangs somewhere, so that all are asked where they are."""
+
     def is_over(self, start: int) -> bool:
         """Whether the ranks of this start are to end, for another node's sake."""
 

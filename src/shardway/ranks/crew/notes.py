@@ -12,19 +12,22 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from shardway.ranks.agent.collectives import Heard
 from shardway.ranks.agent.hang import NOBODY, Behind, Hang, Sighting
 from shardway.ranks.agent.page import Entry
+from shardway.ranks.agent.record import read_record
 from shardway.ranks.agent.stacks import Group
-from shardway.ranks.agent.watch import Found
+from shardway.ranks.agent.watch import UNSEEN, Seen
 from shardway.ranks.failure import RankFailure
 from shardway.ranks.progress import Activity
 
 
 class State(Enum):
-    """Where an agent is: without ranks; with ranks; one of them has failed; they are gone; it leaves."""
+    """Where an agent is: without ranks; with ranks; one of them hangs; one has failed; they are gone; it leaves."""
 
     READY = "ready"
     RUNNING = "running"
+    HANGS = "hangs"
     FAILED = "failed"
     ENDED = "ended"
     LEFT = "left"
@@ -32,18 +35,19 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the ranks of one node ended: those that ended badly, a hang, whether a stop took too long or somebody wanted
-    the end at once."""
+    """How the ranks of one node ended: those that ended badly, a hang, what was seen of them when a rank of any node
+    hung, whether a stop took too long or somebody wanted the end at once."""
 
     failures: tuple[RankFailure, ...] = ()
-    found: Found | None = None
+    hang: Hang | None = None
+    seen: Seen = UNSEEN
     late: bool = False
     interrupted: bool = False
 
     @property
     def is_well(self) -> bool:
         """Whether nothing went wrong."""
-        return not (self.failures or self.found or self.late or self.interrupted)
+        return not (self.failures or self.hang or self.late or self.interrupted)
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,8 @@ class News:
     """What the agent that leads says: the newest start and the nodes that take part in it, in the order of their ranks.
 
     `port`: where it keeps the store in which the ranks of that start meet. `present`: nodes that are there at all.
-    `over`: that start has failed somewhere. `code`: all is done, and this is the exit code.
+    `hangs`: a rank of that start hangs, so that all nodes ask theirs. `over`: that start has failed somewhere.
+    `code`: all is done, and this is the exit code.
     """
 
     count: int = 0
@@ -70,6 +75,7 @@ class News:
     members: tuple[int, ...] = ()
     port: int = 0
     present: tuple[int, ...] = ()
+    hangs: bool = False
     over: bool = False
     behind: Behind = NOBODY
     code: int | None = None
@@ -107,6 +113,7 @@ def read_news(text: str) -> News | None:
             tuple(map(int, facts["members"])),
             int(facts["port"]),
             tuple(map(int, facts["present"])),
+            bool(facts["hangs"]),
             bool(facts["over"]),
             _read_behind(facts["behind"]),
             None if code is None else int(code),
@@ -136,23 +143,25 @@ def _read_outcome(facts: Mapping[str, Any]) -> Outcome:
         )
         for each in facts["failures"]
     )
-    found = _read_found(facts["found"]) if facts["found"] is not None else None
-    return Outcome(failures, found, bool(facts["late"]), bool(facts["interrupted"]))
+    hang = _read_hang(facts["hang"]) if facts["hang"] is not None else None
+    return Outcome(failures, hang, _read_seen(facts["seen"]), bool(facts["late"]), bool(facts["interrupted"]))
 
 
-def _read_found(facts: Mapping[str, Any]) -> Found:
-    hang = facts["hang"]
+def _read_hang(hang: Mapping[str, Any]) -> Hang:
     entry = hang["sighting"]["entry"]
     seen = Entry(
         int(entry["changes"]), int(entry["pid"]), Activity(entry["activity"]), int(entry["step"]), float(entry["since"])
     )
-    return Found(
-        Hang(
-            tuple(map(int, hang["ranks"])),
-            float(hang["seconds"]),
-            float(hang["limit_s"]),
-            Sighting(seen, bool(hang["sighting"]["stopped"])),
-            bool(hang["all_alike"]),
-        ),
-        tuple(Group(tuple(map(int, each["ranks"])), tuple(map(str, each["frames"]))) for each in facts["groups"]),
+    return Hang(
+        tuple(map(int, hang["ranks"])),
+        float(hang["seconds"]),
+        float(hang["limit_s"]),
+        Sighting(seen, bool(hang["sighting"]["stopped"])),
+        bool(hang["all_alike"]),
     )
+
+
+def _read_seen(facts: Mapping[str, Any]) -> Seen:
+    groups = (Group(tuple(map(int, each["ranks"])), tuple(map(str, each["frames"]))) for each in facts["groups"])
+    heard = facts["heard"]
+    return Seen(tuple(groups), Heard(tuple(map(read_record, heard["records"])), tuple(map(int, heard["silent"]))))
