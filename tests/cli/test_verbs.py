@@ -103,6 +103,8 @@ def test_config_explain(shardway: Shardway) -> None:
         "checkpoint.keep",
         "checkpoint.keep_every",
         "checkpoint.background",
+        "checkpoint.local_every",
+        "checkpoint.local_dir",
     ]
 
 

@@ -67,6 +67,8 @@ def test_a_section_is_all_its_keys() -> None:
         "checkpoint.keep",
         "checkpoint.keep_every",
         "checkpoint.background",
+        "checkpoint.local_every",
+        "checkpoint.local_dir",
     ]
     assert docs[1] == KeyDoc(
         "checkpoint.keep",

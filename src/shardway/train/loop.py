@@ -283,7 +283,8 @@ class Loop:
 
     def _save(self) -> None:
         facts = self._facts()
-        if facts.stop and self._counters.step == self._began:
+        safe = self._tier is None or not self._tier.is_base
+        if facts.stop and self._counters.step == self._began and safe:
             return  # nothing was learnt since the checkpoint that was loaded, or at all
         last = facts.done or facts.stop
         self._save_point(last=last)

@@ -46,6 +46,8 @@ class LocalTier:
         self.nodes = nodes
         self.copied: int | None = None
         """The step that is being copied to the run directory."""
+        self.is_base = False
+        """Whether the run went on from here, so that the run directory lacks that step."""
 
     @property
     def leads(self) -> bool:
@@ -72,7 +74,7 @@ class LocalTier:
 
     def settle(self, step: int, *, is_here: bool) -> None:
         """The run goes on from this step, from these disks or not: what is newer here goes. On all ranks together."""
-        self._complete = [step] if is_here else []
+        self._complete, self.is_base = [step] if is_here else [], is_here
         self._session.ranks.together(lambda: self.files.remove_after(step) if self.leads else None)
 
     def retire(self, step: int, ranks: Ranks) -> None:
