@@ -34,8 +34,8 @@ REFUSALS: list[Refuses] = [
     Refuses(
         "what_nodes_save_has_a_folder",
         ("checkpoint.local_every=10 steps",),
-        "  checkpoint.local_every (command line): each node saves on its own disk, and the site laptop says of no folder "
-        "there (node.local_disk)\n"
+        "  checkpoint.local_every (command line): each node saves on its own disk, and the site laptop says of no "
+        "folder there (node.local_disk)\n"
         '      allowed: "off"; or a checkpoint.local_dir such as "$TMPDIR" or "/local/scratch"',
     ),
     Refuses(

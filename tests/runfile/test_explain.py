@@ -84,7 +84,7 @@ def test_an_unknown_key_is_answered_with_the_nearest() -> None:
     assert str(told.value) == (
         "there is no key checkpoint.evry; allowed: a section (model, data, train, optim, parallel, deepspeed, "
         "precision, recompute, checkpoint, guard, run, site) or section.key.\n"
-        "  Did you mean checkpoint.every or checkpoint.keep_every or checkpoint.keep?"
+        "  Did you mean checkpoint.every or checkpoint.keep_every or checkpoint.local_every?"
     )
 
 

@@ -40,7 +40,7 @@ def test_a_save_that_was_left_out_names_the_one_under_way() -> None:
 
 def test_what_the_disks_of_nodes_had_is_told() -> None:
     lines = {
-        "saved step-000000040 on the nodes  1.0 KiB in 0.3 s": event(
+        "saved step-000000040 on the nodes  1 KiB in 0.3 s": event(
             "saved", 40, 0.2, name="step-000000040", bytes=1024, seconds=0.3, tier="local"
         ),
         "step-000000040 on the disks of the nodes was not used and removed (no node has rank-00001.bin)": event(

@@ -149,8 +149,14 @@ class Loop:
             stop=stop,
             validate_due=self._owes_validation,
             goes_back=self._guard.must_go_back,
+            save_owed=self._save_owed,
             save_due=stop or self._stopping.decision.save or (done and plan.save_at_end) or plan.saves_after(step),
         )
+
+    @property
+    def _save_owed(self) -> bool:
+        """Whether the run is where it went on from, and its directory has no checkpoint of that."""
+        return self._tier is not None and self._tier.is_base and self._counters.step == self._began
 
     def _validates_here(self) -> bool:
         step, every = self._counters.step, self._plan.validate_every
@@ -283,8 +289,7 @@ class Loop:
 
     def _save(self) -> None:
         facts = self._facts()
-        safe = self._tier is None or not self._tier.is_base
-        if facts.stop and self._counters.step == self._began and safe:
+        if facts.stop and self._counters.step == self._began and not facts.save_owed:
             return  # nothing was learnt since the checkpoint that was loaded, or at all
         last = facts.done or facts.stop
         self._save_point(last=last)

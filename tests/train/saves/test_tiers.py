@@ -24,7 +24,7 @@ from shardway.rundir.line import read_line
 from shardway.rundir.local import LocalRun, find_local_run
 from shardway.rundir.run_id import find_run_id
 from shardway.train.run import Run
-from shardway.train.saves import copies, saving
+from shardway.train.saves import background, copies, saving
 from shardway.train.saves.cadence import LeastCost
 
 WORDS = ("train.steps=12", "optim.warmup=0 steps", "checkpoint.background=true", "model.dropout=0.1")
@@ -209,6 +209,14 @@ def test_a_run_that_went_on_from_its_node_and_stops_at_once_is_saved(tmp_path: P
     assert RunDir(tmp_path / "run").read_status()["state"] == "stopped"
 
 
+def test_a_run_that_died_right_before_its_last_save_makes_it(tmp_path: Path, quiet_threads: None) -> None:
+    train(tmp_path, last=9)
+    train(tmp_path, "train.steps=8")
+    assert started(tmp_path)[-1] == (8, "local")
+    assert RunDir(tmp_path / "run").checkpoint_steps() == [6, 8]
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
 def test_another_model_is_refused_where_only_nodes_have_saved(tmp_path: Path, quiet_threads: None) -> None:
     train(tmp_path, last=5)
     assert RunDir(tmp_path / "run").checkpoint_steps() == []
@@ -307,6 +315,28 @@ def test_nodes_save_on_while_a_slow_file_system_is_written(
     assert [(event["step"], event["saving"]) for event in read_named(tmp_path / "run", "save_skipped")] == [(8, 4)]
     assert RunDir(tmp_path / "run").checkpoint_steps() == [4, 12]
     assert read_column(tmp_path / "run") == well(tmp_path)
+
+
+def test_what_is_due_while_nodes_still_write_is_copied_right_after(
+    tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, write = threading.Event(), background.write_checkpoint
+
+    def wait_first(place: Any, on: Any, content: Any) -> Any:
+        assert content.step != 5 or gate.wait(60.0)
+        return write(place, on, content)
+
+    monkeypatch.setattr(background, "write_checkpoint", wait_first)
+
+    def look(run: Run, step: int) -> None:
+        if step == 8:
+            gate.set()
+        if step >= 8:
+            run._loop._saver.settle()  # type: ignore[union-attr]
+
+    train_tiny(tmp_path / "run", lone_rank(), *words(tmp_path, local=5), before_step=look)
+    assert [(event["step"], event["saving"]) for event in read_named(tmp_path / "run", "save_skipped")] == [(6, 5)]
+    assert RunDir(tmp_path / "run").checkpoint_steps() == [8, 12]
 
 
 def two_nodes() -> Ranks:

@@ -76,6 +76,8 @@ class Saver:
         self._cadences = {SHARED: Cadence(every_s, clock), LOCAL: Cadence(tier[1] if tier else None, clock)}
         self._tier = tier[0] if tier is not None else None
         self._copies = Copies(session, self._tier) if self._tier is not None else None
+        self._owed = False
+        """Whether a save into the run directory was due while nodes still wrote to their disks: it comes right after."""
         session.at_end.push(self._leave)
 
     @property
@@ -97,6 +99,7 @@ class Saver:
             self.settle()
         elif self._background.is_busy():
             self._skip(point.step, self._background.last_begun)
+            self._owed = self._owed or (point.shared and self._tier is not None)
             return
         self.poll()
         for place, copies in self._route(point):
@@ -129,7 +132,7 @@ class Saver:
         """By this rank's clock; what is being copied is not due again."""
         copying = self._copies is not None and self._copies.copying is not None
         due = {tier: cadence.is_due(RETRY_S) for tier, cadence in self._cadences.items()}
-        return {**due, SHARED: due[SHARED] and not copying}
+        return {**due, SHARED: (due[SHARED] or self._owed) and not copying}
 
     def _route(self, point: Point) -> list[tuple[Place, bool]]:
         """Where to save, and whether it is copied on from there; the same on all ranks. At most one place."""
@@ -138,6 +141,7 @@ class Saver:
             return [(shared, False)]
         due = self._session.ranks.gather(self._due() if self._session.ranks.is_first else {})[0]
         wants_shared, wants_local = point.shared or due[SHARED], point.local or due[LOCAL]
+        self._owed = False
         if wants_shared and self._copies.is_busy():
             self._skip(point.step, self._copies.copying)
             wants_shared = False
