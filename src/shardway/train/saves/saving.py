@@ -77,7 +77,7 @@ class Saver:
         self._tier = tier[0] if tier is not None else None
         self._copies = Copies(session, self._tier) if self._tier is not None else None
         self._owed = False
-        """Whether a save into the run directory was due while nodes still wrote to their disks: it comes right after."""
+        """Whether a save into the run directory was due while nodes wrote to their disks: it comes right after."""
         session.at_end.push(self._leave)
 
     @property
