@@ -16,11 +16,12 @@ import torch.distributed as dist
 from pool import ranks
 from runs import Died, die_at, lone_rank, pool_ranks, read_column, read_named, signal_at, train_tiny
 from shardway.checkpoint import carry, stock
+from shardway.cli.status import status
 from shardway.errors import UserError
 from shardway.ranks.launcher import Placement
 from shardway.ranks.start import Ranks
 from shardway.rundir.directory import RunDir
-from shardway.rundir.line import read_line
+from shardway.rundir.line import SHARED, read_line
 from shardway.rundir.local import LocalRun, find_local_run
 from shardway.rundir.run_id import find_run_id
 from shardway.train.run import Run
@@ -102,6 +103,7 @@ def test_a_run_that_died_goes_on_from_what_its_node_saved(tmp_path: Path, quiet_
     assert list((tmp_path / "disk").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_leaves_what_its_node_has(tmp_path: Path, quiet_threads: None) -> None:
     train_tiny(tmp_path / "run", lone_rank(), *words(tmp_path), before_step=settled(signal_at(5)))
     assert RunDir(tmp_path / "run").checkpoint_steps() == [5]
@@ -165,6 +167,7 @@ def test_where_nothing_on_a_node_holds_the_run_directory_does(tmp_path: Path, qu
     assert read_column(tmp_path / "run") == well(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_disk_that_was_lost_costs_the_steps_since_the_last_copy(tmp_path: Path, quiet_threads: None) -> None:
     train(tmp_path, last=9)
     shutil.rmtree(tmp_path / "disk")
@@ -174,7 +177,7 @@ def test_a_disk_that_was_lost_costs_the_steps_since_the_last_copy(tmp_path: Path
 
 
 def test_two_failures_from_one_local_checkpoint_drop_the_tier_for_the_next_start(
-    tmp_path: Path, quiet_threads: None
+    tmp_path: Path, quiet_threads: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for _ in range(3):
         train(tmp_path, last=9)
@@ -184,12 +187,16 @@ def test_two_failures_from_one_local_checkpoint_drop_the_tier_for_the_next_start
     (told,) = read_named(tmp_path / "run", "tier_dropped")
     assert told["dropped"] == 8
     assert RunDir(tmp_path / "run").read_status()["tier_dropped"] == 8
+    status(str(tmp_path / "run"))
+    said = "  nodes       what they have saved is left out: two starts from step 8 failed"
+    assert said in capsys.readouterr().out.splitlines()
     assert local_of(tmp_path).steps() == [8], "saved again by the start that left them out"
     train(tmp_path)
     assert started(tmp_path)[-1] == (8, "local")
     assert read_column(tmp_path / "run") == well(tmp_path)
 
 
+@pytest.mark.slow
 def test_what_was_saved_before_a_start_without_the_tier_is_not_taken(tmp_path: Path, quiet_threads: None) -> None:
     train(tmp_path, last=9)
     train(tmp_path, "checkpoint.local_every=off", last=7)
@@ -199,6 +206,7 @@ def test_what_was_saved_before_a_start_without_the_tier_is_not_taken(tmp_path: P
     assert told["reason"] == "the run went on from step 6 after it was saved"
 
 
+@pytest.mark.slow
 def test_a_run_that_went_on_from_its_node_and_stops_at_once_is_saved(tmp_path: Path, quiet_threads: None) -> None:
     """Nothing was learnt since, but the run directory lacks that step."""
     train(tmp_path, last=9)
@@ -209,6 +217,7 @@ def test_a_run_that_went_on_from_its_node_and_stops_at_once_is_saved(tmp_path: P
     assert RunDir(tmp_path / "run").read_status()["state"] == "stopped"
 
 
+@pytest.mark.slow
 def test_a_run_that_died_right_before_its_last_save_makes_it(tmp_path: Path, quiet_threads: None) -> None:
     train(tmp_path, last=9)
     train(tmp_path, "train.steps=8")
@@ -217,6 +226,7 @@ def test_a_run_that_died_right_before_its_last_save_makes_it(tmp_path: Path, qui
     assert list((tmp_path / "disk").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_another_model_is_refused_where_only_nodes_have_saved(tmp_path: Path, quiet_threads: None) -> None:
     train(tmp_path, last=5)
     assert RunDir(tmp_path / "run").checkpoint_steps() == []
@@ -231,17 +241,44 @@ def test_a_variable_that_is_not_set_is_told(tmp_path: Path, quiet_threads: None)
         train(tmp_path, "checkpoint.local_dir=$NO_SUCH_DISK")
 
 
+@pytest.mark.slow
 def test_saves_by_the_clock(tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LeastCost, "interval_s", lambda cost, save_s: 0.0)
     train(tmp_path, "checkpoint.local_every=auto", "checkpoint.every=off", "train.steps=4")
     assert saved(tmp_path) == [(1, "local"), (2, "local"), (3, "local"), (4, "shared")]
 
 
+def test_what_the_clock_asks_for_in_the_run_directory_is_copied_once(tmp_path: Path, quiet_threads: None) -> None:
+    def look(run: Run, step: int) -> None:
+        if step == 3:
+            run._loop._saver._cadences[SHARED]._tried_at -= 7200.0  # type: ignore[union-attr]
+
+    more = ("checkpoint.local_every=5 steps", "checkpoint.every=1h")
+    train_tiny(tmp_path / "run", lone_rank(), *words(tmp_path), *more, before_step=settled(look))
+    assert [step for step, tier in saved(tmp_path) if tier == SHARED] == [3, 12]
+
+
+@pytest.mark.slow
 def test_saves_that_are_waited_for(tmp_path: Path, quiet_threads: None) -> None:
     train(tmp_path, "checkpoint.background=false", last=9)
     assert saved(tmp_path) == [(2, "local"), (4, "local"), (6, "shared"), (8, "local")]
     train(tmp_path, "checkpoint.background=false")
     assert started(tmp_path)[-1] == (8, "local")
+
+
+@pytest.mark.slow
+def test_what_a_copy_of_the_run_saved_on_the_same_node_is_not_taken(tmp_path: Path, quiet_threads: None) -> None:
+    """It has the same id, so that both use one folder."""
+    train(tmp_path, last=9)
+    shutil.copytree(tmp_path / "run", tmp_path / "copied")
+    train(tmp_path, "optim.lr=0.1", last=11)
+    assert local_of(tmp_path).steps() == [8, 10]
+    train_tiny(tmp_path / "copied", lone_rank(), *words(tmp_path), before_step=settled())
+    begun = [(event["step"], event["checkpoint_tier"]) for event in read_named(tmp_path / "copied", "started")]
+    assert begun == [(0, None), (8, "local")]
+    (told,) = read_named(tmp_path / "copied", "set_aside")
+    assert (told["name"], told["reason"]) == ("step-000000010", "the run does not come from the start that saved it")
+    assert read_column(tmp_path / "copied") == well(tmp_path)
 
 
 class FullDisk:
@@ -293,6 +330,7 @@ def test_a_damaged_file_is_not_copied(tmp_path: Path, quiet_threads: None, monke
     assert read_column(tmp_path / "run") == well(tmp_path)
 
 
+@pytest.mark.slow
 def test_nodes_save_on_while_a_slow_file_system_is_written(
     tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,6 +355,7 @@ def test_nodes_save_on_while_a_slow_file_system_is_written(
     assert read_column(tmp_path / "run") == well(tmp_path)
 
 
+@pytest.mark.slow
 def test_what_is_due_while_nodes_still_write_is_copied_right_after(
     tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,6 +385,7 @@ def two_nodes() -> Ranks:
     return Ranks(place, torch.device("cpu"), grouped=True)
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_ranks_go_on_from_what_their_node_saved(rank: int, tmp_path: Path) -> None:
     layout = ("parallel.dp_replicate=1", "parallel.dp_shard=2")

@@ -172,6 +172,7 @@ class Saver:
             source = self._background.begin(content, started, place, lambda on: self._retire(place, point, on))
         if copies and source is not None and self._copies is not None:
             target = shared_place(session.directory, session.ranks)
+            self._cadences[SHARED].try_now()
             self._copies.begin(source, target, lambda on: self._retire(target, point, on))
 
     def _save_now(self, place: Place, point: Point, started: float) -> Landed | None:
