@@ -15,8 +15,10 @@ SENTINEL = "hunter2-4711"
 
 REMOVERS = {
     "checkpoint/export.py": "the hidden, unfinished neighbour of the folder that it writes",
+    "checkpoint/fetch.py": "a file that it has just received damaged",
     "checkpoint/retention.py": "checkpoints by their names, unfinished ones too",
     "checkpoint/save.py": "the unfinished folder of this step",
+    "checkpoint/stock.py": "the folder of links and of received files that it made to read through",
     "cli/rehearse.py": "a temporary folder of its own",
     "data/sources/cache.py": "temporary files of its own",
     "launch/hosts/local.py": "a temporary folder of its own",
@@ -27,6 +29,7 @@ REMOVERS = {
     "ranks/local.py": "a folder that it has just made to see whether it can",
     "rundir/atomic.py": "temporary files of its own",
     "rundir/claims.py": "files of older epochs",
+    "rundir/local.py": "what this run, by its id, has saved on the disk of a node",
     "train/importing.py": "the hidden, unfinished neighbour of the run directory that it makes",
     "rundir/directory.py": "a mark that it has just made, and the stop file",
 }

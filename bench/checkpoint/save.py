@@ -28,6 +28,7 @@ from torch import nn
 
 from shardway.checkpoint.flight import Flight
 from shardway.checkpoint.load import load_latest
+from shardway.checkpoint.place import shared_place
 from shardway.checkpoint.save import collect_content, save_checkpoint, write_checkpoint
 from shardway.checkpoint.staging import Staging
 from shardway.checkpoint.state import Tensors, Trained
@@ -189,7 +190,7 @@ def background(bench: Bench) -> None:
     with bench.timed("stall"):
         content = collect_content(ALONE, bench.trained, 1, {"step": 1})
         copied = replace(content, tensors=bench.staging.stage(content.tensors))
-        flight = Flight(1, ALONE, lambda: write_checkpoint(bench.directory, ALONE, copied))
+        flight = Flight(1, ALONE, lambda: write_checkpoint(shared_place(bench.directory, ALONE), ALONE, copied))
     beside = Paced()
     while not flight.has_landed:
         beside.take(step)

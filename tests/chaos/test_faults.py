@@ -15,8 +15,10 @@ from pathlib import Path
 
 import pytest
 from faults import FAULTS
+from faults.numbers import HARM
 from faults.stops import validates_for_ever
-from faults.strike import Aftermath, Fault, children, strike, wait_for
+from faults.strike import Aftermath, Fault, children, injected, strike, wait_for
+from faults.tiers import WORDS as NODES
 from judge import compare, finished, used_samples
 from notes import Case, take_note
 
@@ -111,6 +113,26 @@ def test_a_stop_that_takes_too_long_ends_the_run_with_the_reason(start: Start, u
     assert command.left_alive() == []
     assert command.run.read_status()["state"] == "failed"
     start("run", *WORDS).finish()
+    compare(command.folder, undisturbed(FAULTS[0]), 0.0)
+
+
+@pytest.mark.exhaustive
+def test_the_same_failure_again_and_again_drops_what_the_nodes_saved_and_then_ends_the_run(
+    start: Start, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    """Two starts from the nodes' last step fail, the next one goes on from the run directory; mended, all is well."""
+    mended = tmp_path / "mended"
+    command = start("run", *_words(NODES, tmp_path), environ=injected(**{HARM: f"0:raise:{52 * 8}:{mended}"}))
+    code, said = command.end()
+    assert code != 0
+    assert "it is not started again: the same failure came twice with step" in said
+    begun = [event for event in command.run.all_events() if event["event"] == "started"]
+    *_, first, second, last = [(event["step"], event["checkpoint_tier"]) for event in begun]
+    assert first == second
+    assert (first[1], last[1]) == ("local", "shared")
+    assert last[0] < first[0] <= 50
+    mended.touch()
+    command.again().finish()
     compare(command.folder, undisturbed(FAULTS[0]), 0.0)
 
 

@@ -15,6 +15,7 @@ from runs import lone_rank, pool_ranks
 from shardway.checkpoint.flight import Flight
 from shardway.checkpoint.load import load_latest
 from shardway.checkpoint.manifest import read_manifest
+from shardway.checkpoint.place import shared_place
 from shardway.checkpoint.save import Saved, collect_content, save_checkpoint, write_checkpoint
 from shardway.checkpoint.staging import Staging
 from shardway.errors import JobError
@@ -39,7 +40,7 @@ def test_the_files_are_the_same(rank: int, tmp_path: Path, shape: tuple[int, int
     expected = whole_state(trained.model, trained.optimizer)
     content = collect_content(on, trained, 2, numbers)
     copied = replace(content, tensors=Staging().stage(content.tensors))
-    flight = Flight(2, apart, lambda: write_checkpoint(flown, apart, copied))
+    flight = Flight(2, apart, lambda: write_checkpoint(shared_place(flown, apart), apart, copied))
     train_on(trained, 3)  # its collectives and those of the thread do not meet
     assert flight.wait(60.0)
     assert flight.landing is not None

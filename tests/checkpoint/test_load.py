@@ -15,7 +15,9 @@ from torch import nn
 from pool import RankPool, ranks
 from runs import lone_rank, pool_ranks
 from shardway.checkpoint import load
-from shardway.checkpoint.load import PassedOver, load_latest, peek_latest
+from shardway.checkpoint.find import PassedOver
+from shardway.checkpoint.load import load_latest, peek_latest
+from shardway.checkpoint.place import shared_place
 from shardway.checkpoint.save import collect_content, save_checkpoint, write_checkpoint
 from shardway.checkpoint.state import Trained, collect_tensors, random_state
 from shardway.checkpoint.verify import verify_checkpoint
@@ -402,7 +404,7 @@ def save_part(folder: Path, part: str) -> RunDir:
     directory.create()
     content = collect_content(lone_rank(), trained, 1, NUMBERS)
     del content.tensors[part]
-    write_checkpoint(directory, lone_rank(), content)
+    write_checkpoint(shared_place(directory, lone_rank()), lone_rank(), content)
     return directory
 
 

@@ -97,12 +97,26 @@ def test_config_explain(shardway: Shardway) -> None:
         "waited for, as are all where that memory does not suffice or the engine writes files of its own.\n"
         "  allowed: true or false\n"
         "  default: true\n"
+        "\n"
+        "checkpoint.local_every\n"
+        "  How often to save on each node's own disk, as `every`; what `every` asks for is then saved there as well, "
+        'and copied to the run directory while the run goes on. "off" = in the run directory alone.\n'
+        '  allowed: such as "200 steps", "10min", "auto", "off"\n'
+        '  default: "off"\n'
+        "\n"
+        "checkpoint.local_dir\n"
+        "  Folder on each node's own disk for these; variables of the environment may stand in it. Empty = the site's "
+        "node.local_disk (local_every).\n"
+        "  allowed: a text\n"
+        '  default: ""\n'
     )
     assert [doc["key"] for doc in facts(shardway("config", "explain", "checkpoint", "--json"))] == [
         "checkpoint.every",
         "checkpoint.keep",
         "checkpoint.keep_every",
         "checkpoint.background",
+        "checkpoint.local_every",
+        "checkpoint.local_dir",
     ]
 
 

@@ -6,6 +6,14 @@ from rule_cases import CONVNET, EMULATED, GPU, PIPELINE, Derives, Refuses
 
 DERIVATIONS: list[Derives] = [
     Derives(
+        "what_nodes_save_has_a_folder",
+        ("checkpoint.local_every=10 steps",),
+        "checkpoint.local_dir",
+        "$TMPDIR",
+        "node.local_disk of the site laptop",
+        {"local_disk": "$TMPDIR"},
+    ),
+    Derives(
         "float8_gathers_what_has_one_scale",
         (*EMULATED, "parallel.dp_shard=2"),
         "precision.float8_all_gather",
@@ -23,6 +31,19 @@ DERIVATIONS: list[Derives] = [
 ]
 
 REFUSALS: list[Refuses] = [
+    Refuses(
+        "what_nodes_save_has_a_folder",
+        ("checkpoint.local_every=10 steps",),
+        "  checkpoint.local_every (command line): each node saves on its own disk, and the site laptop says of no "
+        "folder there (node.local_disk)\n"
+        '      allowed: "off"; or a checkpoint.local_dir such as "$TMPDIR" or "/local/scratch"',
+    ),
+    Refuses(
+        "what_nodes_save_has_a_folder",
+        ("checkpoint.local_every=10 steps", "checkpoint.local_dir=scratch"),
+        '  checkpoint.local_dir (command line): "scratch" is no whole path, and each node would look for it elsewhere\n'
+        '      allowed: a text that begins with /, ~ or $, such as "$TMPDIR"',
+    ),
     Refuses(
         "a_probe_repeats_what_has_one_result",
         ("run.device=cuda", "guard.probe_every=500 steps"),

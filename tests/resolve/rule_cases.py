@@ -19,7 +19,7 @@ class Derives:
     key: str
     value: Any
     reason: str
-    circumstances: dict[str, int] = field(default_factory=dict)
+    circumstances: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{self.rule}-{self.value}"
@@ -32,7 +32,7 @@ class Refuses:
     rule: str
     words: tuple[str, ...]
     told: str
-    circumstances: dict[str, int] = field(default_factory=dict)
+    circumstances: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{self.rule}-{' '.join(self.words)}"

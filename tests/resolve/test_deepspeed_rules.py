@@ -43,6 +43,7 @@ NVME = ("deepspeed.stage=3", "deepspeed.nvme_path=/local")
         (("deepspeed.offload_params=cpu",), '"cpu": ZeRO 2 does not shard weights'),
         (("deepspeed.offload_optimizer=nvme", "deepspeed.nvme_path=/x"), '"nvme": ZeRO 2 keeps optimizer states'),
         (("deepspeed.stage=3", "deepspeed.offload_optimizer=nvme"), "deepspeed.nvme_path (default): is not set"),
+        (("checkpoint.local_every=9 steps", "checkpoint.local_dir=/x"), "DeepSpeed writes its files into one folder"),
         (("deepspeed.nvme_path=/x",), "has no effect: nothing is offloaded to nvme"),
         (("deepspeed.settings={zero_optimization={stage=3}}",), "zero_optimization.stage = 3, but the other"),
         (("deepspeed.settings={gradient_clipping=2.0}",), "gradient_clipping = 2.0, but the other keys"),

@@ -40,6 +40,7 @@ DERIVE_TOO = {
     "degrees_multiply_to_the_ranks",
     "a_micro_batch_is_a_part_of_a_rank_share",
     "float8_gathers_what_has_one_scale",
+    "what_nodes_save_has_a_folder",
 }
 
 ELSEWHERE = {
@@ -55,6 +56,7 @@ ELSEWHERE = {
     "zero_3_compiles_blocks",
     "zero_offloads_what_it_shards",
     "settings_of_deepspeed_do_not_contradict_the_run_file",
+    "what_nodes_save_is_written_by_shardway",
 }
 """Rules of `test_open_layout.py`, of `test_huggingface_rules.py` and of DeepSpeed."""
 

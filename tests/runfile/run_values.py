@@ -119,6 +119,7 @@ _BY_KEY: dict[str, st.SearchStrategy[Any]] = {
     "recompute.budget": FRACTION,
     "checkpoint.every": st.one_of(st.just("off"), spans(), times()),
     "checkpoint.keep_every": st.one_of(st.just("off"), spans()),
+    "checkpoint.local_every": st.one_of(st.sampled_from(["off", "auto"]), spans(), times()),
     "guard.non_finite": st.sampled_from(["skip", "stop", "off"]),
     "guard.spike": st.one_of(st.just("off"), POSITIVE),
     "guard.on_spike": st.sampled_from(["tell", "roll_back"]),

@@ -67,6 +67,8 @@ def test_a_section_is_all_its_keys() -> None:
         "checkpoint.keep",
         "checkpoint.keep_every",
         "checkpoint.background",
+        "checkpoint.local_every",
+        "checkpoint.local_dir",
     ]
     assert docs[1] == KeyDoc(
         "checkpoint.keep",
@@ -82,7 +84,7 @@ def test_an_unknown_key_is_answered_with_the_nearest() -> None:
     assert str(told.value) == (
         "there is no key checkpoint.evry; allowed: a section (model, data, train, optim, parallel, deepspeed, "
         "precision, recompute, checkpoint, guard, run, site) or section.key.\n"
-        "  Did you mean checkpoint.every or checkpoint.keep_every or checkpoint.keep?"
+        "  Did you mean checkpoint.every or checkpoint.keep_every or checkpoint.local_every?"
     )
 
 

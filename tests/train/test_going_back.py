@@ -303,6 +303,26 @@ def test_a_list_that_was_lost_is_read_from_a_checkpoint(tmp_path: Path, quiet_th
     assert_same_bits(found, train(tmp_path / "told", "checkpoint.every=1 steps", "data.skip=[[128, 136]]"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dies", [False, True])
+def test_what_nodes_saved_in_the_spike_is_not_taken(tmp_path: Path, quiet_threads: None, dies: bool) -> None:
+    """Neither by the process that goes back, nor by the next one where it dies once that was decided."""
+    local = ("checkpoint.local_every=1 steps", f"checkpoint.local_dir={tmp_path}", "checkpoint.every=6 steps")
+    if dies:
+        with pytest.raises(Died), pytest.MonkeyPatch.context() as patch:
+
+            def look(run: Run, step: int) -> None:
+                if step == 34:
+                    die_in(patch, "before anything is set aside")
+
+            train(tmp_path / "back", *local, *BACK, before_step=look)
+    found = train(tmp_path / "back", *local, *BACK)
+    assert_same_bits(found, train(tmp_path / "told", "data.skip=[[120, 136]]"))
+    assert_same_run(tmp_path / "back", tmp_path / "told")
+    told = [event["name"] for event in read_named(tmp_path / "back", "set_aside")]
+    assert told == ["step-000000033", "step-000000032"]
+
+
 class Second:
     """For `before_step`: end the run before a step that comes for the second time."""
 

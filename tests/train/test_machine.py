@@ -68,3 +68,16 @@ def test_a_run_goes_back_before_anything_else_and_then_is_as_after_a_restore(
     for phase in (V, S, STOP, FINISH, Phase.GO_BACK):
         assert next_phase(phase, Facts(*facts, goes_back=True)) is not Phase.GO_BACK
     assert next_phase(Phase.GO_BACK, Facts(*facts, goes_back=True)) is next_phase(R, Facts(*facts))
+
+
+@pytest.mark.parametrize("facts", ALL, ids=str)
+def test_a_run_that_ends_where_it_went_on_from_saves_what_its_directory_lacks(
+    facts: tuple[bool, bool, bool, bool],
+) -> None:
+    done, stop, validate_due, _ = facts
+    owed, after = Facts(*facts, save_owed=True), next_phase(R, Facts(*facts))
+    expected = S if after is not V and (done or stop) else after
+    assert next_phase(R, owed) is expected
+    for phase in (T, V, S, STOP, FINISH):
+        assert next_phase(phase, owed) is next_phase(phase, Facts(*facts))
+    assert validate_due or after is not V

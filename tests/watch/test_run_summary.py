@@ -134,6 +134,14 @@ def test_broken_loss_is_nan_here_and_null_in_json(
     assert (plain["loss"], plain["grad_norm"], plain["validation"]["loss"]) == (None, None, None)
 
 
+def test_what_nodes_had_and_was_left_out_is_known(run: RunDir) -> None:
+    run.create()
+    run.write_status(state="running", step=3)
+    assert summarise(run).tier_dropped is None
+    run.write_status(state="running", step=3, tier_dropped=50)
+    assert summarise(run).tier_dropped == 50
+
+
 def test_a_way_back_undoes_later_steps_and_what_is_left_out_is_known(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,5 +38,20 @@ def test_a_save_that_was_left_out_names_the_one_under_way() -> None:
     assert found.words == "no save: that of step 20 is still written"
 
 
+def test_what_the_disks_of_nodes_had_is_told() -> None:
+    lines = {
+        "saved step-000000040 on the nodes  1 KiB in 0.3 s": event(
+            "saved", 40, 0.2, name="step-000000040", bytes=1024, seconds=0.3, tier="local"
+        ),
+        "step-000000040 on the disks of the nodes was not used and removed (no node has rank-00001.bin)": event(
+            "set_aside", 20, 0.2, name="step-000000040", kept_as="", reason="no node has rank-00001.bin", tier="local"
+        ),
+        "what the nodes have saved is left out: it failed twice": event(
+            "tier_dropped", 20, 0.2, dropped=40, reason="it failed twice"
+        ),
+    }
+    assert [found.words for each in lines.values() if (found := tell(each)) is not None] == list(lines)
+
+
 def test_a_step_is_no_news() -> None:
     assert tell(event("step", 3, 0.2, loss=1.0)) is None

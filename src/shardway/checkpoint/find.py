@@ -11,8 +11,9 @@ from pathlib import Path
 
 from shardway.checkpoint.manifest import NAME
 from shardway.errors import UserError
-from shardway.rundir.directory import RunDir, step_of_checkpoint
+from shardway.rundir.directory import RunDir
 from shardway.rundir.run_id import find_run_id
+from shardway.rundir.steps import step_of_checkpoint
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,14 @@ class Found:
     folder: Path
     step: int | None
     run: str = ""
+
+
+@dataclass(frozen=True)
+class PassedOver:
+    """A checkpoint that is newer than the one that was loaded, and why it was not."""
+
+    step: int
+    reason: str
 
 
 def find_checkpoints(path: Path) -> list[Found]:

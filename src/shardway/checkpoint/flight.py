@@ -20,7 +20,10 @@ from shardway.ranks.start import Ranks
 
 @dataclass(frozen=True)
 class Landing:
-    """How a flight ended: what was saved, or what went wrong; `ended` is a time of `time.perf_counter`."""
+    """How a flight ended: what was saved (None: there was nothing to save), or what went wrong.
+
+    `ended` is a time of `time.perf_counter`.
+    """
 
     saved: Saved | None
     error: BaseException | None
@@ -30,7 +33,7 @@ class Landing:
 class Flight:
     """A save under way: `write` runs in the thread, on all ranks together, over ranks that were set apart."""
 
-    def __init__(self, step: int, ranks: Ranks, write: Callable[[], Saved]) -> None:
+    def __init__(self, step: int, ranks: Ranks, write: Callable[[], Saved | None]) -> None:
         self.step = step
         self._device = ranks.device
         self._write = write

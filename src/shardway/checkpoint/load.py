@@ -7,36 +7,34 @@ and nobody goes on with it. It must not change anything on disk.
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from shardway.checkpoint.find import Found, PassedOver, find_in_run
 from shardway.checkpoint.manifest import Damaged, Manifest
 from shardway.checkpoint.seal import find_damage
-from shardway.checkpoint.shards.read import Source, read_tensors
+from shardway.checkpoint.shards.read import Source, list_wanted, read_tensors
+from shardway.checkpoint.shards.table import NAME as TABLE
 from shardway.checkpoint.shards.table import Table, read_table
 from shardway.checkpoint.state import State, Tensors, random_state, set_random_state
-from shardway.checkpoint.verify import manifest_of_step
+from shardway.checkpoint.stock import SharedStock, Stock
+from shardway.checkpoint.verify import manifest_of, manifest_of_step
 from shardway.errors import JobError
 from shardway.ranks.start import Ranks
 from shardway.rundir.directory import RunDir
-
-
-@dataclass(frozen=True)
-class PassedOver:
-    """A damaged checkpoint that is newer than the one that was loaded."""
-
-    step: int
-    reason: str
+from shardway.rundir.line import SHARED
+from shardway.rundir.steps import step_name
 
 
 @dataclass(frozen=True)
 class Loaded:
     """What was restored: the checkpoint's name, its counters, and whether the random state came with it.
 
-    `passed_over`: newer ones that are damaged, the newest first.
+    `passed_over`: newer ones that are damaged, the newest first. `tier`: where it was (`rundir.line`).
     """
 
     name: str
@@ -45,6 +43,7 @@ class Loaded:
     numbers: Mapping[str, Any]
     random_restored: bool
     passed_over: tuple[PassedOver, ...] = ()
+    tier: str = SHARED
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def load_latest(directory: RunDir, ranks: Ranks, state: State) -> Loaded | None:
     steps = ranks.gather(directory.checkpoint_steps() if ranks.is_first else [])[0]
     passed_over: list[PassedOver] = []
     for step in reversed(steps):
-        loaded = _load(directory, ranks, state, step)
+        loaded = load_from(SharedStock(find_in_run(directory, step), ranks), ranks, state)
         if isinstance(loaded, Loaded):
             return replace(loaded, passed_over=tuple(passed_over))
         passed_over.append(loaded)
@@ -90,9 +89,12 @@ def load_latest(directory: RunDir, ranks: Ranks, state: State) -> Loaded | None:
     return None
 
 
-def _load(directory: RunDir, ranks: Ranks, state: State, step: int) -> Loaded | PassedOver:
+def load_from(stock: Stock, ranks: Ranks, state: State) -> Loaded | PassedOver:
     """Restore one checkpoint, or say what of it is damaged; the same on every rank."""
-    opened = ranks.together(lambda: _open(directory, step))
+    step = stock.found.step or 0
+    if damaged := _agree(ranks, step, stock.bring(lambda: [TABLE])):
+        return damaged
+    opened = ranks.together(lambda: _open(stock.found))
     if damaged := _agree(ranks, step, opened.reasons if isinstance(opened, Damaged) else ()):
         return damaged
     if isinstance(opened, Damaged):  # which is agreed by now
@@ -101,21 +103,24 @@ def _load(directory: RunDir, ranks: Ranks, state: State, step: int) -> Loaded | 
     tensors = state.collect()
     if manifest.world == ranks.world:
         tensors["random"] = {f"rank-{ranks.rank}": random_state()}
-    if damaged := _agree(ranks, step, ranks.together(lambda: _read(opened, tensors, ranks))):
+    ranks.together(lambda: _fit(opened, tensors))
+    if damaged := _agree(ranks, step, stock.bring(lambda: _want(opened, tensors))):
+        return damaged
+    share = stock.share(sorted(manifest.files))
+    if damaged := _agree(ranks, step, ranks.together(lambda: _read(opened, tensors, share))):
         return damaged
     ranks.together(lambda: state.read_files(opened.folder, manifest.world))
     state.install(tensors)
     generators = tensors.get("random", {}).get(f"rank-{ranks.rank}")
     if generators:
         set_random_state(generators)
-    return Loaded(opened.folder.name, manifest.step, manifest.world, manifest.numbers, bool(generators))
+    return Loaded(step_name(manifest.step), manifest.step, manifest.world, manifest.numbers, bool(generators))
 
 
-def _open(directory: RunDir, step: int) -> _Opened | Damaged:
-    folder = directory.checkpoint_path(step)
+def _open(found: Found) -> _Opened | Damaged:
     try:
-        manifest = manifest_of_step(directory, step)
-        return _Opened(folder, manifest, read_table(folder, manifest))
+        manifest = manifest_of(found)
+        return _Opened(found.folder, manifest, read_table(found.folder, manifest))
     except Damaged as damage:
         return damage
 
@@ -135,20 +140,36 @@ def _nothing_whole(directory: RunDir, damaged: Sequence[PassedOver]) -> str:
     )
 
 
-def _read(opened: _Opened, tensors: Tensors, ranks: Ranks) -> list[str]:
-    """Read what this rank wants, and compare its share of the files besides; what is damaged."""
-    folder, seals, table = opened.folder, opened.manifest.files, opened.table
-    shards = {chunk.file for row in table.tensors.values() for chunk in row.chunks}
-    share = sorted(seals)[ranks.rank :: ranks.world]
-    saved = sorted({**table.tensors, **table.values})
+@contextlib.contextmanager
+def _misfits_told(folder: Path) -> Iterator[None]:
+    """What torch and this module raise where a state is not that of a checkpoint, as a JobError."""
     try:
+        yield
+    except (RuntimeError, KeyError, ValueError) as error:
+        raise JobError(_misfit(folder, error)) from error
+
+
+def _fit(opened: _Opened, tensors: Tensors) -> None:
+    """Leave out of a template what was not saved. Raises JobError where it does not fit."""
+    saved = sorted({**opened.table.tensors, **opened.table.values})
+    with _misfits_told(opened.folder):
         _check_nothing_is_lost(tensors, saved)
         _leave_out_unsaved_state(tensors, saved)
         _leave_out_unsaved_generators(tensors, saved)
-        source = Source(folder, seals, table, whole=[name for name in share if name in shards])
-        damages = read_tensors(source, tensors)
-    except (RuntimeError, KeyError, ValueError) as error:
-        raise JobError(_misfit(folder, error)) from error
+
+
+def _want(opened: _Opened, tensors: Tensors) -> set[str]:
+    """The files that a template is read from. Raises JobError where it does not fit."""
+    with _misfits_told(opened.folder):
+        return list_wanted(opened.table, tensors)
+
+
+def _read(opened: _Opened, tensors: Tensors, share: Sequence[str]) -> list[str]:
+    """Read what this rank wants, and compare its share of the files besides; what is damaged."""
+    folder, seals, table = opened.folder, opened.manifest.files, opened.table
+    shards = {chunk.file for row in table.tensors.values() for chunk in row.chunks}
+    with _misfits_told(folder):
+        damages = read_tensors(Source(folder, seals, table, [name for name in share if name in shards]), tensors)
     others = (find_damage(folder, name, seals[name]) for name in share if name not in shards)
     return [*damages, *(damage for damage in others if damage)]
 

@@ -57,10 +57,19 @@ def list_files(folder: Path) -> list[str]:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest into a folder whose files are all there."""
+    content = _content_of(manifest)
+    write_json(folder / NAME, {**content, "xxh3": _digest(content)})
+
+
+def digest_manifest(manifest: Manifest) -> str:
+    """A checksum of all that a manifest says, the same as stands in its file."""
+    return _digest(_content_of(manifest))
+
+
+def _content_of(manifest: Manifest) -> dict[str, Any]:
     files = {name: {"bytes": seal.bytes, "xxh3": seal.blocks} for name, seal in sorted(manifest.files.items())}
     head = {"format": FORMAT, "step": manifest.step, "world": manifest.world, "epoch": manifest.epoch}
-    content = {**head, "run": manifest.run, "numbers": dict(manifest.numbers), "block_bytes": BLOCK, "files": files}
-    write_json(folder / NAME, {**content, "xxh3": _digest(content)})
+    return {**head, "run": manifest.run, "numbers": dict(manifest.numbers), "block_bytes": BLOCK, "files": files}
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardway.checkpoint.load import PassedOver
+from shardway.checkpoint.find import PassedOver
 from shardway.errors import JobError
 from shardway.rundir.atomic import fsync_folder
 from shardway.rundir.directory import RunDir

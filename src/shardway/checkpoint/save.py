@@ -11,14 +11,15 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
 from shardway.checkpoint.manifest import Manifest, list_files, write_manifest
+from shardway.checkpoint.place import Place, shared_place
 from shardway.checkpoint.seal import Seal, seal_file
 from shardway.checkpoint.shards.write import write_tensors
 from shardway.checkpoint.state import State, Tensors, count_bytes, random_state
@@ -38,10 +39,12 @@ FURTHER_FILES = 5
 
 @dataclass(frozen=True)
 class Saved:
-    """What a save left: the checkpoint's name and its size."""
+    """What a save left: the checkpoint's name, size and manifest, and which of its files this rank wrote."""
 
     name: str
     bytes: int
+    manifest: Manifest
+    own: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -58,21 +61,35 @@ class Content:
     write_files: Callable[[Path], None]
 
 
+@dataclass(frozen=True)
+class Work:
+    """What makes a checkpoint: its step, about how many bytes it has, and what writes its files into a folder.
+
+    `write` is called on all ranks together, and says what the manifest shall be and which files this rank wrote.
+    """
+
+    step: int
+    bytes: int
+    write: Callable[[Path], tuple[Manifest, Sequence[str]]]
+
+
 def save_checkpoint(
     directory: RunDir, ranks: Ranks, state: State, step: int, numbers: Mapping[str, Any]
 ) -> Saved | None:
     """Save on all ranks together; None where this step is saved already. Raises JobError on every rank alike."""
-    if is_saved(directory, ranks, step):
+    place = shared_place(directory, ranks)
+    if is_saved(place, ranks, step):
         return None
-    return write_checkpoint(directory, ranks, collect_content(ranks, state, step, numbers))
+    return write_checkpoint(place, ranks, collect_content(ranks, state, step, numbers))
 
 
-def is_saved(directory: RunDir, ranks: Ranks, step: int) -> bool:
+def is_saved(place: Place, ranks: Ranks, step: int) -> bool:
     """Whether there is a checkpoint of this step; asked on all ranks together.
 
-    Rank 0 looks for all: on a network file system ranks may see different things for a while.
+    Who leads there looks for all: on a network file system ranks may see different things for a while.
     """
-    return ranks.gather(ranks.is_first and directory.checkpoint_path(step).exists())[0]
+    found = ranks.gather(place.path(step).exists() if place.leads else None)
+    return all(each for each in found if each is not None)
 
 
 def collect_content(ranks: Ranks, state: State, step: int, numbers: Mapping[str, Any]) -> Content:
@@ -84,60 +101,78 @@ def collect_content(ranks: Ranks, state: State, step: int, numbers: Mapping[str,
     return Content(step, numbers, tensors, whole, state.write_files)
 
 
-def write_checkpoint(directory: RunDir, ranks: Ranks, content: Content) -> Saved:
+def write_checkpoint(place: Place, ranks: Ranks, content: Content) -> Saved:
     """Write a checkpoint on all ranks together, in any thread of theirs. Raises JobError on every rank alike."""
-    step = content.step
-    partial, final = directory.partial_checkpoint_path(step), directory.checkpoint_path(step)
+
+    def write(folder: Path) -> tuple[Manifest, Sequence[str]]:
+        own = ranks.together(lambda: _write_share(ranks, content, folder))
+        seals = {name: seal for share in ranks.gather(own) for name, seal in share.items()}
+        seals |= _seal_others(ranks, folder, seals)
+        return _agree_on_manifest(place, ranks, content, seals), tuple(own)
+
+    return make_checkpoint(place, ranks, Work(content.step, content.bytes, write))
+
+
+def make_checkpoint(place: Place, ranks: Ranks, work: Work) -> Saved:
+    """Make room, let the files be written, and make them a checkpoint; on all ranks together. Raises JobError on every
+    rank alike."""
+    partial, final = place.partial_path(work.step), place.path(work.step)
     try:
-        _check_space(directory, ranks, content.bytes)
-        ranks.together(lambda: _clear_and_make(partial) if ranks.is_first else None)
-        shares = ranks.gather(ranks.together(lambda: _write_share(ranks, content, partial)))
-        seals = {name: seal for share in shares for name, seal in share.items()}
-        seals |= _seal_others(ranks, partial, seals)
-        manifest = Manifest(step, ranks.world, content.numbers, seals, directory.epoch)
-        ranks.together(lambda: _commit(directory, manifest) if ranks.is_first else None)
+        _check_space(place, ranks, work.bytes)
+        ranks.together(lambda: _clear_and_make(partial) if place.leads else None)
+        manifest, own = work.write(partial)
+        confirm = place.run.confirm_writer
+        ranks.together(lambda: _commit(partial, final, manifest, confirm) if place.leads else None)
     except ShardwayError as error:
-        if ranks.is_first:
+        if place.leads:
             shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, Bug | Fenced | LostContact):
             raise  # nothing that more room would mend
-        raise _explain(error, directory, step) from error
-    return Saved(final.name, manifest.total_bytes)
+        raise JobError(place.explain(error, work.step)) from error
+    return Saved(final.name, manifest.total_bytes, manifest, tuple(own))
 
 
-def _check_space(directory: RunDir, ranks: Ranks, whole_bytes: int) -> None:
-    needed = int(whole_bytes * HEADROOM)
+def _agree_on_manifest(place: Place, ranks: Ranks, content: Content, seals: Mapping[str, Seal]) -> Manifest:
+    """The same on every rank, also where several write it: rank 0 says what is not known from the files."""
+    told = ranks.gather((content.numbers, find_run_id(place.run.path)) if ranks.is_first else None)[0]
+    if told is None:
+        raise Bug("rank 0 has not said what the manifest shall hold")
+    numbers, run = told
+    return Manifest(content.step, ranks.world, numbers, seals, place.run.epoch, run)
+
+
+def _check_space(place: Place, ranks: Ranks, whole_bytes: int) -> None:
+    needed, files = int(whole_bytes * place.share * HEADROOM), int(ranks.world * place.share) + FURTHER_FILES
 
     def check() -> None:
-        with _told():
-            free = shutil.disk_usage(directory.checkpoints).free
-            system = os.statvfs(directory.checkpoints)
+        with told_of_files():
+            folder = place.make()
+            free = shutil.disk_usage(folder).free
+            system = os.statvfs(folder)
         if free < needed:
             raise JobError(f"it needs about {render_size(needed)} and {render_size(free)} are free")
-        if system.f_files and system.f_favail < ranks.world + FURTHER_FILES:  # 0: such a file system has no limit
-            raise JobError(
-                f"it needs about {ranks.world + FURTHER_FILES} files and {system.f_favail} more may be made (inodes)"
-            )
+        if system.f_files and system.f_favail < files:  # 0: such a file system has no limit
+            raise JobError(f"it needs about {files} files and {system.f_favail} more may be made (inodes)")
 
-    ranks.together(lambda: check() if ranks.is_first else None)
+    ranks.together(lambda: check() if place.leads else None)
 
 
 def _clear_and_make(partial: Path) -> None:
-    with _told():
+    with told_of_files():
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(exist_ok=True)
 
 
 def _write_share(ranks: Ranks, content: Content, folder: Path) -> dict[str, Seal]:
     """Write what this rank has to write; the seals of its files of tensors, made from what was in memory."""
-    with ranks.contact("during a save"), _told(ranks.rank):
+    with ranks.contact("during a save"), told_of_files(ranks.rank):
         seals = write_tensors(folder, ranks, content.tensors)
         content.write_files(folder)
         return seals
 
 
 @contextlib.contextmanager
-def _told(rank: int = 0) -> Iterator[None]:
+def told_of_files(rank: int = 0) -> Iterator[None]:
     """What a file system refuses, or torch's writer for it, as a JobError.
 
     torch's CheckpointException is a BaseException: it would escape `except Exception`. Every rank gets those of all.
@@ -158,7 +193,7 @@ def _seal_others(ranks: Ranks, folder: Path, known: Mapping[str, Seal]) -> dict[
     """The seals of what another library wrote: every rank reads its share of these files."""
 
     def seal_share() -> dict[str, Seal]:
-        with _told():
+        with told_of_files():
             names = [name for name in list_files(folder) if name not in known]
             return {name: seal_file(folder / name) for name in names[ranks.rank :: ranks.world]}
 
@@ -166,13 +201,13 @@ def _seal_others(ranks: Ranks, folder: Path, known: Mapping[str, Seal]) -> dict[
     return {name: seal for share in shares for name, seal in share.items()}
 
 
-def _commit(directory: RunDir, manifest: Manifest) -> None:
-    partial, final = directory.partial_checkpoint_path(manifest.step), directory.checkpoint_path(manifest.step)
-    with _told():
-        write_manifest(partial, replace(manifest, run=find_run_id(directory.path)))
-        for within in {(partial / name).parent for name in manifest.files} | {partial}:
+def _commit(partial: Path, final: Path, manifest: Manifest, confirm: Callable[[], None]) -> None:
+    with told_of_files():
+        write_manifest(partial, manifest)
+        here = {(partial / name).parent for name in manifest.files} | {partial}
+        for within in (folder for folder in here if folder.is_dir()):
             fsync_folder(within)
-        directory.confirm_writer()  # a later holder has taken `partial` away: the rename fails, whatever comes between
+        confirm()  # a later holder has taken `partial` away: the rename fails, whatever comes between
         os.rename(partial, final)
         fsync_folder(final.parent)
 
@@ -186,14 +221,3 @@ def _say(error: BaseException) -> str:
     if "unexpected pos" in str(error) or "file write failed" in str(error):
         return "the file system took only a part of what was written (no space, or a quota)"
     return f"{type(error).__name__}: {error}"
-
-
-def _explain(error: ShardwayError, directory: RunDir, step: int) -> JobError:
-    steps = directory.checkpoint_steps()
-    last = f"step {steps[-1]} is the last complete checkpoint" if steps else "there is no earlier checkpoint"
-    return JobError(
-        f"the checkpoint of step {step} could not be saved in {directory.checkpoints}: {error}\n"
-        f"  Nothing that was saved before has changed; {last}.\n"
-        "  To do: make room (or lower checkpoint.keep, or choose another disk with --dir), then run the same command "
-        "again."
-    )

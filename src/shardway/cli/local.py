@@ -26,6 +26,9 @@ from shardway.resolve.request import Request, Resolution
 from shardway.rundir.atomic import why_refused
 from shardway.rundir.attempts import BY_SIGNAL, SECOND_SIGNAL, Attempt, Ending, Result
 from shardway.rundir.directory import RunDir
+from shardway.rundir.line import LOCAL, read_line
+from shardway.rundir.local import find_local_run
+from shardway.rundir.run_id import find_run_id
 from shardway.runfile.machine import RunSection
 
 ASKED = "a signal asked for a stop"
@@ -94,13 +97,13 @@ def train_local(resolution: Resolution, launch: LocalLaunch, crew: Crew) -> dict
     failures: list[Failure] = []
     try:
         while find_received() is None and (blame := _run_once(run, launch, patience, crew)) is not None:
-            failures.append(_describe(run, blame.error))
+            failures.append(_describe(resolution, blame.error))
             verdict = decide(failures, most)
             if verdict.restart and (why := crew.why_not_again() or _why_refused(run)):
                 verdict = Verdict(False, why)
             if run.stop_requested() or isinstance(blame.error, LateStop) or not verdict.restart:
                 _give_up(run, attempt, blame, failures, verdict)
-            tell_restart(run, blame.error, len(failures))
+            tell_restart(run, blame.error, len(failures), failures[-1].saved_step)
         if find_received() is not None:
             _end_early(run, attempt)
     except KeyboardInterrupt:
@@ -180,10 +183,23 @@ def tell_wake(hang: Hang) -> None:
     print(f"{hang.message}, and was told to go on", file=sys.stderr)
 
 
-def _describe(run: RunDir, error: ShardwayError) -> Failure:
-    saved = run.checkpoint_steps()
+def _describe(resolution: Resolution, error: ShardwayError) -> Failure:
+    run, base = resolution.directory, read_line(resolution.directory.path).last
+    shared = max(run.checkpoint_steps(), default=0)
+    saved = max((shared, *_list_local_steps(resolution)))
     hopeless = isinstance(error, UserError | SiteError | Fenced)
-    return Failure(sign_failure(describe_error(error)), saved[-1] if saved else 0, hopeless)
+    from_nodes = base is not None and saved > shared and (base.tier, base.from_step) == (LOCAL, saved)
+    return Failure(sign_failure(describe_error(error)), saved, hopeless, from_nodes)
+
+
+def _list_local_steps(resolution: Resolution) -> list[int]:
+    """Steps that were saved on the disk of this node, where the run saves there."""
+    section, run_id = resolution.resolved.values.checkpoint, find_run_id(resolution.directory.path)
+    if section.local_every == "off" or not run_id:
+        return []
+    with contextlib.suppress(UserError):  # told by the ranks
+        return find_local_run(section.local_dir, run_id).steps()
+    return []
 
 
 def _give_up(run: RunDir, attempt: Attempt | None, blame: Blame, failures: list[Failure], verdict: Verdict) -> NoReturn:
@@ -201,12 +217,14 @@ def _give_up(run: RunDir, attempt: Attempt | None, blame: Blame, failures: list[
     raise error
 
 
-def tell_restart(run: RunDir, error: ShardwayError, failures: int) -> None:
-    """In the events of rank 0, which is gone by now, for whoever reads or shows the run: the ranks start again."""
-    saved = run.checkpoint_steps()
+def tell_restart(run: RunDir, error: ShardwayError, failures: int, saved_step: int | None = None) -> None:
+    """In the events of rank 0, which is gone by now, for whoever reads or shows the run: the ranks start again.
+
+    `saved_step` is the newest checkpoint, where that is known and not only in the run directory.
+    """
+    saved = max(run.checkpoint_steps(), default=0) if saved_step is None else saved_step
     with contextlib.suppress(OSError, JobError), run.event_writer(0) as events:
-        reason = render_reason(str(error))
-        events.write("restarted", step=saved[-1] if saved else 0, reason=reason, failures=failures)
+        events.write("restarted", step=saved, reason=render_reason(str(error)), failures=failures)
 
 
 def pack_request(request: Request) -> str:

@@ -184,6 +184,7 @@ def _summary_lines(summary: RunSummary, known: int) -> list[str]:
         f"  last save   step {save.step}, {render_clock(time.time() - save.time)} ago" if save else "",
         _say_productive(summary),
         *_say_left_out(summary),
+        _say_dropped(summary),
         f"  ranks       {summary.world} on {summary.device}" if summary.world else "",
         _say_attempts(summary.attempts, known),
         f"  writer      {summary.writer}" if summary.writer else "",
@@ -195,6 +196,11 @@ def _say_productive(summary: RunSummary) -> str:
     from shardway.watch.words import render_account
 
     return f"  productive  {render_account(summary.account)}" if summary.account else ""
+
+
+def _say_dropped(summary: RunSummary) -> str:
+    step = summary.tier_dropped
+    return f"  nodes       what they have saved is left out: two starts from step {step} failed" if step else ""
 
 
 def _say_left_out(summary: RunSummary) -> list[str]:

@@ -112,6 +112,7 @@ def resolve_loaded(
         machine=known,
         shape=_shape_of(values.model.hf) if known or values.parallel.layout == "auto" else None,
         own_model=request.own_model,
+        local_disk=site.node.local_disk or "",
     )
     return Resolution(request, loaded, resolve(loaded, circumstances))
 

@@ -36,6 +36,8 @@ class Circumstances:
     """The layers of model.hf, where the planner knows its family."""
     own_model: bool = False
     """Whether a script brings its own model and data, so that [model] and [data] describe nothing."""
+    local_disk: str = ""
+    """Folder on each node's own disk, as the site's profile says; empty where it says none."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from shardway.rundir.fields import check_sections
 from shardway.rundir.lease import Follower, Means, Tenure
 from shardway.rundir.left_out import LeftOutFile
 from shardway.rundir.lock import Place, WriterLock, find_holder, find_holder_host
+from shardway.rundir.steps import list_partials, list_steps, partial_name, step_name
 
 FORMAT = 1
 """Version of the run directory that this code writes, and the newest that it reads."""
@@ -33,21 +34,13 @@ FOLDER_MODE = 0o750
 OWN_NAMES = frozenset(
     (
         *("run.toml", "resolved.toml", "ds_config.json", "events", "checkpoints", "status.json", "writer.lock"),
-        *("run-id", "lease", "logs", "attempts", "report.html", "stop", "left_out.json"),
+        *("run-id", "lease", "logs", "attempts", "report.html", "stop", "left_out.json", "line.json"),
     )
 )
 """What a run directory consists of."""
 
-_CHECKPOINT = re.compile(r"step-(\d{9})")
-_SET_ASIDE = re.compile(r"(?:damaged|undone)-step-(\d{9})(\.\d+)?")
 _ATTEMPT = re.compile(r"\d{4,}")
 _EVENTS = re.compile(r"rank-(\d{5,})\.jsonl")
-
-
-def step_of_checkpoint(folder: Path) -> int | None:
-    """The step that the name of a checkpoint's folder says, also of one that was set aside; None for another name."""
-    match = _CHECKPOINT.fullmatch(folder.name) or _SET_ASIDE.fullmatch(folder.name)
-    return int(match[1]) if match else None
 
 
 @dataclass(frozen=True)
@@ -274,12 +267,11 @@ class RunDir:
 
     def checkpoint_path(self, step: int) -> Path:
         """Where the checkpoint of a step stands once it is complete."""
-        return self.checkpoints / f"step-{step:09d}"
+        return self.checkpoints / step_name(step)
 
     def partial_checkpoint_path(self, step: int) -> Path:
         """Where the checkpoint of a step is written before it is complete; each epoch has a place of its own."""
-        epoch = f".epoch-{self.epoch:06d}" if self.epoch else ""
-        return self.checkpoints / f".step-{step:09d}{epoch}.partial"
+        return self.checkpoints / partial_name(step, f"epoch-{self.epoch:06d}" if self.epoch else "")
 
     def read_step(self) -> int:
         """How many steps are done, as the status says; 0 where it does not."""
@@ -298,20 +290,17 @@ class RunDir:
 
     def checkpoint_steps(self) -> list[int]:
         """Steps with a complete checkpoint, oldest first."""
-        if not self.checkpoints.is_dir():
-            return []
-        found = (_CHECKPOINT.fullmatch(path.name) for path in self.checkpoints.iterdir())
-        return sorted(int(match[1]) for match in found if match)
+        return list_steps(self.checkpoints)
 
     def aside_path(self, step: int, kind: str) -> Path:
         """A free name for a checkpoint that is "damaged" or "undone", where it is kept and not taken for one."""
-        first = self.checkpoints / f"{kind}-step-{step:09d}"
+        first = self.checkpoints / f"{kind}-{step_name(step)}"
         names = chain([first], (first.with_name(f"{first.name}.{number}") for number in count(2)))
         return next(path for path in names if not path.exists())
 
     def partial_checkpoints(self) -> list[Path]:
         """Leftovers of saves that never became complete."""
-        return sorted(self.checkpoints.glob(".step-*.partial"))
+        return list_partials(self.checkpoints)
 
     @property
     def left_out(self) -> LeftOutFile:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from shardway.runfile.checkpoint import CheckpointSection
 from shardway.runfile.guard import GuardSection
 from shardway.runfile.machine import RunSection, SiteSection
 from shardway.runfile.section import (
@@ -25,7 +26,6 @@ from shardway.runfile.types import (
     Auto,
     BytesField,
     Off,
-    SaveCadence,
     SettingsField,
     SkipsField,
     SpanField,
@@ -329,27 +329,6 @@ class RecomputeSection(Section):
     )
     budget: Fraction = key(
         0.5, "Part of the activations of a compiled graph that may be kept; needs train.compile (budget)."
-    )
-
-
-class CheckpointSection(Section):
-    """When state is saved and how much of it is kept."""
-
-    every: SaveCadence = key(
-        Span(200, "steps"),
-        'How often to save: an amount of training, a time, "auto" (what costs least, by the time of a save and the '
-        'number of ranks) or "off".',
-    )
-    keep: PositiveInt = key(
-        3, "Complete checkpoints that are kept; older ones are removed after a newer one is complete."
-    )
-    keep_every: SpanOrOff = key(
-        "off", "Steps whose checkpoints are kept for ever, beside the newest; they are saved whatever `every` says."
-    )
-    background: bool = key(
-        True,
-        "Write checkpoints while the run goes on, from a copy of the state in the host's memory; the last one is "
-        "waited for, as are all where that memory does not suffice or the engine writes files of its own.",
     )
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from shardway.checkpoint.export import save_weights
-from shardway.checkpoint.load import PassedOver, load_latest
+from shardway.checkpoint.find import PassedOver
+from shardway.checkpoint.load import load_latest
 from shardway.checkpoint.state import Trained
 from shardway.errors import UserError
 from shardway.hfconfig import locate_model

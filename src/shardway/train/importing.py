@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from shardway.checkpoint.copy import copy_checkpoint
+from shardway.checkpoint.place import shared_place
 from shardway.checkpoint.save import Content, write_checkpoint
 from shardway.checkpoint.sources.base import Source
 from shardway.checkpoint.sources.find import open_source
@@ -246,7 +247,9 @@ def _write_weights(ranks: Ranks, directory: RunDir, match: Match, target: _Targe
     tensors = Trained(parallel.module, None).collect()
     origin = {"imported_from": f"{match.view.folder.resolve()} ({match.view.source.kind})"}
     numbers = {**Counters().as_numbers(), **origin}
-    write_checkpoint(directory, ranks, Content(0, numbers, tensors, count_bytes(tensors), lambda folder: None))
+    write_checkpoint(
+        shared_place(directory, ranks), ranks, Content(0, numbers, tensors, count_bytes(tensors), lambda folder: None)
+    )
     return 0, match.count_conversions(parallel.module)
 
 

@@ -29,6 +29,7 @@ from shardway.train.machine import Facts, Phase, next_phase
 from shardway.train.saves.back import Spiked, all_skips, as_numbers, decide_back, set_undone_aside
 from shardway.train.saves.restore import Restored, restore, set_damaged_aside
 from shardway.train.saves.saving import Point, Saver
+from shardway.train.saves.tiers import open_tier
 from shardway.train.schedule import lr_factor
 from shardway.train.session import Session, machine_facts
 from shardway.train.skipping import tell_late_spans, tell_skipped
@@ -71,7 +72,9 @@ class Loop:
         self._result: StepResult | None = None
         self._stream: TrainingStream | None = None
         self._peak_lrs: list[float] = []
-        self._saver = Saver(session, plan.save_every_s, plan.keep, self._took_save)
+        self._tier = open_tier(session, plan.local)
+        local = (self._tier, plan.local.every_s) if self._tier is not None and plan.local is not None else None
+        self._saver = Saver(session, plan.save_every_s, plan.keep, self._took_save, tier=local)
         self._guard = Guard(session, plan.guard, parts.engine.passes.parallel, self._saver.settle)
         self._phase = Phase.RESTORE
         self._open_step: _OpenStep | None = None
@@ -146,8 +149,14 @@ class Loop:
             stop=stop,
             validate_due=self._owes_validation,
             goes_back=self._guard.must_go_back,
+            save_owed=self._save_owed,
             save_due=stop or self._stopping.decision.save or (done and plan.save_at_end) or plan.saves_after(step),
         )
+
+    @property
+    def _save_owed(self) -> bool:
+        """Whether the run is where it went on from, and its directory has no checkpoint of that."""
+        return self._tier is not None and self._tier.is_base and self._counters.step == self._began
 
     def _validates_here(self) -> bool:
         step, every = self._counters.step, self._plan.validate_every
@@ -172,6 +181,7 @@ class Loop:
             bytes_per_token=self._parts.validation.bytes_per_token if self._parts.validation else None,
             parameters=parameters,
             checkpoint=loaded.name if loaded else None,
+            checkpoint_tier=loaded.tier if loaded else None,
             checkpoint_world=loaded.world if loaded else None,
             random_restored=loaded.random_restored if loaded else None,
             changed=session.changes if loaded else {},
@@ -188,7 +198,7 @@ class Loop:
 
     def _take_up(self) -> Restored:
         """Go on from the newest checkpoint that holds, or from the start."""
-        restored = restore(self._session, self._plan, self._parts.engine.state)
+        restored = restore(self._session, self._plan, self._parts.engine.state, self._tier)
         self._counters, self._loss_scale, self._left_out = restored.counters, restored.loss_scale, restored.left_out
         self._guard.restore(restored.loaded.numbers if restored.loaded is not None else {})
         self._began = self._counters.step
@@ -279,7 +289,7 @@ class Loop:
 
     def _save(self) -> None:
         facts = self._facts()
-        if facts.stop and self._counters.step == self._began:
+        if facts.stop and self._counters.step == self._began and not facts.save_owed:
             return  # nothing was learnt since the checkpoint that was loaded, or at all
         last = facts.done or facts.stop
         self._save_point(last=last)
@@ -299,7 +309,9 @@ class Loop:
             numbers["validation_owed"] = True
         if self._loss_scale is not None:
             numbers["loss_scale"] = self._loss_scale.as_numbers()
-        self._saver.save(Point(engine.state, self._counters.step, numbers, last, self._guard.in_spike))
+        step, plan = self._counters.step, self._plan
+        asks = plan.saves_shared_after(step), plan.saves_local_after(step)
+        self._saver.save(Point(engine.state, step, numbers, last, self._guard.in_spike, *asks))
 
     def _took_save(self, seconds: float) -> None:
         if self._stopping.deadline is not None:
@@ -309,6 +321,7 @@ class Loop:
         self._end("stopped", self._stopping.find_end())
 
     def _finish(self) -> None:
+        self._saver.finish()
         self._end("finished", End(Ending.FINISHED, f"all {self._plan.total_steps} steps are done"))
 
     # --- parts of states

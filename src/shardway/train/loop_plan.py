@@ -14,7 +14,8 @@ from shardway.data.loader import Batch
 from shardway.train.engines.base import Engine
 from shardway.train.guard import GuardPlan
 from shardway.train.loss_scale import LossScale
-from shardway.train.saves.saving import LeastCost
+from shardway.train.saves.cadence import LeastCost
+from shardway.train.saves.tiers import LocalPlan
 from shardway.train.schedule import Course
 from shardway.train.validate import Validation
 
@@ -37,10 +38,19 @@ class LoopPlan:
     loss_scale: LossScale | None = None
     stop_margin_s: float | None = None
     guard: GuardPlan = field(default_factory=GuardPlan)
+    local: LocalPlan | None = None
 
     def saves_after(self, step: int) -> bool:
-        """Whether a save is due by the number of this step; one that is kept for ever is made, whatever the cadence."""
+        """Whether a save is due by the number of this step."""
+        return self.saves_shared_after(step) or self.saves_local_after(step)
+
+    def saves_shared_after(self, step: int) -> bool:
+        """One into the run directory; that which is kept for ever is made, whatever the cadence."""
         return any(every is not None and step % every == 0 for every in (self.save_every, self.keep.every))
+
+    def saves_local_after(self, step: int) -> bool:
+        """One on the disks of the nodes."""
+        return self.local is not None and self.local.every is not None and step % self.local.every == 0
 
 
 @dataclass(frozen=True)

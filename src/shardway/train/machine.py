@@ -36,7 +36,8 @@ class Facts:
     """What the next phase follows from; the same on every rank.
 
     `validate_due`: a validation belongs after the step that was done last, and was not made. `goes_back`: the last
-    steps were a spike that the run goes back before.
+    steps were a spike that the run goes back before. `save_owed`: the run directory lacks the step that the run went on
+    from.
     """
 
     done: bool
@@ -44,6 +45,7 @@ class Facts:
     validate_due: bool
     save_due: bool
     goes_back: bool = False
+    save_owed: bool = False
 
 
 def next_phase(phase: Phase, facts: Facts) -> Phase:
@@ -55,6 +57,8 @@ def next_phase(phase: Phase, facts: Facts) -> Phase:
     if phase in (Phase.RESTORE, Phase.STEP, Phase.GO_BACK) and facts.validate_due and not facts.stop:
         return Phase.VALIDATE
     if phase in (Phase.STEP, Phase.VALIDATE) and facts.save_due:
+        return Phase.SAVE
+    if phase is Phase.RESTORE and facts.save_owed and (facts.done or facts.stop):
         return Phase.SAVE
     if facts.stop and not (facts.done and not facts.validate_due):
         return Phase.STOP

@@ -44,11 +44,12 @@ from shardway.train.loss import LossSum
 from shardway.train.loss_scale import LossScale
 from shardway.train.memory import Holder, memory_told
 from shardway.train.passes import Portions
-from shardway.train.saves.saving import LeastCost
+from shardway.train.saves.cadence import LeastCost
+from shardway.train.saves.tiers import LocalPlan
 from shardway.train.schedule import Course
 from shardway.train.session import Session, open_session
 from shardway.train.validate import Validation
-from shardway.units import Span
+from shardway.units import Scale, Span
 
 OWN_MODEL_KEYS = ("data.shuffle", "data.workers", "data.prefetch", "data.record_ids", "data.skip")
 """Of [model] and [data], what has an effect on a script that brings its own model and data."""
@@ -233,7 +234,7 @@ class Run:
             validate_every=None if validate_every == "off" else max(1, validate_every.in_steps(scale)),
             save_every=max(1, every.in_steps(scale)) if isinstance(every, Span) else None,
             save_every_s=self._save_interval(every),
-            save_at_end=every != "off",
+            save_at_end=every != "off" or values.checkpoint.local_every != "off",
             keep=Keep(values.checkpoint.keep, None if kept == "off" else max(1, kept.in_steps(scale))),
             schedule="constant" if constant else values.optim.schedule,
             course=Course(derived.total_steps, warmup_steps, derived.decay_steps, values.optim.final_lr),
@@ -241,7 +242,15 @@ class Run:
             loss_scale=_loss_scale_of(values.precision) if self._session.precision.scales_loss else None,
             stop_margin_s=None if margin == "auto" else float(margin),
             guard=plan_guard(self._session, scale),
+            local=self._plan_local(scale),
         )
+
+    def _plan_local(self, scale: Scale) -> LocalPlan | None:
+        section = self.resolved.values.checkpoint
+        if section.local_every == "off":
+            return None
+        steps = max(1, section.local_every.in_steps(scale)) if isinstance(section.local_every, Span) else None
+        return LocalPlan(steps, self._save_interval(section.local_every), section.local_dir)
 
     def _save_interval(self, every: object) -> float | LeastCost | None:
         if every == "auto":

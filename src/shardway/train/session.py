@@ -43,7 +43,8 @@ from shardway.resolve.request import Request, Resolution, resolve_request
 from shardway.rundir.attempts import SECOND_SIGNAL, Attempt, Ending
 from shardway.rundir.directory import RunDir
 from shardway.rundir.lease import Tenure
-from shardway.rundir.run_id import ensure_run_id
+from shardway.rundir.local import find_local_run
+from shardway.rundir.run_id import ensure_run_id, find_run_id
 from shardway.runfile.load import DEFAULT
 from shardway.train.ending import End
 from shardway.train.engines import ENGINES
@@ -96,12 +97,19 @@ class Session:
         """
         resolved = resolve_with_data(self.resolved, facts)
         self.resolution = replace(self.resolution, resolved=resolved)
-        self.ranks.together(lambda: self._write_request(keep) if self.ranks.is_first else None)
+        keeps_local = resolved.values.checkpoint.local_every != "off"
+        local = keeps_local and any(self.ranks.gather(self.ranks.together(self._has_local)))
+        self.ranks.together(lambda: self._write_request(keep, local=local) if self.ranks.is_first else None)
         self.settled = True
 
-    def _write_request(self, keep: Callable[[str], bool]) -> None:
+    def _has_local(self) -> bool:
+        """Whether there is a checkpoint of this run on the disk of this node. Raises UserError."""
+        local = find_local_run(self.resolved.values.checkpoint.local_dir, find_run_id(self.directory.path))
+        return bool(local.steps())
+
+    def _write_request(self, keep: Callable[[str], bool], *, local: bool) -> None:
         self.directory.confirm_writer()
-        saved = self.directory.read_resolved() if self.directory.checkpoint_steps() else {}
+        saved = self.directory.read_resolved() if local or self.directory.checkpoint_steps() else {}
         check_same_run(saved, self.resolved, str(self.directory.path))
         self.changes = find_changes(saved, self.resolved)
         self.directory.write_request(self.resolution.loaded.text, self.resolved.render(keep))

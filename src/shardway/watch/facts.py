@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shardway.rundir.line import SHARED
+
 MOST = 2.0**63
 MOST_SECONDS = 1e12
 """Some thirty thousand years, before and after 1970."""
@@ -133,13 +135,14 @@ def read_validation(event: Mapping[str, Any]) -> Validation:
 
 @dataclass(frozen=True)
 class Save:
-    """One complete checkpoint."""
+    """One complete checkpoint; `tier` says whether it is in the run directory or on the disks of the nodes."""
 
     step: int
     time: float
     name: str
     size_bytes: int | None
     seconds: float | None
+    tier: str = SHARED
 
 
 def read_save(event: Mapping[str, Any]) -> Save:
@@ -150,6 +153,7 @@ def read_save(event: Mapping[str, Any]) -> Save:
         name=text(event, "name"),
         size_bytes=whole(event, "bytes"),
         seconds=seconds(event, "seconds"),
+        tier=text(event, "tier") or SHARED,
     )
 
 
@@ -168,7 +172,7 @@ def read_failed_save(event: Mapping[str, Any]) -> FailedSave:
 
 @dataclass(frozen=True)
 class SetAside:
-    """A damaged checkpoint and the name under which it is kept."""
+    """A damaged checkpoint and the name under which it is kept; empty for one on the disk of a node, which is not."""
 
     name: str
     reason: str

@@ -32,6 +32,7 @@ class RunSummary:
     them the run is measured in. `seconds_left` is None unless the run is running. Times are Unix seconds: `started`
     that of the first attempt, `updated` that of the last event; `wall_s` adds up all attempts. `account` says where the
     time went; None where that was not recorded. `left_out` is what the run left out of its data by itself.
+    `tier_dropped`: the step from which two starts failed, so that this one left out what the nodes had saved.
     """
 
     name: str
@@ -63,6 +64,7 @@ class RunSummary:
     writer: str | None
     account: Account | None
     left_out: tuple[LeftOut, ...] = ()
+    tier_dropped: int | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Plain data that strict JSON can hold: paths as text, numbers that are not finite as None."""
@@ -110,6 +112,7 @@ def summarise_progress(run: RunDir, progress: Progress) -> RunSummary:
         writer=standing.writer,
         account=progress.book.account(run.read_status(), time.time() if standing.state == "running" else None),
         left_out=_left_out(run),
+        tier_dropped=whole(run.read_status(), "tier_dropped"),
     )
 
 

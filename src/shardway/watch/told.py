@@ -72,6 +72,7 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
         "background_off": _Kind(_reason("saves are waited for: "), place=Place.NONE),
         "recorded_late": _Kind(_reason("events are written again; until now: ")),
         "set_aside": _Kind(lambda event: render_set_aside(read_set_aside(event)), place=Place.NONE),
+        "tier_dropped": _Kind(_reason("what the nodes have saved is left out: "), place=Place.NONE),
         "restarted": _Kind(lambda event: render_restart(read_restart(event)), place=Place.NONE),
         "data_skipped": _Kind(_reason()),
         "skip_too_late": _Kind(_reason()),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 from shardway.rundir.left_out import LeftOut
+from shardway.rundir.line import LOCAL
 from shardway.units import render_clock, render_count
 from shardway.watch.account import Account
 from shardway.watch.facts import Ending, FailedSave, Fault, Restart, Save, SetAside, Start, Validation
@@ -132,7 +133,10 @@ def render_failed_save(failed: FailedSave) -> str:
 
 
 def render_set_aside(damaged: SetAside) -> str:
-    """ "step-000000200 is damaged (a shard is missing) and kept as damaged-step-000000200"."""
+    """ "step-000000200 is damaged (a shard is missing) and kept as damaged-step-000000200"; on the disk of a node it is
+    not kept."""
+    if not damaged.kept_as:
+        return one_line(f"{damaged.name} on the disks of the nodes was not used and removed ({damaged.reason})")
     what = "undone" if damaged.kept_as.startswith("undone-") else "damaged"
     return one_line(f"{damaged.name} is {what} ({damaged.reason}) and kept as {damaged.kept_as}")
 
@@ -144,9 +148,10 @@ def render_left_out(left_out: LeftOut) -> str:
 
 
 def render_save(save: Save) -> str:
-    """ "saved step-000000100  14.2 MiB in 0.3 s"."""
+    """ "saved step-000000100  14.2 MiB in 0.3 s"; on the disks of the nodes it says so."""
     took = "" if save.seconds is None else f" in {save.seconds:.1f} s"
-    return f"saved {one_line(save.name)}  {render_size(save.size_bytes)}{took}"
+    where = " on the nodes" if save.tier == LOCAL else ""
+    return f"saved {one_line(save.name)}{where}  {render_size(save.size_bytes)}{took}"
 
 
 def render_restart(restart: Restart) -> str:

@@ -1,6 +1,6 @@
 """What can happen to two ranks and their agent, each at a moment that a seed chooses."""
 
-from faults import disks, machines, numbers, processes, saves, stops, worlds
+from faults import disks, machines, numbers, processes, saves, stops, tiers, worlds
 from faults.strike import Fault
 
 FAULTS: tuple[Fault, ...] = (
@@ -8,6 +8,7 @@ FAULTS: tuple[Fault, ...] = (
     *stops.FAULTS,
     *disks.FAULTS,
     *saves.FAULTS,
+    *tiers.FAULTS,
     *machines.FAULTS,
     *numbers.FAULTS,
     *worlds.FAULTS,

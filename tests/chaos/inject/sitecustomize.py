@@ -187,6 +187,14 @@ def _kill_in_save(save: _Save, phase: str) -> dict[str, Callable[[Any], None]]:
         changes["shardway.checkpoint.shards.write"] = lambda module: _before(
             module._Stream, "write", lambda *arguments: save.strike(5)
         )
+    if phase == "copying":
+        del changes["shardway.checkpoint.save"]  # what is copied is known by itself
+
+        def change_copy(module: Any) -> None:
+            _before(module, "carry_checkpoint", lambda source, target, ranks, saved: save.begin(saved.manifest.step))
+            _before(module, "_write_all", lambda *arguments: save.strike())
+
+        changes["shardway.checkpoint.carry"] = change_copy
     return changes
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardway.ranks.agent.policy import WITHOUT_PROGRESS, Failure, Verdict, decide
+from shardway.ranks.agent.policy import FROM_NODES, WITHOUT_PROGRESS, Failure, Verdict, decide
 
 KILLED, LOST = "rank # was killed", "a file is gone"
 
@@ -37,6 +37,32 @@ def test_different_failures_without_progress_end_the_run_in_time() -> None:
     )
 
 
+def at(step: int, signature: str = KILLED) -> Failure:
+    return Failure(signature, step)
+
+
+def from_nodes(step: int, signature: str = KILLED) -> Failure:
+    return Failure(signature, step, from_nodes=True)
+
+
+def test_a_checkpoint_on_the_nodes_is_blamed_before_the_run_ends() -> None:
+    """It was saved in the first start; two began from it; one more begins from the run directory, and is the last."""
+    failures = [at(50), from_nodes(50), from_nodes(50), at(50)]
+    assert [decide(failures[:count]).restart for count in (1, 2, 3, 4)] == [True, True, True, False]
+    assert decide(failures).reason == "the same failure came twice with step 50 as the last that was saved"
+    assert not decide([from_nodes(50), from_nodes(50), at(50)]).restart
+    assert decide([from_nodes(50), from_nodes(50), at(60)]).restart
+
+
+def test_different_failures_from_the_nodes_end_in_time() -> None:
+    failures = [at(50, "a"), from_nodes(50, "b"), from_nodes(50, "c"), at(50, "d"), at(50, "e")]
+    assert [decide(failures[:count]).restart for count in (2, 3, 4, 5)] == [True, True, True, False]
+
+
+def test_a_start_that_gets_less_far_is_no_progress() -> None:
+    assert not decide([at(50), from_nodes(50), from_nodes(50), at(40)]).restart
+
+
 def test_a_limit_is_kept_even_with_progress() -> None:
     failures = [Failure(KILLED, step) for step in (10, 20, 30)]
     assert decide(failures[:2], most=2).restart
@@ -59,8 +85,21 @@ def test_every_run_ends_or_makes_progress(signatures: list[str], data: st.DataOb
         assert restarts < WITHOUT_PROGRESS
 
 
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.integers(0, 3)), min_size=8, max_size=40))
+def test_a_run_ends_that_never_gets_further(drawn: list[tuple[str, bool, int]]) -> None:
+    """Whichever checkpoint it begins from, and however far back that is."""
+    failures = [Failure("first", 9), *(Failure(name, 9 - back, from_nodes=where) for name, where, back in drawn)]
+    at_the_top = [failure for failure in failures if failure.saved_step == 9]
+    ends = [not decide(failures[:count]).restart for count in range(1, len(failures) + 1)]
+    assert any(ends) or len(at_the_top) < WITHOUT_PROGRESS + FROM_NODES
+
+
 FAILURES = st.builds(
-    Failure, st.sampled_from("abc"), st.integers(min_value=0, max_value=5), st.sampled_from((False, False, False, True))
+    Failure,
+    st.sampled_from("abc"),
+    st.integers(min_value=0, max_value=5),
+    st.sampled_from((False, False, False, True)),
+    st.booleans(),
 )
 
 
@@ -76,7 +115,7 @@ def test_progress_starts_again_unless_a_person_has_to_act_or_has_set_a_limit(
 @given(st.lists(FAILURES, min_size=1, max_size=12), st.permutations(range(12)))
 def test_only_what_failed_since_the_last_checkpoint_counts(failures: list[Failure], order: list[int]) -> None:
     newest = failures[-1]
-    since = [failure for failure in failures if failure.saved_step == newest.saved_step]
+    since = [failure for failure in failures if failure.saved_step >= newest.saved_step]
     assert decide(failures) == decide(since)
     others = sorted(failures[:-1], key=lambda failure: order[failures.index(failure)])
     assert decide([*others, newest]) == decide(failures)

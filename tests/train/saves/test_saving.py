@@ -14,7 +14,7 @@ from shardway.plan.economy import GPU_MTBF_SECONDS
 from shardway.rundir.directory import RunDir
 from shardway.train.run import Run
 from shardway.train.saves import saving
-from shardway.train.saves.saving import LeastCost
+from shardway.train.saves.cadence import LeastCost
 
 SHORT = ("train.steps=6", "optim.warmup=0 steps", "checkpoint.every=2 steps")
 USAGE = shutil.disk_usage

@@ -49,10 +49,8 @@ def read_tensors(source: Source, tensors: Tensors) -> list[str]:
 
     Raises what torch raises where the state does not fit (RuntimeError, KeyError, ValueError).
     """
-    planner = LoadPlanner()
-    planner.set_up_planner(tensors, _describe(source.table))
-    boxes: dict[tuple[str, Shape], list[_Wish]] = {}
-    chunks = {(name, chunk.offsets): chunk for name, row in source.table.tensors.items() for chunk in row.chunks}
+    planner, boxes = _plan(source.table, tensors), dict[tuple[str, Shape], list[_Wish]]()
+    chunks = _chunks(source.table)
     for item in planner.finish_plan(planner.create_local_plan()).items:
         if item.type is LoadItemType.BYTE_IO:
             planner.load_bytes(item, io.BytesIO(source.table.values[item.storage_index.fqn].encode()))
@@ -65,6 +63,24 @@ def read_tensors(source: Source, tensors: Tensors) -> list[str]:
     for place, wishes in boxes.items():
         wanted.setdefault(chunks[place].file, []).extend(_ranges(chunks[place], wishes))
     return [damage for name in sorted(wanted) if (damage := _read_file(source, name, wanted[name]))]
+
+
+def list_wanted(table: Table, tensors: Tensors) -> set[str]:
+    """The files that `read_tensors` would read for this state. Raises as it does."""
+    items, chunks = _plan(table, tensors).create_local_plan().items, _chunks(table)
+    places = ((item.storage_index.fqn, tuple(item.storage_index.offset or ())) for item in items)
+    return {chunks[place].file for place in places if place in chunks}
+
+
+def _plan(table: Table, tensors: Tensors) -> LoadPlanner:
+    planner = LoadPlanner()
+    planner.set_up_planner(tensors, _describe(table))
+    return planner
+
+
+def _chunks(table: Table) -> dict[tuple[str, Shape], Chunk]:
+    """By tensor and where they begin in it."""
+    return {(name, chunk.offsets): chunk for name, row in table.tensors.items() for chunk in row.chunks}
 
 
 def _read_file(source: Source, name: str, wanted: Sequence[Range]) -> str | None:

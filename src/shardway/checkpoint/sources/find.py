@@ -17,7 +17,8 @@ from shardway.checkpoint.sources.torch_file import open_torch_file
 from shardway.checkpoint.tensors import TensorReader
 from shardway.errors import UserError
 from shardway.models.huggingface.files import find_weights, read_weight_file
-from shardway.rundir.directory import RunDir, step_of_checkpoint
+from shardway.rundir.directory import RunDir
+from shardway.rundir.steps import step_of_checkpoint
 
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 _KNOWN = (

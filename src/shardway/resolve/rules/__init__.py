@@ -18,6 +18,10 @@ from shardway.resolve.rules.axes import (
     only_shared_states_are_kept_in_cpu_memory,
     the_tensor_axis_splits_evenly,
 )
+from shardway.resolve.rules.checkpoint import (
+    what_nodes_save_has_a_folder,
+    what_nodes_save_is_written_by_shardway,
+)
 from shardway.resolve.rules.compiler import (
     a_memory_budget_needs_the_compiler,
     a_pipeline_compiles_blocks,
@@ -106,6 +110,8 @@ BEFORE_A_LAYOUT: tuple[Rule, ...] = (
     a_run_goes_back_before_spikes_that_are_looked_for,
     a_run_goes_back_to_what_was_saved,
     a_spike_that_is_left_out_is_left_out_whole,
+    what_nodes_save_has_a_folder,
+    what_nodes_save_is_written_by_shardway,
     a_key_of_another_kind_is_not_ignored,
     a_hugging_face_model_brings_its_own_shape,
     only_a_hugging_face_model_has_weights_to_start_from,

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from shardway.checkpoint.load import PassedOver
+from shardway.checkpoint.find import PassedOver
 from shardway.checkpoint.manifest import Damaged
 from shardway.checkpoint.quarantine import SetAside, set_aside
 from shardway.checkpoint.verify import manifest_of_step
@@ -155,10 +155,15 @@ def _find_undone(directory: RunDir) -> list[PassedOver]:
         if oldest is None or step <= oldest:
             break
         with contextlib.suppress(Damaged):  # what is damaged is passed over when it is loaded
-            known = len(_of_numbers(manifest_of_step(directory, step).numbers))
-            reasons = [each.reason for each in left_out[known:] if each.back_to < step]
-            undone += [PassedOver(step, f"the run went back before it after {reasons[0]}")] if reasons else []
+            reason = why_undone(manifest_of_step(directory, step).numbers, step, left_out)
+            undone += [PassedOver(step, reason)] if reason else []
     return undone
+
+
+def why_undone(numbers: Mapping[str, Any], step: int, left_out: Sequence[LeftOut]) -> str:
+    """Which decision undid a checkpoint with these numbers, of all that there are; empty for none."""
+    reasons = [each.reason for each in left_out[len(_of_numbers(numbers)) :] if each.back_to < step]
+    return f"the run went back before it after {reasons[0]}" if reasons else ""
 
 
 def _describe(spiked: Spiked) -> str:

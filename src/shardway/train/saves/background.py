@@ -8,15 +8,17 @@ save that failed means.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from shardway.checkpoint.flight import Flight
-from shardway.checkpoint.retention import Keep, retire
+from shardway.checkpoint.place import Place
 from shardway.checkpoint.save import Content, Saved, write_checkpoint
 from shardway.checkpoint.staging import Staging, has_room
 from shardway.checkpoint.state import State, Tensors
 from shardway.parallel.mesh import set_apart
 from shardway.ranks.start import Ranks, is_out_of_memory
+from shardway.rundir.line import SHARED
 from shardway.train.session import Session
 from shardway.watch.words import render_size
 
@@ -25,7 +27,7 @@ from shardway.watch.words import render_size
 class Landed:
     """A save that has ended: what was saved or what went wrong, seconds until then, and those that the run stood still.
 
-    `last` is False: what is written while the run goes on is never the last.
+    `tier` is where it went.
     """
 
     step: int
@@ -33,26 +35,36 @@ class Landed:
     error: BaseException | None
     seconds: float
     stall_s: float
-    last: bool = False
+    tier: str = SHARED
 
 
 @dataclass(frozen=True)
-class _UnderWay:
+class UnderWay:
+    """A save that is written, where to, when the run came to a stand for it (perf_counter), and for how long."""
+
     flight: Flight
     started: float
     stall_s: float
+    tier: str
+
+    def land(self) -> Landed | None:
+        """How it has ended; None while it has not."""
+        landing = self.flight.landing
+        if landing is None:
+            return None
+        seconds = landing.ended - self.started
+        return Landed(self.flight.step, landing.saved, landing.error, seconds, self.stall_s, self.tier)
 
 
 class Background:
-    """The saves of one rank that are written while it trains; `keep` says which stay."""
+    """The saves of one rank that are written while it trains."""
 
-    def __init__(self, session: Session, keep: Keep) -> None:
+    def __init__(self, session: Session) -> None:
         self._session = session
-        self._keep = keep
         self._staging = Staging()
         self._apart: Ranks | None = None
         self._possible = session.resolved.values.checkpoint.background
-        self._under_way: _UnderWay | None = None
+        self._under_way: UnderWay | None = None
         self.last_begun = 0
 
     @property
@@ -74,23 +86,23 @@ class Background:
             self._open(state.collect())
         return self._possible
 
-    def begin(self, content: Content, started: float, *, retires: bool = True) -> None:
+    def begin(self, content: Content, started: float, place: Place, then: Callable[[Ranks], None]) -> UnderWay:
         """Copy the state, and write it in a thread; `started` is when the run came to a stand (perf_counter).
 
-        `retires`: older ones are removed once it is written.
+        `then` is called once it is written, on all ranks together.
         """
-        session, apart = self._session, self._apart or self._session.ranks
+        apart = self._apart or self._session.ranks
         staged = replace(content, tensors=self._staging.stage(content.tensors))
 
         def write() -> Saved:
-            saved = write_checkpoint(session.directory, apart, staged)
-            if retires:
-                retire(session.directory, apart, self._keep, content.step)
+            saved = write_checkpoint(place, apart, staged)
+            then(apart)
             return saved
 
         self.last_begun = content.step
         flight = Flight(content.step, apart, write)
-        self._under_way = _UnderWay(flight, started, time.perf_counter() - started)
+        self._under_way = UnderWay(flight, started, time.perf_counter() - started, place.tier)
+        return self._under_way
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until this rank's save has ended, or for so many seconds."""
@@ -99,13 +111,10 @@ class Background:
 
     def take_landed(self) -> Landed | None:
         """How the save that was under way has ended, once; None where there is nothing to tell."""
-        under_way = self._under_way
-        landing = under_way.flight.landing if under_way is not None else None
-        if under_way is None or landing is None:
-            return None
-        self._under_way = None
-        seconds = landing.ended - under_way.started
-        return Landed(under_way.flight.step, landing.saved, landing.error, seconds, under_way.stall_s)
+        landed = self._under_way.land() if self._under_way is not None else None
+        if landed is not None:
+            self._under_way = None
+        return landed
 
     def _open(self, tensors: Tensors) -> None:
         """At the first save: make the buffers and the group, or find that the memory of some host does not suffice."""

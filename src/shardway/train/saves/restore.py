@@ -7,17 +7,21 @@ data of today. This module must not decide which checkpoint is whole (that is `c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardway.checkpoint.load import Loaded, load_latest
 from shardway.checkpoint.quarantine import SetAside, set_aside
 from shardway.checkpoint.state import State
 from shardway.errors import UserError
 from shardway.rundir.left_out import LeftOut
+from shardway.rundir.line import LOCAL, SHARED
+from shardway.rundir.steps import step_name
 from shardway.train.counters import Counters, read_counters
 from shardway.train.loop_plan import LoopPlan
 from shardway.train.loss_scale import LossScale
 from shardway.train.saves.back import know_left_out, set_undone_aside
+from shardway.train.saves.nearest import Nearest, load_nearest
+from shardway.train.saves.tiers import LocalTier, note_descent
 from shardway.train.session import Session
 
 
@@ -25,7 +29,8 @@ from shardway.train.session import Session
 class Restored:
     """The checkpoint that was loaded (None: the run begins), and what its numbers say.
 
-    `left_out` is what the run leaves out by itself, `undone` what was set aside before anything was loaded.
+    `left_out` is what the run leaves out by itself, `undone` what was set aside before anything was loaded, `nearest`
+    what became of the checkpoints on the disks of the nodes.
     """
 
     loaded: Loaded | None
@@ -33,6 +38,7 @@ class Restored:
     loss_scale: LossScale | None
     left_out: tuple[LeftOut, ...] = ()
     undone: Sequence[SetAside] = ()
+    nearest: Nearest = field(default_factory=Nearest)
 
     @property
     def owes_validation(self) -> bool:
@@ -40,26 +46,40 @@ class Restored:
         return self.loaded is not None and bool(self.loaded.numbers.get("validation_owed"))
 
 
-def restore(session: Session, plan: LoopPlan, state: State) -> Restored:
-    """Install the newest whole checkpoint that holds, on all ranks together.
+def restore(session: Session, plan: LoopPlan, state: State, tier: LocalTier | None = None) -> Restored:
+    """Install the newest whole checkpoint that holds, on all ranks together; those of a `tier` as well.
 
     Raises JobError where none is whole, UserError where it belongs to other data or is past what is asked for.
     """
     undone = set_undone_aside(session)
-    loaded = load_latest(session.directory, session.ranks, state)
+    nearest = load_nearest(session, tier, state) if tier is not None else Nearest()
+    loaded = nearest.loaded or load_latest(session.directory, session.ranks, state)
+    _settle_tier(session, tier, loaded)
     left_out = know_left_out(session, loaded.numbers if loaded is not None else {})
     if loaded is None:
-        return Restored(None, Counters(), plan.loss_scale, left_out, undone)
+        return Restored(None, Counters(), plan.loss_scale, left_out, undone, nearest)
     scale = plan.loss_scale
     if scale is not None and "loss_scale" in loaded.numbers:
         scale = scale.with_numbers(loaded.numbers["loss_scale"])
     counters = read_counters(loaded.numbers)
     _check_goes_on(plan, counters.step, str(loaded.numbers.get("data", "")))
-    return Restored(loaded, counters, scale, left_out, undone)
+    return Restored(loaded, counters, scale, left_out, undone, nearest)
+
+
+def _settle_tier(session: Session, tier: LocalTier | None, loaded: Loaded | None) -> None:
+    """Write down where the run goes on from, unless that was done; what is newer on disks of nodes goes."""
+    step, where = (loaded.step, loaded.tier) if loaded is not None else (0, SHARED)
+    if tier is None:
+        note_descent(session, step, where)
+        return
+    if where == SHARED:
+        tier.begin(step, where)
+    tier.settle(step, is_here=where == LOCAL)
 
 
 def set_damaged_aside(session: Session, restored: Restored) -> None:
     """A damaged checkpoint must not stand where this run will save the same step again. Tells of undone ones too."""
+    _tell_nearest(session, restored)
     damaged = restored.loaded.passed_over if restored.loaded is not None else ()
     if not damaged and not restored.undone:
         return
@@ -70,6 +90,18 @@ def set_damaged_aside(session: Session, restored: Restored) -> None:
         session.recorder.event(
             "set_aside", step=restored.counters.step, name=each.name, kept_as=each.kept_as, reason=each.reason
         )
+
+
+def _tell_nearest(session: Session, restored: Restored) -> None:
+    """What lay on the disks of the nodes and was not used, which is gone by now."""
+    step, recorder = restored.counters.step, session.recorder
+    for each in restored.nearest.passed_over:
+        recorder.event("set_aside", step=step, tier=LOCAL, name=step_name(each.step), kept_as="", reason=each.reason)
+    dropped = restored.nearest.dropped
+    if dropped is not None:
+        reason = f"two starts in a row from step {dropped} on the disks of the nodes have failed"
+        recorder.event("tier_dropped", step=step, dropped=dropped, reason=reason)
+        recorder.status(tier_dropped=dropped)
 
 
 def _check_goes_on(plan: LoopPlan, step: int, saved_data: str) -> None:

@@ -1,7 +1,8 @@
-"""When a run is saved besides its cadence in steps, and what a save that failed means for it.
+"""When a run is saved besides its cadence in steps, in which of its places, and what a save that failed means for it.
 
 Invariant: a save that fails while the run goes on costs nothing but the time until the next try; where the run ends, it
-is an error. This module must not decide when a run ends.
+is an error. The last save goes into the run directory, and so does what is due there while the disks of the nodes take
+nothing. This module must not decide when a run ends.
 """
 
 from __future__ import annotations
@@ -9,16 +10,20 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from shardway.checkpoint.place import Place, shared_place
 from shardway.checkpoint.retention import Keep, retire
-from shardway.checkpoint.save import collect_content, is_saved, save_checkpoint
+from shardway.checkpoint.save import Saved, collect_content, is_saved, save_checkpoint, write_checkpoint
 from shardway.checkpoint.state import State
 from shardway.errors import Fenced, JobError, LostContact, render_reason
-from shardway.plan.economy import daly_interval
-from shardway.ranks.start import is_out_of_memory
-from shardway.train.saves.background import Background, Landed
+from shardway.ranks.start import Ranks, is_out_of_memory
+from shardway.rundir.line import LOCAL, SHARED
+from shardway.train.saves.background import Background, Landed, UnderWay
+from shardway.train.saves.cadence import Cadence, LeastCost
+from shardway.train.saves.copies import Copies
+from shardway.train.saves.tiers import LocalTier
 from shardway.train.session import Session
 
 RETRY_S = 30.0
@@ -31,32 +36,11 @@ live."""
 
 
 @dataclass(frozen=True)
-class LeastCost:
-    """The interval at which saves and what failures undo cost least together (Daly 2006; `plan.economy`).
-
-    `mtbf_s` is the mean time between failures of the whole job, in seconds. `shortest_s` until a save was measured and
-    as the least; `longest_s` is for jobs that hardly ever fail, since people stop them too; `most_share` bounds the
-    share of the time that goes into saves.
-    """
-
-    mtbf_s: float
-    shortest_s: float = 120.0
-    longest_s: float = 1800.0
-    most_share: float = 0.05
-
-    def interval_s(self, save_s: float | None) -> float:
-        """Seconds from one save to the next, where the run stands still for `save_s` at each (None: not known yet)."""
-        if save_s is None:
-            return self.shortest_s
-        least = max(self.shortest_s, save_s / self.most_share)
-        return max(least, min(daly_interval(save_s, self.mtbf_s), self.longest_s))
-
-
-@dataclass(frozen=True)
 class Point:
     """What is saved: the state, the step that it belongs to, the run's counters.
 
-    `last`: nothing comes after it. `in_doubt`: it may be undone, so that no older one is removed for it.
+    `last`: nothing comes after it. `in_doubt`: it may be undone, so that no older one is removed for it. `shared` and
+    `local`: for which tiers its number is one to be saved at.
     """
 
     state: State
@@ -64,13 +48,16 @@ class Point:
     numbers: Mapping[str, Any]
     last: bool
     in_doubt: bool = False
+    shared: bool = True
+    local: bool = False
 
 
 class Saver:
     """Saves on all ranks together; only rank 0's clock counts.
 
-    `on_saved` is told the seconds that each save took from its beginning until it was complete, whether the run stood
-    still meanwhile or not. All methods but `is_due` and `poll` are called on all ranks together.
+    `on_saved` is told the seconds that each save into the run directory took from its beginning until it was complete,
+    whether the run stood still meanwhile or not. With a `tier` what is saved goes to the disks of the nodes, and on to
+    the run directory where that is due. All methods but `is_due` and `poll` are called on all ranks together.
     """
 
     def __init__(
@@ -80,32 +67,27 @@ class Saver:
         keep: Keep,
         on_saved: Callable[[float], None] = lambda seconds: None,
         clock: Callable[[], float] = time.monotonic,
+        tier: tuple[LocalTier, float | LeastCost | None] | None = None,
     ) -> None:
         self._session = session
-        self._every_s = every_s
         self._keep = keep
         self._on_saved = on_saved
-        self._clock = clock
-        self._background = Background(session, keep)
-        self._tried_at = clock()
-        self._failed = False
-        self._stall_s: float | None = None
+        self._background = Background(session)
+        self._cadences = {SHARED: Cadence(every_s, clock), LOCAL: Cadence(tier[1] if tier else None, clock)}
+        self._tier = tier[0] if tier is not None else None
+        self._copies = Copies(session, self._tier) if self._tier is not None else None
+        self._owed = False
+        """Whether a save into the run directory was due while nodes wrote to their disks: it comes right after."""
         session.at_end.push(self._leave)
 
     @property
     def interval_s(self) -> float | None:
-        """Seconds from one save to the next; None where the clock does not ask for any."""
-        if isinstance(self._every_s, LeastCost):
-            return self._every_s.interval_s(self._stall_s)
-        return self._every_s
+        """Seconds from one save into the run directory to the next; None where the clock does not ask for any."""
+        return self._cadences[SHARED].interval_s
 
     def is_due(self) -> bool:
         """Whether rank 0 wishes for a save: by the clock, or since the last failed; never while one is under way."""
-        if self._background.saving is not None:
-            return False
-        since = self._clock() - self._tried_at
-        due = self.interval_s is not None and since >= self.interval_s
-        return self._session.ranks.is_first and (due or (self._failed and since >= RETRY_S))
+        return self._session.ranks.is_first and self._background.saving is None and any(self._due().values())
 
     def save(self, point: Point) -> None:
         """Save, or begin to; nothing where this step is saved already, or while an earlier save is under way.
@@ -116,59 +98,137 @@ class Saver:
         if point.last:
             self.settle()
         elif self._background.is_busy():
-            self._session.recorder.event("save_skipped", step=point.step, saving=self._background.last_begun)
+            self._skip(point.step, self._background.last_begun)
+            self._owed = self._owed or (point.shared and self._tier is not None)
             return
         self.poll()
-        with self._failures_noted(point):
-            if point.last or not self._background.takes(point.state):
-                self._save_now(point, started)
-            elif is_saved(self._session.directory, self._session.ranks, point.step):
-                self._failed = False
-            else:
-                content = collect_content(self._session.ranks, point.state, point.step, point.numbers)
-                self._background.begin(content, started, retires=not point.in_doubt)
-            self._tried_at = self._clock()
+        for place, copies in self._route(point):
+            with self._failures_noted(point.step, place.tier, last=point.last):
+                self._save_to(place, point, started, copies=copies)
+                self._cadences[place.tier].try_now()
 
     def poll(self) -> None:
-        """Tell of a save that was written meanwhile. Raises what ends a run where it failed for no want of room."""
-        landed = self._background.take_landed()
+        """Tell of saves that were written meanwhile. Raises what ends a run where one failed for no want of room."""
+        self._tell(self._background.take_landed())
+        if self._copies is not None and (landed := self._copies.take_landed()) is not None:
+            self._tell(landed)
+            if landed.saved is None and landed.error is None:  # what it was to be copied from has failed
+                self._cadences[SHARED].fail()
+
+    def settle(self) -> None:
+        """Wait for what is under way, if anything is, and tell of it."""
+        self._wait()
+        self.poll()
+
+    def finish(self) -> None:
+        """The run is at its end, and saved: nothing of it stays on the disks of the nodes."""
+        self.settle()
+        if self._tier is not None:
+            self._tier.remove()
+
+    # --- where to
+
+    def _due(self) -> dict[str, bool]:
+        """By this rank's clock; what is being copied is not due again."""
+        copying = self._copies is not None and self._copies.copying is not None
+        due = {tier: cadence.is_due(RETRY_S) for tier, cadence in self._cadences.items()}
+        return {**due, SHARED: (due[SHARED] or self._owed) and not copying}
+
+    def _route(self, point: Point) -> list[tuple[Place, bool]]:
+        """Where to save, and whether it is copied on from there; the same on all ranks. At most one place."""
+        shared = shared_place(self._session.directory, self._session.ranks)
+        if point.last or self._tier is None or self._copies is None:
+            return [(shared, False)]
+        due = self._session.ranks.gather(self._due() if self._session.ranks.is_first else {})[0]
+        wants_shared, wants_local = point.shared or due[SHARED], point.local or due[LOCAL]
+        self._owed = False
+        if wants_shared and self._copies.is_busy():
+            self._skip(point.step, self._copies.copying)
+            wants_shared = False
+        self.poll()  # a copy that has ended on all ranks may have ended since
+        local = self._tier.place
+        if wants_shared and (self._cadences[LOCAL].has_failed or not self._can_copy(local, point.step)):
+            return [(shared, False)]
+        return [(local, wants_shared)] if wants_local or wants_shared else []
+
+    def _can_copy(self, local: Place, step: int) -> bool:
+        """Whether this step can be saved on the disks of the nodes and copied from there while the run goes on."""
+        in_background = self._session.resolved.values.checkpoint.background
+        return in_background and not is_saved(local, self._session.ranks, step)
+
+    def _save_to(self, place: Place, point: Point, started: float, *, copies: bool) -> None:
+        """Save there, or begin to, unless that is done; then let it be copied on."""
+        session = self._session
+        if self._tier is not None:
+            point = replace(point, numbers={**point.numbers, **self._tier.as_numbers()})
+        source: UnderWay | Landed | None
+        if point.last or not self._background.takes(point.state):
+            source = self._save_now(place, point, started)
+        elif is_saved(place, session.ranks, point.step):
+            source = None
+            self._cadences[place.tier].has_failed = False
+        else:
+            content = collect_content(session.ranks, point.state, point.step, point.numbers)
+            source = self._background.begin(content, started, place, lambda on: self._retire(place, point, on))
+        if copies and source is not None and self._copies is not None:
+            target = shared_place(session.directory, session.ranks)
+            self._cadences[SHARED].try_now()
+            self._copies.begin(source, target, lambda on: self._retire(target, point, on))
+
+    def _save_now(self, place: Place, point: Point, started: float) -> Landed | None:
+        session, step = self._session, point.step
+        if place.local is None:
+            saved = save_checkpoint(session.directory, session.ranks, point.state, step, point.numbers)
+        elif is_saved(place, session.ranks, step):
+            saved = None
+        else:
+            content = collect_content(session.ranks, point.state, step, point.numbers)
+            saved = write_checkpoint(place, session.ranks, content)
+        self._cadences[place.tier].has_failed = False
+        if saved is None:
+            return None
+        seconds = time.perf_counter() - started
+        landed = Landed(step, saved, None, seconds, seconds, place.tier)
+        self._note_saved(landed, saved)
+        self._retire(place, point, session.ranks)
+        return landed
+
+    def _retire(self, place: Place, point: Point, ranks: Ranks) -> None:
+        """A save is complete: older ones may go, unless it may be undone."""
+        if place.local is not None and self._tier is not None:
+            self._tier.retire(point.step, ranks)
+        elif not point.in_doubt:
+            retire(self._session.directory, ranks, self._keep, point.step)
+
+    # --- what is told
+
+    def _tell(self, landed: Landed | None) -> None:
         if landed is None:
             return
-        with self._failures_noted(landed):
+        with self._failures_noted(landed.step, landed.tier):
             if landed.error is not None:
                 raise landed.error
         if landed.saved is not None:
-            self._note_saved(landed)
+            self._note_saved(landed, landed.saved)
 
-    def settle(self) -> None:
-        """Wait for the save that is under way, if there is one, and tell of it."""
-        self._background.wait()
-        self.poll()
+    def _skip(self, step: int, saving: int | None) -> None:
+        self._session.recorder.event("save_skipped", step=step, saving=saving)
 
-    def _save_now(self, point: Point, started: float) -> None:
-        session = self._session
-        saved = save_checkpoint(session.directory, session.ranks, point.state, point.step, point.numbers)
-        if saved is not None:
-            seconds = time.perf_counter() - started
-            self._note_saved(Landed(point.step, saved, None, seconds, seconds))
-            if not point.in_doubt:
-                retire(session.directory, session.ranks, self._keep, point.step)
-        self._failed = False
-
-    def _note_saved(self, landed: Landed) -> None:
-        session, saved = self._session, landed.saved
-        if saved is None:
-            return
-        self._failed, self._stall_s = False, landed.stall_s
+    def _note_saved(self, landed: Landed, saved: Saved) -> None:
+        recorder, cadence = self._session.recorder, self._cadences[landed.tier]
+        cadence.succeed(landed.stall_s)
         facts = {"name": saved.name, "bytes": saved.bytes, "seconds": landed.seconds, "stall_s": landed.stall_s}
-        if isinstance(self._every_s, LeastCost):
-            facts["next_in_s"] = self.interval_s
-        session.recorder.event("saved", step=landed.step, **facts)
-        session.recorder.status(saved_step=landed.step, save_seconds=landed.seconds, save_failed="")
+        if cadence.is_measured:
+            facts["next_in_s"] = cadence.interval_s
+        recorder.event("saved", step=landed.step, tier=landed.tier, **facts)
+        if landed.tier == LOCAL:
+            recorder.status(local_step=landed.step, save_failed="")
+            return
+        recorder.status(saved_step=landed.step, save_seconds=landed.seconds, save_failed="")
         self._on_saved(landed.seconds)
 
     @contextlib.contextmanager
-    def _failures_noted(self, attempt: Point | Landed) -> Iterator[None]:
+    def _failures_noted(self, step: int, tier: str, *, last: bool = False) -> Iterator[None]:
         """A save that fails while the run goes on is told, and tried again later."""
         try:
             yield
@@ -177,18 +237,25 @@ class Saver:
         except JobError as error:
             if self._session.signals.killed:  # torch's writer makes an error of the interrupt
                 raise KeyboardInterrupt("a second Ctrl-C") from None
-            if attempt.last or is_out_of_memory(error):
+            if last or is_out_of_memory(error):
                 raise
-            self._tried_at, self._failed = self._clock(), True
+            self._cadences[tier].fail()
             reason = render_reason(str(error))
-            self._session.recorder.event("save_failed", step=attempt.step, reason=reason, retry_s=RETRY_S)
+            self._session.recorder.event("save_failed", step=step, tier=tier, reason=reason, retry_s=RETRY_S)
             self._session.recorder.status(save_failed=reason)
+
+    # --- how it ends
+
+    def _wait(self, timeout_s: float | None = None) -> None:
+        self._background.wait(timeout_s)
+        if self._copies is not None:
+            self._copies.wait(timeout_s)
 
     def _leave(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         """However the run ends, a save under way may still become whole; not for ever where other ranks may be gone."""
         if kind is None:
             self.settle()
         elif issubclass(kind, Exception):
-            self._background.wait(LEAVE_S)
+            self._wait(LEAVE_S)
             with contextlib.suppress(Exception):  # the error that ends the run matters more
                 self.poll()

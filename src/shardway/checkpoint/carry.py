@@ -1,0 +1,54 @@
+"""Copies a checkpoint from the disks of the nodes to the file system of the run.
+
+Invariant: each rank copies the files that it wrote, and what is copied is what was in memory when they were written: a
+file that is another by now makes no checkpoint. This module must not change the source.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardway.checkpoint.manifest import Manifest
+from shardway.checkpoint.place import Place
+from shardway.checkpoint.save import Saved, Work, make_checkpoint, told_of_files
+from shardway.checkpoint.seal import STEP, Seal, Sealer
+from shardway.errors import JobError
+from shardway.ranks.start import Ranks
+
+
+def carry_checkpoint(source: Place, target: Place, ranks: Ranks, saved: Saved) -> Saved:
+    """Copy what `saved` tells of, on all ranks together, in any thread of theirs.
+
+    Raises JobError on every rank alike.
+    """
+    here, manifest = source.path(saved.manifest.step), saved.manifest
+
+    def write(folder: Path) -> tuple[Manifest, Sequence[str]]:
+        ranks.together(lambda: _carry_all(here, folder, saved))
+        return manifest, saved.own
+
+    return make_checkpoint(target, ranks, Work(manifest.step, manifest.total_bytes, write))
+
+
+def _carry_all(source: Path, target: Path, saved: Saved) -> None:
+    for name in saved.own:
+        _carry(source / name, target / name, saved.manifest.files[name])
+
+
+def _carry(source: Path, target: Path, seal: Seal) -> None:
+    """Copy one file, durably, and compare what was read with its seal on the way."""
+    sealer, step = Sealer(), memoryview(bytearray(STEP))
+    with told_of_files(), open(source, "rb", buffering=0) as old, open(target, "xb", buffering=0) as new:
+        while count := old.readinto(step):
+            sealer.update(step[:count])
+            _write_all(new.fileno(), step[:count])
+        os.fsync(new.fileno())
+    if sealer.seal() != seal:
+        raise JobError(f"{source} is not what was written there, so it was not copied")
+
+
+def _write_all(file: int, data: memoryview) -> None:
+    while len(data):
+        data = data[os.write(file, data) :]

@@ -1,0 +1,87 @@
+"""Where checkpoints are written: one folder of all ranks in the run directory, or a folder a node on its own disk.
+
+Invariant: in each folder one rank leads, which makes, names and removes what stands there. Whoever writes, the right to
+write is that of the run directory. This module must not write.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardway.errors import ShardwayError
+from shardway.ranks.start import Ranks
+from shardway.rundir.directory import RunDir
+from shardway.rundir.line import LOCAL, SHARED
+from shardway.rundir.local import LocalRun
+from shardway.rundir.steps import list_steps, partial_name, step_name
+
+
+@dataclass(frozen=True)
+class Local:
+    """This rank's node: its number, which part of all ranks it has, and the name of the start that saves there."""
+
+    files: LocalRun
+    node: int
+    share: float
+    start: str
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this rank writes checkpoints of a run; `local` where that is the disk of its node."""
+
+    run: RunDir
+    leads: bool
+    local: Local | None = None
+
+    @property
+    def tier(self) -> str:
+        """Which of the two it is."""
+        return SHARED if self.local is None else LOCAL
+
+    @property
+    def share(self) -> float:
+        """Which part of the bytes of all ranks comes into this folder."""
+        return 1.0 if self.local is None else self.local.share
+
+    @property
+    def folder(self) -> Path:
+        """The folder that the folders of checkpoints are in."""
+        return self.run.checkpoints if self.local is None else self.local.files.node(self.local.node)
+
+    def make(self) -> Path:
+        """The folder; that on a disk is made where it is missing. Raises OSError, JobError."""
+        return self.folder if self.local is None else self.local.files.make(self.local.node)
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step stands once it is complete."""
+        return self.folder / step_name(step)
+
+    def partial_path(self, step: int) -> Path:
+        """Where it is written before; each start of the run has a place of its own."""
+        if self.local is None:
+            return self.run.partial_checkpoint_path(step)
+        return self.folder / partial_name(step, f"start-{self.local.start}")
+
+    def explain(self, error: ShardwayError, step: int) -> str:
+        """What somebody is told whose save has failed."""
+        if self.local is not None:
+            return (
+                f"the checkpoint of step {step} could not be saved on the disk of a node ({self.folder}): {error}\n"
+                "  Nothing that was saved before has changed. To do: make room there, or name another "
+                "checkpoint.local_dir."
+            )
+        steps = list_steps(self.folder)
+        last = f"step {steps[-1]} is the last complete checkpoint" if steps else "there is no earlier checkpoint"
+        return (
+            f"the checkpoint of step {step} could not be saved in {self.folder}: {error}\n"
+            f"  Nothing that was saved before has changed; {last}.\n"
+            "  To do: make room (or lower checkpoint.keep, or choose another disk with --dir), then run the same "
+            "command again."
+        )
+
+
+def shared_place(run: RunDir, ranks: Ranks) -> Place:
+    """The run directory, in which rank 0 leads."""
+    return Place(run, ranks.is_first)

@@ -1,0 +1,145 @@
+"""The disks of the nodes as a place for checkpoints: which node a rank is on, what is kept there, and for how long.
+
+Invariant: what is saved here names the start of the run that it comes from (`rundir.line`), which is written down
+before anything is saved under it. This module must not load, nor decide when to save.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardway.checkpoint.place import Local, Place
+from shardway.errors import Bug
+from shardway.parallel.mesh import set_apart
+from shardway.ranks.start import Ranks
+from shardway.rundir.line import Descent, has_line, read_line, write_line
+from shardway.rundir.local import LocalRun, find_local_run
+from shardway.rundir.run_id import find_run_id
+from shardway.train.saves.cadence import LeastCost
+from shardway.train.session import Session
+
+KEPT = 2
+"""Of the newest complete checkpoints so many stay, and one that is being copied."""
+
+
+@dataclass(frozen=True)
+class LocalPlan:
+    """How often to save on the disks of the nodes (in steps, or seconds of the clock), and in which folder there."""
+
+    every: int | None
+    every_s: float | LeastCost | None
+    folder: str
+
+
+class LocalTier:
+    """The disk of this rank's node; `nodes` is the node of each rank."""
+
+    def __init__(self, session: Session, files: LocalRun, nodes: tuple[int, ...]) -> None:
+        self._session = session
+        self._start = ""
+        self._complete: list[int] = []
+        self._apart: Ranks | None = None
+        self.files = files
+        self.nodes = nodes
+        self.copied: int | None = None
+        """The step that is being copied to the run directory."""
+        self.is_base = False
+        """Whether the run went on from here, so that the run directory lacks that step."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank makes and removes what its node has."""
+        rank = self._session.ranks.rank
+        return self.nodes.index(self.nodes[rank]) == rank
+
+    @property
+    def place(self) -> Place:
+        """Where this rank writes, as the start of the run that it is in now."""
+        node = self.nodes[self._session.ranks.rank]
+        share = self.nodes.count(node) / len(self.nodes)
+        return Place(self._session.directory, self.leads, Local(self.files, node, share, self._start))
+
+    def apart(self) -> Ranks:
+        """The ranks over a group of their own, made at the first call, which is on all ranks together."""
+        if self._apart is None:
+            self._apart = set_apart(self._session.ranks)
+        return self._apart
+
+    def begin(self, from_step: int, tier: str) -> None:
+        """Write down where the run goes on from; what is saved from now on comes from there."""
+        self._start = descend(self._session, from_step, tier)
+
+    def settle(self, step: int, *, is_here: bool) -> None:
+        """The run goes on from this step, from these disks or not: what is newer here goes. On all ranks together."""
+        self._complete, self.is_base = [step] if is_here else [], is_here
+        self._session.ranks.together(lambda: self.files.remove_after(step) if self.leads else None)
+
+    def retire(self, step: int, ranks: Ranks) -> None:
+        """A checkpoint is complete: older ones may go. On all ranks together, over `ranks`."""
+        self._complete = [*self._complete, step][-KEPT:]
+        kept = {*self._complete, *([] if self.copied is None else [self.copied])}
+        ranks.together(lambda: self.files.keep_only(kept, up_to=step) if self.leads else None)
+
+    def remove_partials(self) -> None:
+        """Remove what saves that were cut off have left, on all ranks together."""
+        node = self.nodes[self._session.ranks.rank]
+        self._session.ranks.together(lambda: self.files.remove_partials(node) if self.leads else None)
+
+    def remove(self) -> None:
+        """Remove all that the run has here, on all ranks together."""
+        self._session.ranks.together(lambda: self.files.remove() if self.leads else None)
+
+    def as_numbers(self) -> dict[str, Any]:
+        """For a checkpoint's manifest: the start that it is saved in."""
+        return {"line": self._start}
+
+
+def open_tier(session: Session, plan: LocalPlan | None) -> LocalTier | None:
+    """The disks of the nodes, where the run is to use them; on all ranks together. Raises UserError on every rank where
+    a variable is missing on some."""
+    if plan is None:
+        return None
+    ranks, folder = session.ranks, plan.folder
+    run_id = ranks.gather(find_run_id(session.directory.path) if ranks.is_first else "")[0]
+    return LocalTier(session, ranks.together(lambda: find_local_run(folder, run_id)), find_nodes(ranks))
+
+
+def find_nodes(ranks: Ranks) -> tuple[int, ...]:
+    """The node of each rank; by the names of hosts where the launcher does not number nodes."""
+    told = ranks.gather((ranks.placement.node, socket.gethostname()))
+    if all(node is not None for node, _ in told):
+        return tuple(node or 0 for node, _ in told)
+    hosts = list(dict.fromkeys(host for _, host in told))
+    return tuple(hosts.index(host) for _, host in told)
+
+
+def line_of(numbers: Mapping[str, Any]) -> str:
+    """The start that a checkpoint with these numbers was saved in; empty where it does not say."""
+    return str(numbers.get("line", ""))
+
+
+def descend(session: Session, from_step: int, tier: str) -> str:
+    """Write down where the run goes on from; the name of the entry, on all ranks together. Raises JobError."""
+    names: Sequence[str | None] = session.ranks.gather(
+        session.ranks.together(lambda: _write_down(session, from_step, tier) if session.ranks.is_first else None)
+    )
+    if names[0] is None:
+        raise Bug("rank 0 has not said what the run comes from")
+    return names[0]
+
+
+def note_descent(session: Session, from_step: int, tier: str) -> None:
+    """The same where the run saves on no disks of nodes any more, but has: what lies there may be undone by now."""
+    if any(session.ranks.gather(session.ranks.is_first and has_line(session.directory.path))):
+        descend(session, from_step, tier)
+
+
+def _write_down(session: Session, from_step: int, tier: str) -> str:
+    directory = session.directory
+    directory.confirm_writer()
+    entry = Descent(directory.epoch, from_step, tier)
+    write_line(directory.path, read_line(directory.path).add(entry))
+    return entry.name

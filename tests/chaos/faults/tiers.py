@@ -1,0 +1,109 @@
+"""Faults of checkpoints on the disks of the nodes: cut off while one is copied, damaged, lost with its disk.
+
+Invariant: the run directory is left as it is.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from commands import Command
+from faults.saves import HARMS, KILL, MARK
+from faults.strike import (
+    EVERY,
+    Aftermath,
+    Fault,
+    Struck,
+    injected,
+    kill_all,
+    wait_for_mark,
+    wait_for_some_step,
+)
+from shardway.rundir.local import LocalRun, find_local_run
+from shardway.rundir.run_id import find_run_id
+
+DISK = "disk"
+WORDS = ("checkpoint.background=true", "checkpoint.local_every=5 steps", f"checkpoint.local_dir={{folder}}/{DISK}")
+
+
+def in_a_copy(folder: Path, dice: random.Random) -> Mapping[str, str]:
+    """Any rank, while it copies a checkpoint to the run directory."""
+    return injected(**{KILL: f"{dice.randrange(2)}:copying:{EVERY * dice.randrange(2, 7)}:{folder / MARK}"})
+
+
+def local_of(home: Path, run: Path) -> LocalRun:
+    """What the run has on the disk."""
+    return find_local_run(str(home / DISK), find_run_id(run))
+
+
+def strike_the_disk(harm: Callable[[LocalRun, random.Random], None]) -> Callable[[Command, random.Random], Struck]:
+    """kill -9 all when the disk has what the run directory lacks; then something happens to the disk."""
+
+    def act(command: Command, dice: random.Random) -> Struck:
+        wait_for_some_step(command, dice)
+        local, run = local_of(command.home, command.folder), command.run
+        command.wait_until(lambda: max(local.steps(), default=0) >= max(run.checkpoint_steps(), default=0) + 10)
+        struck = Struck(time.time(), "disk of a node")
+        kill_all(command)
+        harm(local, dice)
+        return struck
+
+    return act
+
+
+def damage(local: LocalRun, dice: random.Random) -> None:
+    """In any of the ways in which those in the run directory are damaged."""
+    (newest,) = [node / f"step-{local.steps()[-1]:09d}" for node in local.nodes()]
+    dice.choice(tuple(HARMS.values()))(newest, dice)
+
+
+def goes_on_from_the_nodes(after: Aftermath) -> None:
+    assert after.events("started")[-1]["checkpoint_tier"] == "local"
+    left_nothing(after)
+
+
+def passes_it_over(after: Aftermath) -> None:
+    (told,) = after.events("set_aside")
+    assert (told["tier"], told["kept_as"]) == ("local", "")
+    goes_on_from_the_nodes(after)
+
+
+def goes_on_from_the_run_directory(after: Aftermath) -> None:
+    assert after.events("started")[-1]["checkpoint_tier"] == "shared"
+    left_nothing(after)
+
+
+def left_nothing(after: Aftermath) -> None:
+    assert not local_of(after.home, after.run.path).path.exists()
+
+
+FAULTS = (
+    Fault(
+        "SIGKILL while the disk of a node is copied",
+        wait_for_mark(MARK),
+        WORDS,
+        in_a_copy,
+        is_further=True,
+        expects=goes_on_from_the_nodes,
+    ),
+    Fault(
+        "checkpoint on the disk of a node damaged",
+        strike_the_disk(damage),
+        WORDS,
+        restarts_itself=False,
+        is_further=True,
+        expects=passes_it_over,
+    ),
+    Fault(
+        "disk of a node lost",
+        strike_the_disk(lambda local, dice: shutil.rmtree(local.path)),
+        WORDS,
+        restarts_itself=False,
+        is_further=True,
+        expects=goes_on_from_the_run_directory,
+    ),
+)
