@@ -119,13 +119,13 @@ class Case:
         while not holds():
             if time.monotonic() > self.deadline or self.has_ended():
                 raise TimeoutError(f"{self.tool.name}: {[line.text for line in self.lines[-30:]]}")
-            time.sleep(0.01)
+            time.sleep(0.03)
 
     def wait_for_end(self) -> bool:
         """Until all launchers have ended; False where no step was done for `STALL_S` instead."""
         seen, since = len(self.records()), time.monotonic()
         while not self.has_ended():
-            time.sleep(0.1)
+            time.sleep(0.3)
             if (count := len(self.records())) != seen:
                 seen, since = count, time.monotonic()
             if time.monotonic() > min(since + STALL_S, self.deadline):

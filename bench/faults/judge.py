@@ -27,8 +27,8 @@ class Record:
 class Verdict:
     """`trains_s`: until some rank trained again, `whole_s`: until all did; None where that never was.
 
-    `differ`: steps of a rank whose loss is another than in the undisturbed run, or that are missing. `lost` and `twice`:
-    samples that the weights have not seen, or once too often. `again`: steps that were done more than once.
+    `differ`: steps of a rank whose loss is another than in the undisturbed run, or that are missing. `lost` and
+    `twice`: samples that the weights have not seen, or once too often. `again`: steps that were done more than once.
     """
 
     trains_s: float | None
@@ -37,10 +37,6 @@ class Verdict:
     differ: int
     lost: int
     twice: int
-
-    @property
-    def is_same(self) -> bool:
-        return not (self.differ or self.lost or self.twice)
 
 
 def judge(records: Sequence[Record], undisturbed: Sequence[Record], struck: float) -> Verdict:
@@ -85,11 +81,6 @@ def count_orphaned(records: Sequence[Record], struck: float) -> int:
     """Steps that ranks from before have done since."""
     before = {record.life for record in records if record.time <= struck}
     return len({record.step for record in records if record.time > struck and record.life in before})
-
-
-def count_samples_a_step(records: Sequence[Record]) -> int:
-    """The samples of the first step, over all ranks."""
-    return sum(len(record.ids) for record in find_course(records).values() if record.step == 1)
 
 
 def _count_samples(course: Mapping[tuple[int, int], Record]) -> Counter[int]:

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harm import HalfWritten, Harm
 from torch import nn
 from torch.utils.data import Dataset
-
-from harm import HalfWritten, Harm
 
 SAMPLES, SEQ_LEN, VOCAB, BATCH, STEPS, EVERY, KEEP = 96, 12, 32, 8, 160, 20, 3
 

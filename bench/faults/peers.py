@@ -19,28 +19,30 @@ import platform
 import random
 import re
 import shutil
+import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from case import STEPS, Case
+from case import Case
 from judge import Record, judge
+from peer_rows import Row, render
 from strikes import FAULTS, Fault, Struck, finds_failed_start
-from table import Row, render
 from tools import TOOLS, Tool, is_sign
 
 MOST_STARTS = 4
-PACE = {"FAULT_PACE": "0.03"}
+PACE = {"FAULT_PACE": "0.02"}
 PACKAGES = ("torch", "nvidia-resiliency-ext", "torchft-nightly")
 
 
 def train_undisturbed(tool: Tool, root: Path) -> list[Record]:
-    """The records of a run that nothing happens to. Raises SystemExit where there is none: the tool does not run here."""
-    with_folder = Path(tempfile.mkdtemp(prefix="u", dir=root))
-    case = Case(tool, with_folder, PACE)
+    """The records of a run that nothing happens to. Raises SystemExit where the tool does not run here."""
+    folder = Path(tempfile.mkdtemp(prefix="u", dir=root))
+    case = Case(tool, folder, PACE)
     try:
         case.start()
         case.wait_for_end()
@@ -185,6 +187,7 @@ def main() -> None:
         os.environ["FAULT_PEERS"] = str(arguments.peers.resolve())
     print(", ".join(f"{name} {version}" for name, version in list_versions(arguments.peers).items()))
     root = Path(tempfile.mkdtemp(prefix="faults-"))
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit("ended"))  # so that what was started is ended
     try:
         print(render(measure(arguments, root)))
     finally:

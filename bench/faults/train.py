@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from harm import read_harm
 from parts import EVERY, STEPS, Model, Order, Records, Tokens, checkpoint_steps, load, save
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data.distributed import DistributedSampler
-
-from harm import read_harm
 
 
 class Wish:

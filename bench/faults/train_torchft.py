@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harm import read_harm
 from parts import EVERY, STEPS, Model, Order, Records, Tokens, checkpoint_steps, load, save
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 from torchft.data import DistributedSampler
-
-from harm import read_harm
 
 GROUPS = 2
 
