@@ -57,6 +57,7 @@ def try_fault(tool: Tool, fault: Fault, seed: int, undisturbed: Sequence[Record]
     """One fault, once."""
     dice, folder = random.Random(f"{fault.name} {seed}"), Path(tempfile.mkdtemp(prefix="c", dir=root))
     case = Case(tool, folder, {**PACE, **fault.environ(folder, dice)})
+    print(f"{time.strftime('%H:%M:%S')} {tool.name}: {fault.name}", file=sys.stderr, flush=True)
     try:
         case.start()
         struck = fault.strike(case, dice)

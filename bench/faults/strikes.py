@@ -21,13 +21,16 @@ FIRST, LAST = 22, 130
 """Steps between which most faults strike: after the first checkpoint, and with some to come."""
 
 EVERY = 20
-ORPHANS_S = 2.0
-"""So long after its launcher was killed a run is looked at, and started again."""
+ORPHANS_S = 5.0
+"""So long after its launcher was killed a run is started again, or as soon as its ranks are gone."""
+
+SLOW = {"FAULT_PACE": "0.15"}
+"""So that ranks without a launcher have not trained to the end by then."""
 
 
 @dataclass(frozen=True)
 class Struck:
-    """When (monotonic seconds) and whom; `is_started`: the start that followed is part of the fault."""
+    """When (monotonic seconds), whom, and what was seen at once."""
 
     time: float
     whom: str
@@ -47,8 +50,8 @@ class Fault:
     tools: tuple[str, ...] = ()
 
 
-def wait_for_some_step(case: Case, dice: random.Random) -> None:
-    step = dice.randrange(FIRST, LAST)
+def wait_for_some_step(case: Case, dice: random.Random, last: int = LAST) -> None:
+    step = dice.randrange(FIRST, last)
     case.wait_until(lambda: case.last_step() >= step)
     time.sleep(dice.uniform(0.0, 0.03))
 
@@ -74,14 +77,15 @@ def signal_rank(number: signal.Signals, rank: int | None = None) -> Callable[[Ca
 
 
 def kill_launcher(case: Case, dice: random.Random) -> Struck:
-    """Then look who is left, and start again at once. Where another launcher is left, it goes on first."""
-    wait_for_some_step(case, dice)
-    before = set(case.ranks().values())
+    """Then look how long its ranks live."""
+    wait_for_some_step(case, dice, LAST // 2)
+    before = list(case.ranks().values())
     struck = send(psutil.Process(case.launchers[0].pid), signal.SIGKILL, "launcher")
-    time.sleep(ORPHANS_S)
-    left = [process for process in before if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    _, alive = psutil.wait_procs(before, timeout=ORPHANS_S)
     steps = count_orphaned(case.records(), struck.time)
-    return Struck(struck.time, struck.whom, f"{ORPHANS_S:.0f} s later {len(left)} of 2 ranks live, {steps} more steps")
+    for_s = time.monotonic() - struck.time
+    told = f"{len(alive)} of 2 ranks train on without it" if alive else f"ranks left after {for_s:.1f} s"
+    return Struck(struck.time, struck.whom, f"{told}, {steps} more steps by then")
 
 
 def kill_lighthouse(case: Case, dice: random.Random) -> Struck:
@@ -175,7 +179,7 @@ DAMAGE = r"PytorchStreamReader|invalid load key|Unpickling|EOFError|Error\(|Erro
 FAULTS = (
     Fault("SIGKILL of rank 1", signal_rank(signal.SIGKILL, 1)),
     Fault("SIGKILL of rank 0", signal_rank(signal.SIGKILL, 0)),
-    Fault("SIGKILL of the launcher", kill_launcher),
+    Fault("SIGKILL of the launcher", kill_launcher, lambda folder, dice: SLOW),
     Fault("SIGKILL of the lighthouse", kill_lighthouse, tools=("torchft",)),
     Fault("SIGSTOP of a rank", signal_rank(signal.SIGSTOP)),
     Fault("hang with Python's lock held", wait_for_mark, inside("hang")),

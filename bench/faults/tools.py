@@ -23,7 +23,7 @@ from shardway.rundir.directory import RunDir
 HERE = Path(__file__).parent
 RESTARTS = 5
 HEARTBEAT_S = 5
-ELASTIC_SIGNS = r"failed \(exitcode|closing signal|Received .* death signal|heartbeat"
+ELASTIC_SIGNS = r"failed \(exitcode|closing signal|Received .* death signal"
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,15 @@ def find_peer(name: str) -> str:
 
 
 def torchrun(folder: Path) -> list[Program]:
+    """With a store of its own for each start: the shared one has the addresses of ranks that are gone, with which gloo
+    tries to connect (https://github.com/pytorch/pytorch/issues/135712)."""
     words = ("--standalone", "--nproc-per-node", "2", "--max-restarts", str(RESTARTS))
-    return [Program((find_peer("torchrun"), *words, str(HERE / "train.py"), str(folder)), {})]
+    return [
+        Program(
+            (find_peer("torchrun"), *words, str(HERE / "train.py"), str(folder)),
+            {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        )
+    ]
 
 
 def ft_launcher(folder: Path) -> list[Program]:
@@ -168,7 +175,15 @@ TOOLS = (
         "shardway.cli.rank",
     ),
     Tool("torchrun", torchrun, ELASTIC_SIGNS, read_peer, count_peer_lives, newest_peer, "train.py"),
-    Tool("ft_launcher", ft_launcher, ELASTIC_SIGNS, read_peer, count_peer_lives, newest_peer, "train.py"),
+    Tool(
+        "ft_launcher",
+        ft_launcher,
+        ELASTIC_SIGNS + "|Did not get .*heartbeat",
+        read_peer,
+        count_peer_lives,
+        newest_peer,
+        "train.py",
+    ),
     Tool(
         "torchft",
         torchft,
