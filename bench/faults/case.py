@@ -51,7 +51,7 @@ class Case:
         for program in self.tool.programs(self.folder):
             if not program.is_service:
                 self.launchers.append(self._run(program))
-            elif not self._services:
+            elif not self._services or self._services[-1].poll() is not None:
                 self._services.append(self._run(program))
 
     def _run(self, program: Program) -> subprocess.Popen[str]:

@@ -65,6 +65,14 @@ def send(process: psutil.Process, number: signal.Signals, whom: str) -> Struck:
 # --- processes
 
 
+def lives(process: psutil.Process) -> bool:
+    """One that has ended may stay in the table of processes where nobody asks how it ended."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
 def signal_rank(number: signal.Signals, rank: int | None = None) -> Callable[[Case, random.Random], Struck]:
     """A signal to a rank (None: to any)."""
 
@@ -81,7 +89,8 @@ def kill_launcher(case: Case, dice: random.Random) -> Struck:
     wait_for_some_step(case, dice, LAST // 2)
     before = list(case.ranks().values())
     struck = send(psutil.Process(case.launchers[0].pid), signal.SIGKILL, "launcher")
-    _, alive = psutil.wait_procs(before, timeout=ORPHANS_S)
+    while (alive := [process for process in before if lives(process)]) and time.monotonic() < struck.time + ORPHANS_S:
+        time.sleep(0.05)
     steps = count_orphaned(case.records(), struck.time)
     for_s = time.monotonic() - struck.time
     told = f"{len(alive)} of 2 ranks train on without it" if alive else f"ranks left after {for_s:.1f} s"
