@@ -23,7 +23,7 @@ MARK = "FAULT_CASE"
 STEPS = 160
 LONGEST_S = 240.0
 STALL_S = 40.0
-"""After so long without a step a person ends the run by hand."""
+"""After so long without a step and without a start of a rank a person ends the run by hand."""
 
 
 @dataclass(frozen=True)
@@ -122,15 +122,18 @@ class Case:
             time.sleep(0.03)
 
     def wait_for_end(self) -> bool:
-        """Until all launchers have ended; False where no step was done for `STALL_S` instead."""
-        seen, since = len(self.records()), time.monotonic()
+        """Until all launchers have ended; False where no step was done and no rank started for `STALL_S` instead."""
+        seen, since = self._progress(), time.monotonic()
         while not self.has_ended():
             time.sleep(0.3)
-            if (count := len(self.records())) != seen:
-                seen, since = count, time.monotonic()
+            if (now := self._progress()) != seen:
+                seen, since = now, time.monotonic()
             if time.monotonic() > min(since + STALL_S, self.deadline):
                 return False
         return True
+
+    def _progress(self) -> tuple[int, int]:
+        return len(self.records()), self.tool.lives(self.folder)
 
     # --- how it ends
 

@@ -84,7 +84,7 @@ def carry_on(case: Case, fault: Fault, struck: Struck) -> list[str]:
         if len(by_hand) == MOST_STARTS or time.monotonic() > case.deadline:
             return [*by_hand, "given up"]
         words = [fault.mend(case)] if has_ended else ["end it"]
-        if has_ended and finds_failed_start(case.records(), since) and not words[0]:
+        if fault.signs and finds_failed_start(case.records(), since):
             words.append(drop_newest(case))
         by_hand.append(", ".join([*filter(None, words), "start again"]))
         since = time.monotonic()
@@ -92,7 +92,7 @@ def carry_on(case: Case, fault: Fault, struck: Struck) -> list[str]:
 
 
 def drop_newest(case: Case) -> str:
-    """A start brought nothing: take the newest checkpoint away."""
+    """A start from it has brought nothing: take the newest checkpoint away."""
     newest = case.tool.newest(case.folder)
     if newest is not None:
         newest.unlink()
