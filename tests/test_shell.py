@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.slow
 def test_shellcheck_has_nothing_to_say_of_the_project_s_own_scripts() -> None:
-    folders = ("tools", "bench", "bench/planner", "tests/cluster", "tests/cluster/machine")
+    folders = ("tools", "bench", "bench/faults", "bench/planner", "tests/cluster", "tests/cluster/machine")
     scripts = [ROOT / ".ci" / "run", *(path for folder in folders for path in sorted((ROOT / folder).glob("*.sh")))]
     assert len(scripts) > 10
     assert complaints(scripts) == ""

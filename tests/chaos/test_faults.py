@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from faults import FAULTS
 from faults.numbers import HARM
 from faults.stops import validates_for_ever
 from faults.strike import Aftermath, Fault, children, injected, strike, wait_for
@@ -23,6 +22,7 @@ from judge import compare, finished, used_samples
 from notes import Case, take_note
 
 from commands import Start, training_commands
+from faults import FAULTS
 from runs import TINY
 from shardway.ranks.progress import Activity
 
