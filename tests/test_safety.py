@@ -24,7 +24,7 @@ REMOVERS = {
     "launch/hosts/local.py": "a temporary folder of its own",
     "launch/snapshot/take.py": "the snapshot that it could not finish",
     "ranks/agent/page.py": "pages of this user that an agent which was killed has left in memory",
-    "ranks/agent/recorder.py": "an answer to what was asked before",
+    "ranks/agent/recorder.py": "an earlier answer of a rank, in the agent's own folder in memory",
     "ranks/doctor/checks/storage.py": "files that it wrote to measure a disk",
     "ranks/doctor/examine.py": "a file that it wrote to measure a disk",
     "ranks/local.py": "a folder that it has just made to see whether it can",
