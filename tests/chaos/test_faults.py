@@ -18,8 +18,8 @@ from faults.numbers import HARM
 from faults.stops import validates_for_ever
 from faults.strike import Aftermath, Fault, children, injected, strike, wait_for
 from faults.tiers import WORDS as NODES
-from judge import compare, finished, used_samples
 from notes import Case, take_note
+from outcome import compare, finished, used_samples
 
 from commands import Start, training_commands
 from faults import FAULTS

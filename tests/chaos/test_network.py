@@ -16,8 +16,8 @@ import pytest
 import relay
 from faults.strike import FIRST, LAST, Struck
 from faults.wire import Wire, two_hosts
-from judge import compare
 from notes import Case, take_note
+from outcome import compare
 
 from commands import Command, training_commands
 from runs import TINY, read_named
