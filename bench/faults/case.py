@@ -7,6 +7,7 @@ when a case is closed.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import threading
 import time
@@ -109,8 +110,9 @@ class Case:
     def has_ended(self) -> bool:
         return all(launcher.poll() is not None for launcher in self.launchers)
 
-    def find_line(self, since: float, holds: Callable[[str], bool]) -> Line | None:
-        return next((line for line in list(self.lines) if line.time > since and holds(line.text)), None)
+    def find_line(self, since: float, signs: re.Pattern[str]) -> Line | None:
+        """The first line after that time in which one of the signs is."""
+        return next((line for line in list(self.lines) if line.time > since and signs.search(line.text)), None)
 
     # --- what is waited for
 

@@ -2,6 +2,7 @@
 
 FAULT_HARM = KIND:RANK:STEP:FILE   "hang" or "raise" before that step, "die" in the save of that step; hang and die make
                                    FILE and strike only where it is not there, raise strikes as long as it is not there
+                                   and makes FILE.first
 FAULT_PACE = SECONDS               each step takes so much longer, so that there is time to strike
 
 Used by the peers' scripts and, through inject/sitecustomize.py, by Shardway's ranks.
@@ -33,6 +34,7 @@ class Harm:
         if step != self.step:
             return
         if self.kind == "raise" and not self.mark.exists():
+            self.mark.with_suffix(".first").open("a").close()
             raise ValueError("these labels are of another data set")
         if self.kind == "hang" and self._is_first():
             library = ctypes.PyDLL(None)  # unlike CDLL, does not give the lock back

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 HEAD = (
@@ -53,7 +53,7 @@ def render(rows: Sequence[Row]) -> str:
     return "\n".join(f"| {' | '.join(each)} |" for each in cells)
 
 
-def _order(rows: Sequence[Row]):
+def _order(rows: Sequence[Row]) -> Callable[[Row], int]:
     faults = list(dict.fromkeys(row.fault for row in rows))
     return lambda row: faults.index(row.fault)
 

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from case import Case
 from judge import Record, judge
 from peer_rows import Row, render
 from strikes import FAULTS, Fault, Struck, finds_failed_start
-from tools import TOOLS, Tool, is_sign
+from tools import TOOLS, Tool
 
 MOST_STARTS = 4
 PACE = {"FAULT_PACE": "0.02"}
@@ -105,10 +105,8 @@ def describe(
     """What is told of a case that is over."""
     records = case.records()
     verdict = judge(records, undisturbed, struck.time)
-    is_told: Callable[[str], bool] = lambda text: is_sign(case.tool, text)  # noqa: E731
-    if fault.signs:
-        is_told = lambda text: re.search(fault.signs, text) is not None  # noqa: E731
-    line = case.find_line(struck.time, is_told)
+    signs = re.compile(fault.signs or case.tool.signs)
+    line = case.find_line(struck.time, signs)
     return Row(
         tool=case.tool.name,
         fault=fault.name,

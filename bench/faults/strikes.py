@@ -128,19 +128,15 @@ def inside(kind: str, rank: int | None = None) -> Callable[[Path, random.Random]
     return environ
 
 
-def wait_for_mark(case: Case, dice: random.Random) -> Struck:
+def wait_for_mark(suffix: str = "") -> Callable[[Case, random.Random], Struck]:
     """The mark is made at the moment of the fault."""
-    mark = case.folder / MARK
-    case.wait_until(mark.exists)
-    return Struck(mark.stat().st_mtime - time.time() + time.monotonic(), "a rank")
 
+    def act(case: Case, dice: random.Random) -> Struck:
+        mark = (case.folder / MARK).with_suffix(suffix)
+        case.wait_until(mark.exists)
+        return Struck(mark.stat().st_ctime - time.time() + time.monotonic(), "a rank")
 
-def wait_for_error(case: Case, dice: random.Random) -> Struck:
-    """The first time that the user's code raises."""
-    case.wait_until(lambda: case.find_line(0.0, lambda text: "ValueError: these labels" in text) is not None)
-    line = case.find_line(0.0, lambda text: "ValueError: these labels" in text)
-    assert line is not None
-    return Struck(line.time, "a rank")
+    return act
 
 
 def mend_code(case: Case) -> str:
@@ -191,8 +187,8 @@ FAULTS = (
     Fault("SIGKILL of the launcher", kill_launcher, lambda folder, dice: SLOW),
     Fault("SIGKILL of the lighthouse", kill_lighthouse, tools=("torchft",)),
     Fault("SIGSTOP of a rank", signal_rank(signal.SIGSTOP)),
-    Fault("hang with Python's lock held", wait_for_mark, inside("hang")),
-    Fault("SIGKILL in the middle of a save", wait_for_mark, inside("die", 0)),
+    Fault("hang with Python's lock held", wait_for_mark(), inside("hang")),
+    Fault("SIGKILL in the middle of a save", wait_for_mark(), inside("die", 0)),
     Fault("one bit of the newest checkpoint flipped", damage_newest(flip_bit), signs=DAMAGE),
     Fault("newest checkpoint cut off", damage_newest(truncate), signs=DAMAGE),
     Fault("SIGTERM to the launcher", term_launcher),
@@ -202,5 +198,5 @@ FAULTS = (
         lambda folder, dice: {"FAULT_CATCH_TERM": "1"},
         tools=("torchrun", "ft_launcher"),
     ),
-    Fault("user's code raises, until mended", wait_for_error, inside("raise"), mend=mend_code),
+    Fault("user's code raises, until mended", wait_for_mark(".first"), inside("raise"), mend=mend_code),
 )

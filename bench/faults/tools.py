@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from judge import Record
 
@@ -116,7 +116,7 @@ def count_peer_lives(folder: Path) -> int:
     return max((ranks.count(rank) for rank in set(ranks)), default=0)
 
 
-def _lines(folder: Path) -> list[dict]:
+def _lines(folder: Path) -> list[dict[str, Any]]:
     found = []
     for path in sorted(folder.glob("rank-*.jsonl")):
         for text in path.read_text(encoding="utf-8").splitlines(keepends=True):
@@ -168,7 +168,7 @@ TOOLS = (
     Tool(
         "Shardway",
         shardway,
-        r"ended by|hangs|told to go on|start(s|ing)? again|set aside|fail|caught",
+        r"ended by|hangs|told to go on|start(s|ing)? again|set aside|fail|stopping",
         read_own,
         count_own_lives,
         newest_own,
@@ -195,8 +195,3 @@ TOOLS = (
         "REPLICA_GROUP_ID",
     ),
 )
-
-
-def is_sign(tool: Tool, text: str) -> bool:
-    """Whether a line of a launcher says that it has noticed a failure."""
-    return re.search(tool.signs, text) is not None
