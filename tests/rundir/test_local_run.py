@@ -40,6 +40,7 @@ def test_what_somebody_else_has_there_is_not_used(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(module.os, "getuid", lambda: uid + 1)
     with pytest.raises(JobError, match="belongs to somebody else"):
         own.make(1)
+    assert own.nodes() == []
 
 
 def test_which_stay(tmp_path: Path) -> None:

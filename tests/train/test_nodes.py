@@ -100,6 +100,7 @@ def test_a_rank_that_is_killed_on_another_node_is_started_again(launch: Launch, 
     assert [agent.left_alive() for agent in crew.agents] == [[], []]
 
 
+@pytest.mark.exhaustive
 def test_a_run_goes_on_where_the_node_that_led_is_lost(launch: Launch, start: Start) -> None:
     crew = launch("crew", 2, *WORDS, "run.elastic=[1, 2]")
     crew.agents[0].wait_for_step(25)

@@ -35,7 +35,8 @@ class LocalRun:
 
     def nodes(self) -> list[Path]:
         """The folders of all nodes that are seen from here, also of those that an earlier start had."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, JobError):
+            self._check_own()
             return sorted(path for path in self.path.iterdir() if _NODE.fullmatch(path.name) and path.is_dir())
         return []
 
@@ -53,9 +54,7 @@ class LocalRun:
         """The folder of a node, made where it is missing, its owner's alone. Raises OSError, JobError."""
         folder = self.node(index)
         self.path.mkdir(MODE, parents=True, exist_ok=True)
-        found = self.path.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            raise JobError(f"{self.path} belongs to somebody else")
+        self._check_own()
         folder.mkdir(MODE, exist_ok=True)
         return folder
 
@@ -79,6 +78,12 @@ class LocalRun:
     def remove(self) -> None:
         """Remove all of it."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+    def _check_own(self) -> None:
+        """In a folder for all, such as /tmp, anybody can make one of that name: nothing there is read or written."""
+        found = self.path.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise JobError(f"{self.path} belongs to somebody else")
 
     def _remove(self, step: int) -> None:
         # Renamed first, so that one that is half deleted is never taken for a checkpoint.

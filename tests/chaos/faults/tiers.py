@@ -27,7 +27,11 @@ from shardway.rundir.local import LocalRun, find_local_run
 from shardway.rundir.run_id import find_run_id
 
 DISK = "disk"
-WORDS = ("checkpoint.background=true", "checkpoint.local_every=5 steps", f"checkpoint.local_dir={{folder}}/{DISK}")
+OFTEN = 5
+WORDS = (
+    *("checkpoint.background=true", f"checkpoint.local_every={OFTEN} steps"),
+    f"checkpoint.local_dir={{folder}}/{DISK}",
+)
 
 
 def in_a_copy(folder: Path, dice: random.Random) -> Mapping[str, str]:
@@ -67,9 +71,12 @@ def goes_on_from_the_nodes(after: Aftermath) -> None:
 
 
 def passes_it_over(after: Aftermath) -> None:
+    """It goes on from the one before, which a copy may have brought into the run directory at the last moment."""
     (told,) = after.events("set_aside")
     assert (told["tier"], told["kept_as"]) == ("local", "")
-    goes_on_from_the_nodes(after)
+    damaged = int(told["name"].rpartition("-")[2])
+    assert after.events("started")[-1]["step"] == damaged - OFTEN
+    left_nothing(after)
 
 
 def goes_on_from_the_run_directory(after: Aftermath) -> None:
