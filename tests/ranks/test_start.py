@@ -66,6 +66,20 @@ def test_an_unexpected_error_is_a_bug_on_all(rank: int) -> None:
 
 
 @ranks(2)
+def test_what_the_first_finds_is_known_to_all(rank: int) -> None:
+    on, order = pool_ranks(), []
+
+    def work() -> int:
+        order.append(rank)
+        return rank + 100
+
+    assert on.ask_first(work) == 100
+    assert order == [0] * (rank == 0)
+    with pytest.raises(UserError, match="rank 0 says no"):
+        on.ask_first(fail_on(rank, 0, UserError("rank 0 says no")))
+
+
+@ranks(2)
 def test_the_first_goes_first(rank: int) -> None:
     """What rank 0 prepares is there when the others look, and each keeps what it found itself."""
     on, order = pool_ranks(), []

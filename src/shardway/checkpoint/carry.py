@@ -40,15 +40,11 @@ def _carry_all(source: Path, target: Path, saved: Saved) -> None:
 def _carry(source: Path, target: Path, seal: Seal) -> None:
     """Copy one file, durably, and compare what was read with its seal on the way."""
     sealer, step = Sealer(), memoryview(bytearray(STEP))
-    with told_of_files(), open(source, "rb", buffering=0) as old, open(target, "xb", buffering=0) as new:
+    with told_of_files(), open(source, "rb", buffering=0) as old, open(target, "xb") as new:
         while count := old.readinto(step):
             sealer.update(step[:count])
-            _write_all(new.fileno(), step[:count])
+            new.write(step[:count])
+        new.flush()
         os.fsync(new.fileno())
     if sealer.seal() != seal:
         raise JobError(f"{source} is not what was written there, so it was not copied")
-
-
-def _write_all(file: int, data: memoryview) -> None:
-    while len(data):
-        data = data[os.write(file, data) :]

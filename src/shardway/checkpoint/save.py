@@ -76,8 +76,15 @@ class Work:
 def save_checkpoint(
     directory: RunDir, ranks: Ranks, state: State, step: int, numbers: Mapping[str, Any]
 ) -> Saved | None:
-    """Save on all ranks together; None where this step is saved already. Raises JobError on every rank alike."""
-    place = shared_place(directory, ranks)
+    """Save in the run directory, on all ranks together; None where this step is saved already.
+
+    Raises JobError on every rank alike.
+    """
+    return save_to(shared_place(directory, ranks), ranks, state, step, numbers)
+
+
+def save_to(place: Place, ranks: Ranks, state: State, step: int, numbers: Mapping[str, Any]) -> Saved | None:
+    """The same in any place."""
     if is_saved(place, ranks, step):
         return None
     return write_checkpoint(place, ranks, collect_content(ranks, state, step, numbers))
@@ -134,10 +141,7 @@ def make_checkpoint(place: Place, ranks: Ranks, work: Work) -> Saved:
 
 def _agree_on_manifest(place: Place, ranks: Ranks, content: Content, seals: Mapping[str, Seal]) -> Manifest:
     """The same on every rank, also where several write it: rank 0 says what is not known from the files."""
-    told = ranks.gather((content.numbers, find_run_id(place.run.path)) if ranks.is_first else None)[0]
-    if told is None:
-        raise Bug("rank 0 has not said what the manifest shall hold")
-    numbers, run = told
+    numbers, run = ranks.ask_first(lambda: (content.numbers, find_run_id(place.run.path)))
     return Manifest(content.step, ranks.world, numbers, seals, place.run.epoch, run)
 
 

@@ -90,15 +90,18 @@ class Ranks:
         outcome = self.together(lambda: work() if self.is_first else None)
         return cast(T, outcome) if self.is_first else work()
 
+    def ask_first(self, work: Callable[[], T]) -> T:
+        """What `work` gives on rank 0, on every rank; its error is raised on every rank."""
+        result, failure = _attempt(work) if self.is_first else (None, None)
+        note, told = self.gather((_note(failure), result))[0]
+        _raise_alike(failure, note)
+        return cast(T, told)
+
     def together(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank; if it fails on any, raise that error on all, so that none waits for ever."""
         result, failure = _attempt(work)
-        failures = [note for note in self.gather(_note(failure)) if note is not None]
-        if failure is not None:
-            raise failure
-        if failures:
-            name, text = failures[0]
-            raise ERRORS_BY_NAME.get(name, JobError)(text)
+        notes = self.gather(_note(failure))
+        _raise_alike(failure, next((note for note in notes if note is not None), None))
         return cast(T, result)
 
     @contextlib.contextmanager
@@ -211,6 +214,15 @@ def _note(failure: ShardwayError | None) -> tuple[str, str] | None:
     if is_out_of_memory(failure):
         return LostContact.__name__, "another rank ran out of memory"
     return None if failure is None else (type(failure).__name__, str(failure))
+
+
+def _raise_alike(own: ShardwayError | None, told: tuple[str, str] | None) -> None:
+    """Raise the error of this rank, or else that of another which this one was told of, if there is any."""
+    if own is not None:
+        raise own
+    if told is not None:
+        name, text = told
+        raise ERRORS_BY_NAME.get(name, JobError)(text)
 
 
 def _transport_words(error: BaseException) -> str:

@@ -97,7 +97,7 @@ def test_a_run_saves_at_the_interval_that_costs_least(
 @ranks(2)
 def test_all_ranks_go_on_when_one_cannot_write(rank: int, tmp_path: Path) -> None:
     disk = Disk(3)
-    with mock.patch.object(saving, "save_checkpoint", fail_where(disk, rank == 1)):
+    with mock.patch.object(saving, "save_to", fail_where(disk, rank == 1)):
         train_tiny(tmp_path, pool_ranks(), *SHORT, before_step=disk.look)
     if rank == 0:
         assert [event["step"] for event in events(tmp_path, "save_failed")] == [2]
@@ -106,15 +106,15 @@ def test_all_ranks_go_on_when_one_cannot_write(rank: int, tmp_path: Path) -> Non
 
 
 def fail_where(disk: Disk, here: bool) -> Any:
-    """save_checkpoint on a rank whose own disk may be full."""
-    save = saving.save_checkpoint
+    """save_to on a rank whose own disk may be full."""
+    save = saving.save_to
 
-    def try_to_save(directory: RunDir, on: Any, *arguments: Any) -> Any:
+    def try_to_save(place: Any, on: Any, *arguments: Any) -> Any:
         def check() -> None:
             if here and disk.full:
                 raise JobError("no space here")
 
         on.together(check)
-        return save(directory, on, *arguments)
+        return save(place, on, *arguments)
 
     return try_to_save

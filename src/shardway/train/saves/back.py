@@ -23,7 +23,7 @@ from shardway.checkpoint.manifest import Damaged
 from shardway.checkpoint.quarantine import SetAside, set_aside
 from shardway.checkpoint.verify import manifest_of_step
 from shardway.data.skips import Skips
-from shardway.errors import Bug, JobError
+from shardway.errors import JobError
 from shardway.rundir.directory import RunDir
 from shardway.rundir.left_out import LeftOut, read_left_out
 from shardway.runfile.skips import read_skips
@@ -61,11 +61,7 @@ def decide_back(session: Session, plan: BackPlan, spiked: Spiked) -> Back:
     """
     if len(spiked.known) >= plan.max_roll_backs:
         raise _often_enough(session.directory, spiked)
-    made = session.ranks.together(lambda: _write_down(session, plan, spiked) if session.ranks.is_first else None)
-    back = session.ranks.gather(made)[0]
-    if back is None:
-        raise Bug("rank 0 has not said where the run goes back to")
-    return back
+    return session.ranks.ask_first(lambda: _write_down(session, plan, spiked))
 
 
 def all_skips(session: Session, left_out: Sequence[LeftOut]) -> list[list[int]]:

@@ -15,7 +15,6 @@ from shardway.checkpoint.manifest import Manifest
 from shardway.checkpoint.nearby import Survey, list_held, survey
 from shardway.checkpoint.state import State
 from shardway.checkpoint.stock import open_local_stock
-from shardway.errors import Bug
 from shardway.rundir.left_out import LeftOut
 from shardway.rundir.line import LOCAL, Line, read_line
 from shardway.rundir.run_id import find_run_id
@@ -70,17 +69,12 @@ def load_nearest(session: Session, tier: LocalTier, state: State) -> Nearest:
 
 
 def _ask(session: Session) -> _Known:
-    def read() -> _Known | None:
+    def read() -> _Known:
         directory = session.directory
-        if not session.ranks.is_first:
-            return None
         newest = max(directory.checkpoint_steps(), default=0)
         return _Known(read_line(directory.path), directory.left_out.read(), newest, find_run_id(directory.path))
 
-    known = session.ranks.gather(session.ranks.together(read))[0]
-    if known is None:
-        raise Bug("rank 0 has not said what the run comes from")
-    return known
+    return session.ranks.ask_first(read)
 
 
 def _survey(session: Session, tier: LocalTier, known: _Known) -> Survey:

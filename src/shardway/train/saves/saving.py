@@ -15,7 +15,7 @@ from typing import Any
 
 from shardway.checkpoint.place import Place, shared_place
 from shardway.checkpoint.retention import Keep, retire
-from shardway.checkpoint.save import Saved, collect_content, is_saved, save_checkpoint, write_checkpoint
+from shardway.checkpoint.save import Saved, collect_content, is_saved, save_to
 from shardway.checkpoint.state import State
 from shardway.errors import Fenced, JobError, LostContact, render_reason
 from shardway.ranks.start import Ranks, is_out_of_memory
@@ -139,7 +139,7 @@ class Saver:
         shared = shared_place(self._session.directory, self._session.ranks)
         if point.last or self._tier is None or self._copies is None:
             return [(shared, False)]
-        due = self._session.ranks.gather(self._due() if self._session.ranks.is_first else {})[0]
+        due = self._session.ranks.ask_first(self._due)
         wants_shared, wants_local = point.shared or due[SHARED], point.local or due[LOCAL]
         self._owed = False
         if wants_shared and self._copies.is_busy():
@@ -177,13 +177,7 @@ class Saver:
 
     def _save_now(self, place: Place, point: Point, started: float) -> Landed | None:
         session, step = self._session, point.step
-        if place.local is None:
-            saved = save_checkpoint(session.directory, session.ranks, point.state, step, point.numbers)
-        elif is_saved(place, session.ranks, step):
-            saved = None
-        else:
-            content = collect_content(session.ranks, point.state, step, point.numbers)
-            saved = write_checkpoint(place, session.ranks, content)
+        saved = save_to(place, session.ranks, point.state, step, point.numbers)
         self._cadences[place.tier].has_failed = False
         if saved is None:
             return None

@@ -7,12 +7,11 @@ before anything is saved under it. This module must not load, nor decide when to
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from shardway.checkpoint.place import Local, Place
-from shardway.errors import Bug
 from shardway.parallel.mesh import set_apart
 from shardway.ranks.start import Ranks
 from shardway.rundir.line import Descent, has_line, read_line, write_line
@@ -103,7 +102,7 @@ def open_tier(session: Session, plan: LocalPlan | None) -> LocalTier | None:
     if plan is None:
         return None
     ranks, folder = session.ranks, plan.folder
-    run_id = ranks.gather(find_run_id(session.directory.path) if ranks.is_first else "")[0]
+    run_id = ranks.ask_first(lambda: find_run_id(session.directory.path))
     return LocalTier(session, ranks.together(lambda: find_local_run(folder, run_id)), find_nodes(ranks))
 
 
@@ -123,12 +122,7 @@ def line_of(numbers: Mapping[str, Any]) -> str:
 
 def descend(session: Session, from_step: int, tier: str) -> str:
     """Write down where the run goes on from; the name of the entry, on all ranks together. Raises JobError."""
-    names: Sequence[str | None] = session.ranks.gather(
-        session.ranks.together(lambda: _write_down(session, from_step, tier) if session.ranks.is_first else None)
-    )
-    if names[0] is None:
-        raise Bug("rank 0 has not said what the run comes from")
-    return names[0]
+    return session.ranks.ask_first(lambda: _write_down(session, from_step, tier))
 
 
 def note_descent(session: Session, from_step: int, tier: str) -> None:
