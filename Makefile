@@ -4,7 +4,8 @@
 # make check   what a change must pass: format, lint, types, fast tests (import order is one), under a minute
 # make gpu     tests on a CUDA device: with python3 where that has torch (no install, PYTHONPATH=src), else .venv
 # make cluster tests on a real Slurm of several hosts on this machine; needs root and Debian, installs what is missing
-# make chaos [TIMES=20]   each fault at so many random moments, and the table of what came of it (docs/faults.md)
+# make chaos [TIMES=20] [FIRST=0]   each fault at so many random moments, of seeds from FIRST on, and the table of what
+#              came of it (docs/faults.md)
 # make bench   measure the loop against a hand-written one
 # make bench-planner [ROWS=file]   predict published runs and print how far off the planner was
 
@@ -43,10 +44,11 @@ cluster: $(READY)
 	SHARDWAY_CLUSTER=1 $(BIN)/python -m pytest tests/cluster -rs
 
 TIMES ?= 20
+FIRST ?= 0
 
 chaos: $(READY)
 	@notes=$$(mktemp) && trap 'rm -f "$$notes"' EXIT && \
-	SHARDWAY_CHAOS_TIMES=$(TIMES) SHARDWAY_CHAOS_NOTES="$$notes" $(BIN)/python -m pytest tests/chaos; \
+	SHARDWAY_CHAOS_TIMES=$(TIMES) SHARDWAY_CHAOS_FIRST=$(FIRST) SHARDWAY_CHAOS_NOTES="$$notes" $(BIN)/python -m pytest tests/chaos; \
 	code=$$?; $(BIN)/python tests/chaos/table.py "$$notes"; exit $$code
 
 bench: $(READY)

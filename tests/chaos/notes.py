@@ -1,4 +1,4 @@
-"""Notes of what a fault has cost, a line each, for the table of docs/faults.md (`table.py`).
+"""Which seeds are tried, and notes of what a fault has cost, a line each, for the table of docs/faults.md (`table.py`).
 
 Invariant: without SHARDWAY_CHAOS_NOTES in the environment nothing is written.
 """
@@ -12,6 +12,12 @@ from dataclasses import dataclass
 from faults.strike import Struck
 
 from shardway.rundir.directory import RunDir
+
+
+def seeds() -> range:
+    """Those that are asked for: SHARDWAY_CHAOS_TIMES of them (one), from SHARDWAY_CHAOS_FIRST on (0)."""
+    first = int(os.environ.get("SHARDWAY_CHAOS_FIRST", "0"))
+    return range(first, first + int(os.environ.get("SHARDWAY_CHAOS_TIMES", "1")))
 
 
 @dataclass(frozen=True)

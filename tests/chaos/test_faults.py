@@ -1,12 +1,11 @@
 """Whatever happens, the run comes out as if nothing had happened.
 
 python -m pytest tests/chaos                       each fault once
-make chaos [TIMES=20]                              each fault so often, and the table of docs/faults.md
+make chaos [TIMES=20] [FIRST=0]                    each fault so often, and the table of docs/faults.md
 """
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 from collections import Counter
@@ -18,7 +17,7 @@ from faults.numbers import HARM
 from faults.stops import validates_for_ever
 from faults.strike import Aftermath, Fault, children, injected, strike, wait_for
 from faults.tiers import WORDS as NODES
-from notes import Case, take_note
+from notes import Case, seeds, take_note
 from outcome import compare, finished, used_samples
 
 from commands import Start, training_commands
@@ -28,7 +27,6 @@ from shardway.ranks.progress import Activity
 
 pytestmark = pytest.mark.slow
 
-TIMES = int(os.environ.get("SHARDWAY_CHAOS_TIMES", "1"))
 WORDS = (
     *("--nproc", "2", *TINY, "train.steps=160", "checkpoint.every=20 steps", "model.dropout=0.1"),
     *("data.record_ids=true", "train.validate_every=50 steps"),
@@ -62,7 +60,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         yield go
 
 
-@pytest.mark.parametrize("seed", range(TIMES))
+@pytest.mark.parametrize("seed", seeds())
 @pytest.mark.parametrize(
     "fault",
     [

@@ -5,7 +5,6 @@ The hosts are networks of their own with an agent in each; they share the file s
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,7 @@ import pytest
 import relay
 from faults.strike import FIRST, LAST, Struck
 from faults.wire import Wire, two_hosts
-from notes import Case, take_note
+from notes import Case, seeds, take_note
 from outcome import compare
 
 from commands import Command, training_commands
@@ -25,8 +24,7 @@ from shardway.rundir.directory import RunDir
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
-TIMES = int(os.environ.get("SHARDWAY_CHAOS_TIMES", "1"))
-SEEDS = pytest.mark.parametrize("seed", range(TIMES))
+SEEDS = pytest.mark.parametrize("seed", seeds())
 WORDS = (*TINY, "train.steps=160", "checkpoint.every=20 steps", "data.record_ids=true")
 PORT = "29517"
 BRIEF_S, LONG_S = 4.0, 25.0

@@ -19,8 +19,9 @@ import pytest
 pytestmark = pytest.mark.slow
 
 RANK = """
-import os, signal, sys, time
+import contextlib, os, signal, sys, time
 from pathlib import Path
+import psutil
 
 folder, rank = Path(sys.argv[2]), int(os.environ["RANK"])
 (folder / f"pid-{rank}").write_text(str(os.getpid()))
@@ -32,8 +33,18 @@ def wait(seconds):
             return
         time.sleep(0.02)
 
+def wait_for_end_of(pid_file):
+    # One that still lives when another fails is ended by the agent, and told too.
+    while not (pid_file.is_file() and pid_file.read_text()):
+        time.sleep(0.02)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(int(pid_file.read_text())).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.02)
+
 def codes():
-    sys.exit(0 if rank else 3)
+    if rank == 0:
+        wait_for_end_of(folder / "pid-1")
+        sys.exit(3)
 
 def killed():
     if rank == 1:
