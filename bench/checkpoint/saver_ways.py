@@ -1,0 +1,125 @@
+"""Saving and loading with a plain file, ours, `torch.save` and `torch.distributed.checkpoint`: a round of each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.distributed.checkpoint as dcp
+from saver_bench import Bench, Paced, evict, flatten
+from torch import nn
+
+from shardway.checkpoint.flight import Flight
+from shardway.checkpoint.load import load_latest
+from shardway.checkpoint.place import shared_place
+from shardway.checkpoint.save import collect_content, save_checkpoint, write_checkpoint
+from shardway.ranks.launcher import Placement
+from shardway.ranks.start import Ranks
+
+ALONE = Ranks(Placement(0, 1, 0, 1, 0, 1, "127.0.0.1", 0, "none"), torch.device("cpu"), grouped=False)
+BLOCK = 2**22
+
+
+def plain(bench: Bench) -> None:
+    """The state's bytes in one file."""
+    path, tensors = bench.folder / "plain", flatten(bench.tensors)
+    parts = [tensor.detach().numpy().data.cast("B") for tensor in tensors if tensor.ndim]
+    path.unlink(missing_ok=True)
+    with bench.timed("write"), open(path, "wb", buffering=0) as file:
+        for part in parts:
+            file.write(part)
+        os.fsync(file.fileno())
+    evict(path)
+    block = bytearray(BLOCK)
+    with bench.timed("read"), open(path, "rb", buffering=0) as file:
+        while file.readinto(block):
+            pass
+    path.unlink()
+
+
+def ours(bench: Bench) -> None:
+    """Save, wait until it is complete; compare and load."""
+    bench.fresh("run")
+    bench.directory.create()
+    with bench.timed("save"):
+        save_checkpoint(bench.directory, ALONE, bench.trained, 1, {"step": 1})
+    evict(bench.directory.checkpoints)
+    with bench.timed("load"):
+        load_latest(bench.directory, ALONE, bench.trained)
+    bench.fresh("run")
+
+
+def background(bench: Bench) -> None:
+    """What a save in the background holds the run up for; steps beside it; a copy, and steps without it."""
+    bench.fresh("run")
+    bench.directory.create()
+    buffers = [torch.zeros_like(tensor) for tensor in flatten(bench.tensors)]
+    with bench.timed("copy"):
+        for buffer, tensor in zip(buffers, flatten(bench.tensors), strict=True):
+            buffer.copy_(tensor)
+    step, alone = make_step(), Paced()
+    for _ in range(10):
+        alone.take(step)
+    alone.note(bench, "step")
+    with bench.timed("stall"):
+        content = collect_content(ALONE, bench.trained, 1, {"step": 1})
+        copied = replace(content, tensors=bench.staging.stage(content.tensors))
+        flight = Flight(1, ALONE, lambda: write_checkpoint(shared_place(bench.directory, ALONE), ALONE, copied))
+    beside = Paced()
+    while not flight.has_landed:
+        beside.take(step)
+    beside.note(bench, "step beside a save")
+    if flight.landing is None or flight.landing.error is not None:
+        raise SystemExit(f"the save failed: {flight.landing}")
+    bench.fresh("run")
+
+
+def make_step() -> Callable[[], None]:
+    """A small training step."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(8)))
+    optimizer, inputs = torch.optim.AdamW(model.parameters(), fused=True), torch.randn(256, 256)
+
+    def step() -> None:
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def torchs(bench: Bench) -> None:
+    """torch.save with fsync, torch.load."""
+    path, tensors = bench.folder / "torch", bench.tensors
+    with bench.timed("torch.save"), open(path, "wb") as file:
+        torch.save(tensors, file)
+        file.flush()
+        os.fsync(file.fileno())
+    evict(path)
+    with bench.timed("torch.load"):
+        torch.load(path)
+    path.unlink()
+
+
+def dcps(bench: Bench) -> None:
+    """dcp.save and dcp.load, one file a rank."""
+    path, tensors = bench.fresh("dcp"), bench.tensors
+    with bench.timed("dcp.save"):
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+    evict(path)
+    with bench.timed("dcp.load"):
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    bench.fresh("dcp")
+
+
+def dcps_async(bench: Bench) -> None:
+    """What dcp.async_save holds a loop up for."""
+    path, tensors = bench.fresh("dcp"), bench.tensors
+    with bench.timed("dcp.async_save"):
+        future = dcp.async_save(tensors, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+    future.result()  # type: ignore[union-attr]
+    bench.fresh("dcp")
+
+
+WAYS = (plain, ours, background, torchs, dcps, dcps_async)
