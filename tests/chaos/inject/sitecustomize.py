@@ -117,6 +117,7 @@ def _pace(seconds: float) -> Callable[[Any], None]:
 
 def _retry(seconds: float) -> Callable[[Any], None]:
     def change(module: Any) -> None:
+        assert module.RETRY_S
         module.RETRY_S = seconds
 
     return change
@@ -192,7 +193,15 @@ def _kill_in_save(save: _Save, phase: str) -> dict[str, Callable[[Any], None]]:
 
         def change_copy(module: Any) -> None:
             _before(module, "carry_checkpoint", lambda source, target, ranks, saved: save.begin(saved.manifest.step))
-            _before(module, "_write_all", lambda *arguments: save.strike())
+
+            class Sealer(module.Sealer):  # type: ignore[misc, name-defined]
+                """Of what is copied."""
+
+                def update(self, block: Any) -> None:
+                    save.strike()
+                    super().update(block)
+
+            module.Sealer = Sealer
 
         changes["shardway.checkpoint.carry"] = change_copy
     return changes
