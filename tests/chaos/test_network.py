@@ -139,7 +139,7 @@ def test_one_side_of_a_long_cut_goes_on_where_it_may(hosts: Hosts, undisturbed: 
     time.sleep(LONG_S)
     hosts.wire.heal()
     ends = sorted(agent.end() for agent in agents)
-    assert ends[0][0] == 0
+    assert ends[0][0] == 0, ends
     assert ends[1][0] == 0 or "another run is training into" in ends[1][1]
     run = agents[0].run
     compare(run.path, undisturbed, 1e-5)

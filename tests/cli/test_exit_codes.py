@@ -162,3 +162,36 @@ def test_two_ranks_finish_with_0(tmp_path: Path) -> None:
     done = start("train", *TINY, "--nproc", "2", "--dir", "two", "--json", capture_output=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert '"state": "finished"' in done.stdout
+
+
+LEAVES_A_THREAD = """
+import builtins, sys, threading, time
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+
+from shardway.cli import main
+
+class Slow:
+    def __del__(self):
+        time.sleep(2)  # the call of the thread comes back while the interpreter ends
+
+def wait():
+    TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).wait(["never"], timedelta(seconds=1))
+
+def work():
+    threading.Thread(target=wait, daemon=True).start()
+    time.sleep(0.3)
+    builtins.slow = Slow()
+    print("done")
+
+main.app = lambda standalone_mode: work()
+main.main()
+"""
+
+
+@pytest.mark.slow
+def test_a_thread_that_waits_for_another_node_does_not_change_the_code() -> None:
+    """torch's store, and pybind11 around it, end a process with SIGABRT where a call comes back as it ends."""
+    ended = subprocess.run([sys.executable, "-c", LEAVES_A_THREAD], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -53,21 +54,23 @@ def main() -> None:
     """Entry point of the command `shardway`."""
     if sys.argv[1:2] != ["train"]:  # whose garbage may hold memory of a device
         gc.set_threshold(START_THRESHOLD)
-    leave(run_guarded(lambda: app(standalone_mode=False)))
+    code = run_guarded(lambda: app(standalone_mode=False))
+    leave(code, at_once=any(thread.daemon for thread in threading.enumerate()))
 
 
-def leave(code: int) -> None:
-    """End this process with a code, or return where all is well and was printed.
+def leave(code: int, *, at_once: bool = False) -> None:
+    """End this process with a code, or return where all is well and was printed, unless it is to end `at_once`.
 
     Threads of a process group whose peer died can keep an interpreter from ending; output that goes to a full disk
-    would change its exit code.
+    would change its exit code. So would a thread that was left waiting for another node in a store of torch: where the
+    call comes back while the interpreter ends, C++ ends the process with SIGABRT.
     """
     try:
         sys.stdout.flush()
         sys.stderr.flush()
     except OSError:
         os._exit(code)
-    if code:
+    if code or at_once:
         os._exit(code)
 
 
