@@ -20,7 +20,8 @@ import psutil
 
 from shardway.rundir.directory import RunDir
 
-PATIENCE_S = 90.0
+PATIENCE_S = 300.0
+"""Guards against a hang alone: a command imports torch on each of its ranks, and may compile."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,12 @@ class Command:
 
     def ranks(self) -> dict[int, psutil.Process]:
         """The local ranks by number."""
-        children = [p for p in self.seen if "shardway.cli.rank" in " ".join(p.cmdline())]
-        return {int(child.environ()["RANK"]): child for child in children}
+        found = {}
+        for process in self.seen:
+            with contextlib.suppress(psutil.NoSuchProcess):  # what has ended since is none
+                if "shardway.cli.rank" in " ".join(process.cmdline()):
+                    found[int(process.environ()["RANK"])] = process
+        return found
 
     def end(self) -> tuple[int, str]:
         """Wait for the end: exit code and what went to stderr."""
@@ -95,7 +100,7 @@ class Command:
 
     def left_alive(self) -> list[psutil.Process]:
         """Processes that outlive the command; a rank that was told to stop may take a moment to save."""
-        _, alive = psutil.wait_procs(self.seen, timeout=20)
+        _, alive = psutil.wait_procs(self.seen, timeout=60)
         return alive
 
 
