@@ -146,6 +146,15 @@ def training_commands(folder: Path) -> Iterator[Start]:
 
 def stalling(rank: int, batch: int, mark: Path) -> dict[str, str]:
     """Variables that make a rank wait for a batch that does not come; once, since it leaves a mark."""
+    return _injected("STALL", f"{rank}:{batch}:{mark}")
+
+
+def killing_in_save(rank: int, step: int, mark: Path) -> dict[str, str]:
+    """Variables that kill a rank while it writes the first checkpoint from a step on; once, since it leaves a mark."""
+    return _injected("KILL", f"{rank}:writing:{step}:{mark}")
+
+
+def _injected(name: str, value: str) -> dict[str, str]:
     inject = Path(__file__).parent / "chaos" / "inject"
     path = os.pathsep.join([str(inject), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    return {"SHARDWAY_TEST_STALL": f"{rank}:{batch}:{mark}", "PYTHONPATH": path}
+    return {f"SHARDWAY_TEST_{name}": value, "PYTHONPATH": path}
