@@ -75,7 +75,8 @@ class Command:
     def wait_until(self, holds: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not holds():
-            assert self.process.poll() is None, self.process.communicate()
+            # It may have come to that right before its end.
+            assert self.process.poll() is None or holds(), self.process.communicate()
             assert time.monotonic() < deadline, "it takes too long"
             time.sleep(0.02)
 
