@@ -20,7 +20,8 @@ import psutil
 
 from shardway.rundir.directory import RunDir
 
-PATIENCE_S = 90.0
+PATIENCE_S = 300.0
+"""Guards against a hang alone: a command imports torch on each of its ranks, and may compile."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +75,19 @@ class Command:
     def wait_until(self, holds: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not holds():
-            assert self.process.poll() is None, self.process.communicate()
+            # It may have come to that right before its end.
+            assert self.process.poll() is None or holds(), self.process.communicate()
             assert time.monotonic() < deadline, "it takes too long"
             time.sleep(0.02)
 
     def ranks(self) -> dict[int, psutil.Process]:
         """The local ranks by number."""
-        children = [p for p in self.seen if "shardway.cli.rank" in " ".join(p.cmdline())]
-        return {int(child.environ()["RANK"]): child for child in children}
+        found = {}
+        for process in self.seen:
+            with contextlib.suppress(psutil.NoSuchProcess):  # what has ended since is none
+                if "shardway.cli.rank" in " ".join(process.cmdline()):
+                    found[int(process.environ()["RANK"])] = process
+        return found
 
     def end(self) -> tuple[int, str]:
         """Wait for the end: exit code and what went to stderr."""
@@ -95,7 +101,7 @@ class Command:
 
     def left_alive(self) -> list[psutil.Process]:
         """Processes that outlive the command; a rank that was told to stop may take a moment to save."""
-        _, alive = psutil.wait_procs(self.seen, timeout=20)
+        _, alive = psutil.wait_procs(self.seen, timeout=60)
         return alive
 
 
@@ -141,6 +147,15 @@ def training_commands(folder: Path) -> Iterator[Start]:
 
 def stalling(rank: int, batch: int, mark: Path) -> dict[str, str]:
     """Variables that make a rank wait for a batch that does not come; once, since it leaves a mark."""
+    return _injected("STALL", f"{rank}:{batch}:{mark}")
+
+
+def killing_in_save(rank: int, step: int, mark: Path) -> dict[str, str]:
+    """Variables that kill a rank while it writes the first checkpoint from a step on; once, since it leaves a mark."""
+    return _injected("KILL", f"{rank}:writing:{step}:{mark}")
+
+
+def _injected(name: str, value: str) -> dict[str, str]:
     inject = Path(__file__).parent / "chaos" / "inject"
     path = os.pathsep.join([str(inject), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    return {"SHARDWAY_TEST_STALL": f"{rank}:{batch}:{mark}", "PYTHONPATH": path}
+    return {f"SHARDWAY_TEST_{name}": value, "PYTHONPATH": path}

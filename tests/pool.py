@@ -40,7 +40,7 @@ from pool_worker import STACK_SIGNAL, Reply, Task, WarningFilter
 
 START_S = 180.0
 """How long new ranks may take to import torch, and a rank to import a test's module, on a machine that is busy."""
-GRACE_S = 10.0
+GRACE_S = 30.0
 """How long the other ranks may still take after the first has failed."""
 _FINISH_S = 60.0
 _STACK_S = 5.0

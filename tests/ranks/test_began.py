@@ -29,7 +29,8 @@ def test_the_age_of_a_process_counts_from_its_start() -> None:
 def test_without_proc_it_begins_now(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(began, "_STAT", tmp_path / "none")
     assert process_age_s() == 0.0
-    assert find_began(None) == pytest.approx(time.monotonic(), abs=0.5)
+    before = time.monotonic()
+    assert before <= find_began(None) <= time.monotonic()
 
 
 @pytest.mark.parametrize("text", ["", "1 (x) S 1", "1 (a) b) S " + "x " * 40])
@@ -42,7 +43,7 @@ def test_a_stat_of_another_form_tells_nothing(monkeypatch: pytest.MonkeyPatch, t
 def test_a_job_is_as_old_as_this_host_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(began, "_uptime_s", lambda: 1000.0)
     now, host = time.time(), socket.gethostname()
-    assert job_age_s(Started("1", host, started=now - 900)) == pytest.approx(900, abs=1)
+    assert job_age_s(Started("1", host, started=now - 900)) == pytest.approx(900, abs=30)
     for odd in (
         Started("1", "another-host", started=now - 900),
         Started("1", host),
@@ -58,6 +59,6 @@ def test_the_job_counts_where_it_is_older_than_the_process(monkeypatch: pytest.M
     attempt.make()
     assert time.monotonic() - find_began(attempt) == pytest.approx(process_age_s(), abs=1)
     attempt.write_started(Started("1", socket.gethostname(), started=time.time() - 1e6))
-    assert time.monotonic() - find_began(attempt) == pytest.approx(1e6, abs=1)
+    assert time.monotonic() - find_began(attempt) == pytest.approx(1e6, abs=30)
     attempt.write_started(Started("1", "another-host", started=time.time() - 1e6))
     assert time.monotonic() - find_began(attempt) == pytest.approx(process_age_s(), abs=1)

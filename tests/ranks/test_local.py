@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,15 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
+PATIENCE_S = 120.0
+"""Guards against a hang alone: each start imports torch."""
+
 RANK = """
 import contextlib, os, signal, sys, time
 from pathlib import Path
 import psutil
+
+agent = os.getppid()
 
 folder, rank = Path(sys.argv[2]), int(os.environ["RANK"])
 (folder / f"pid-{rank}").write_text(str(os.getpid()))
@@ -33,10 +38,13 @@ def wait(seconds):
             return
         time.sleep(0.02)
 
-def wait_for_end_of(pid_file):
-    # One that still lives when another fails is ended by the agent, and told too.
+def wait_for_start_of(pid_file):
     while not (pid_file.is_file() and pid_file.read_text()):
         time.sleep(0.02)
+
+def wait_for_end_of(pid_file):
+    # One that still lives when another fails is ended by the agent, and told too.
+    wait_for_start_of(pid_file)
     with contextlib.suppress(psutil.NoSuchProcess):
         while psutil.Process(int(pid_file.read_text())).status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.02)
@@ -48,7 +56,7 @@ def codes():
 
 def killed():
     if rank == 1:
-        wait(0.2)
+        wait_for_start_of(folder / "pid-0")
         os.kill(os.getpid(), signal.SIGKILL)
     wait(60)
 
@@ -57,12 +65,22 @@ def stopped():
 
 def stubborn():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (folder / f"deaf-{rank}").touch()
     time.sleep(60)
 
 def bound():
-    from shardway.ranks.parent import stop_with_parent
+    from shardway.ranks.parent import stop_with_agent
 
-    stop_with_parent()
+    stop_with_agent(os.environ)
+    (folder / f"bound-{rank}").touch()
+    wait(60)
+
+def late():
+    from shardway.ranks.parent import stop_with_agent
+
+    while os.getppid() == agent:
+        time.sleep(0.02)
+    stop_with_agent(os.environ)
     wait(60)
 
 def well():
@@ -95,10 +113,12 @@ print(json.dumps([[f.rank, f.pid, f.exit_code, f.signal_name] for f in failures]
 
 @dataclass(frozen=True)
 class Ended:
-    """How `run_local` ended: the driver's exit code, and (rank, pid, exit code, signal) of the failures."""
+    """How `run_local` ended: the driver's exit code, (rank, pid, exit code, signal) of the failures, and how long it
+    took after the last act."""
 
     code: int
     failures: list[list[Any]]
+    seconds: float = field(default=0.0, compare=False)
 
 
 class Launched:
@@ -108,8 +128,8 @@ class Launched:
         self.folder = folder
         (folder / "a_rank_of_a_test.py").write_text(RANK)
 
-    def run(self, what: str, *acts: Callable[[subprocess.Popen[str]], None], stop_timeout_s: float = 60.0) -> Ended:
-        """Start, do `acts` a moment apart once both ranks are there, and wait."""
+    def run(self, what: str, *acts: Act, stop_timeout_s: float = 60.0) -> Ended:
+        """Start, do `acts` once both ranks are there, and wait."""
         environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         environ["PYTHONPATH"] = os.pathsep.join([str(self.folder), *sys.path])
         words = [sys.executable, "-c", DRIVER, what, str(self.folder), str(stop_timeout_s)]
@@ -117,17 +137,20 @@ class Launched:
             try:
                 self.wait_for_ranks(2 if acts else 0)
                 for act in acts:
-                    time.sleep(0.3)
-                    act(driver)
-                out, _ = driver.communicate(timeout=60)
+                    act(self, driver)
+                began = time.monotonic()
+                out, _ = driver.communicate(timeout=PATIENCE_S)
             finally:
                 driver.kill()
-        return Ended(driver.returncode, json.loads(out) if out else [])
+        return Ended(driver.returncode, json.loads(out) if out else [], time.monotonic() - began)
 
     def wait_for_ranks(self, count: int) -> None:
-        deadline = time.monotonic() + 60
-        while len(self.pids()) < count:
-            assert time.monotonic() < deadline, "the ranks did not start"
+        self.wait_until(lambda: len(self.pids()) >= count)
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not holds():
+            assert time.monotonic() < deadline, "it did not come to that"
             time.sleep(0.02)
 
     def pids(self) -> list[int]:
@@ -137,7 +160,7 @@ class Launched:
 
     def alive(self) -> list[int]:
         """Those of them that still live; the kernel may take a moment."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while (alive := [pid for pid in self.pids() if psutil.pid_exists(pid)]) and time.monotonic() < deadline:
             time.sleep(0.05)
         return alive
@@ -153,8 +176,17 @@ def launched(tmp_path: Path) -> Launched:
     return Launched(tmp_path)
 
 
-def send(number: signal.Signals) -> Callable[[subprocess.Popen[str]], None]:
-    return lambda driver: driver.send_signal(number)
+Act = Callable[[Launched, "subprocess.Popen[str]"], None]
+
+
+def send(number: signal.Signals, after: str = "") -> Act:
+    """Send a signal to the driver; once such files are there, where they are named."""
+
+    def act(launched: Launched, driver: subprocess.Popen[str]) -> None:
+        launched.wait_until(lambda: all((launched.folder / name).exists() for name in after.split()))
+        driver.send_signal(number)
+
+    return act
 
 
 def test_ranks_that_end_well(launched: Launched) -> None:
@@ -185,20 +217,27 @@ def test_the_first_signal_asks_to_stop(launched: Launched, number: signal.Signal
 
 
 def test_the_second_signal_kills_even_ranks_that_do_not_listen(launched: Launched) -> None:
-    started = time.monotonic()
-    assert launched.run("stubborn", send(signal.SIGINT), send(signal.SIGINT)).code == 130
+    """The second once the first was heard: two of one kind that come together are one."""
+    ended = launched.run("stubborn", send(signal.SIGINT, "deaf-0 deaf-1"), send(signal.SIGINT, "stop"))
+    assert ended.code == 130
     assert launched.alive() == []
-    assert time.monotonic() - started < 30
+    assert ended.seconds < 20, "not the time that ranks have which are asked to end"
 
 
 def test_a_stop_that_takes_too_long_kills_ranks_that_do_not_listen(launched: Launched) -> None:
-    started = time.monotonic()
-    assert launched.run("stubborn", send(signal.SIGTERM), stop_timeout_s=0.5).code == 1
+    ended = launched.run("stubborn", send(signal.SIGTERM, "deaf-0 deaf-1"), stop_timeout_s=0.5)
+    assert ended.code == 1
     assert launched.alive() == []
-    assert time.monotonic() - started < 30
+    assert ended.seconds < 20, "not the time that ranks have which are asked to end"
 
 
 def test_ranks_end_with_an_agent_that_was_killed(launched: Launched) -> None:
     """SIGKILL leaves the agent no time to end them; the kernel tells them."""
-    assert launched.run("bound", send(signal.SIGKILL)).code == -signal.SIGKILL
+    assert launched.run("bound", send(signal.SIGKILL, "bound-0 bound-1")).code == -signal.SIGKILL
+    assert launched.alive() == []
+
+
+def test_ranks_end_with_an_agent_that_was_killed_while_they_started(launched: Launched) -> None:
+    """Before they could ask the kernel to tell them."""
+    assert launched.run("late", send(signal.SIGKILL)).code == -signal.SIGKILL
     assert launched.alive() == []

@@ -20,14 +20,17 @@ from shardway.ranks.progress import Activity, Progress
 from shardway.ranks.signals import SignalWatch
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
+from shardway.train import last_words
 from shardway.train.last_words import Speaker
 
 lookout.LEAVE_S = 0.1
+last_words.SAY_S = 60.0  # a busy disk is no part of these tests
 progress = Progress()
 progress.enter(Activity.STEP, 7)
 attempt = Attempt(Path(sys.argv[2])) if sys.argv[2] else None
 with SignalWatch() as signals:
-    speaker = Speaker(RunDir(Path(sys.argv[1])), int(sys.argv[3]), 0.5, "command line", progress, attempt)
+    run, rank, limit_s = RunDir(Path(sys.argv[1])), int(sys.argv[3]), float(sys.argv[5])
+    speaker = Speaker(run, rank, limit_s, "command line", progress, attempt)
     with Lookout(signals, speaker.duties(lambda: signals.received is not None)):
         def stuck():
             for number in sys.argv[4].split(","):
@@ -51,9 +54,11 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def end(run: RunDir, *signals: str, rank: int = 0, attempt: Attempt | None = None) -> subprocess.CompletedProcess[str]:
+def end(
+    run: RunDir, *signals: str, rank: int = 0, attempt: Attempt | None = None, limit_s: float = 0.5
+) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-c", CODE, str(run.path), str(attempt.path if attempt else ""), str(rank)]
-    return subprocess.run([*words, ",".join(signals)], capture_output=True, text=True, timeout=60)
+    return subprocess.run([*words, ",".join(signals), str(limit_s)], capture_output=True, text=True, timeout=120)
 
 
 def test_a_stop_that_takes_too_long_is_a_failure_that_may_go_on(run: RunDir) -> None:
@@ -95,7 +100,7 @@ def test_another_rank_leaves_the_status_alone(run: RunDir) -> None:
 
 
 def test_a_second_ctrl_c_that_nobody_obeys(run: RunDir) -> None:
-    ended = end(run, "SIGINT", "SIGINT")
+    ended = end(run, "SIGINT", "SIGINT", limit_s=600.0)
     assert (ended.returncode, ended.stderr) == (130, "shardway: ended at once by a second signal\n")
     status = run.read_status()
     assert (status["state"], status["reason"]) == ("stopped", "a second signal ended the run at once")
@@ -104,5 +109,5 @@ def test_a_second_ctrl_c_that_nobody_obeys(run: RunDir) -> None:
 
 def test_it_says_nothing_that_the_main_thread_has_said(run: RunDir) -> None:
     run.write_status(state="stopped", reason="a second signal ended the run at once", step=7)
-    assert end(run, "SIGINT", "SIGINT").returncode == 130
+    assert end(run, "SIGINT", "SIGINT", limit_s=600.0).returncode == 130
     assert list(run.all_events()) == []

@@ -81,11 +81,14 @@ def start(tmp_path: Path) -> Iterator[Start]:
         yield go
 
 
-def test_a_rank_that_is_killed_on_another_node_is_started_again(launch: Launch, start: Start) -> None:
+def test_a_rank_that_is_killed_on_another_node_is_started_again(launch: Launch, start: Start, tmp_path: Path) -> None:
     """To the same bits as the ranks of one machine to which nothing happens."""
-    crew = launch("crew", 2, *WORDS)
+    stands = tmp_path / "stands"  # however late the kill is, the run has not come to its end before
+    crew = launch("crew", 2, *WORDS, environ=stalling(0, 80, stands))
     crew.agents[0].wait_for_step(25)
     (rank,) = crew.ranks_of(1)
+    rank.suspend()
+    stands.touch()  # it stands once
     rank.kill()
     for agent in crew.agents:
         agent.finish()

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from commands import PATIENCE_S, Command, Start, training_commands
+from commands import PATIENCE_S, Start, killing_in_save, stalling, training_commands
 from runs import TINY, read_column, read_named, read_steps, worst_difference
 from shardway.rundir.directory import RunDir
 
@@ -110,27 +110,28 @@ def test_ranks_stop_and_save_when_their_agent_is_killed(start: Start, launcher: 
     assert command.run.checkpoint_steps() == [status["step"]]
 
 
-def kill_somewhere(command: Command, dice: random.Random) -> None:
-    """Kill at a random step, after the first save."""
+def kill_somewhere(start: Start, words: Sequence[str], dice: random.Random) -> None:
+    """kill -9 one rank (or the only process) of "killed" at a random step, after the first save; the ranks that are
+    left end by themselves. None comes to the end of the run before, however late the kill is."""
+    command = start("killed", *words, environ=stalling(0, 120, Path("stands")))
     command.wait_for_step(dice.randrange(22, 90))
     command.wait_until(lambda: bool(command.run.checkpoint_steps()))
-    kill_one(command, dice)
-
-
-def kill_while_saving(command: Command, dice: random.Random) -> None:
-    """The same while a checkpoint is being written and the ranks train on."""
-    base = command.run.checkpoint_steps()[-1]
-    command.wait_for_step(base + 1)
-    command.wait_until(lambda: bool(command.run.partial_checkpoints()))
-    kill_one(command, dice)
-
-
-def kill_one(command: Command, dice: random.Random) -> None:
-    """kill -9 one rank (or the only process); the ranks that are left end by themselves."""
     victims = list(command.ranks().values()) or [psutil.Process(command.process.pid)]
     dice.choice(victims).send_signal(signal.SIGKILL)
     assert command.end()[0] != 0
     assert command.left_alive() == []
+
+
+def kill_while_saving(start: Start, words: Sequence[str], folder: Path, dice: random.Random) -> None:
+    """The same while a checkpoint is being written and the ranks train on."""
+    base = RunDir(folder / "killed").checkpoint_steps()[-1]
+    rank, mark = dice.randrange(2 if "--nproc" in words else 1), folder / "struck"
+    command = start("killed", *words, environ=killing_in_save(rank, base + 1, mark))
+    command.wait_for_step(base + 1)
+    assert command.end()[0] != 0
+    assert mark.exists()
+    assert command.left_alive() == []
+    assert RunDir(folder / "killed").partial_checkpoints() != []
 
 
 @pytest.mark.parametrize(
@@ -144,8 +145,8 @@ def kill_one(command: Command, dice: random.Random) -> None:
 def test_what_was_killed_goes_on_with_the_same_bits(start: Start, tmp_path: Path, words: tuple[str, ...]) -> None:
     dice = random.Random(" ".join(words))
     through = start("through", *words, *LONG)
-    kill_somewhere(start("killed", *words, *LONG), dice)
-    kill_while_saving(start("killed", *words, *LONG), dice)
+    kill_somewhere(start, (*words, *LONG), dice)
+    kill_while_saving(start, (*words, *LONG), tmp_path, dice)
     start("killed", *words, *LONG).finish()
     through.finish()
     starts = [event["step"] for event in read_named(tmp_path / "killed", "started")]
@@ -167,7 +168,7 @@ def used(folder: Path) -> dict[int, list[Any]]:
 
 def test_what_was_killed_goes_on_with_other_ranks(start: Start, tmp_path: Path) -> None:
     words = tuple(word for word in LONG if not word.startswith("model.dropout"))
-    kill_somewhere(start("killed", *PAIR, *words), random.Random(3))
+    kill_somewhere(start, (*PAIR, *words), random.Random(3))
     start("killed", *words).finish()
     start("through", *words).finish()
     assert read_column(tmp_path / "killed", "step") == list(range(1, 161))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shardway.cli.main import leave, run_guarded
 from shardway.ranks.agent.join import join_agent
-from shardway.ranks.parent import stop_with_parent
+from shardway.ranks.parent import stop_with_agent
 from shardway.ranks.signals import SignalWatch
 from shardway.resolve.request import Request
 
@@ -38,7 +38,7 @@ def main() -> None:
         train(read_packed(sys.argv[1]))
 
     with SignalWatch():  # from the first moment: the import of torch takes seconds
-        stop_with_parent()
+        stop_with_agent(os.environ)
         join_agent(os.environ)
         code = run_guarded(work)
     leave(code)

@@ -3,15 +3,19 @@
 Whoever starts ranks as children and is killed cannot end them: without this they train on, and the next launch writes
 into the same run beside them. srun and mpirun need no help, their daemons end what they started.
 
-Invariant: quick to import (no torch), and without effect where the kernel does not know it. This module must not end
-anything itself: SIGTERM is a wish to stop, upon which the ranks save (`ranks.signals`).
+Invariant: quick to import (no torch), and without effect where the kernel does not know it. Nothing is ended here but
+by SIGTERM, a wish to stop, upon which the ranks save (`ranks.signals`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import signal
+from collections.abc import Mapping
+
+from shardway.ranks.launcher import AGENT_VARIABLE
 
 _PR_SET_PDEATHSIG = 1
 
@@ -20,3 +24,10 @@ def stop_with_parent() -> None:
     """Ask the kernel to send SIGTERM to this process when its parent dies (prctl(2), Linux alone)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def stop_with_agent(environ: Mapping[str, str]) -> None:
+    """The same for a rank that our agent has started as a child; at once where the agent is gone already."""
+    stop_with_parent()
+    if environ.get(AGENT_VARIABLE, "") not in ("", str(os.getppid())):
+        signal.raise_signal(signal.SIGTERM)

@@ -2,6 +2,8 @@
 
 A FILE that is there already means that it has been, or that it is over.
 
+A process that nobody gave a rank is rank 0.
+
 SHARDWAY_TEST_HANG = RANK:STEP:FILE: it hangs once, as a library in C would make it.
 SHARDWAY_TEST_STALL = RANK:BATCH:FILE: it waits for a batch of training that does not come.
 SHARDWAY_TEST_SLOW = SECONDS: each batch of a validation takes so much longer; SHARDWAY_TEST_PACE: of training.
@@ -269,9 +271,10 @@ def _jump(path: str) -> None:
     time.time = jumped
 
 
+_rank = os.environ.get("RANK", "0")
 _changes: dict[str, Callable[[Any], None]] = {}
 _stalls = os.environ.get("SHARDWAY_TEST_STALL", "").split(":", 2)
-if len(_stalls) == 3 and os.environ.get("RANK") == _stalls[0]:
+if len(_stalls) == 3 and _rank == _stalls[0]:
     _changes["shardway.data.loader"] = _stall(int(_stalls[1]), Path(_stalls[2]))
 if os.environ.get("SHARDWAY_TEST_SLOW"):
     _changes["shardway.train.passes"] = _slow(float(os.environ["SHARDWAY_TEST_SLOW"]))
@@ -280,10 +283,10 @@ if os.environ.get("SHARDWAY_TEST_PACE"):
 if os.environ.get("SHARDWAY_TEST_RETRY"):
     _changes["shardway.train.saves.saving"] = _retry(float(os.environ["SHARDWAY_TEST_RETRY"]))
 _kills = os.environ.get("SHARDWAY_TEST_KILL", "").split(":", 3)
-if len(_kills) == 4 and os.environ.get("RANK") == _kills[0]:
+if len(_kills) == 4 and _rank == _kills[0]:
     _changes |= _kill_in_save(_Save(int(_kills[2]), Path(_kills[3])), _kills[1])
 _harms = os.environ.get("SHARDWAY_TEST_HARM", "").split(":", 3)
-if len(_harms) == 4 and os.environ.get("RANK") == _harms[0]:
+if len(_harms) == 4 and _rank == _harms[0]:
     _changes["shardway.train.step"] = _harm(_harms[1], int(_harms[2]), Path(_harms[3]))
 if os.environ.get("SHARDWAY_TEST_JUMP"):
     _jump(os.environ["SHARDWAY_TEST_JUMP"])

@@ -7,16 +7,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from shardway.ranks.agent.hang import Hang
+from shardway.ranks.agent import recorder, stacks
+from shardway.ranks.agent.hang import Hang, Sighting
 from shardway.ranks.agent.page import VARIABLE, page_path, read_page
 from shardway.ranks.agent.patience import Patience, Span
-from shardway.ranks.agent.stacks import ask_for_stacks, group_stacks
-from shardway.ranks.agent.watch import Unwatched, Watch, watched
+from shardway.ranks.agent.stacks import Group, ask_for_stacks, group_stacks
+from shardway.ranks.agent.watch import Seen, Unwatched, Watch, watched
 from shardway.ranks.progress import Activity
 
 pytestmark = pytest.mark.slow
@@ -30,18 +31,28 @@ from shardway.ranks.progress import Activity
 join_agent(os.environ)
 page = open_page(os.environ, int(os.environ["LOCAL_RANK"]))
 
-def wait_for_ever():
+def wait_for_ever(step):
+    page.write(Activity.STEP, step, time.monotonic())
     while True:
-        time.sleep(0.05)
+        time.sleep(3600)
 
 for step in range(10_000_000):
-    page.write(Activity.STEP, step, time.monotonic())
     if step == int(sys.argv[1]):
-        wait_for_ever()
+        wait_for_ever(step)
+    page.write(Activity.STEP, step, time.monotonic())
     time.sleep(0.02)
 """
 
 NEVER = 10_000_000
+PATIENCE_S = 60.0
+"""Guards against a hang alone."""
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < until, "it did not come to that"
+        time.sleep(0.02)
 
 
 class Node:
@@ -72,10 +83,7 @@ class Node:
 
     def wait_for(self, rank: int, step: int) -> None:
         """Until a rank has come to this step."""
-        until = time.monotonic() + 30
-        while self.step(rank) < step:
-            assert time.monotonic() < until, "the ranks did not come so far"
-            time.sleep(0.02)
+        wait_until(lambda: self.step(rank) >= step)
 
     def patience(self) -> Patience:
         """One that knows how long steps take."""
@@ -87,6 +95,13 @@ class Node:
     def watch(self) -> Watch:
         """A watch over these ranks."""
         return Watch(self.folder, len(self.ranks), self.patience(), self.woken.append)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that can answer are waited for, however busy the machine is."""
+    for room in (stacks, recorder):
+        monkeypatch.setattr(room, "WAIT_S", PATIENCE_S)
 
 
 @pytest.fixture
@@ -101,7 +116,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
 def test_a_rank_that_hangs_is_ended_with_all_others(node: Node) -> None:
     node.start(NEVER, 20)
     with node.watch() as watch:
-        codes = [rank.wait(timeout=30) for rank in node.ranks]
+        codes = [rank.wait(timeout=PATIENCE_S) for rank in node.ranks]
     assert codes == [-signal.SIGKILL, -signal.SIGKILL]
     assert watch.found is not None
     assert watch.found.hang.ranks == (1,)
@@ -114,9 +129,7 @@ def test_a_rank_that_is_stopped_is_told_to_go_on(node: Node) -> None:
     os.kill(node.ranks[0].pid, signal.SIGSTOP)
     stopped_at = node.step(0)
     with node.watch() as watch:
-        until = time.monotonic() + 20
-        while not node.woken and time.monotonic() < until:
-            time.sleep(0.05)
+        wait_until(lambda: bool(node.woken))
         node.wait_for_step(stopped_at + 5)
     assert [hang.ranks for hang in node.woken] == [(0,)]
     assert watch.found is None
@@ -128,9 +141,7 @@ def test_ranks_are_asked_where_one_of_another_node_hangs_and_go_on(node: Node) -
     node.wait_for_step(20)
     with Watch(node.folder, 2, Patience(start_s=60.0, fixed_s=60.0), node.woken.append) as watch:
         watch.is_asked = True
-        until = time.monotonic() + 20
-        while watch.seen is None and time.monotonic() < until:
-            time.sleep(0.05)
+        wait_until(lambda: watch.seen is not None)
         before = node.step(0)
         node.wait_for(0, before + 5)
     assert watch.seen is not None
@@ -139,16 +150,25 @@ def test_ranks_are_asked_where_one_of_another_node_hangs_and_go_on(node: Node) -
     assert (watch.found, watch.has_hang) == (None, False)
 
 
+class Stamped(Watch):
+    """Says when the ranks had been asked, and whether the hang was known to others by then."""
+
+    asked_at = float("inf")
+    was_known = False
+
+    def _ask(self, sightings: dict[int, Sighting]) -> Seen:
+        self.was_known = self.has_hang
+        seen = super()._ask(sightings)
+        self.asked_at = time.monotonic()
+        return seen
+
+
 def test_a_rank_that_hangs_is_left_alone_until_the_others_were_asked(node: Node) -> None:
     node.start(20)
-    with Watch(node.folder, 1, node.patience(), node.woken.append, share_s=1.5) as watch:
-        until = time.monotonic() + 30
-        while not (watch.has_hang and watch.seen is not None) and time.monotonic() < until:
-            time.sleep(0.02)
-        assert watch.found is None
-        time.sleep(0.5)
-        assert node.ranks[0].poll() is None
-        assert node.ranks[0].wait(timeout=30) == -signal.SIGKILL
+    with Stamped(node.folder, 1, node.patience(), node.woken.append, share_s=1.0) as watch:
+        assert node.ranks[0].wait(timeout=PATIENCE_S) == -signal.SIGKILL
+        assert time.monotonic() - watch.asked_at >= 1.0
+    assert watch.was_known
     assert watch.found is not None
     assert watch.found.seen == watch.seen
 
@@ -168,13 +188,11 @@ def test_a_process_of_somebody_else_is_never_touched(node: Node) -> None:
     environ = {**os.environ, VARIABLE: str(node.folder), "LOCAL_RANK": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", outer], env=environ, start_new_session=True) as parent:
         try:
-            until = time.monotonic() + 30
-            while node.step(1) < 20 and time.monotonic() < until:
-                time.sleep(0.02)
+            node.wait_for(1, 20)
             grandchild = read_page(page_path(node.folder, 1))
             assert grandchild is not None
             with Watch(node.folder, 2, node.patience(), node.woken.append):
-                assert node.ranks[0].wait(timeout=30) == -signal.SIGKILL
+                assert node.ranks[0].wait(timeout=PATIENCE_S) == -signal.SIGKILL
             os.kill(grandchild.pid, 0)
         finally:
             os.killpg(parent.pid, signal.SIGKILL)
@@ -183,9 +201,14 @@ def test_a_process_of_somebody_else_is_never_touched(node: Node) -> None:
 def test_stacks_are_grouped_and_the_lonely_come_first(node: Node) -> None:
     node.start(20, 20, NEVER)
     node.wait_for_step(20)
-    stacks = ask_for_stacks(node.folder, {rank: process.pid for rank, process in enumerate(node.ranks)})
-    groups = group_stacks(stacks)
-    assert [group.ranks for group in groups] == [(2,), (0, 1)]
+    groups: list[Group] = []
+
+    def have_come_to_their_wait() -> bool:
+        """A page is there a moment before its rank waits."""
+        groups[:] = group_stacks(ask_for_stacks(node.folder, {rank: each.pid for rank, each in enumerate(node.ranks)}))
+        return [group.ranks for group in groups] == [(2,), (0, 1)]
+
+    wait_until(have_come_to_their_wait)
     assert groups[1].frames[0].startswith("wait_for_ever (<string>:")
 
 
@@ -198,6 +221,35 @@ def test_who_did_not_promise_an_answer_is_not_asked(node: Node, tmp_path: Path) 
             assert other.poll() is None
         finally:
             other.kill()
+
+
+SLOWLY = """
+import signal, sys, time
+
+def answer(number, frame):
+    with open(sys.argv[1], "a") as file:
+        for line in ("Thread 0x1 (most recent call first):", '  File "b.py", line 1 in _bootstrap', "",
+                     "Current thread 0x2 (most recent call first):", '  File "a.py", line 2 in wait',
+                     '  File "a.py", line 9 in <module>'):
+            print(line, file=file, flush=True)
+            time.sleep(0.1)
+
+signal.signal(signal.SIGUSR1, answer)
+open(sys.argv[1], "w").close()
+while True:
+    time.sleep(1)
+"""
+
+
+def test_stacks_are_read_once_they_are_whole(tmp_path: Path) -> None:
+    """A busy machine may let a rank wait in the middle of its answer."""
+    with subprocess.Popen([sys.executable, "-c", SLOWLY, str(tmp_path / "stacks-3")]) as rank:
+        try:
+            wait_until((tmp_path / "stacks-3").exists)
+            answers = ask_for_stacks(tmp_path, {3: rank.pid})
+        finally:
+            rank.kill()
+    assert group_stacks(answers) == [Group((3,), ("wait (a.py:2)", "<module> (a.py:9)"))]
 
 
 def test_nobody_looks_where_nobody_shall() -> None:

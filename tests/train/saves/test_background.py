@@ -52,7 +52,26 @@ def wait_for_save(run: Run, step: int) -> None:
     run._loop._saver.settle()  # type: ignore[union-attr]
 
 
-def test_the_curve_is_that_of_saves_that_are_waited_for(tmp_path: Path, quiet_threads: None) -> None:
+@pytest.fixture
+def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run goes on before a save is written, as it does where nothing else keeps the machine busy."""
+    begin, goes_on = background.Background.begin, threading.Event()
+
+    def begin_and_tell(*arguments: Any) -> Any:
+        begun = begin(*arguments)
+        goes_on.set()
+        return begun
+
+    def write(*arguments: Any) -> Any:
+        assert goes_on.wait(60.0)
+        goes_on.clear()
+        return write_checkpoint(*arguments)
+
+    monkeypatch.setattr(background.Background, "begin", begin_and_tell)
+    monkeypatch.setattr(background, "write_checkpoint", write)
+
+
+def test_the_curve_is_that_of_saves_that_are_waited_for(tmp_path: Path, quiet_threads: None, in_turn: None) -> None:
     words = (*SHORT, "checkpoint.every=1 steps", "model.dropout=0.1")
     train_tiny(tmp_path / "waited", lone_rank(), *words, "checkpoint.background=false")
     train_tiny(tmp_path / "flown", lone_rank(), *words, before_step=wait_for_save)

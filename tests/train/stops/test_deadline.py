@@ -14,6 +14,8 @@ from shardway.train.ending import End, find_end, read_words
 from shardway.train.stops.deadline import ESTIMATED_BYTES, ESTIMATED_RATE, Deadline, Pace, find_deadline, read_pace
 
 SECONDS = st.floats(0.0, 1e4)
+ROUNDED_S = 1e-6
+"""Where as much is left as the margin, to the last bits of these sums, either answer is right."""
 
 
 @dataclass
@@ -91,7 +93,7 @@ def test_it_is_near_when_less_is_left_than_the_margin(
     needed = deadline.margin().seconds
     assert needed >= 2 * save + 2 * step + validation
     assert deadline.is_near() == (deadline.left_s < needed)
-    assert deadline.fits_validation() or left < needed
+    assert deadline.fits_validation() or left < needed + ROUNDED_S
 
 
 def test_the_reason_of_a_stop_is_that_of_the_moment_it_was_decided() -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 SIGNAL = signal.SIGUSR1
 WAIT_S = 1.0
 _PAUSE_S = 0.02
+_OUTERMOST = re.compile(r'\n(  File "[^"]*", line \d+ in (<module>|_run_module_as_main)|  \.\.\.)\n\Z')
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
 _SHOWN = 12
 
@@ -49,10 +50,21 @@ def ask_for_stacks(folder: Path, pids: Mapping[int, int]) -> dict[int, str]:
         with contextlib.suppress(OSError):
             os.kill(pids[rank], SIGNAL)
     until = time.monotonic() + WAIT_S
-    while time.monotonic() < until and not all(_path(folder, rank).stat().st_size for rank in asked):
+    found, before = _read_all(folder, asked), None
+    while time.monotonic() < until and not (found == before and all(map(_is_whole, found.values()))):
         time.sleep(_PAUSE_S)
-    time.sleep(_PAUSE_S)
-    return {rank: text for rank in asked if (text := _path(folder, rank).read_text(errors="replace"))}
+        found, before = _read_all(folder, asked), found
+    return {rank: text for rank, text in found.items() if text}
+
+
+def _read_all(folder: Path, ranks: Iterable[int]) -> dict[int, str]:
+    return {rank: _path(folder, rank).read_text(errors="replace") for rank in ranks}
+
+
+def _is_whole(text: str) -> bool:
+    """Whether the main thread, which the handler names last, is there to its outermost frame, that of a script or of
+    `python -m`. The handler writes piece by piece, and a busy machine may take its turn away in between."""
+    return _OUTERMOST.search(text) is not None
 
 
 def group_stacks(stacks: Mapping[int, str]) -> list[Group]:
