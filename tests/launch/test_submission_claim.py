@@ -138,6 +138,16 @@ def test_one_that_lives_here_is_left_alone_however_long_it_takes(
     assert scene.job.folder.path.exists()
 
 
+def test_one_that_has_ended_well_since_it_was_looked_at_is_let_be(scene: Scene) -> None:
+    """Its submitter is gone, and so may the job be that it submitted."""
+    last = scene.prepare(replace(claim_of_this_process(), start="1"), 1.0)
+    assert last.submission is not None
+    scene.job.folder.write_submission(replace(last.submission, job="17"))
+    with pytest.raises(UserError, match=r"was submitted just now by another command, as job 17\."):
+        scene.submitter.recover(scene.job, last)
+    assert scene.job.folder.path.exists()
+
+
 @pytest.mark.parametrize(
     ("claim", "words"), [(Claim("laptop", 4711), "process 4711 on laptop; whether"), (None, "another command")]
 )

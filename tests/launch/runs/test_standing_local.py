@@ -19,7 +19,7 @@ from shardway.rundir.directory import RunDir
 SLEEPS = """# local base.{number:04d}.x
 after={after:04d}
 while [ -n "${{1-}}" ] && kill -0 ${{1%.*}}; do sleep 0.1; done
-sleep 30
+sleep 300
 """
 
 
