@@ -141,6 +141,15 @@ def training_commands(folder: Path) -> Iterator[Start]:
 
 def stalling(rank: int, batch: int, mark: Path) -> dict[str, str]:
     """Variables that make a rank wait for a batch that does not come; once, since it leaves a mark."""
+    return _injected(SHARDWAY_TEST_STALL=f"{rank}:{batch}:{mark}")
+
+
+def pacing(seconds: float) -> dict[str, str]:
+    """Variables that make each batch of training take so much longer."""
+    return _injected(SHARDWAY_TEST_PACE=str(seconds))
+
+
+def _injected(**variables: str) -> dict[str, str]:
     inject = Path(__file__).parent / "chaos" / "inject"
     path = os.pathsep.join([str(inject), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    return {"SHARDWAY_TEST_STALL": f"{rank}:{batch}:{mark}", "PYTHONPATH": path}
+    return {**variables, "PYTHONPATH": path}
