@@ -20,7 +20,8 @@ import psutil
 
 from shardway.rundir.directory import RunDir
 
-PATIENCE_S = 90.0
+PATIENCE_S = 300.0
+"""Against a hang alone: nothing here is late because it took long."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,12 @@ class Command:
         """What was recorded since this command has begun."""
         return list(self.run.all_events())[self.events_before :]
 
-    def wait_until(self, holds: Callable[[], bool]) -> None:
+    def wait_until(self, holds: Callable[[], bool], pause_s: float = 0.02) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not holds():
             assert self.process.poll() is None, self.process.communicate()
             assert time.monotonic() < deadline, "it takes too long"
-            time.sleep(0.02)
+            time.sleep(pause_s)
 
     def ranks(self) -> dict[int, psutil.Process]:
         """The local ranks by number."""
@@ -95,7 +96,7 @@ class Command:
 
     def left_alive(self) -> list[psutil.Process]:
         """Processes that outlive the command; a rank that was told to stop may take a moment to save."""
-        _, alive = psutil.wait_procs(self.seen, timeout=20)
+        _, alive = psutil.wait_procs(self.seen, timeout=60)
         return alive
 
 
