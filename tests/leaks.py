@@ -16,7 +16,8 @@ from typing import Any
 
 _SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _SET_BY_OTHERS = frozenset({"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"})
-_THREADS_END_S = 0.5
+_THREADS_END_S = 2.0
+"""For a thread that is about to end; on a busy machine it may not run for a while."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def take_footprint() -> Footprint:
 
 
 def list_leaks(before: Footprint) -> list[str]:
-    """One sentence for each thing that differs from `before`; threads get half a second to end."""
+    """One sentence for each thing that differs from `before`; threads get a moment to end."""
     _wait_for_threads(before)
     after = take_footprint()
     leaks = [

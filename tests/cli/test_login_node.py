@@ -82,7 +82,7 @@ def run_python(folder: Path, code: str, *words: str) -> tuple[subprocess.Complet
     command = [sys.executable, "-c", code, *words]
     # Modules are kept compiled, as those of an installed package are.
     own = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
-    done = subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, timeout=180, check=False)
     after = os.times()
     used_s = after.children_user - before.children_user + after.children_system - before.children_system
     return done, used_s

@@ -104,7 +104,7 @@ def list_workers() -> list[psutil.Process]:
     return found
 
 
-def wait_until_gone(pids: list[int], within_s: float = 20.0) -> list[int]:
+def wait_until_gone(pids: list[int], within_s: float = 120.0) -> list[int]:
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline and any(psutil.pid_exists(pid) for pid in pids):
         time.sleep(0.05)

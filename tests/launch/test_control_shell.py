@@ -319,7 +319,7 @@ def send(chain: Chain, number: int, program: str, what: signal.Signals) -> Ran:
     process = chain.cluster.start(job, str(100 + number))
     wait_until(lambda: (chain.cluster.path / f"running{number}").exists())
     os.kill(process.pid, what)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=180)
     return Ran(process.returncode, out, job.folder.read_result())
 
 
@@ -382,7 +382,7 @@ def test_an_attempt_that_was_killed_is_settled_by_its_successor(
     process = chain.cluster.start(chain.job, "101")
     wait_until(lambda: (chain.cluster.path / "running").exists())
     os.killpg(process.pid, signal.SIGKILL)
-    process.communicate(timeout=30)
+    process.communicate(timeout=180)
     chain.cluster.write("jobs", f"101 {told}\n")
     chain.run(2, "exit 0")
     first = chain.attempt(1).read_result()
@@ -423,7 +423,7 @@ def test_a_requeued_job_goes_on(chain: Chain) -> None:
     process = chain.cluster.start(chain.job, "101")
     wait_until(lambda: (chain.cluster.path / "running").exists())
     os.killpg(process.pid, signal.SIGKILL)
-    process.communicate(timeout=30)
+    process.communicate(timeout=180)
     ran = chain.run(1, "exit 0", job_id="101")
     assert (ran.code, ran.state, chain.submitted) == (0, "finished", 1)
 
