@@ -343,7 +343,7 @@ if __name__ == "__main__":
 def test_no_worker_outlives_its_rank(tmp_path: Path, end: str) -> None:
     script = tmp_path / "rank.py"
     script.write_text(RANK.format(folder=str(Path(__file__).parent), end=end))
-    done = subprocess.run([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, timeout=300, check=False)
     assert done.returncode == (-signal.SIGKILL if "SIGKILL" in end else 0)
     pids = [int(word) for word in done.stdout.split()]
     assert len(pids) == 2
