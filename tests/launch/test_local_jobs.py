@@ -124,6 +124,7 @@ WAITS = "# local base.0002.x\nafter=0001\n" + "while kill -0 ${1%.*} 2>/dev/null
 def test_a_job_that_follows_another_waits(folder: Path) -> None:
     first = submit(write(folder / "first.sh", f"echo $$ > {folder}/first.pid; sleep 300\n"))
     second = submit(write(folder / "job.sh", WAITS), first)
+    wait_until(lambda: look(second)[0].phase is Phase.QUEUED)  # it says who it is a moment before it is its script
     record = look(second)[0]
     assert (record.phase, record.reason) == (Phase.QUEUED, "attempt 0001")
     why = query.explain_pending(record, Asked())
