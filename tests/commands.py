@@ -72,13 +72,13 @@ class Command:
         """What was recorded since this command has begun."""
         return list(self.run.all_events())[self.events_before :]
 
-    def wait_until(self, holds: Callable[[], bool]) -> None:
+    def wait_until(self, holds: Callable[[], bool], pause_s: float = 0.02) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not holds():
             # It may have come to that right before its end.
             assert self.process.poll() is None or holds(), self.process.communicate()
             assert time.monotonic() < deadline, "it takes too long"
-            time.sleep(0.02)
+            time.sleep(pause_s)
 
     def ranks(self) -> dict[int, psutil.Process]:
         """The local ranks by number."""
@@ -147,15 +147,20 @@ def training_commands(folder: Path) -> Iterator[Start]:
 
 def stalling(rank: int, batch: int, mark: Path) -> dict[str, str]:
     """Variables that make a rank wait for a batch that does not come; once, since it leaves a mark."""
-    return _injected("STALL", f"{rank}:{batch}:{mark}")
+    return _injected(SHARDWAY_TEST_STALL=f"{rank}:{batch}:{mark}")
 
 
 def killing_in_save(rank: int, step: int, mark: Path) -> dict[str, str]:
     """Variables that kill a rank while it writes the first checkpoint from a step on; once, since it leaves a mark."""
-    return _injected("KILL", f"{rank}:writing:{step}:{mark}")
+    return _injected(SHARDWAY_TEST_KILL=f"{rank}:writing:{step}:{mark}")
 
 
-def _injected(name: str, value: str) -> dict[str, str]:
+def pacing(seconds: float) -> dict[str, str]:
+    """Variables that make each batch of training take so much longer."""
+    return _injected(SHARDWAY_TEST_PACE=str(seconds))
+
+
+def _injected(**variables: str) -> dict[str, str]:
     inject = Path(__file__).parent / "chaos" / "inject"
     path = os.pathsep.join([str(inject), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    return {f"SHARDWAY_TEST_{name}": value, "PYTHONPATH": path}
+    return {**variables, "PYTHONPATH": path}

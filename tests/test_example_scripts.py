@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from commands import pacing
 from example_scripts import EXAMPLES, PAIRS, command_environment, compare_pair, run_script, torchrun
 from page_tables import check_block, check_table
 from pool import RankPool
@@ -178,23 +179,30 @@ def test_a_single_device_script_learns(
     """Below what a guess gives: ln 10 = 2.3, 50 words, ln 256 = 5.5."""
     command = [sys.executable, str(EXAMPLES / name / "single.py"), *words]
     done = subprocess.run(
-        command, cwd=tmp_path, env=command_environment(), capture_output=True, text=True, timeout=300, check=True
+        command, cwd=tmp_path, env=command_environment(), capture_output=True, text=True, timeout=900, check=True
     )
     last = done.stdout.splitlines()[-1]
     assert last.startswith("epoch 2: ")
     assert float(last.split(f"{label} ")[1].split(",")[0]) < limit
 
 
-def start_script(name: str, folder: Path, *words: str, world: int = 1) -> subprocess.Popen[str]:
+def start_script(
+    name: str, folder: Path, *words: str, world: int = 1, environ: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
     script = EXAMPLES / name / "with_shardway.py"
     command = torchrun(world, script, *words) if world > 1 else (sys.executable, str(script), *words)
     return subprocess.Popen(
-        command, cwd=folder, env=command_environment(), stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=folder,
+        env={**command_environment(), **(environ or {})},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
 
 
 def finish(process: subprocess.Popen[str]) -> None:
-    _, errors = process.communicate(timeout=300)
+    _, errors = process.communicate(timeout=900)
     assert process.returncode == 0, errors
 
 
@@ -215,9 +223,10 @@ def test_a_user_starts_a_script_alone_and_with_torchrun(tmp_path: Path, name: st
 @pytest.mark.slow
 def test_a_killed_script_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
     words = ("--epochs", "4", "--dim", "64", "checkpoint.every=5 steps", "run.threads=1")
-    process = start_script("fsdp2", tmp_path, *words)
+    # Seconds from the first checkpoint to the end, in which it is killed.
+    process = start_script("fsdp2", tmp_path, *words, environ=pacing(0.2))
     run = RunDir(tmp_path / "runs/fsdp2")
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline and process.poll() is None and not run.checkpoint_steps():
         time.sleep(0.005)
     os.kill(process.pid, signal.SIGKILL)

@@ -28,7 +28,7 @@ def _shell(tmp_path: Path) -> dict[str, object]:
 def test_every_shell_block_runs(shell: dict[str, object]) -> None:
     script = "\n".join(blocks("sh"))
     assert script.count("shardway train") == 4
-    done = subprocess.run(["sh", "-euc", script], timeout=300, **shell)  # type: ignore[call-overload]
+    done = subprocess.run(["sh", "-euc", script], timeout=900, **shell)  # type: ignore[call-overload]
     assert done.returncode == 0, done.stderr
     assert "finished" in done.stdout
 
@@ -38,7 +38,7 @@ def test_every_python_block_runs_and_learns(shell: dict[str, object], tmp_path: 
     (block,) = blocks("python")
     script = tmp_path / "script.py"
     script.write_text(block + "print(loss)\n", encoding="utf-8")
-    done = subprocess.run([sys.executable, str(script)], timeout=120, **shell)  # type: ignore[call-overload]
+    done = subprocess.run([sys.executable, str(script)], timeout=600, **shell)  # type: ignore[call-overload]
     assert done.returncode == 0, done.stderr
     variance_of_the_targets = 4 / 45  # of x*x for x uniform in 0..1
     assert float(done.stdout) < variance_of_the_targets / 4

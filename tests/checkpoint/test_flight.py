@@ -59,13 +59,13 @@ def test_what_went_wrong_is_kept_for_who_asks() -> None:
     released = threading.Event()
 
     def write() -> Saved:
-        released.wait(30.0)
+        released.wait(120.0)
         raise JobError("no space")
 
     flight = Flight(7, lone_rank(), write)
     assert (flight.has_landed, flight.landing, flight.wait(0.0)) == (False, None, False)
     released.set()
-    assert flight.wait(30.0)
+    assert flight.wait(120.0)
     assert flight.landing is not None
     assert flight.landing.saved is None
     assert str(flight.landing.error) == "no space"
@@ -83,7 +83,7 @@ def test_ranks_apart_talk_beside_the_others(rank: int) -> None:
     assert on.gather(("training", rank)) == [("training", 0), ("training", 1)]
     if rank == 1:
         thread.start()
-    thread.join(30.0)
+    thread.join(50.0)
     assert heard == [[("apart", 0), ("apart", 1)]]
     assert apart.group is not dist.group.WORLD
     assert float(apart.sum(torch.ones(1))) == 2.0

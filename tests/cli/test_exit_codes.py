@@ -128,7 +128,7 @@ def test_a_defect_in_a_verb_leaves_stdout_empty(
 
 def start(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "shardway", *words]
-    return subprocess.run(command, text=True, timeout=120, check=False, **options)  # type: ignore[call-overload,no-any-return]
+    return subprocess.run(command, text=True, timeout=300, check=False, **options)  # type: ignore[call-overload,no-any-return]
 
 
 def test_the_process_ends_with_the_code() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -78,14 +80,19 @@ def folder(tmp_path: Path) -> Path:
 
 def run_python(folder: Path, code: str, *words: str) -> tuple[subprocess.CompletedProcess[str], float]:
     """How Python ended, and the CPU seconds that it took: waiting for a busy machine does not count."""
-    before = os.times()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-c", code, *words]
     # Modules are kept compiled, as those of an installed package are.
     own = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
-    done = subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, timeout=60, check=False)
-    after = os.times()
-    used_s = after.children_user - before.children_user + after.children_system - before.children_system
-    return done, used_s
+    done = subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, timeout=180, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return done, after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+
+
+def is_quick(tries: list[float], libraries: list[float], limit: float) -> bool:
+    """Whether the best of these tries costs so many imports of the libraries, as that is here in the middle of noise:
+    the best import of all, by luck, is no measure of what a verb may cost."""
+    return bool(tries) and min(tries) < limit * statistics.median(libraries)
 
 
 @pytest.mark.parametrize("name", mostly_slow(ANSWERS, *TIMED))
@@ -97,10 +104,10 @@ def test_a_verb_answers_without_torch(name: str, folder: Path) -> None:
         return
     tries, libraries = [used_s], [run_python(folder, LIBRARIES)[1]]
     limit = LIMITS.get(name, LIMIT)
-    while min(tries) >= limit * min(libraries) and len(tries) < TRIES:
+    while len(tries) < TRIES and not is_quick(tries, libraries, limit):
         tries.append(run_python(folder, CODE, *ANSWERS[name])[1])
         libraries.append(run_python(folder, LIBRARIES)[1])
-    assert min(tries) < limit * min(libraries)
+    assert is_quick(tries, libraries, limit)
 
 
 @pytest.mark.slow

@@ -44,11 +44,26 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(begin, "FIRST_GAP_S", 0.02)
 
 
+@pytest.fixture
+def looked(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set once somebody has looked for a beginning, and found none."""
+    look, looked = begin._Training.is_seen, threading.Event()
+
+    def is_seen(training: begin._Training) -> bool:
+        found = look(training)
+        looked.set()
+        return found
+
+    monkeypatch.setattr(begin._Training, "is_seen", is_seen)
+    return looked
+
+
 @dataclass
 class Trainer:
-    """Rank 0 of a job that begins after a while, writes an event, and leaves."""
+    """Rank 0 of a job that begins, after `looked` where that is given, writes an event, and leaves."""
 
     run: RunDir
+    looked: threading.Event | None = None
 
     def __enter__(self) -> Trainer:
         self._thread = threading.Thread(target=self._train)
@@ -59,7 +74,8 @@ class Trainer:
         self._thread.join()
 
     def _train(self) -> None:
-        time.sleep(0.05)
+        if self.looked is not None:
+            self.looked.wait(60.0)
         lock = self.run.writer_lock()
         lock.acquire()
         with self.run.event_writer(0) as writer:
@@ -86,21 +102,22 @@ def test_the_output_of_a_command_is_followed(
 
 
 @pytest.mark.parametrize("word", ["runs/a", "a"])
-def test_a_job_that_waits_is_waited_for(word: str, shardway: Shardway, tmp_path: Path) -> None:
+def test_a_job_that_waits_is_waited_for(word: str, shardway: Shardway, tmp_path: Path, looked: threading.Event) -> None:
     submitted(tmp_path / "runs/a", id_of_this_process())
     remember(Known(str(tmp_path / "runs/a")))
-    with Trainer(RunDir(tmp_path / "runs/a")):
+    with Trainer(RunDir(tmp_path / "runs/a"), looked):
         ended = shardway("logs", "-f", word, "--json")
     assert (ended.code, ended.err, ended.out.count('"late"')) == (0, "", 1)
 
 
-def test_a_job_that_resumes_a_run_is_waited_for(shardway: Shardway, tmp_path: Path) -> None:
+def test_a_job_that_resumes_a_run_is_waited_for(shardway: Shardway, tmp_path: Path, looked: threading.Event) -> None:
     """What was written before is there already, and nobody writes yet."""
     run = RunDir(tmp_path / "runs/a")
+    submitted(run.path).write_result(Result(Ending.DEADLINE, by="rank 0"))
     with Trainer(run):
-        submitted(run.path).write_result(Result(Ending.DEADLINE, by="rank 0"))
+        pass
     submitted(run.path, id_of_this_process())
-    with Trainer(run):
+    with Trainer(run, looked):
         ended = shardway("logs", "-f", "runs/a", "--json")
     assert (ended.code, ended.err, ended.out.count('"late"')) == (0, "", 2)
 
@@ -119,14 +136,14 @@ def test_of_a_job_that_died_before_its_first_event_the_output_is_shown(
 
 
 def test_a_job_that_dies_while_it_is_waited_for_ends_that(
-    shardway: Shardway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shardway: Shardway, tmp_path: Path, looked: threading.Event
 ) -> None:
     attempt = submitted(tmp_path / "runs/a", id_of_this_process(), said="0: bad\n")
     died = Result(Ending.CRASHED, "bad", by="job script")
-    timer = threading.Timer(0.05, lambda: attempt.write_result(died))
-    timer.start()
+    dying = threading.Thread(target=lambda: looked.wait(60.0) and attempt.write_result(died))
+    dying.start()
     ended = shardway("logs", "-f", "runs/a")
-    timer.join()
+    dying.join()
     assert (ended.code, ended.out) == (0, "0: bad\n")
     assert "is over: crashed: bad.\n" in ended.err
 

@@ -156,7 +156,7 @@ def test_data_is_opened_without_torch_and_without_tokenizers(tokens: Path) -> No
         f"data = open_data(DataSection(kind='tokens', path={str(tokens)!r}, seq_len=4), 0, 'tokens')\n"
         "print(len(data.train))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180)
     assert (done.stdout, done.stderr) == ("99\n", "")
 
 

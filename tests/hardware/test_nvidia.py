@@ -30,6 +30,10 @@ case "$1" in
 esac
 """
 TWO = f"cat <<'EOF'\n{LIST}EOF\n"
+LIMITS = (0.3, 3.0, 30.0)
+"""Seconds, ever more, until all is told but what hangs: a busy machine may not start a program in the first of them."""
+SLACK_S = 30.0
+"""How much longer a look may take than its limit; what hangs does so for minutes."""
 
 
 @pytest.fixture
@@ -61,7 +65,7 @@ def test_columns_are_numbers_where_they_can_be() -> None:
 
 def test_a_field_that_is_unknown_voids_no_other(install) -> None:  # type: ignore[no-untyped-def]
     install(TWO)
-    state = read_nvidia(10.0)
+    state = read_nvidia(60.0)
     assert (state.answer, state.visible, state.columns["driver"]) == ("ok", 2, ("535.104.05", "535.104.05"))
     assert state.numbers("ecc_volatile") == [0.0, 3.0]
     assert state.numbers("memory_used_mib") == [4.0]
@@ -73,8 +77,8 @@ def test_a_field_that_is_unknown_voids_no_other(install) -> None:  # type: ignor
 @pytest.mark.parametrize(
     ("listed", "pending", "answer", "said"),
     [
-        ("sleep 60", "", "hung", "nvidia-smi -L did not answer within 0.3 s"),
-        (TWO, "sleep 60", "hung", "nvidia-smi lists the GPUs, but did not tell rows_pending within 0.3 s"),
+        ("sleep 300", "", "hung", "nvidia-smi -L did not answer within {} s"),
+        (TWO, "sleep 300", "hung", "nvidia-smi lists the GPUs, but did not tell rows_pending within {} s"),
         (
             "echo 'NVML: Driver/library version mismatch'; exit 18",
             "",
@@ -87,10 +91,13 @@ def test_a_field_that_is_unknown_voids_no_other(install) -> None:  # type: ignor
 )
 def test_a_driver_that_is_ill(install, listed: str, pending: str, answer: str, said: str) -> None:  # type: ignore[no-untyped-def]
     install(listed, pending or "echo No")
-    start = time.monotonic()
-    state = read_nvidia(0.3)
-    assert (state.answer, state.said) == (answer, said)
-    assert time.monotonic() - start < 5.0
+    for limit_s in LIMITS:
+        start = time.monotonic()
+        state, took_s = read_nvidia(limit_s), time.monotonic() - start
+        if state.said == said.format(f"{limit_s:g}"):
+            break
+    assert (state.answer, state.said) == (answer, said.format(f"{limit_s:g}"))
+    assert took_s < 2 * limit_s + SLACK_S
 
 
 def test_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,28 +120,29 @@ def test_amd_devices_are_nodes_with_simd_units(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_commands_run_side_by_side_and_their_children_end_with_them(tmp_path: Path) -> None:
-    start = time.monotonic()
     child = tmp_path / "child"
-    hung, done, gone = run_commands(
-        [
-            ("sh", "-c", f"sleep 60 & echo $! >{child}; sleep 60"),
-            ("sh", "-c", "echo out; echo err >&2; exit 3"),
-            ("no-such-program",),
-        ],
-        0.3,
-    )
+    commands = [
+        ("sh", "-c", f"sleep 300 & echo $! >{child}; sleep 300"),
+        ("sh", "-c", "echo out; echo err >&2; exit 3"),
+        ("no-such-program",),
+    ]
+    for limit_s in LIMITS:
+        start = time.monotonic()
+        (hung, done, gone), took_s = run_commands(commands, limit_s), time.monotonic() - start
+        if not done.hung and child.exists() and child.read_text():
+            break
     assert hung.hung
     assert not hung.ok
     assert (done.code, done.out, done.err, done.said, done.hung) == (3, "out\n", "err\n", "err", False)
     assert gone.missing
-    assert time.monotonic() - start < 5.0
+    assert took_s < limit_s + SLACK_S
     assert not is_alive(int(child.read_text()))
-    assert run_command(("true",), 5.0).ok
+    assert run_command(("true",), 60.0).ok
 
 
 def is_alive(pid: int) -> bool:
     """Whether a process still runs after a moment; one that nobody has waited for is dead."""
-    for _ in range(100):
+    for _ in range(3000):
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:

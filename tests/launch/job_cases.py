@@ -153,7 +153,7 @@ class Cluster:
     def run(self, job: Job, job_id: str = "101", **variables: str) -> Ran:
         """Run the script of a prepared attempt to its end."""
         process = self.start(job, job_id, **variables)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=180)
         log = job.folder.job_log.read_text() if job.folder.job_log.exists() else ""
         return Ran(process.returncode, out + log, job.folder.read_result())
 

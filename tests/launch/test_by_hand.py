@@ -30,7 +30,7 @@ class Hand:
         """Run the script to its end."""
         self.script.write_text(render_job_script(self.job))
         process = self.cluster.start(self.job, job_id, script=str(self.script))
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=180)
         return Ran(process.returncode, out, self.job.folder.read_result())
 
 

@@ -319,11 +319,11 @@ def send(chain: Chain, number: int, program: str, what: signal.Signals) -> Ran:
     process = chain.cluster.start(job, str(100 + number))
     wait_until(lambda: (chain.cluster.path / f"running{number}").exists())
     os.kill(process.pid, what)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=180)
     return Ran(process.returncode, out, job.folder.read_result())
 
 
-def wait_until(condition: object, limit_s: float = 30.0) -> None:
+def wait_until(condition: object, limit_s: float = 90.0) -> None:
     end = time.monotonic() + limit_s
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < end
@@ -378,16 +378,28 @@ def test_an_attempt_that_was_killed_is_settled_by_its_successor(
     told: str, scheduler: str, expected: str, tmp_path: Path
 ) -> None:
     chain = begin_chain(tmp_path, scheduler)
-    chain.cluster.write("program", 'touch "$FAKES/running"; sleep 60')
+    chain.cluster.write("program", 'touch "$FAKES/running"; sleep 300')
     process = chain.cluster.start(chain.job, "101")
     wait_until(lambda: (chain.cluster.path / "running").exists())
     os.killpg(process.pid, signal.SIGKILL)
-    process.communicate(timeout=30)
+    process.communicate(timeout=180)
     chain.cluster.write("jobs", f"101 {told}\n")
     chain.run(2, "exit 0")
     first = chain.attempt(1).read_result()
     assert first is not None
     assert (first.state, first.job, first.by) == (expected, "101", "job script")
+
+
+def test_an_exit_code_is_not_lost_to_a_signal_that_is_answered_meanwhile() -> None:
+    """The process ends while the script is still busy with the signal that has ended its wait."""
+    script = f"""
+    {read_block("control", "wait_for").text}
+    trap 'while kill -0 "$process" 2>/dev/null; do sleep 0.01; done' TERM
+    (sleep 0.2; kill -TERM $$; exit 7) & process=$!
+    wait_for "$process"
+    exit "$status"
+    """
+    assert subprocess.run(["bash", "-c", script], check=False, timeout=60).returncode == 7
 
 
 # --- two jobs of one attempt
@@ -407,11 +419,11 @@ def test_a_second_job_of_an_attempt_does_nothing(chain: Chain) -> None:
 @pytest.mark.slow
 def test_a_requeued_job_goes_on(chain: Chain) -> None:
     """Its id is the same; the successor that it queued the first time is there."""
-    chain.cluster.write("program", 'touch "$FAKES/running"; sleep 60')
+    chain.cluster.write("program", 'touch "$FAKES/running"; sleep 300')
     process = chain.cluster.start(chain.job, "101")
     wait_until(lambda: (chain.cluster.path / "running").exists())
     os.killpg(process.pid, signal.SIGKILL)
-    process.communicate(timeout=30)
+    process.communicate(timeout=180)
     ran = chain.run(1, "exit 0", job_id="101")
     assert (ran.code, ran.state, chain.submitted) == (0, "finished", 1)
 
@@ -498,7 +510,7 @@ def local(tmp_path: Path) -> Iterator[Local]:
     """Real processes; none is left behind."""
     chain = begin_chain(tmp_path, "local")
     yield Local(chain)
-    wait_until(lambda: not list_processes(str(tmp_path)), 10)
+    wait_until(lambda: not list_processes(str(tmp_path)))
 
 
 def list_processes(mark: str) -> list[str]:
@@ -526,13 +538,24 @@ def test_a_chain_of_this_machine(local: Local) -> None:
     assert started.job == job
 
 
+SLEEPS_UNTIL_RANKS_RUN = """#!/bin/bash
+if [ "$1" = 1 ]; then # the second of the wall-time
+  until [ -e "$FAKES/running" ]; do /bin/sleep 0.05; done
+fi
+exec /bin/sleep "$@"
+"""
+
+
 @pytest.mark.slow
 def test_the_wall_time_of_this_machine_ends(tmp_path: Path) -> None:
+    """It ends when the ranks run: a job that is ended before it has begun says nothing."""
     chain = begin_chain(tmp_path, "local", most=1)
     chain.job = replace(chain.job, terms=replace(chain.job.terms, walltime_s=1.0))
     chain.attempt(1).job_script.write_text(render_job_script(chain.job))
     local = Local(chain)
-    chain.cluster.write("program", WAIT_FOR_STOP + "exit 5")
+    chain.cluster.write("bin/sleep", SLEEPS_UNTIL_RANKS_RUN)
+    (chain.cluster.path / "bin/sleep").chmod(0o755)
+    chain.cluster.write("program", 'touch "$FAKES/running"; ' + WAIT_FOR_STOP + "exit 5")
     local.submit()
     result = local.settle(1)
     assert (result.state, result.failure) == ("stopped", "signal")

@@ -31,7 +31,7 @@ def look(*jobs: str) -> list[JobRecord]:
     return [records[job] for job in jobs]
 
 
-def wait_until(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], limit_s: float = 90.0) -> None:
     end = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end
@@ -42,9 +42,14 @@ def wait_until(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
 def folder(tmp_path: Path) -> Iterator[Path]:
     """What is started by scripts of this folder is ended with it."""
     yield tmp_path
-    for path in tmp_path.glob("*.pid"):
+    for path in filter(has_number, tmp_path.glob("*.pid")):
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(path.read_text()), signal.SIGKILL)
+
+
+def has_number(path: Path) -> bool:
+    """Whether a process has noted its number here; the file is there a moment before that."""
+    return path.exists() and path.read_text().endswith("\n")
 
 
 def write(path: Path, text: str) -> Path:
@@ -70,7 +75,7 @@ def test_a_job_whose_output_cannot_be_written_is_refused(folder: Path) -> None:
 
 KEEPS_ON = """export SHARDWAY_JOB=$$.$(sed 's/.*) //' /proc/$$/stat | cut -d' ' -f20)
 setsid bash -c "trap '' TERM; echo \\$\\$ > {0}/rank.pid; while :; do sleep 0.1; done" &
-(unset SHARDWAY_JOB; exec sleep 50) &
+(unset SHARDWAY_JOB; exec sleep 3000) &
 echo $! > {0}/clock.pid
 wait
 """
@@ -79,7 +84,7 @@ wait
 
 def test_a_job_lives_as_long_as_what_it_started(folder: Path) -> None:
     job = submit(write(folder / "job.sh", KEEPS_ON.format(folder)))
-    wait_until(lambda: (folder / "rank.pid").exists() and (folder / "clock.pid").exists())
+    wait_until(lambda: has_number(folder / "rank.pid") and has_number(folder / "clock.pid"))
     assert look(job)[0].phase is Phase.RUNNING
     os.kill(int(job.split(".")[0]), signal.SIGKILL)
     wait_until(lambda: not Path(f"/proc/{job.split('.')[0]}/fd/1").exists())
@@ -93,7 +98,7 @@ def test_a_job_lives_as_long_as_what_it_started(folder: Path) -> None:
 def test_a_job_is_ended_with_all_that_it_started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(query, "GRACE_S", 1)
     job = submit(write(folder / "job.sh", KEEPS_ON.format(folder)))
-    wait_until(lambda: (folder / "rank.pid").exists() and (folder / "clock.pid").exists())
+    wait_until(lambda: has_number(folder / "rank.pid") and has_number(folder / "clock.pid"))
     os.kill(int(job.split(".")[0]), signal.SIGKILL)
     (ended,) = LocalHost().run_many(query.cancel_commands([job]))
     assert (ended.ok, ended.err) == (True, "")
@@ -103,7 +108,7 @@ def test_a_job_is_ended_with_all_that_it_started(folder: Path, monkeypatch: pyte
 
 
 def test_a_number_that_is_another_process_by_now_is_left_alone(folder: Path) -> None:
-    other = subprocess.Popen(["sleep", "50"], start_new_session=True)
+    other = subprocess.Popen(["sleep", "300"], start_new_session=True)
     try:
         assert LocalHost().run_many(query.cancel_commands([f"{other.pid}.1"]))[0].ok
         assert other.poll() is None
@@ -117,8 +122,9 @@ WAITS = "# local base.0002.x\nafter=0001\n" + "while kill -0 ${1%.*} 2>/dev/null
 
 @pytest.mark.slow
 def test_a_job_that_follows_another_waits(folder: Path) -> None:
-    first = submit(write(folder / "first.sh", f"echo $$ > {folder}/first.pid; sleep 30\n"))
+    first = submit(write(folder / "first.sh", f"echo $$ > {folder}/first.pid; sleep 300\n"))
     second = submit(write(folder / "job.sh", WAITS), first)
+    wait_until(lambda: look(second)[0].phase is Phase.QUEUED)  # it says who it is a moment before it is its script
     record = look(second)[0]
     assert (record.phase, record.reason) == (Phase.QUEUED, "attempt 0001")
     why = query.explain_pending(record, Asked())
@@ -132,7 +138,7 @@ def test_a_job_that_follows_another_waits(folder: Path) -> None:
 
 def test_a_job_that_a_job_submits_is_not_a_part_of_it(folder: Path) -> None:
     """Else a successor in a chain would wait for itself."""
-    inner = write(folder / "inner.sh", "sleep 30\n")
+    inner = write(folder / "inner.sh", "sleep 300\n")
     functions = "\n".join(block.text for block in read_blocks("local").values())
     outer = (
         f"{functions}\nexport SHARDWAY_JOB=$$.$(began $$)\nstart_job {inner} '' {folder}/inner.out > {folder}/inner\n"

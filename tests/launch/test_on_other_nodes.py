@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
 from dataclasses import replace
 from itertools import pairwise
@@ -58,13 +61,19 @@ here=$PWD secrets=/nonexistent nodes=(a b) carried=(PATH)
     [
         ("exit 0", 0),
         pytest.param("exit $((NODE * 3))", 3, marks=pytest.mark.slow),
-        pytest.param('[ "$NODE" = 1 ] && sleep 5 || exit 127', 127, marks=pytest.mark.slow),
+        pytest.param('[ "$NODE" = 1 ] && sleep 60 || exit 127', 127, marks=pytest.mark.slow),
     ],
 )
 def test_how_the_nodes_ended_is_their_own_word(program: str, code: int, tmp_path: Path) -> None:
     script = f"{NODES}\n{read_block('pbs', 'on_each_node').text}\non_each_node bash -c '{program}'"
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, timeout=4, check=False, stdout=subprocess.DEVNULL)
-    assert done.returncode == code
+    with subprocess.Popen(
+        ["bash", "-c", script], cwd=tmp_path, stdout=subprocess.DEVNULL, start_new_session=True
+    ) as started:
+        try:
+            assert started.wait(30) == code  # it waits for no node once one has failed
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGKILL)
 
 
 # --- PBS starts tasks with next to no environment (its transcripts of `pbs_tmrsh p2 env`)

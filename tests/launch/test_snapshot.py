@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -462,15 +463,25 @@ def test_files_are_copied_where_bytes_cannot_be_shared(
 
 
 @pytest.mark.slow
-def test_five_thousand_files_take_less_than_two_seconds(project: Path, tmp_path: Path) -> None:
+def test_five_thousand_files_take_no_longer_than_a_copy_of_their_repository(project: Path, tmp_path: Path) -> None:
+    """In processor time of this process and of git: half of it. Other work that shares a core makes both slower."""
     for number in range(5000):
         put(project / f"d{number % 50}" / f"{number}.py", f"{number}\n" * 200)
     commit_all(project)
+    assert len(plan_snapshot(project).files) == 5003
+    costs, copies = list[float](), list[float]()
+    while len(costs) < 5 and (not costs or min(costs) >= min(copies)):
+        target = tmp_path / str(len(costs))
+        costs.append(processor_s(lambda to=target: take_snapshot(plan_snapshot(project), to / "code")))
+        copies.append(processor_s(lambda to=target: shutil.copytree(project, to / "copy")))
+    assert min(costs) < min(copies)
+
+
+def processor_s(work: Callable[[], object]) -> float:
+    """What this process and those that it waits for have worked meanwhile."""
     before = sum(os.times()[:4])
-    plan = plan_snapshot(project)
-    take_snapshot(plan, tmp_path / "1" / "code")
-    assert len(plan.files) == 5003
-    assert sum(os.times()[:4]) - before < 2.0  # seconds of this process and of git, whatever else the machine does
+    work()
+    return sum(os.times()[:4]) - before
 
 
 # --- names

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -14,6 +16,7 @@ import pytest
 from job_cases import Cluster, chained, make_job
 
 from shardway.errors import SiteError, UserError
+from shardway.launch.hosts.base import Done
 from shardway.launch.hosts.local import LocalHost
 from shardway.launch.job import Job
 from shardway.launch.runs.ledger import read_ledger
@@ -62,7 +65,6 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     cluster = Cluster.make(tmp_path / "cluster")
     monkeypatch.setenv("PATH", f"{cluster.path}/bin:/usr/bin:/bin")
     monkeypatch.setenv("FAKES", str(cluster.path))
-    monkeypatch.setattr(submit, "SUBMIT_TIMEOUT_S", 1.0)
     return Bench(cluster)
 
 
@@ -74,11 +76,30 @@ def test_a_job_is_taken_at_once(bench: Bench) -> None:
     assert (bench.noted(), file.read_text(), bench.job.folder.job_script.exists()) == ("101", "format = 1\n", True)
 
 
+class Impatient(LocalHost):
+    """Whose wait for sbatch is over as soon as that has taken the job, and not before."""
+
+    def __init__(self, taken: Path) -> None:
+        self.taken = taken
+
+    def run(self, words: Sequence[str], *, timeout_s: float = 30.0, stdin: str = "") -> Done:
+        if words[0] != "sbatch":
+            return super().run(words, timeout_s=timeout_s, stdin=stdin)
+        assert timeout_s == submit.SUBMIT_TIMEOUT_S
+        with subprocess.Popen(list(words), stdout=subprocess.PIPE, start_new_session=True) as process:
+            while not (self.taken.exists() and self.taken.read_text()):
+                assert process.poll() is None
+                time.sleep(0.01)
+            os.killpg(process.pid, signal.SIGKILL)
+        return Done(tuple(words), 128 + signal.SIGTERM, "", "", timed_out=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", ["lost", "hang"])
 def test_a_lost_answer_is_found_by_name(bench: Bench, lost: str) -> None:
     bench.answers(lost)
-    done = bench.submitter.submit(bench.job, {})
+    host = Impatient(bench.cluster.path / "queue") if lost == "hang" else LocalHost()
+    done = Submitter(host, pause=bench.pauses.append).submit(bench.job, {})
     assert (done.job, done.found, bench.queue, bench.pauses) == ("101", True, ["101"], [2.0])
     assert bench.noted() == "101"
 

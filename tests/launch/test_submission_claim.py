@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,8 +19,9 @@ from shardway.errors import UserError
 from shardway.launch.hosts.local import LocalHost
 from shardway.launch.job import Job
 from shardway.launch.runs.ledger import Entry, read_ledger
+from shardway.launch.submission import submit
 from shardway.launch.submission.claim import Claim, Life, claim_of_this_process, look_at, parse_claim
-from shardway.launch.submission.submit import IN_FLIGHT_S, UNDER_WAY_S, Submitter
+from shardway.launch.submission.submit import UNDER_WAY_S, Submitter
 from shardway.rundir.attempts import Submission
 
 WORDS = st.text(st.characters(whitelist_categories=("L", "N")), min_size=1, max_size=8)
@@ -40,7 +42,7 @@ def test_what_is_no_claim(text: str) -> None:
 @pytest.fixture
 def process() -> Iterator[subprocess.Popen[bytes]]:
     """One that lives until a test ends it."""
-    with subprocess.Popen(["sleep", "60"]) as started:
+    with subprocess.Popen(["sleep", "600"]) as started:
         yield started
         started.kill()
 
@@ -110,9 +112,16 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
     return Scene(cluster)
 
 
+IN_FLIGHT_S = 100.0
+"""Longer than ever, so that a slow machine does not let it pass."""
+
+
 @pytest.mark.parametrize(("ago_s", "pauses"), [(1.0, 1), (IN_FLIGHT_S + 1, 0)])
-def test_one_that_died_here_is_cleared_away_at_once(scene: Scene, ago_s: float, pauses: int) -> None:
+def test_one_that_died_here_is_cleared_away_at_once(
+    scene: Scene, ago_s: float, pauses: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What it had handed over at the last moment is given the time to appear in the queue."""
+    monkeypatch.setattr(submit, "IN_FLIGHT_S", IN_FLIGHT_S)
     last = scene.prepare(replace(claim_of_this_process(), start="1"), ago_s)
     assert scene.submitter.recover(scene.job, last) is None
     assert not scene.job.folder.path.exists()
@@ -129,15 +138,28 @@ def test_one_that_lives_here_is_left_alone_however_long_it_takes(
     assert scene.job.folder.path.exists()
 
 
+def test_one_that_has_ended_well_since_it_was_looked_at_is_let_be(scene: Scene) -> None:
+    """Its submitter is gone, and so may the job be that it submitted."""
+    last = scene.prepare(replace(claim_of_this_process(), start="1"), 1.0)
+    assert last.submission is not None
+    scene.job.folder.write_submission(replace(last.submission, job="17"))
+    with pytest.raises(UserError, match=r"was submitted just now by another command, as job 17\."):
+        scene.submitter.recover(scene.job, last)
+    assert scene.job.folder.path.exists()
+
+
 @pytest.mark.parametrize(
     ("claim", "words"), [(Claim("laptop", 4711), "process 4711 on laptop; whether"), (None, "another command")]
 )
 def test_of_one_elsewhere_the_age_decides(scene: Scene, claim: Claim | None, words: str) -> None:
     """How long that still lasts is told."""
+    began = time.time()
     last = scene.prepare(claim, 50)
     with pytest.raises(UserError, match=rf"by {words}") as caught:
         scene.submitter.recover(scene.job, last)
-    assert "submit again in 70 seconds" in str(caught.value)
+    told = re.search(r"submit again in (\d+) seconds", str(caught.value))
+    assert told is not None
+    assert 70 - (time.time() - began) <= int(told[1]) <= 70
     assert last.submission is not None
     old = replace(last, submission=replace(last.submission, submitted=time.time() - UNDER_WAY_S - 1))
     assert scene.submitter.recover(scene.job, old) is None

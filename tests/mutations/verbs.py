@@ -22,7 +22,7 @@ MOST_CHARACTERS = 8_000
 """Of a message: a screen full. A value that is longer than a line is shortened."""
 
 
-LIMIT_S = 20
+LIMIT_S = 60
 """For a verb that answers in some milliseconds."""
 
 

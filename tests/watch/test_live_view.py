@@ -4,9 +4,11 @@ import io
 import math
 import time
 import timeit
+from collections.abc import Callable
 
 import pytest
 from rich.console import Console, RenderableType
+from rich.table import Table
 from watch_events import BEGIN, event, started, step
 
 from shardway.rundir.events import Event
@@ -154,10 +156,16 @@ def test_height_stays_the_same_from_start_to_end() -> None:
 
 
 @pytest.mark.slow
-def test_a_render_costs_less_than_three_milliseconds() -> None:
-    """Of this process's own time, the best of ten rounds: other work shares the machine."""
+def test_a_render_costs_less_than_half_a_table_of_twenty_rows() -> None:
+    """A few milliseconds of this process's own time, the best of ten rounds of each: other work that shares a core
+    makes both slower."""
     view = _view(_running(), now=70.0)
+    table = Table("name", "value", "what it is")
+    for number in range(20):
+        table.add_row(f"row {number}", f"{number / 7:.3f}", "a few words")
     console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system="truecolor")
-    rounds = timeit.repeat(lambda: console.print(view.render()), timer=time.process_time, number=10, repeat=10)
-    seconds = min(rounds) / 10
-    assert seconds < 0.003
+
+    def best_s(render: Callable[[], RenderableType]) -> float:
+        return min(timeit.repeat(lambda: console.print(render()), timer=time.process_time, number=10, repeat=10)) / 10
+
+    assert best_s(view.render) < best_s(lambda: table) / 2

@@ -200,19 +200,26 @@ def test_find_runs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_long_run_is_summarised_quickly(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under 0.4 s of processor time for 20,000 steps, Python's start included: the best of five."""
+    """20,000 steps in 0.4 s of processor time, Python's start included, where to read the lines alone takes 0.11: other
+    work that shares a core makes both slower."""
     write_events(monkeypatch, run, [started(total_steps=20_000), *(step(n, n * 0.1) for n in range(1, 20_001))])
     code = (
         "import sys; from pathlib import Path; from shardway.rundir.directory import RunDir; "
         "from shardway.watch.summary import summarise; sys.exit(summarise(RunDir(Path(sys.argv[1]))).step != 20_000)"
     )
-    costs = []
-    for _ in range(5):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-c", code, str(run.path)], check=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        costs.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(costs) < 0.4
+    lines = "import json, sys; [json.loads(line) for line in open(sys.argv[1] + '/events/rank-00000.jsonl')]"
+    costs, reads = list[float](), list[float]()
+    while len(costs) < 5 and (not costs or min(costs) >= 3.6 * min(reads)):
+        costs.append(processor_s(code, run.path))
+        reads.append(processor_s(lines, run.path))
+    assert min(costs) < 3.6 * min(reads)
+
+
+def processor_s(code: str, folder: Path) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -1e308, 10**400, 1e300])

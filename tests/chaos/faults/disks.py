@@ -39,7 +39,9 @@ SMALL = "size=8m,nr_inodes=200"
 RARE = 40
 """Steps from one checkpoint to the next, so that a save that is tried again by the clock is at a step of its own."""
 
-RETRY_S = 0.5
+RETRY_S = 0.2
+"""Ten steps at most, at the pace of these runs."""
+
 _NO_ROOM = ("No space left", "no space is left", "are free", "inodes", "quota of this user")
 
 SHORT_S = 4.0
@@ -83,9 +85,28 @@ def _ill(command: Command, dice: random.Random, harm: Callable[[Volume], None]) 
     try:
         _after_next_save(command, RARE)
         time.sleep(dice.uniform(0.0, 0.3))
+        _free_long_before_a_save(command, volume)
     finally:
         volume.free()
     return struck
+
+
+def _free_long_before_a_save(command: Command, volume: Volume) -> None:
+    """When the next is more than a few `RETRY_S` away, so that it is the clock that the one that failed is tried again
+    by; the ranks stand still meanwhile, and go on from there."""
+    is_early = False
+    while not is_early:
+        assert command.process.poll() is None, command.process.communicate()
+        ranks = list(children(command).values())
+        for process in ranks:
+            process.suspend()
+        entry = see(command, 0)
+        is_early = entry is not None and 1 < entry.step % RARE <= RARE // 2
+        if is_early:
+            volume.free()
+        for process in ranks:
+            process.resume()
+        time.sleep(0.0 if is_early else 0.05)
 
 
 def full_for_events(command: Command, dice: random.Random) -> Struck:

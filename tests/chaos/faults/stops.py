@@ -5,6 +5,7 @@ Invariant: a stop is asked for once (or, where the fault says so, twice), and no
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 import time
@@ -89,8 +90,10 @@ def stop_save_twice(command: Command, dice: random.Random) -> Struck:
     wait_for(command, 0, lambda entry: entry.activity is kind and entry.step >= least)
     agent = psutil.Process(command.process.pid)
     struck = strike(agent, signal.SIGINT, "agent")
-    command.wait_until(command.run.stop_requested)
-    agent.send_signal(signal.SIGINT)
+    # The run takes the file away when it has obeyed, which may be before anybody looks.
+    command.wait_until(lambda: command.run.stop_requested() or command.process.poll() is not None)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        agent.send_signal(signal.SIGINT)
     code, said = command.end()
     assert code in (0, 130), said  # 0: it was gone before
     return struck

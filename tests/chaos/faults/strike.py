@@ -25,6 +25,8 @@ from shardway.rundir.directory import RunDir
 FIRST, LAST = 22, 130
 """Steps between which most faults strike: after the first checkpoint, and with some to come."""
 
+_NEXT_PAGE_S = 0.5
+
 EVERY = 20
 """Steps from one checkpoint to the next, where a fault sets no other number."""
 
@@ -102,17 +104,33 @@ def children(command: Command) -> dict[int, psutil.Process]:
 
 def see(command: Command, rank: int) -> Entry | None:
     """What a rank shows its agent."""
+    page = _find_page(command, rank)
+    return read_page(page) if page is not None else None
+
+
+def _find_page(command: Command, rank: int) -> Path | None:
     child = children(command).get(rank)
     try:
         folder = child.environ().get(VARIABLE, "") if child is not None else ""
     except psutil.Error:
         return None
-    return read_page(page_path(Path(folder), rank)) if folder else None
+    return page_path(Path(folder), rank) if folder else None
 
 
 def wait_for(command: Command, rank: int, holds: Callable[[Entry], bool]) -> None:
-    """Until what a rank shows is so."""
-    command.wait_until(lambda: (entry := see(command, rank)) is not None and holds(entry))
+    """Until what a rank shows is so. Looks often, and only now and then whose page it is, which takes longer than many
+    a phase of a step."""
+    page: Path | None = None
+    next_s = 0.0
+
+    def is_so() -> bool:
+        nonlocal page, next_s
+        if page is None or time.monotonic() >= next_s:
+            page, next_s = _find_page(command, rank), time.monotonic() + _NEXT_PAGE_S
+        entry = read_page(page) if page is not None else None
+        return entry is not None and holds(entry)
+
+    command.wait_until(is_so, pause_s=0.005)
     command.note_processes()
 
 

@@ -132,7 +132,7 @@ def test_processes_that_prepare_at_once_agree(folder: Path, tmp_path: Path) -> N
         print(open_data(section, 0, "tokens").train.facts.fingerprint)
     """)
     started = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    answers = {process.communicate(timeout=120)[0] for process in started}
+    answers = {process.communicate(timeout=300)[0] for process in started}
     assert [process.returncode for process in started] == [0, 0, 0]
     assert len(answers) == 1
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".npy"]

@@ -97,12 +97,16 @@ fail() {
 }
 # wait_for PROCESS: to its end, whatever signals this script gets meanwhile; sets `status` to its exit code
 wait_for() {
+  local again
   wait "$1"
   status=$?
   while kill -0 "$1" 2>/dev/null; do
     wait "$1"
     status=$?
   done
+  wait "$1" 2>/dev/null # it may have ended while a signal was answered, which had ended the wait before
+  again=$?
+  [ "$again" = 127 ] || status=$again
 }
 # finish: says how the attempt ended, unless a rank has, and ends the job
 finish() {

@@ -37,18 +37,25 @@ def find_sshd() -> str | None:
     return shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
 
 
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextlib.contextmanager
+def kept_port() -> Iterator[int]:
+    """A port that nobody listens on, and that nobody is given by chance; whoever asks for it by its number may have
+    it (SO_REUSEADDR, as sshd sets it; socket(7))."""
+    with socket.socket() as keeper:
+        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        keeper.bind(("127.0.0.1", 0))
+        yield int(keeper.getsockname()[1])
 
 
 @contextlib.contextmanager
 def run_sshd(folder: Path) -> Iterator[Sshd]:
     """A server in `folder` until the block ends."""
     shells = {name: path for name in SHELLS if (path := shutil.which(name))}
-    ports = {name: free_port() for name in shells}
+    with contextlib.ExitStack() as stack:
+        yield from _serve(folder, shells, {name: stack.enter_context(kept_port()) for name in shells})
+
+
+def _serve(folder: Path, shells: Mapping[str, str], ports: Mapping[str, int]) -> Iterator[Sshd]:
     for key in ("host", "user"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True)
     (folder / "sshd_config").write_text(_server_config(folder, shells, ports))
@@ -99,7 +106,7 @@ def _client_config(folder: Path, ports: Mapping[str, int]) -> str:
 
 
 def _wait_for(port: int) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while time.monotonic() < end:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             return

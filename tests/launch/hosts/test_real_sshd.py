@@ -3,11 +3,12 @@ from __future__ import annotations
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 import pytest
-from loopback_sshd import SHELLS, Sshd, find_sshd, free_port, run_sshd
+from loopback_sshd import SHELLS, Sshd, find_sshd, kept_port, run_sshd
 
 from shardway.launch.hosts.base import MISSING, HostUnreachable
 from shardway.launch.hosts.connection import Surroundings
@@ -75,8 +76,12 @@ def test_the_user_s_open_connection_is_ridden(sshd: Sshd, around: Surroundings) 
     config = sshd.folder / "config-with-path"
     config.write_text(f"ControlPath {around.folder}/mine-%C\n{(sshd.folder / 'config').read_text()}")
     around = Surroundings(("ssh", "-F", str(config)), around.folder, lambda: False)
+    before = sshd.count_connections() + 1
     subprocess.run([*around.program, "-MNf", "bash"], check=True, stderr=subprocess.DEVNULL)
-    before = sshd.count_connections()
+    until = time.monotonic() + 60
+    while sshd.count_connections() < before:  # the server notes it beside its answer
+        assert time.monotonic() < until
+        time.sleep(0.01)
     host = SshHost("bash", around)
     try:
         assert host.run(["echo", "x"]).out == "x\n"
@@ -120,16 +125,17 @@ def test_a_changed_host_key_is_told(sshd: Sshd, around: Surroundings, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"),
+    ("option", "reason"),
     [
-        (["-o", f"Port={free_port()}"], "refuses connections"),
-        (["-o", "HostName=no-such-host.invalid"], "no such host is known"),
-        (["-o", "NoSuchOption=1"], "cannot read its configuration"),
+        ("Port={port}", "refuses connections"),
+        ("HostName=no-such-host.invalid", "no such host is known"),
+        ("NoSuchOption=1", "cannot read its configuration"),
     ],
 )
-def test_what_ssh_really_says_is_understood(sshd: Sshd, around: Surroundings, options: list[str], reason: str) -> None:
-    with pytest.raises(HostUnreachable, match=reason):
-        SshHost("bash", Surroundings((*sshd.program, *options), around.folder, lambda: False)).run(["true"])
+def test_what_ssh_really_says_is_understood(sshd: Sshd, around: Surroundings, option: str, reason: str) -> None:
+    with kept_port() as port, pytest.raises(HostUnreachable, match=reason):
+        program = (*sshd.program, "-o", option.format(port=port))
+        SshHost("bash", Surroundings(program, around.folder, lambda: False)).run(["true"])
 
 
 def test_a_server_that_dies_in_the_middle_is_no_end_of_the_log(sshd: Sshd, around: Surroundings) -> None:

@@ -53,7 +53,7 @@ if [ -e "$FAKES/fail" ] && [[ "$me $1" == "$(head -n 1 "$FAKES/fail")"* ]]; then
   tail -n +2 "$FAKES/fail"
   exit 9
 fi
-[ ! -e "$FAKES/wait" ] || { touch "$FAKES/waiting"; exec sleep 30; }
+[ ! -e "$FAKES/wait" ] || { touch "$FAKES/waiting"; exec sleep 300; }
 inside() { PATH=$FAKES/inside:$PATH sh "$1" || exit 8; }
 case "$me $1" in
   "enroot import")

@@ -28,7 +28,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
     return found
 
 
-def make(order: Order, tmp_path: Path, limit_s: float = 20.0) -> tuple[Made, list[str]]:
+def make(order: Order, tmp_path: Path, limit_s: float = 120.0) -> tuple[Made, list[str]]:
     """Make it in a folder with an odd name that does not exist yet."""
     suffix = {"enroot": "sqsh", "apptainer": "sif"}[order.runtime]
     order = replace(
@@ -101,9 +101,12 @@ def test_nothing_is_left_of_an_image_that_failed(fakes: Fakes, tmp_path: Path, r
 def test_nothing_is_left_of_an_image_that_was_stopped(fakes: Fakes, tmp_path: Path, why: str) -> None:
     (fakes.folder / "wait").touch()
     if why == "time":
-        with pytest.raises(SiteError, match="it was ended after 0 s"):
-            make(make_order("enroot"), tmp_path, limit_s=0.3)
-        assert (fakes.folder / "waiting").exists()
+        for limit_s in (1.0, 5.0, 25.0):  # a busy machine may not come to the wait in the first of them
+            with pytest.raises(SiteError) as error:
+                make(make_order("enroot"), tmp_path, limit_s)
+            if (fakes.folder / "waiting").exists():
+                break
+        assert f"it was ended after {limit_s:g} s" in str(error.value)
     else:
         (fakes.folder / "wait").unlink()
         fakes.fail("enroot import", "a line")
@@ -115,7 +118,7 @@ def test_nothing_is_left_of_an_image_that_was_stopped(fakes: Fakes, tmp_path: Pa
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            make_image(LocalHost(), order, plan_image(order, survey_host(order, LocalHost())), 20.0, interrupt)
+            make_image(LocalHost(), order, plan_image(order, survey_host(order, LocalHost())), 120.0, interrupt)
     assert left_over(tmp_path) == []
 
 
@@ -130,7 +133,7 @@ def test_a_file_of_that_name_stays_as_it_is(fakes: Fakes, tmp_path: Path) -> Non
     making = plan_image(order, survey_host(order, LocalHost()))
     target.write_text("mine")
     with pytest.raises(SiteError, match=r"exit code 17"):
-        make_image(LocalHost(), order, making, 20.0, print)
+        make_image(LocalHost(), order, making, 120.0, print)
     assert target.read_text() == "mine"
     assert not list(tmp_path.glob(".*"))
 
@@ -149,15 +152,21 @@ def test_the_machine_is_looked_at(fakes: Fakes, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("ENROOT_CACHE_PATH", "/cache")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     (tmp_path / "base.sqsh").write_bytes(b"x" * 1000)
+    before = free_bytes(tmp_path)
     ground = survey_host(make_order("enroot", "./base.sqsh", adds=True, target="far/away/x.sqsh"), LocalHost())
+    after = free_bytes(tmp_path)
     assert ground.target == PurePosixPath(tmp_path / "far/away/x.sqsh")
     assert (ground.base, ground.base_bytes) == (PurePosixPath(tmp_path / "base.sqsh"), 1000)
     assert [place.path for place in ground.scratch_places] == [PurePosixPath(tmp_path), ground.target.parent]
-    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
-    assert ground.target_place.free_bytes == pytest.approx(free, abs=5e8)
+    assert ground.target_place.free_bytes is not None
+    assert min(before, after) - 5e8 < ground.target_place.free_bytes < max(before, after) + 5e8
     assert ground.architecture == os.uname().machine
     assert (ground.own_cache, ground.has_command, ground.target_exists) == (True, True, False)
     assert ground.is_root == (os.geteuid() == 0)
+
+
+def free_bytes(folder: Path) -> int:
+    return os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
 
 
 DF = "Filesystem     Type 1024-blocks     Used Available Capacity Mounted on\n"

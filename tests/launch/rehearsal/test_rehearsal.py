@@ -23,8 +23,10 @@ OK, FAIL, UNKNOWN = Verdict.OK, Verdict.FAIL, Verdict.UNKNOWN
 
 @pytest.fixture(autouse=True)
 def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept of a deadline is what the trainer keeps, and a bit: it stops in the middle of its steps."""
     monkeypatch.setattr(trials, "POLL_S", 0.01)
-    monkeypatch.setattr(course, "RESERVE_S", 0.6)
+    monkeypatch.setattr(course, "RESERVE_S", 5.1)
+    monkeypatch.setattr(course, "RESERVE_PART", 0.0)
 
 
 def words(*flaw: str, steps: int = 60, pace: float = 0.02) -> list[str]:
@@ -50,7 +52,7 @@ def test_an_attempt_is_started_as_a_job_starts_it(tmp_path: Path) -> None:
     assert trial.result.state is Ending.FINISHED
     started = trial.attempt.read_started()
     assert started is not None
-    assert started.deadline == pytest.approx(started.started + 60.0)
+    assert started.deadline - started.started == pytest.approx(60.0)
     assert trial.left_s == pytest.approx(60.0 - trial.seconds)
     again = run_trial(words(steps=3), run, Limits())
     assert (again.attempt.number, again.steps, again.first_step) == (2, [3], 2)
@@ -60,17 +62,20 @@ def test_an_attempt_is_started_as_a_job_starts_it(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_nothing_outlives_its_deadline(tmp_path: Path) -> None:
     """Nor what the command has started, nor what ignores SIGTERM."""
-    script = "trap '' TERM; sleep 60 & echo $! > child; wait; sleep 60"
-    folder = tmp_path / "run"
+    script = "trap '' TERM; sleep 300 & echo $! > child; wait; sleep 300"
+    folder, noted = tmp_path / "run", tmp_path / "child"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trials, "KILL_AFTER_S", 0.1)
         patch.chdir(tmp_path)
-        trial = run_trial(["sh", "-c", script], RunDir(folder), Limits(deadline_s=0.3))
+        for deadline_s in (0.3, 3.0, 30.0):  # a busy machine may not begin in the first of them
+            trial = run_trial(["sh", "-c", script], RunDir(folder), Limits(deadline_s))
+            if noted.exists() and noted.read_text():
+                break
     assert trial.killed
     assert trial.code == -9
-    assert trial.seconds < 30
-    child = int((tmp_path / "child").read_text())
-    until = time.monotonic() + 10
+    assert trial.seconds < deadline_s + 30
+    child = int(noted.read_text())
+    until = time.monotonic() + 60
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < until
         time.sleep(0.01)
@@ -85,24 +90,28 @@ def test_what_a_command_said_last_is_kept(tmp_path: Path) -> None:
 # --- the whole course
 
 GOOD = ["trains", "attempt 1 stops in time", "attempt 1 saves", "attempt 2 resumes", "same losses"]
+TWICE = [*GOOD[:-1], "attempt 2 stops in time", "attempt 2 saves", "attempt 3 resumes", "same losses"]
+
+
+def check_names(checks: list[Check]) -> None:
+    """All is well, whether one deadline cut it or two."""
+    assert {check.verdict for check in checks} == {OK}, checks
+    assert [check.name for check in checks] in (GOOD, TWICE)
 
 
 @pytest.mark.slow
 def test_a_run_that_goes_on_as_it_should(tmp_path: Path) -> None:
-    """It is shorter than the deadline that was asked for: the deadline falls into it all the same."""
+    """It is shorter than the deadline that was asked for: the deadline falls into it all the same. Into the second
+    attempt as well, where that starts more slowly than the run before."""
     checks = checks_of(tmp_path, words())
-    assert verdicts(checks) == [(name, OK) for name in GOOD]
+    check_names(checks)
     assert checks[-1].found == "loss, grad_norm, lr of 60 steps are the same bit for bit"
 
 
 @pytest.mark.slow
 def test_a_long_run_is_cut_as_often_as_its_deadline_says(tmp_path: Path) -> None:
     """What runs without a break is stopped after as long, and compared as far as it came."""
-    checks = checks_of(tmp_path, words(steps=100000), deadline=2.0, whole=False)
-    names = [check.name for check in checks]
-    assert {check.verdict for check in checks} == {OK}, checks
-    assert names[:4] == GOOD[:4]
-    assert names[-1] == "same losses"
+    check_names(checks_of(tmp_path, words(steps=100000), deadline=2.0, whole=False))
 
 
 @pytest.mark.slow
@@ -118,6 +127,8 @@ def test_the_first_failure_ends_it(
     flaw: str, last: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(course, "TRIES", 1)
+    if flaw == "deaf":
+        monkeypatch.setattr(course, "RESERVE_S", 0.5)  # what it is left to run on for
     checks = checks_of(
         tmp_path, words(flaw, steps=100 if flaw != "deaf" else 100000), deadline=2.0, whole=flaw != "deaf"
     )
@@ -134,7 +145,12 @@ def test_a_command_that_does_not_train_fails_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_command_that_writes_no_events_is_seen_from_outside(tmp_path: Path) -> None:
-    checks = checks_of(tmp_path, words("silent", steps=100000), deadline=1.0, whole=False)
+    for deadline_s in (1.0, 5.0, 25.0):  # a busy machine may not start it in the first of them
+        folder = tmp_path / f"{deadline_s:g}"
+        folder.mkdir()
+        checks = checks_of(folder, words("silent", steps=100000), deadline=deadline_s, whole=False)
+        if UNKNOWN not in [check.verdict for check in checks[:-1]]:
+            break
     assert verdicts(checks) == [
         ("obeys the stop file", OK),
         ("ends before its deadline", OK),
@@ -145,6 +161,6 @@ def test_a_command_that_writes_no_events_is_seen_from_outside(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_a_command_that_obeys_nothing(tmp_path: Path) -> None:
-    checks = list(rehearse(Piece(lambda run: ["sleep", "60"], 0.2, patience_s=0.2), tmp_path))
+    checks = list(rehearse(Piece(lambda run: ["sleep", "300"], 0.2, patience_s=0.2), tmp_path))
     assert verdicts(checks) == [("obeys the stop file", FAIL)]
     assert "stop` of the run directory" in checks[0].remedy

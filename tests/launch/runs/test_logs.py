@@ -233,7 +233,7 @@ def test_a_real_job_of_this_machine_that_is_killed_ends_its_followers(
     monkeypatch.setattr(logs, "_TICK_S", 0.2)
     attempt = Attempt(tmp_path / "run/attempts/0001")
     attempt.make()
-    command = f"echo '0: begun' > {attempt.job_log}; sleep 60"
+    command = f"echo '0: begun' > {attempt.job_log}; sleep 600"
     with subprocess.Popen(["bash", "-c", command], start_new_session=True) as job:
         start = Path(f"/proc/{job.pid}/stat").read_text().rpartition(") ")[2].split()[19]
         attempt.write_submission(Submission("local", "a1b2c3", f"{job.pid}.{start}", submitted=1.0))
@@ -243,13 +243,16 @@ def test_a_real_job_of_this_machine_that_is_killed_ends_its_followers(
         os.killpg(job.pid, signal.SIGKILL)
         began = time.monotonic()
         assert list(lines) == []
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 120
     assert told
     assert "is over: lost: " in told[0]
 
 
 @pytest.mark.slow
-def test_a_job_that_says_its_last_word_ends_its_followers_at_once(tmp_path: Path) -> None:
+def test_a_job_that_says_its_last_word_ends_its_followers_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "_TICK_S", 600)
     attempt = Attempt(tmp_path / "run/attempts/0001")
     attempt.make()
     attempt.job_log.write_text("0: a\nshardway: attempt 0001: finished: done\n")
@@ -258,4 +261,4 @@ def test_a_job_that_says_its_last_word_ends_its_followers_at_once(tmp_path: Path
     told: list[str] = []
     lines = list(follow_output(LocalHost(), attempt, None, told.append))
     assert (lines, told) == (["0: a", "shardway: attempt 0001: finished: done"], [])
-    assert time.monotonic() - began < 4, "the clock of the ticks must not hold the output open"
+    assert time.monotonic() - began < 120, "the clock of the ticks must not hold the output open"

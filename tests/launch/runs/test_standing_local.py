@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from shardway.rundir.directory import RunDir
 SLEEPS = """# local base.{number:04d}.x
 after={after:04d}
 while [ -n "${{1-}}" ] && kill -0 ${{1%.*}}; do sleep 0.1; done
-sleep 30
+sleep 300
 """
 
 
@@ -54,6 +55,10 @@ def chain(tmp_path: Path) -> Iterator[Path]:
     first = begin(run, 1)
     first.write_started(Started(job_of(first), nodes="here", started=1.0))
     begin(run, 2, job_of(first))
+    until = time.monotonic() + 60
+    while stand(run)[1].word != "queued":  # it says who it is a moment before it is its script
+        assert time.monotonic() < until
+        time.sleep(0.01)
     yield run
     Stopper(LocalHost()).cancel(read(run))
 

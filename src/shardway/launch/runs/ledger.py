@@ -95,6 +95,11 @@ def read_ledgers(host: Host, runs: Sequence[Path]) -> list[Ledger]:
     ]
 
 
+def read_again(host: Host, entry: Entry) -> Entry:
+    """The same attempt as it stands now. Raises HostUnreachable."""
+    return _entry(entry.attempt, host.read_files([PurePosixPath(path) for path in entry.attempt.record_paths]))
+
+
 def write_submission(host: Host, attempt: Attempt, submission: Submission) -> None:
     """Say how an attempt was submitted. Raises UserError where the file system refuses it."""
     host.write_files({PurePosixPath(attempt.submission_path): render_submission(submission)})

@@ -22,7 +22,7 @@ from shardway.errors import ShardwayError, SiteError, UserError
 from shardway.launch.hosts.base import Done, Host, HostUnreachable
 from shardway.launch.job import Job
 from shardway.launch.job_script import render_job_script
-from shardway.launch.runs.ledger import Entry, render_submission, write_submission
+from shardway.launch.runs.ledger import Entry, read_again, render_submission, write_submission
 from shardway.launch.schedulers.clients import CLIENTS, Client
 from shardway.launch.schedulers.records import Asked, Explanation, SchedulerSilent
 from shardway.launch.submission.claim import Claim, Life, claim_of_this_process, look_at, parse_claim
@@ -181,9 +181,12 @@ class Submitter:
     def recover(self, job: Job, entry: Entry) -> Submitted | None:
         """What became of an attempt whose submission was interrupted: its job where it got through, or None, and then
         its folder is gone. Raises SchedulerSilent or HostUnreachable where nobody knows, UserError where it is being
-        submitted at this moment."""
+        submitted at this moment, or was since the entry was read."""
         submission = entry.submission
         self._check_nobody_is_at_it(entry)
+        now = read_again(self.host, entry)  # whoever was at it may have ended well meanwhile
+        if not now.is_unsent:
+            raise UserError(_render_taken(now))
         if submission is not None:
             named = replace(job, attempt=entry.number, token=submission.token)
             found = CLIENTS[job.scheduler].read_found(
@@ -273,6 +276,13 @@ def _render_alive(entry: Entry, claim: Claim) -> str:
     return (
         f"attempt {entry.number} of {entry.attempt.run_path} is being submitted just now, by {claim.words}.\n"
         "  Nothing was submitted. To do: wait for it; or end that process (`kill` and its number), and submit again."
+    )
+
+
+def _render_taken(entry: Entry) -> str:
+    return (
+        f"attempt {entry.number} of {entry.attempt.run_path} was submitted just now by another command, as job "
+        f"{entry.job or 'unknown'}.\n  Nothing was submitted. To do: look with `shardway status`."
     )
 
 
