@@ -13,7 +13,9 @@ from command_line import TINY, Shardway, write_text
 
 from shardway.cli import main
 from shardway.cli.main import report_error, run_guarded
+from shardway.cli.train import _failure_told
 from shardway.errors import Bug, JobError, LostContact, ShardwayError, SiteError, UserError
+from shardway.rundir.attempts import VARIABLE, Attempt
 
 
 def ending(error: BaseException) -> int:
@@ -162,3 +164,15 @@ def test_two_ranks_finish_with_0(tmp_path: Path) -> None:
     done = start("train", *TINY, "--nproc", "2", "--dir", "two", "--json", capture_output=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert '"state": "finished"' in done.stdout
+
+
+@pytest.mark.parametrize(("count", "said"), [("0", False), ("2", True)])
+def test_what_is_tried_again_is_not_yet_the_end_of_its_job(
+    count: str, said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {VARIABLE: str(tmp_path), "TORCHELASTIC_RESTART_COUNT": count, "TORCHELASTIC_MAX_RESTARTS": "2"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError), _failure_told():
+        raise UserError("x")
+    assert (Attempt(tmp_path).read_result() is not None) is said

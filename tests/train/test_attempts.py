@@ -321,7 +321,7 @@ ALONE_UNDER_TORCHRUN = {
 def test_ranks_that_start_again_leave_the_word_to_the_last_start(
     starts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The word of the first would stand, and the job be one that crashed, though the run went on and came to its end."""
+    """The word of the first would stand, and the job be one that crashed, though the run came to its end."""
     monkeypatch.setattr(session, "stop_with_parent", lambda: None)
     attempt = begin(tmp_path)
     told = {"TORCHELASTIC_RESTART_COUNT": str(starts - 1), "TORCHELASTIC_MAX_RESTARTS": "2"}

@@ -5,7 +5,12 @@ Runs where nvidia-resiliency-ext is installed (the extra `nvidia`); docs/faults.
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,9 +18,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from commands import Command, Start, training_commands
+from commands import PATIENCE_S, Command, Start, training_commands
 from runs import TINY, read_column, read_named
+from shardway.launch.hosts.local import LocalHost
+from shardway.launch.schedulers.local import query
 from shardway.launch.starters.ft_launcher import MODULE
+from shardway.rundir.attempts import Ending, Result
+from shardway.rundir.directory import RunDir
 
 pytestmark = [
     pytest.mark.slow,
@@ -86,3 +95,78 @@ def test_the_run_comes_out_the_same_to_the_bit(
     for column in ("step", "loss", "grad_norm", "lr"):
         assert read_column(command.folder, column) == read_column(undisturbed, column)
     assert command.left_alive() == []
+
+
+# --- as a job of this machine, whose script `shardway submit` writes
+
+Job = Callable[..., RunDir]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    """`job(*words)`: the run directory of a job with two ranks, which is ended with the test."""
+    jobs = []
+
+    def go(*words: str) -> RunDir:
+        asked = ("--on", "laptop", "site.starter=ft_launcher", "site.ranks_per_node=2", "site.walltime=10m")
+        command = [sys.executable, "-m", "shardway", "submit", "--json", "--dir", str(tmp_path / "run"), *asked, *words]
+        environ = {**os.environ, "HOME": str(tmp_path)}
+        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        jobs.append(json.loads(done.stdout)["job"])
+        return RunDir(tmp_path / "run")
+
+    yield go
+    LocalHost().run_many(query.cancel_commands(jobs))
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline, "it takes too long"
+        time.sleep(0.05)
+
+
+def kill_a_rank(run: RunDir) -> None:
+    """The rank that records itself as rank 1, once there is a checkpoint."""
+    wait_until(lambda: bool(run.checkpoint_steps()))
+    started = next(event for event in run.events(0) if event["event"] == "started")
+    kill(ranks_of(psutil.Process(psutil.Process(started["pid"]).ppid()))[1])
+
+
+def end_of(run: RunDir) -> Result:
+    """How the attempt ended, once its script has."""
+    log = run.attempt(1).job_log
+    wait_until(lambda: "shardway: attempt 0001: " in log.read_text())
+    result = run.attempt(1).read_result()
+    assert result is not None
+    return result
+
+
+def test_a_job_whose_rank_is_killed_is_finished_in_the_same_attempt(job: Job, undisturbed: Path) -> None:
+    run = job(*LONG)
+    kill_a_rank(run)
+    result = end_of(run)
+    log = run.attempt(1).job_log.read_text()
+    assert (result.state, result.exit_code, result.by) == (Ending.FINISHED, 0, "rank 0"), log
+    assert len(read_named(run.path, "started")) == 2
+    assert read_column(run.path) == read_column(undisturbed)
+
+
+def test_a_job_that_may_not_start_again_says_how_it_failed(job: Job) -> None:
+    run = job(*LONG, "run.restarts=0")
+    kill_a_rank(run)
+    result = end_of(run)
+    assert (result.state, result.by) == (Ending.CRASHED, "rank 0"), run.attempt(1).job_log.read_text()
+    assert "lost contact" in result.reason
+    assert len(read_named(run.path, "started")) == 1
+
+
+def test_a_job_stops_when_it_is_asked_to(job: Job) -> None:
+    """A good end is none that starts again."""
+    run = job(*LONG, "train.steps=1000000", "checkpoint.every=off")
+    wait_until(lambda: any(event["event"] == "step" for event in run.events(0)))
+    run.request_stop()
+    result = end_of(run)
+    assert (result.state, result.by) == (Ending.STOPPED, "rank 0"), run.attempt(1).job_log.read_text()
+    assert run.checkpoint_steps() == [result.step]

@@ -126,6 +126,12 @@ def describe_placement(placement: Placement) -> str:
     )
 
 
+def has_restarts_left(environ: Environ) -> bool:
+    """Whether torchrun or ft_launcher has not yet started this rank as often as it may; no reason to refuse a rank."""
+    count, most = (environ.get(f"TORCHELASTIC_{name}", "") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return AGENT_VARIABLE not in environ and count.isdecimal() and most.isdecimal() and int(count) < int(most)
+
+
 def _read_agent(environ: Environ) -> Placement | None:
     """Our own agent, which gives its ranks torchrun's variables."""
     if AGENT_VARIABLE not in environ:
@@ -308,15 +314,5 @@ def _place(environ: Environ, launcher: str, seat: _Seat, launch: str = "") -> Pl
         master_addr=find_address(environ, launcher, one_node=seat.local_world == seat.world),
         master_port=find_port(environ, launcher, seat.world, job),
         launcher=launcher,
-        starts_again=_has_restarts_left(environ, launcher),
+        starts_again=launcher in ("torchrun", FT_LAUNCHER) and has_restarts_left(environ),
     )
-
-
-def _has_restarts_left(environ: Environ, launcher: str) -> bool:
-    """Whether torchrun or ft_launcher has not yet started its ranks as often as it may."""
-    if launcher not in ("torchrun", FT_LAUNCHER):
-        return False
-    done, most = (
-        read_optional_int(environ, launcher, f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "MAX_RESTARTS")
-    )
-    return done is not None and most is not None and done < most
