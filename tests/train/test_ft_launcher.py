@@ -5,6 +5,7 @@ Runs where nvidia-resiliency-ext is installed (the extra `nvidia`); docs/faults.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -65,6 +66,22 @@ def disturb(command: Command, fault: Callable[[psutil.Process], None], rank: int
     command.wait_for_step(30)
     command.wait_until(lambda: bool(command.run.checkpoint_steps()))
     fault(ranks_of(psutil.Process(command.process.pid))[rank])
+
+
+def test_ranks_save_and_leave_when_ft_launcher_is_killed(start: Start) -> None:
+    """Its monitors do not, for which nothing here can be done; they go with the job."""
+    command = start("run", *LONG, "train.steps=1000000", "checkpoint.every=off", launcher=LAUNCHER)
+    command.wait_for_step(5)
+    ranks = list(ranks_of(psutil.Process(command.process.pid)).values())
+    kill(psutil.Process(command.process.pid))
+    command.process.wait()
+    assert psutil.wait_procs(ranks, timeout=PATIENCE_S)[1] == []
+    status = command.run.read_status()
+    assert (status["state"], status["reason"]) == ("stopped", "a signal asked for a stop")
+    assert command.run.checkpoint_steps() == [status["step"]]
+    for monitor in command.seen:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            monitor.kill()
 
 
 @pytest.fixture(scope="module")
