@@ -82,9 +82,9 @@ def watched(heard: Heard, fixed_s: float | None = None) -> MonitorPage:
 
 def test_a_rank_beats_at_once_and_waits_as_long_as_the_launcher_was_told(heard: Heard) -> None:
     page = MonitorPage(heard)
-    assert heard.hear() == [300.0, BEAT]
+    assert heard.hear() == [BEAT, 300.0]
     page.watch(Patience(600.0, 5.0))
-    assert heard.hear() == [601.0, BEAT]
+    assert heard.hear() == [BEAT, 601.0]
 
 
 def test_steps_beat_once_a_second_and_what_is_rare_at_once(heard: Heard) -> None:
@@ -93,12 +93,12 @@ def test_steps_beat_once_a_second_and_what_is_rare_at_once(heard: Heard) -> None
     assert heard.hear() == [BEAT]
     for number in range(20):
         page.write((Activity.DATA, Activity.STEP)[number % 2], number // 2, 10.0 + number / 10)
-    assert heard.hear() == [6.0, BEAT, BEAT]
+    assert heard.hear() == [BEAT, 6.0, BEAT]
     page.write(Activity.SAVE, 10, 12.1)
     page.write(Activity.DATA, 10, 12.2)
     page.write(Activity.STEP, 10, 12.3)
     page.write(Activity.END, 10, 12.4)
-    assert heard.hear() == [BEAT, BEAT, 601.0, BEAT]
+    assert heard.hear() == [BEAT, BEAT, BEAT, 601.0]
 
 
 def test_limits_are_learnt_by_activity(heard: Heard) -> None:
@@ -109,9 +109,9 @@ def test_limits_are_learnt_by_activity(heard: Heard) -> None:
             now += seconds
     heard.hear()
     page.write(Activity.DATA, 20, now)
-    assert heard.hear() == [1.0 + 3 * 0.5 + 5.0 + 60.0, BEAT], "steps and data together"
+    assert heard.hear() == [BEAT, 1.0 + 3 * 0.5 + 5.0 + 60.0], "steps and data together"
     page.write(Activity.SAVE, 20, now + 1)
-    assert heard.hear() == [1.0 + 3 * 10.0 + 5.0 + 60.0, BEAT]
+    assert heard.hear() == [BEAT, 1.0 + 3 * 10.0 + 5.0 + 60.0]
 
 
 def test_the_first_steps_have_the_patience_of_a_start(heard: Heard) -> None:
@@ -139,13 +139,14 @@ def test_training_goes_on_without_its_monitor(heard: Heard, monkeypatch: pytest.
         progress.enter(Activity.SAVE, step)
     assert told == ["the monitor of ft_launcher does not answer, nobody watches this rank: [Errno 32] Broken pipe"]
     assert progress.activity is Activity.SAVE
+    assert heard.hear() == ["closed"], "a monitor that was only slow would end the rank"
 
 
 def test_off_is_said_by_leaving(heard: Heard) -> None:
     page = MonitorPage(heard)
     page.watch(None)
     page.write(Activity.STEP, 0, 10.0)
-    assert heard.hear() == [300.0, BEAT, "closed"]
+    assert heard.hear() == [BEAT, 300.0, "closed"]
 
 
 def install(monkeypatch: pytest.MonkeyPatch, heard: Heard) -> None:
@@ -161,7 +162,7 @@ def test_only_ranks_of_ft_launcher_have_a_monitor(heard: Heard, monkeypatch: pyt
     assert open_monitor(place(0, 1, "torchrun")) is None
     assert heard.hear() == []
     assert open_monitor(place(0, 1, "ft_launcher")) is not None
-    assert (heard.hear(), heard.answer_s) == (["connected", 300.0, BEAT], ANSWER_S)
+    assert (heard.hear(), heard.answer_s) == (["connected", BEAT, 300.0], ANSWER_S)
 
 
 def test_a_monitor_that_is_gone_at_the_start_is_told(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:

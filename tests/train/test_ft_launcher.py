@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -20,10 +21,12 @@ import psutil
 import pytest
 
 from commands import PATIENCE_S, Command, Start, training_commands
-from runs import TINY, read_column, read_named
+from runs import TINY, place, read_column, read_named
 from shardway.launch.hosts.local import LocalHost
 from shardway.launch.schedulers.local import query
 from shardway.launch.starters.ft_launcher import MODULE
+from shardway.ranks import monitor
+from shardway.ranks.progress import Activity
 from shardway.rundir.attempts import Ending, Result
 from shardway.rundir.directory import RunDir
 
@@ -68,6 +71,28 @@ def disturb(command: Command, fault: Callable[[psutil.Process], None], rank: int
     fault(ranks_of(psutil.Process(command.process.pid))[rank])
 
 
+def test_a_monitor_that_does_not_answer_holds_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nvidia_resiliency_ext.fault_tolerance import FaultToleranceConfig, RankMonitorServer
+
+    for name, value in {"FT_RANK_MONITOR_IPC_SOCKET": str(tmp_path / "socket"), "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(monitor, "ANSWER_S", 0.5)
+    fork = multiprocessing.get_context("fork")
+    config = FaultToleranceConfig(enable_nic_monitor=False)
+    process = RankMonitorServer.run_in_subprocess(config, str(tmp_path / "socket"), mp_ctx=fork)
+    try:
+        page = monitor.open_monitor(place(0, 1, "ft_launcher"))
+        assert page is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        for number in range(20):
+            page.write(Activity.SAVE, number, began + number)
+        assert 0.4 < time.monotonic() - began < 5.0
+    finally:
+        process.kill()
+        process.join()
+
+
 def test_ranks_save_and_leave_when_ft_launcher_is_killed(start: Start) -> None:
     """Its monitors do not, for which nothing here can be done; they go with the job."""
     command = start("run", *LONG, "train.steps=1000000", "checkpoint.every=off", launcher=LAUNCHER)
@@ -79,9 +104,9 @@ def test_ranks_save_and_leave_when_ft_launcher_is_killed(start: Start) -> None:
     status = command.run.read_status()
     assert (status["state"], status["reason"]) == ("stopped", "a signal asked for a stop")
     assert command.run.checkpoint_steps() == [status["step"]]
-    for monitor in command.seen:
+    for left in command.seen:
         with contextlib.suppress(psutil.NoSuchProcess):
-            monitor.kill()
+            left.kill()
 
 
 @pytest.fixture(scope="module")

@@ -127,7 +127,7 @@ def describe_placement(placement: Placement) -> str:
 
 
 def has_restarts_left(environ: Environ) -> bool:
-    """Whether torchrun or ft_launcher has not yet started this rank as often as it may; no reason to refuse a rank."""
+    """Whether torchrun or ft_launcher has not yet started this rank as often as it may; no where it does not say so."""
     count, most = (environ.get(f"TORCHELASTIC_{name}", "") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     return AGENT_VARIABLE not in environ and count.isdecimal() and most.isdecimal() and int(count) < int(most)
 

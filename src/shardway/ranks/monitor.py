@@ -13,6 +13,7 @@ Sources: `RankMonitorClient` of nvidia-resiliency-ext 0.4.1, its `load_state_dic
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import socket
@@ -79,9 +80,8 @@ class MonitorPage:
     def watch(self, patience: Patience | None) -> None:
         """From now on these limits count; None: nobody shall look for hangs."""
         self._patience = patience
-        if patience is None and self._client is not None:
-            self._client.shutdown_workload_monitoring()
-            self._client = None
+        if patience is None:
+            self._leave()
         self._beat()
 
     def write(self, activity: Activity, step: int, now: float) -> None:
@@ -114,11 +114,18 @@ class MonitorPage:
         if self._client is None:
             return
         try:
+            self._client.send_heartbeat()  # first: a limit that falls would be past already
             self._tell_limit(self._client, self._limit_s())
-            self._client.send_heartbeat()
         except Exception as error:  # of whatever class: what watches a rank must not end it
             _say_unwatched(error)
-            self._client = None
+            self._leave()
+
+    def _leave(self) -> None:
+        """A monitor whose rank has left does not miss it, and one that only was slow must not."""
+        client, self._client = self._client, None
+        with contextlib.suppress(Exception):
+            if client is not None:
+                client.shutdown_workload_monitoring()
 
     def _tell_limit(self, client: Client, limit_s: float | None) -> None:
         told = self._told_s
