@@ -58,3 +58,9 @@ def test_the_doctor_is_started_by_torchrun(tmp_path: Path) -> None:
 def test_fewer_nodes_are_not_asked_of_it(tmp_path: Path) -> None:
     with pytest.raises(UserError, match='"ft_launcher" ends the job where a node is lost'):
         prepared(tmp_path, "run.elastic=[1, 2]")
+
+
+def test_it_is_no_command_of_a_job(tmp_path: Path) -> None:
+    order = Order(parse_words([]), command=("ft_launcher", "--nnodes=2", "train.py"), here=tmp_path)
+    with pytest.raises(UserError, match="it begins with ft_launcher, and the job script starts the ranks itself"):
+        prepare(order, LocalHost())
