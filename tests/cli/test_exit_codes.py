@@ -13,7 +13,9 @@ from command_line import TINY, Shardway, write_text
 
 from shardway.cli import main
 from shardway.cli.main import report_error, run_guarded
+from shardway.cli.train import _failure_told
 from shardway.errors import Bug, JobError, LostContact, ShardwayError, SiteError, UserError
+from shardway.rundir.attempts import VARIABLE, Attempt
 
 
 def ending(error: BaseException) -> int:
@@ -195,3 +197,15 @@ def test_a_thread_that_waits_for_another_node_does_not_change_the_code() -> None
     """torch's store, and pybind11 around it, end a process with SIGABRT where a call comes back as it ends."""
     ended = subprocess.run([sys.executable, "-c", LEAVES_A_THREAD], capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr
+
+
+@pytest.mark.parametrize(("count", "said"), [("0", False), ("2", True)])
+def test_what_is_tried_again_is_not_yet_the_end_of_its_job(
+    count: str, said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {VARIABLE: str(tmp_path), "TORCHELASTIC_RESTART_COUNT": count, "TORCHELASTIC_MAX_RESTARTS": "2"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError), _failure_told():
+        raise UserError("x")
+    assert (Attempt(tmp_path).read_result() is not None) is said

@@ -71,7 +71,7 @@ with_variables() {
 }
 case $me in
   python3)
-    if [ "$1 $2" = "-m torch.distributed.run" ]; then
+    if [[ "$1 $2" == "-m torch.distributed.run" || "$1 $2" == "-m nvidia_resiliency_ext.fault_tolerance.launcher" ]]; then
       shift 2
       while [[ ${1-} == --* ]]; do
         if [ "$1" = --no-python ]; then shift; exec rank-program "$@"; fi

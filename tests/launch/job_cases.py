@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardway.launch.job import Chain, ContainerUse, Job, Mount, Program, QueueTerms, Shape, Surroundings
+from shardway.launch.job import Again, Chain, ContainerUse, Job, Mount, Program, QueueTerms, Shape, Surroundings
 from shardway.launch.job_script import LAUNCHERS, RUNTIMES, render_job_script
 from shardway.rundir.attempts import Result
 
@@ -70,6 +70,7 @@ def make_job(scheduler: str, starter: str = "torchrun", runtime: str = "none", *
         around=Surroundings(CODE, venv="/project/venv" if runtime == "none" else ""),
         container=_container(runtime),
         warn_s=600.0,
+        again=Again(2, 600.0, 45.0),
     )
     return replace(job, **changes)
 

@@ -87,6 +87,14 @@ def test_modules_are_found_in_the_environment(refuse: Refuse, venv: Path) -> Non
     assert "no program of-the-venv on the PATH" in refuse("of-the-venv")
 
 
+def test_ft_launcher_is_looked_for(refuse: Refuse, venv: Path) -> None:
+    make_program(venv / "bin/python3", "echo nvidia_resiliency_ext")
+    told = refuse("python", "x.py", keys=(f"site.venv={venv}", "site.starter=ft_launcher"))
+    assert "  site.venv (command line): /venv has no nvidia_resiliency_ext\n" in told
+    assert "to do: `/venv/bin/pip install nvidia-resiliency-ext`" in told
+    assert "nvidia" not in refuse("python", "x.py", keys=(f"site.venv={venv}", "site.starter=mpirun"))
+
+
 @pytest.mark.parametrize(
     "unknown",
     [

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
@@ -57,6 +58,15 @@ LOOP = settings(
 )
 COMBINATIONS = {f"{s}-{starter}-{runtime}": (s, starter, runtime) for s, starter, runtime in list_combinations()}
 FAST = ("slurm-srun-podman",)
+
+
+def cases(*fast: str) -> list[Any]:
+    """All combinations; with a container ft_launcher is a further draw of torchrun, whose lines it has."""
+    further = re.compile(r"-ft_launcher-(?!none)")
+    marks = {name: (pytest.mark.exhaustive, pytest.mark.slow) for name in COMBINATIONS if further.search(name)}
+    drawn = [pytest.param(name, marks=marks[name], id=name) for name in marks]
+    return [*mostly_slow((name for name in COMBINATIONS if name not in marks), *fast), *drawn]
+
 
 Run = Callable[..., tuple[Ran, list[Rank], Cluster]]
 
@@ -139,7 +149,7 @@ def agents_know_each_other(ranks: list[Rank], job: Job) -> None:
         assert len(words[3].split()) == job.shape.nodes
 
 
-@pytest.mark.parametrize("name", mostly_slow(COMBINATIONS, *FAST))
+@pytest.mark.parametrize("name", cases(*FAST))
 def test_words_and_values_arrive_everywhere(name: str, run: Run) -> None:
     words, values = list(AWKWARD), {f"VALUE_{number}": value for number, value in enumerate(AWKWARD)}
     job = make_job(*COMBINATIONS[name])
@@ -150,7 +160,7 @@ def test_words_and_values_arrive_everywhere(name: str, run: Run) -> None:
     arrived(ranks, job, words, {**values, "SHARDWAY_STOP_FILE": f"{path}/stop"})
     if job.starter == "agent":
         agents_know_each_other(ranks, job)
-    elif job.starter != "torchrun":
+    elif not job.one_agent_a_node:
         assert sorted(int(rank.variables["RANK"]) for rank in ranks) == list(range(job.shape.ranks))
     assert {rank.variables["MASTER_ADDR"] for rank in ranks} == {"127.0.0.1" if job.shape.nodes == 1 else "localhost"}
     if job.container.runtime != "pyxis":  # which changes the folder in the container, not here
@@ -200,7 +210,7 @@ SECRET_VALUES = st.text(
 ) | st.sampled_from(AWKWARD_SECRETS)
 
 
-@pytest.mark.parametrize("name", mostly_slow(COMBINATIONS, "pbs-torchrun-none"))
+@pytest.mark.parametrize("name", cases("pbs-torchrun-none"))
 def test_a_secret_reaches_the_ranks_and_nobody_else(name: str, run: Run) -> None:
     """It is in no file of the run and in no word of a process, also where the run names the same variable."""
     job = make_job(*COMBINATIONS[name])

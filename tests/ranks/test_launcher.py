@@ -174,6 +174,26 @@ def test_torchrun_wins_over_the_srun_around_it() -> None:
     assert find_placement(SLURM_26_TASK_0 | {"SLURM_STEP_NUM_TASKS": "2"} | TORCHRUN) == expected
 
 
+FT_LAUNCHER = TORCHRUN | {"FT_RANK_MONITOR_IPC_SOCKET": "/tmp/_ft_launcher7_rmon1.socket"}
+
+
+def test_ft_launcher_is_told_from_torchrun_by_its_monitor() -> None:
+    placement = find_placement(SLURM_26_TASK_0 | {"SLURM_STEP_NUM_TASKS": "2"} | FT_LAUNCHER)
+    assert placement == Placement(3, 4, 1, 2, 1, 2, "n1.sim.test", 29500, "ft_launcher")
+    assert placement.has_agent
+    assert find_placement(FT_LAUNCHER | {"SHARDWAY_AGENT": "7"}).launcher == "shardway"
+
+
+@pytest.mark.parametrize(
+    ("count", "most", "again"), [("0", "3", True), ("2", "3", True), ("3", "3", False), ("0", "0", False)]
+)
+@pytest.mark.parametrize("environ", [TORCHRUN, FT_LAUNCHER], ids=["torchrun", "ft_launcher"])
+def test_a_launcher_says_whether_it_starts_again(environ: dict[str, str], count: str, most: str, again: bool) -> None:
+    told = {"TORCHELASTIC_RESTART_COUNT": count, "TORCHELASTIC_MAX_RESTARTS": most}
+    assert find_placement(environ | told).starts_again is again
+    assert not find_placement(environ | told | {"SHARDWAY_AGENT": "7"}).starts_again
+
+
 def test_open_mpi_node_rank_is_not_the_node(nodefile: Path) -> None:
     environ = OPEN_MPI | {"PBS_JOBID": "108.pbshead", "PBS_NODEFILE": str(nodefile), "PBS_TASKNUM": "20000001"}
     assert find_placement(environ) == Placement(5, 8, 1, 4, None, None, "p1", port_of("108.pbshead"), "mpirun")

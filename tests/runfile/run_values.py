@@ -139,7 +139,7 @@ _BY_KEY: dict[str, st.SearchStrategy[Any]] = {
     "site.ranks_per_node": AUTO_OR_SMALL,
     "site.walltime": st.one_of(st.just("auto"), times()),
     "site.memory": st.one_of(st.just("auto"), sizes()),
-    "site.starter": st.sampled_from(["auto", "torchrun", "srun", "mpirun", "agent"]),
+    "site.starter": st.sampled_from(["auto", "torchrun", "srun", "mpirun", "agent", "ft_launcher"]),
     "site.container": st.sampled_from(["auto", "none", "pyxis", "enroot", "apptainer", "podman", "charliecloud"]),
     "site.mounts": st.lists(texts(), max_size=2),
     "site.modules": st.lists(texts(), max_size=2),

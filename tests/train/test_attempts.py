@@ -23,14 +23,16 @@ from runs import (
     tell_steps,
     train_tiny,
 )
-from shardway.errors import JobError, LostContact
+from shardway.errors import JobError, LostContact, UserError
 from shardway.ranks import attempt as words_of_ranks
 from shardway.ranks.start import Ranks
+from shardway.resolve.request import Request
 from shardway.rundir.attempts import VARIABLE, Attempt, Ending, Result, Started
 from shardway.rundir.directory import RunDir
-from shardway.train import loop
+from shardway.train import loop, session
 from shardway.train.recipe import train_run
 from shardway.train.run import Run, start
+from shardway.train.session import open_session
 from shardway.train.stops import deadline, stopping
 
 SHORT = ("train.steps=8", "optim.warmup=0 steps", "model.dropout=0.1")
@@ -302,3 +304,29 @@ def test_the_estimate_before_a_save_follows_the_model(
     started: dict[str, Any] = read_named(tmp_path, "started")[0]
     (told,) = read_named(tmp_path, "deadline")
     assert told["margin_s"] == pytest.approx(2 * (12 * started["parameters"] + 1.0) + 30.0)
+
+
+ALONE_UNDER_TORCHRUN = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "77",
+}
+
+
+@pytest.mark.parametrize("starts", [1, 2, 3])
+def test_ranks_that_start_again_leave_the_word_to_the_last_start(
+    starts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The word of the first would stand, and the job be one that crashed, though the run came to its end."""
+    monkeypatch.setattr(session, "stop_with_parent", lambda: None)
+    attempt = begin(tmp_path)
+    told = {"TORCHELASTIC_RESTART_COUNT": str(starts - 1), "TORCHELASTIC_MAX_RESTARTS": "2"}
+    environ = {**ALONE_UNDER_TORCHRUN, **told, VARIABLE: str(attempt.path)}
+    with pytest.raises(UserError), open_session(Request(tmp_path / "none.toml"), environ):
+        pass
+    result = attempt.read_result()
+    assert (result and result.state) == (Ending.CRASHED if starts == 3 else None)

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Protocol
 from shardway.cli.blame import BY_AGENT, Blame, Ended, find_blame
 from shardway.errors import Fenced, JobError, LateStop, ShardwayError, SiteError, UserError, render_reason
 from shardway.ranks.agent.hang import Hang
-from shardway.ranks.agent.patience import Patience
+from shardway.ranks.agent.patience import Patience, read_patience
 from shardway.ranks.agent.policy import Failure, Verdict, decide
 from shardway.ranks.agent.watch import watched
 from shardway.ranks.attempt import describe_error, find_attempt, sign_failure, tell_end, tell_fault
@@ -29,7 +29,6 @@ from shardway.rundir.directory import RunDir
 from shardway.rundir.line import LOCAL, read_line
 from shardway.rundir.local import find_local_run
 from shardway.rundir.run_id import find_run_id
-from shardway.runfile.machine import RunSection
 
 ASKED = "a signal asked for a stop"
 _STOPS = tuple(number.name for number in STOP_SIGNALS)
@@ -149,14 +148,6 @@ def _why_refused(run: RunDir) -> str:
     """What keeps ranks from writing into the run directory, where they would only fail again."""
     why = why_refused(run.path)
     return f"nothing can be written into {run.path} now ({why})" if why else ""
-
-
-def read_patience(settings: RunSection) -> Patience | None:
-    """How long ranks may do nothing; None where nobody shall look for hangs."""
-    limit = settings.hang_timeout
-    if limit == "off":
-        return None
-    return Patience(settings.start_timeout, None if limit == "auto" else float(limit))
 
 
 def _run_once(run: RunDir, launch: LocalLaunch, patience: Patience | None, crew: Crew) -> Blame | None:

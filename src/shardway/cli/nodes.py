@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardway.cli.blame import Ended
-from shardway.cli.local import ask_to_stop, build_launch, read_patience, tell_restart, tell_wake, train_local
+from shardway.cli.local import ask_to_stop, build_launch, tell_restart, tell_wake, train_local
 from shardway.errors import JobError, LateStop, ShardwayError, SiteError, UserError
 from shardway.ranks.agent.hang import NOBODY
-from shardway.ranks.agent.patience import Patience
+from shardway.ranks.agent.patience import Patience, read_patience
 from shardway.ranks.agent.watch import SHARE_S, UNSEEN, merge_found, merge_seen, watched
 from shardway.ranks.attempt import find_attempt
 from shardway.ranks.crew.board import Board, Unreachable, host_board, join_board

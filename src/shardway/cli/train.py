@@ -129,10 +129,12 @@ def _train(request: Request, nproc: int | None, *, dry_run: bool, as_json: bool)
 
 @contextmanager
 def _failure_told() -> Iterator[None]:
-    """Tell the job, where there is one, what went wrong before a rank could or after all are gone."""
+    """Tell the job, where there is one, what went wrong before a rank could or after all are gone; not where the ranks
+    start again."""
     from shardway.ranks.attempt import describe_error, find_attempt, tell_fault
+    from shardway.ranks.launcher import has_restarts_left
 
-    attempt = find_attempt(os.environ)
+    attempt = find_attempt(os.environ) if not has_restarts_left(os.environ) else None
     try:
         yield
     except ShardwayError as error:

@@ -7,6 +7,7 @@ files.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -140,6 +141,18 @@ class Meeting:
 
 
 @dataclass(frozen=True)
+class Again:
+    """How often a starter that looks after its ranks starts them again, and after how long a silence in seconds.
+
+    `silent_s`: None for the starter's own limit, infinity where nobody shall look; `start_s`: while they start.
+    """
+
+    restarts: int = 0
+    start_s: float = math.inf
+    silent_s: float | None = None
+
+
+@dataclass(frozen=True)
 class Chain:
     """How the job goes on until the work is done. `after`: the attempt that this one follows in its chain, 0 for none.
 
@@ -178,11 +191,12 @@ class Job:
     """What looks at the nodes before the program starts."""
     elastic: bool = False
     """Whether it goes on with fewer nodes where one is lost."""
+    again: Again = Again()
 
     @property
     def one_agent_a_node(self) -> bool:
         """Whether the scheduler starts one process on each node, which starts the ranks there."""
-        return self.starter in ("torchrun", "agent")
+        return self.starter in ("torchrun", "agent", "ft_launcher")
 
     @property
     def folder(self) -> Attempt:

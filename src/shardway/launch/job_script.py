@@ -36,7 +36,7 @@ from shardway.launch.script import (
     render_script,
     wrap_command,
 )
-from shardway.launch.starters import agent, tasks, torchrun
+from shardway.launch.starters import agent, ft_launcher, tasks, torchrun
 from shardway.launch.starters.base import Starter
 from shardway.version import __version__
 
@@ -48,6 +48,7 @@ STARTERS: Mapping[str, Starter] = MappingProxyType(
         "srun": tasks.start_by_srun,
         "mpirun": tasks.start_by_mpirun,
         "agent": agent.start,
+        "ft_launcher": ft_launcher.start,
     }
 )
 
@@ -64,9 +65,9 @@ RUNTIMES: Mapping[str, Runtime] = MappingProxyType(
 
 LAUNCHERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "slurm": ("torchrun", "srun", "mpirun", "agent"),
-        "pbs": ("torchrun", "mpirun", "agent"),
-        "local": ("torchrun", "mpirun", "agent"),
+        "slurm": ("torchrun", "srun", "mpirun", "agent", "ft_launcher"),
+        "pbs": ("torchrun", "mpirun", "agent", "ft_launcher"),
+        "local": ("torchrun", "mpirun", "agent", "ft_launcher"),
     }
 )
 """Scheduler -> starters that it goes with."""
@@ -246,8 +247,9 @@ def _run(job: Job, scheduler: SchedulerScript, runtime: Runtime) -> tuple[Line, 
 
 
 def _as_doctor(job: Job, doctor: Program) -> Job:
-    """The same job with the doctor in place of its program; our agent starts nothing but training."""
-    starter = "torchrun" if job.starter == "agent" else job.starter
+    """The same job with the doctor in place of its program. Our agent starts nothing but training, and a doctor that
+    fails is not started again."""
+    starter = "torchrun" if job.starter in ("agent", "ft_launcher") else job.starter
     return replace(job, program=doctor, starter=starter, elastic=False)
 
 

@@ -27,6 +27,11 @@ from shardway.ranks.variables import (
 AGENT_VARIABLE = "SHARDWAY_AGENT"
 """Tells the ranks that an agent of ours has started them: its process id."""
 
+FT_LAUNCHER = "ft_launcher"
+"""NVIDIA's resiliency extension, which gives its ranks torchrun's variables and a socket of a monitor."""
+
+_FT_VARIABLE = "FT_RANK_MONITOR_IPC_SOCKET"
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -34,7 +39,8 @@ class Placement:
 
     `node` and `nodes` are None where the launcher does not number nodes (Open MPI, hydra, over several nodes).
     `master_port` 0 means that nobody else has to find it: choose any free port. `launcher` is "none" where
-    nothing started this process: rank 0 of 1.
+    nothing started this process: rank 0 of 1. `starts_again`: its launcher says that it starts the ranks again if one
+    fails.
     """
 
     rank: int
@@ -46,11 +52,15 @@ class Placement:
     master_addr: str
     master_port: int
     launcher: str
+    starts_again: bool = False
 
     @property
     def has_agent(self) -> bool:
-        """Whether an agent of this node has started it: it is a child of the agent, which keeps the store."""
-        return self.launcher in ("shardway", "torchrun")
+        """Whether an agent of this node has started it: it is a child of the agent, which has chosen the port.
+
+        The store at that port is kept by our own agent and by torchrun's; with ft_launcher rank 0 keeps it.
+        """
+        return self.launcher in ("shardway", "torchrun", FT_LAUNCHER)
 
 
 @dataclass(frozen=True)
@@ -116,11 +126,24 @@ def describe_placement(placement: Placement) -> str:
     )
 
 
+def has_restarts_left(environ: Environ) -> bool:
+    """Whether torchrun or ft_launcher has not yet started this rank as often as it may; no where it does not say so."""
+    count, most = (environ.get(f"TORCHELASTIC_{name}", "") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return AGENT_VARIABLE not in environ and count.isdecimal() and most.isdecimal() and int(count) < int(most)
+
+
 def _read_agent(environ: Environ) -> Placement | None:
     """Our own agent, which gives its ranks torchrun's variables."""
     if AGENT_VARIABLE not in environ:
         return None
     return _place(environ, "shardway", _read_seat(environ, "shardway", _TORCHRUN))
+
+
+def _read_ft_launcher(environ: Environ) -> Placement | None:
+    """Its ranks may have started an agent of ours, which comes first."""
+    if _FT_VARIABLE not in environ or "TORCHELASTIC_RUN_ID" not in environ:
+        return None
+    return _place(environ, FT_LAUNCHER, _read_seat(environ, FT_LAUNCHER, _TORCHRUN))
 
 
 def _read_torchrun(environ: Environ) -> Placement | None:
@@ -227,6 +250,7 @@ def _read_environment(environ: Environ) -> Placement | None:
 
 _READERS: dict[str, Callable[[Environ], Placement | None]] = {
     "shardway": _read_agent,
+    FT_LAUNCHER: _read_ft_launcher,
     "torchrun": _read_torchrun,
     "mpirun": _read_mpirun,
     "mpiexec (PALS)": _read_pals,
@@ -290,4 +314,5 @@ def _place(environ: Environ, launcher: str, seat: _Seat, launch: str = "") -> Pl
         master_addr=find_address(environ, launcher, one_node=seat.local_world == seat.world),
         master_port=find_port(environ, launcher, seat.world, job),
         launcher=launcher,
+        starts_again=launcher in ("torchrun", FT_LAUNCHER) and has_restarts_left(environ),
     )

@@ -52,10 +52,10 @@ class SiteSection(Section):
     queue: str = key("", "Queue or partition; empty = the first of the site.")
     account: str = key("", "Account, project or budget that is charged.")
     memory: BytesField | Auto = key("auto", "Memory of a node; auto = all of it where the site wants it said.")
-    starter: Literal["auto", "torchrun", "srun", "mpirun", "agent"] = key(
+    starter: Literal["auto", "torchrun", "srun", "mpirun", "agent", "ft_launcher"] = key(
         "auto",
-        "What starts the ranks; agent = `shardway train --nodes`, which starts them again in place; auto = the site's, "
-        "or agent where run.elastic is set.",
+        "What starts the ranks; agent = `shardway train --nodes`, which starts them again in place; ft_launcher = that "
+        "of NVIDIA's resiliency extension; auto = the site's, or agent where run.elastic is set.",
     )
     container: Literal["auto", "none", "pyxis", "enroot", "apptainer", "podman", "charliecloud"] = key(
         "auto", "Container runtime; auto = the site's where image is set, or else none."

@@ -29,7 +29,7 @@ CPU = "cpu"
 """The accelerator of a node that has none."""
 
 Scheduler = Literal["local", "slurm", "pbs"]
-Starter = Literal["torchrun", "srun", "mpirun", "agent"]
+Starter = Literal["torchrun", "srun", "mpirun", "agent", "ft_launcher"]
 Container = Literal["none", "pyxis", "enroot", "apptainer", "podman", "charliecloud"]
 
 

@@ -29,11 +29,13 @@ from shardway.parallel.formats.precision import Precision, read_precision
 from shardway.parallel.mesh import Mesh, build_mesh
 from shardway.parallel.switches import apply_backend_switches
 from shardway.ranks.agent.page import open_page
+from shardway.ranks.agent.patience import read_patience
 from shardway.ranks.attempt import describe_error, find_attempt, tell_fault
 from shardway.ranks.began import find_began
 from shardway.ranks.launcher import Placement, find_placement
 from shardway.ranks.leave import left_at_once
 from shardway.ranks.lookout import Duties, Lookout
+from shardway.ranks.monitor import open_monitor
 from shardway.ranks.parent import stop_with_parent
 from shardway.ranks.progress import Progress
 from shardway.ranks.signals import SignalWatch
@@ -120,11 +122,15 @@ def open_session(request: Request, environ: Mapping[str, str]) -> Iterator[Sessi
     """Resolve the request, join the ranks, take the run directory. Raises ShardwayError on every rank alike."""
     attempt = find_attempt(environ)
     placement = find_placement(environ)
-    progress = Progress(open_page(environ, placement.local_rank), began=find_began(attempt))
     if placement.has_agent:
         stop_with_parent()
     with _failure_told(attempt, placement):
+        monitor = open_monitor(placement)
+        page = open_page(environ, placement.local_rank) if monitor is None else monitor
+        progress = Progress(page, began=find_began(attempt))
         ranks, resolution = _join(_placed(request, attempt), placement)
+        if monitor is not None:
+            monitor.watch(read_patience(resolution.resolved.values.run))
         with left_at_once(ranks.world), hold_session(resolution, ranks, attempt, progress) as session:
             yield session
     ranks.end()
@@ -247,8 +253,8 @@ def _find_told(attempt: Attempt | None, placement: Placement) -> Attempt | None:
 def _failure_told(
     attempt: Attempt | None, placement: Placement, find_step: Callable[[], int] = lambda: 0
 ) -> Iterator[None]:
-    """Tell the job what ended this rank; an agent of ours, which may start the ranks again, does that itself."""
-    told = None if placement.launcher == "shardway" else attempt
+    """Tell the job what ended this rank, unless the ranks start again; an agent of ours does that itself."""
+    told = None if placement.launcher == "shardway" or placement.starts_again else attempt
     try:
         yield
     except Exception as error:

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardway.ranks.agent.patience import Patience, Span
+from shardway.ranks.agent.patience import Patience, Span, read_patience
 from shardway.ranks.progress import Activity
+from shardway.runfile.machine import RunSection
 
 STEP, SAVE = Span(Activity.STEP), Span(Activity.SAVE)
 
@@ -66,3 +67,13 @@ def test_a_fixed_limit_is_kept(activity: Activity) -> None:
 @given(st.lists(st.floats(0, 1e5), max_size=50), st.sampled_from(list(Activity)), st.booleans())
 def test_never_less_than_the_margin(times: list[float], activity: Activity, stopped: bool) -> None:
     assert learnt(Span(activity), *times).limit_s(Span(activity), stopped=stopped) >= 5.0
+
+
+def test_a_run_file_says_how_patient_one_is() -> None:
+    limits = {}
+    for word in ("4s", "auto"):
+        patience = read_patience(RunSection(hang_timeout=word, start_timeout="100s"))
+        assert patience is not None
+        limits[word] = [patience.limit_s(Span(each), stopped=False) for each in (Activity.LOAD, Activity.STEP)]
+    assert limits == {"4s": [100.0, 4.0], "auto": [100.0, 100.0]}
+    assert read_patience(RunSection(hang_timeout="off")) is None

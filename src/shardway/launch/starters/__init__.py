@@ -1,1 +1,1 @@
-"""What starts the ranks of a job: torchrun or our own agent (one a node), srun or mpirun (a process a rank)."""
+"""What starts the ranks of a job: torchrun, ft_launcher, our own agent (one a node), srun, mpirun (one a rank)."""

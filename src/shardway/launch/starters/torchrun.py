@@ -1,4 +1,4 @@
-"""torchrun: one agent on each node starts the ranks there.
+"""torchrun: one agent on each node starts the ranks there. What takes the same options may be started in its place.
 
 The agents meet by the c10d rendezvous. Who hosts its store is said (`is_host`) and not guessed: torch compares the
 endpoint with the node's own names, and where these mean another network nobody hosts and all wait until they give up.
@@ -24,9 +24,14 @@ SHOWN_RANKS = 16
 
 def start(job: Job, scheduler: SchedulerScript) -> Started:
     """One torchrun on each node."""
+    return start_launcher(job, scheduler, "torch.distributed.run")
+
+
+def start_launcher(job: Job, scheduler: SchedulerScript, module: str, *further: str) -> Started:
+    """One `python3 -m MODULE` on each node, with torchrun's options and `further` lines of its own."""
     each_node = scheduler.each_node(job)
-    inside = ("bash", "-c", quote_shell(_agent(job, each_node.index)), "agent", *program_words(job))
-    return Started(each_node.words, inside)
+    lines = quote_shell(_agent(job, each_node.index, module, further))
+    return Started(each_node.words, ("bash", "-c", lines, "agent", *program_words(job)))
 
 
 def program_words(job: Job) -> tuple[str, ...]:
@@ -35,7 +40,7 @@ def program_words(job: Job) -> tuple[str, ...]:
     return tuple(quote_all([word]) for word in words)
 
 
-def _agent(job: Job, index: str) -> str:
+def _agent(job: Job, index: str, module: str, further: tuple[str, ...]) -> str:
     """What the shell of one node runs; the program follows as its arguments."""
     shape = job.shape
     shown = "--tee=3" if shape.ranks <= SHOWN_RANKS else "--redirects=3 --tee=0:3"
@@ -43,9 +48,10 @@ def _agent(job: Job, index: str) -> str:
         f"node={index}; addresses=($SHARDWAY_NODES); host=false",
         "  [ $node != 0 ] || host=true",
         '  export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="\\${rank}: "',
-        f"  exec python3 -m torch.distributed.run --nnodes={shape.nodes} --nproc-per-node={shape.ranks_per_node} \\",
+        f"  exec python3 -m {module} --nnodes={shape.nodes} --nproc-per-node={shape.ranks_per_node} \\",
         '    --rdzv-backend=c10d --rdzv-id="$SHARDWAY_JOB" --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" \\',
         '    --rdzv-conf="is_host=$host" --local-addr="${addresses[$node]}" \\',
+        *(f"    {line} \\" for line in further),
         f'    --log-dir="$SHARDWAY_ATTEMPT_DIR/log/node-$node" {shown} "$@"',
     )
     return "\n".join(lines)

@@ -184,7 +184,7 @@ def read_program(command: tuple[str, ...]) -> Program:
     first, rest = os.path.basename(command[0]), command[1:]
     if not command[0].strip():
         _refuse("its first word, the program, is an empty text", remedy="look whether a variable in it is set")
-    if first in ("torchrun", "srun", "mpirun", "mpiexec", "accelerate", "deepspeed"):
+    if first in ("torchrun", "ft_launcher", "srun", "mpirun", "mpiexec", "accelerate", "deepspeed"):
         remedy = f"leave {first} and its options out; site.nodes, site.ranks_per_node and site.starter say them"
         _refuse(f"it begins with {first}, and the job script starts the ranks itself", remedy=remedy)
     if first.startswith("python"):

@@ -6,6 +6,7 @@ nothing is looked up on the machine. This module must not refuse: that is `check
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,18 @@ from types import MappingProxyType
 
 from shardway.errors import UserError
 from shardway.hardware.catalogue import load_accelerators
-from shardway.launch.job import Chain, ContainerUse, Job, Meeting, Mount, Program, QueueTerms, Shape, Surroundings
+from shardway.launch.job import (
+    Again,
+    Chain,
+    ContainerUse,
+    Job,
+    Meeting,
+    Mount,
+    Program,
+    QueueTerms,
+    Shape,
+    Surroundings,
+)
 from shardway.launch.job_script import LAUNCHERS
 from shardway.runfile.load import Loaded
 from shardway.runfile.schema import SiteSection
@@ -22,6 +34,9 @@ from shardway.sites.schema import CPU, Queue, SiteProfile
 
 DEFAULT_WALLTIME_S = 24 * 3600.0
 """Wall-time on a machine without a scheduler, where nothing else says one."""
+
+RESTARTS = 3
+"""How often ft_launcher starts ranks again where a run leaves it open: it counts, and sees no checkpoints."""
 
 _OFFLINE = MappingProxyType(
     {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "offline"}
@@ -171,8 +186,17 @@ def build_job(wish: Wish, attempt: int) -> Job:
         chain=wish.chain,
         preflight=_preflight(wish),
         elastic=is_elastic(wish),
+        again=_again(wish),
         warn_s=0.0 if program.meets_by_itself else warn_before(walltime),
     )
+
+
+def _again(wish: Wish) -> Again:
+    run = wish.loaded.values.run
+    restarts = RESTARTS if run.restarts == "auto" else run.restarts
+    if run.hang_timeout == "off":
+        return Again(restarts, silent_s=math.inf)
+    return Again(restarts, run.start_timeout, None if run.hang_timeout == "auto" else float(run.hang_timeout))
 
 
 def _preflight(wish: Wish) -> Program | None:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardway.ranks.progress import Activity
+from shardway.runfile.machine import RunSection
 
 MARGIN_S = 5.0
 FACTOR = 3.0
@@ -75,3 +76,11 @@ class Patience:
         """What was learnt, for people: seconds by activity."""
         known = {activity: self.usual_s(activity) for activity in self._seen}
         return {activity.name.lower(): usual for activity, usual in known.items() if usual is not None}
+
+
+def read_patience(settings: RunSection) -> Patience | None:
+    """How long ranks may do nothing, as a run file says; None where nobody shall look for hangs."""
+    limit = settings.hang_timeout
+    if limit == "off":
+        return None
+    return Patience(settings.start_timeout, None if limit == "auto" else float(limit))

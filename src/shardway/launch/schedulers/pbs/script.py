@@ -76,9 +76,9 @@ def _render_time(seconds: float) -> str:
 
 
 def _functions(job: Job) -> tuple[str, ...]:
-    starters = {"torchrun": ("on_each_node",), "agent": ("on_each_node",), "mpirun": ("remote_shell",)}
+    starter = ("on_each_node",) if job.one_agent_a_node else ("remote_shell",)
     setup = ("on_each_node",) if job.container.runtime == "enroot" and not _made_by_pbs(job) else ()
-    needed = dict.fromkeys((*starters.get(job.starter, ()), *setup))
+    needed = dict.fromkeys((*starter, *setup))
     return ("begin", "ask_ending", "submit_after", "cancel_job", *needed)
 
 

@@ -89,20 +89,21 @@ def _look_for_modules(wish: Wish, code: Code) -> Iterator[Look]:
 
 
 def _list_modules(wish: Wish, code: Code) -> tuple[str, ...]:
-    """torch for torchrun, Shardway for its own runs, and the module of `python -m`."""
+    """torch for torchrun and what is like it, Shardway for its own runs, and the module of `python -m`."""
     own, words = wish.program.meets_by_itself, wish.program.words
     named = words[1].split(".")[0] if wish.program.python and words[0] == "-m" and len(words) > 1 else ""
     named = "" if own or code.holds_module(named) else named
     return (
-        *(("torch",) if own or starter_of(wish) in ("torchrun", "agent") else ()),
+        *(("torch",) if own or starter_of(wish) in ("torchrun", "agent", "ft_launcher") else ()),
+        *(("nvidia_resiliency_ext",) if starter_of(wish) == "ft_launcher" else ()),
         *(("shardway",) if own else ()),
         *((named,) if named.isidentifier() else ()),
     )
 
 
 def _tell_module(wish: Wish, venv: str, name: str) -> Problem:
-    if name in ("torch", "shardway"):
-        remedy = f"`{venv}/bin/pip install {name}`, or name another environment"
+    if name in ("torch", "shardway", "nvidia_resiliency_ext"):
+        remedy = f"`{venv}/bin/pip install {name.replace('_', '-')}`, or name another environment"
         return Problem("site.venv", f"{venv} has no {name}", wish.loaded.origins["site.venv"], remedy=remedy)
     what = f"there is no module {name} in the code or in {venv}"
     return Problem(_KEY, what, _ORIGIN, remedy="correct its name, or install it there")

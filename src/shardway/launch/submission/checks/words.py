@@ -17,7 +17,9 @@ from shardway.launch.submission.wish import Wish, build_job, parse_mount, runtim
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PLAIN = re.compile(r"[A-Za-z0-9_@+=:,./%*-]*")
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|CREDENTIAL|PRIVATE_KEY", re.IGNORECASE)
-_OF_A_STARTER = re.compile(r"(SLURM|PBS|OMPI|PMI|PMIX|SHARDWAY|TORCHELASTIC)_\w+|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)")
+_OF_A_STARTER = re.compile(
+    r"(SLURM|PBS|OMPI|PMI|PMIX|SHARDWAY|TORCHELASTIC)_\w+|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|FT_\w+_IPC_SOCKET"
+)
 
 
 def options_do_not_contradict_keys(wish: Wish) -> Iterator[Problem]:

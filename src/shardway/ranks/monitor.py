@@ -1,0 +1,172 @@
+"""What a rank shows the monitor that NVIDIA's ft_launcher keeps for it: that it lives, and how long it may be silent.
+
+A heartbeat follows a change of activity, in the loop of steps one a second at most: it goes over a socket and is
+answered. The monitor knows one limit, which the rank sets anew where its activity has another (`ranks.agent.patience`),
+so that a save may take longer than a step.
+
+Invariant: a rank whose monitor is gone, silent or of another mind trains on, and says once that nobody watches it. No
+heartbeat comes from anywhere but a change of activity, so that a rank that hangs is silent. This is the only module
+that imports nvidia_resiliency_ext, and only where ft_launcher has started the rank.
+
+Sources: `RankMonitorClient` of nvidia-resiliency-ext 0.4.1, its `load_state_dict`, which "can be called at any moment".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import socket
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from shardway.errors import SiteError
+from shardway.ranks.agent.patience import Patience, Span
+from shardway.ranks.launcher import FT_LAUNCHER, Placement
+from shardway.ranks.progress import Activity
+
+BEAT_S = 1.0
+"""The least time between two heartbeats in the loop of steps; limits are longer than the patience by it."""
+
+ANSWER_S = 10.0
+"""How long the monitor may take to answer before the rank goes on without it."""
+
+_LOOP = frozenset((Activity.DATA, Activity.STEP, Activity.REPEAT, Activity.SCRIPT))
+"""Activities that change too often to say each one: they have one limit together, the longest."""
+
+_MUCH_LESS = 0.8
+"""A limit that falls by less than this factor is left as it was told."""
+
+
+class Timeouts(Protocol):
+    """Limits of the monitor in seconds: to the first heartbeat, and between two; None for none."""
+
+    @property
+    def initial(self) -> float | None: ...
+    @property
+    def subsequent(self) -> float | None: ...
+
+
+class Client(Protocol):
+    """As much of `RankMonitorClient` as is used here."""
+
+    hb_timeouts: Timeouts
+    rank_monitor_socket: socket.socket
+
+    def send_heartbeat(self) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def shutdown_workload_monitoring(self) -> None: ...
+
+
+class MonitorPage:
+    """A `Page` for `ranks.progress` that the monitor of this rank reads; `client` is connected.
+
+    Until `watch` is called the monitor waits as long as ft_launcher was told to for the first heartbeat.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._client: Client | None = client
+        self._start_s = client.hb_timeouts.initial
+        self._patience: Patience | None = None
+        self._activity, self._step, self._since = Activity.START, 0, 0.0
+        self._first_step: int | None = None
+        self._seen: set[Activity] = set()
+        self._beat_at = -math.inf
+        self._told_s: float | None = -math.inf
+        # A heartbeat at once: a rank that is lost before its first one is a failed restart to the monitor, which then
+        # hears no further rank (RankMonitorState.ABORTED).
+        self._beat()
+
+    def watch(self, patience: Patience | None) -> None:
+        """From now on these limits count; None: nobody shall look for hangs."""
+        self._patience = patience
+        if patience is None:
+            self._leave()
+        self._beat()
+
+    def write(self, activity: Activity, step: int, now: float) -> None:
+        """Say that the rank is alive, where it is time to, and how long the activity may take."""
+        if self._client is None:
+            return
+        before = self._activity
+        if self._patience is not None and self._since:
+            self._patience.observe(self._span(before), now - self._since)
+        self._activity, self._step, self._since = activity, step, now
+        self._seen.add(activity)
+        if self._first_step is None and activity in _LOOP:
+            self._first_step = step
+        if not {before, activity} <= _LOOP or now - self._beat_at >= BEAT_S:
+            self._beat_at = now
+            self._beat()
+
+    def _span(self, activity: Activity) -> Span:
+        """An activity now; the first step of a start and the one after it are its first."""
+        early = self._first_step is None or self._step <= self._first_step + 1
+        return Span(activity, is_first=early and activity in _LOOP)
+
+    def _limit_s(self) -> float | None:
+        if self._patience is None:
+            return self._start_s
+        together = self._seen & _LOOP if self._activity in _LOOP else {self._activity}
+        return BEAT_S + max(self._patience.limit_s(self._span(each), stopped=False) for each in together)
+
+    def _beat(self) -> None:
+        if self._client is None:
+            return
+        try:
+            self._client.send_heartbeat()  # first: a limit that falls would be past already
+            self._tell_limit(self._client, self._limit_s())
+        except Exception as error:  # of whatever class: what watches a rank must not end it
+            _say_unwatched(error)
+            self._leave()
+
+    def _leave(self) -> None:
+        """A monitor whose rank has left does not miss it, and one that only was slow must not."""
+        client, self._client = self._client, None
+        with contextlib.suppress(Exception):
+            if client is not None:
+                client.shutdown_workload_monitoring()
+
+    def _tell_limit(self, client: Client, limit_s: float | None) -> None:
+        told = self._told_s
+        if limit_s == told or (limit_s is not None and told is not None and _MUCH_LESS * told <= limit_s <= told):
+            return
+        limits = {"initial": limit_s, "subsequent": limit_s, "were_calculated": True}
+        client.load_state_dict({"current_timeouts": {"heartbeat": limits}})
+        self._told_s = limit_s
+
+
+def open_monitor(placement: Placement) -> MonitorPage | None:
+    """The page of a rank that ft_launcher has started; None for any other, and where its monitor does not answer.
+
+    Raises SiteError where nvidia_resiliency_ext cannot be imported.
+    """
+    if placement.launcher != FT_LAUNCHER:
+        return None
+    client = _make_client()
+    try:
+        client.init_workload_monitoring()
+        client.rank_monitor_socket.settimeout(ANSWER_S)
+        return MonitorPage(client)
+    except Exception as error:  # of whatever class: what watches a rank must not end it
+        _say_unwatched(error)
+        return None
+
+
+def _make_client() -> Any:
+    try:
+        from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
+    except ImportError as error:
+        raise SiteError(
+            f"ft_launcher has started this rank, and its Python has no nvidia_resiliency_ext: {error}\n"
+            "  To do: `pip install nvidia-resiliency-ext` in the environment of the ranks, or start them otherwise "
+            "(site.starter)."
+        ) from error
+    return RankMonitorClient()
+
+
+def _say_unwatched(error: Exception) -> None:
+    why = str(error).strip().partition("\n")[0] or type(error).__name__
+    logging.getLogger("shardway").warning(
+        "the monitor of ft_launcher does not answer, nobody watches this rank: %s", why
+    )

@@ -1,0 +1,105 @@
+#!/bin/bash
+# Written by Shardway VERSION for test. To submit it by hand: make the folder of -o, qsub THIS_FILE
+# the run, its attempt, and what makes it unique
+#PBS -N base.0001.a1b2c3
+# who is charged, and where the job waits
+#PBS -P proj1
+#PBS -q gpu
+# nodes, and what is wanted of each
+#PBS -l select=2:ncpus=32:mpiprocs=1:ngpus=4:mem=491520mb
+#PBS -l place=scatter:excl
+# wall-time of this attempt
+#PBS -l walltime=02:00:00
+# an attempt that loses its nodes ends; the next attempt goes on from the last checkpoint
+#PBS -r n
+# the shell of this script, whatever the login shell is
+#PBS -S /bin/bash
+# what it prints, at once and not when it has ended
+#PBS -j oe
+#PBS -k oed
+#PBS -o /scratch/alice/runs/base/attempts/0001/log/job.out
+
+# --- this run and this attempt
+# the run directory
+run=/scratch/alice/runs/base
+# this attempt, the one that it goes on from (0000: none), and the last
+attempt=0001
+after=0000
+last_attempt=1
+# who runs the job, what makes its name unique, its wall-time in seconds
+scheduler=pbs
+token=a1b2c3
+walltime=7200
+# whether the program obeys the stop file and says itself how it ended
+counts_steps=no
+# what it was asked by a signal, and how it ended
+asked="" status=0
+here=$run/attempts/$attempt
+# what the ranks read and write
+export SHARDWAY_ATTEMPT_DIR=$here SHARDWAY_STOP_FILE=$run/stop
+
+# --- what this job does, in order; the functions are below
+main() {
+  # --- begin
+  # which job this is, its nodes, when its wall-time ends
+  begin
+  export SHARDWAY_JOB=$job
+  claim
+  note_start
+  check_stop
+  # signals become the stop file
+  trap 'ask_to_stop deadline the wall-time is about to end' USR2
+  trap 'ask_to_stop signal SIGTERM came, as schedulers send it before they kill' TERM
+  # warns this script before the wall-time ends, which the scheduler does not
+  in_time $((deadline - started - 600)) kill -USR2 $$
+
+  # --- what the ranks find
+  # threads of a rank
+  export OMP_NUM_THREADS=8
+  # what a rank prints is seen at once, and not lost with the rank
+  export PYTHONUNBUFFERED=1
+  # passwords and tokens stand in a file of your own alone
+  secrets="$HOME/.config/shardway/secrets.env"
+  read_secrets "$secrets"
+  # where the ranks meet: rules of this site for the name of a node on the network for computing
+  suffix='' resolve=no
+  meet
+  # the code that was submitted
+  cd /scratch/alice/runs/base/attempts/0001/code || fail 'there is no folder to run in'
+
+  # --- run
+  # variables of the job, for ranks that do not inherit them; no secrets
+  declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PYTHONUNBUFFERED > "$here/environment.sh" 2> /dev/null
+  # what other nodes need to find programs
+  carried=(PATH LD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX ENROOT_DATA_PATH)
+  # adds the container's name, of this job and of the node
+  named='[ -w "${XDG_RUNTIME_DIR:-/run}" ] || export XDG_RUNTIME_DIR=${TMPDIR:-/tmp}/$0
+    words=(); until [ "$1" = -- ]; do words+=("$1"); shift; done
+    exec "${words[@]}" "$0-$(uname -n)" "${@:2}"'
+  # the container of this job, on every node
+  on_each_node bash -c "$named" "shardway-$SHARDWAY_JOB" enroot create --name -- /images/torch.sqsh || fail 'the container could not be created'
+  # the ranks, and how they ended
+  on_each_node bash -c "$named" "shardway-$SHARDWAY_JOB" enroot start --root --rw \
+    --mount /scratch/alice/runs/base:/scratch/alice/runs/base:x-create=auto,rbind \
+    --mount /data:/data:x-create=auto,rbind,ro --mount /etc/hosts:/etc/hosts:x-create=auto,rbind,ro \
+    --env NODE -- bash -c 'cd "$0" && exec "$@"' /scratch/alice/runs/base/attempts/0001/code bash -c \
+    '. "$0" && exec "$@"' "$here/environment.sh" bash -c \
+    'node=$NODE; addresses=($SHARDWAY_NODES); host=false
+    [ $node != 0 ] || host=true
+    export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="\${rank}: "
+    exec python3 -m nvidia_resiliency_ext.fault_tolerance.launcher --nnodes=2 --nproc-per-node=4 \
+      --rdzv-backend=c10d --rdzv-id="$SHARDWAY_JOB" --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" \
+      --rdzv-conf="is_host=$host" --local-addr="${addresses[$node]}" \
+      --max-restarts=2 --ft-workload-check-interval=1 \
+      --ft-initial-rank-heartbeat-timeout=600 --ft-rank-heartbeat-timeout=45 \
+      --log-dir="$SHARDWAY_ATTEMPT_DIR/log/node-$node" --tee=3 "$@"' \
+    agent train.py --lr 3e-4 &
+  wait_for $!
+
+  # --- end
+  # the container is not needed any more
+  on_each_node bash -c "$named" "shardway-$SHARDWAY_JOB" enroot remove --force --
+  # how this attempt ended, and what comes next
+  finish
+}
+
