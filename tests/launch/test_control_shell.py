@@ -21,6 +21,8 @@ from shardway.launch.job import Job
 from shardway.launch.job_script import render_job_script
 from shardway.launch.schedulers.local import query
 from shardway.rundir.attempts import Attempt, Ending, Result, Submission, parse_result, parse_started, parse_submission
+from shardway.rundir.directory import RunDir
+from shardway.rundir.events import EventWriter
 from speed import mostly_slow
 
 
@@ -178,6 +180,38 @@ def test_a_chain_that_stops_says_that_memory_was_short_where_slurm_knows(chain: 
     third = chain.run(3, "exit 0")
     assert f"attempts 0001 and 0002 ended alike ({word} at step 6)" in third.said
     assert third.state == "not_needed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("step", "state"), [(6, "not_needed"), (7, "crashed")])
+def test_memory_that_is_short_twice_is_one_end_whoever_told_of_it(chain: Chain, step: int, state: str) -> None:
+    """Once another rank was quick enough to say that it lost contact, once the script of the job was."""
+    chain.run(1, chain.says(1, "crashed", "LostContact", 6) + "; exit 1")
+    chain.run(2, chain.says(2, "crashed", "exit code 1", step) + "; exit 1")
+    chain.cluster.write("jobs", "101 FAILED\n102 FAILED\n")
+    chain.cluster.write("steps", "FAILED\nOUT_OF_MEMORY\n")
+    assert chain.run(3, "exit 1").state == state
+
+
+def test_the_step_of_an_end_is_that_of_the_last_event(tmp_path: Path) -> None:
+    """The status is up to a second behind, so that two attempts that fail at one step would seem to differ."""
+    run = tmp_path / "run"
+    (run / "events").mkdir(parents=True)
+    (run / "status.json").write_text('{\n "step": 3\n}\n')
+    script = f"run={run}\n{read_block('control', 'field').text}\n{read_block('control', 'step_now').text}\nstep_now"
+
+    def told() -> str:
+        return subprocess.run(["bash", "-c", script], check=True, capture_output=True, text=True).stdout.strip()
+
+    assert told() == "3"
+    with EventWriter(run / "events" / "rank-00000.jsonl") as writer:
+        writer.write("started", step=2)
+        for step in (3, 4, 5):
+            writer.write("step", step=step, loss=1.5)
+        writer.write("spike", why='it says {"event": "x", "step": 9, "time"')
+    assert (told(), RunDir(run).read_step()) == ("5", 5)
+    (run / "checkpoints" / "step-0000000008").mkdir(parents=True)
+    assert told() == "8"
 
 
 @pytest.mark.slow
@@ -391,11 +425,14 @@ def test_an_attempt_that_was_killed_is_settled_by_its_successor(
 
 
 def test_an_exit_code_is_not_lost_to_a_signal_that_is_answered_meanwhile() -> None:
-    """The process ends while the script is still busy with the signal that has ended its wait."""
+    """The process ends while the script is still busy with the signal that has ended its wait.
+
+    Some time after it: bash 5.2 itself loses the code of a process that ends in the microseconds of the signal.
+    """
     script = f"""
     {read_block("control", "wait_for").text}
     trap 'while kill -0 "$process" 2>/dev/null; do sleep 0.01; done' TERM
-    (sleep 0.2; kill -TERM $$; exit 7) & process=$!
+    (sleep 0.2; kill -TERM $$; sleep 0.3; exit 7) & process=$!
     wait_for "$process"
     exit "$status"
     """

@@ -274,7 +274,11 @@ class RunDir:
         return self.checkpoints / partial_name(step, f"epoch-{self.epoch:06d}" if self.epoch else "")
 
     def read_step(self) -> int:
-        """How many steps are done, as the status says; 0 where it does not."""
+        """How many steps are done, by the last event of rank 0, or by the status, which is up to a second behind."""
+        with contextlib.suppress(JobError):
+            for event in reversed(self.last_events()):
+                if isinstance(event.get("step"), int):
+                    return int(event["step"])
         step = self.read_status().get("step")
         return step if isinstance(step, int) else 0
 

@@ -12,10 +12,11 @@ in_json() { printf '%s' "$1" | tr '\n\t\r' '   ' | tr -d '\000-\037' | sed 's/[\
 #: whole FILE: standard input becomes the file, complete or not at all
 whole() { cat > "$1.$$.tmp" && mv "$1.$$.tmp" "$1"; }
 
-#: step_now: of the run, by its newest checkpoint or by its status, which is written now and then
+#: step_now: of the run, by its newest checkpoint or its last event; the status is written once a second at most
 step_now() {
   {
-    field "$run/status.json" step
+    tail -n 5 "$run/events/rank-00000.jsonl" 2>/dev/null |
+      sed -n 's/^{"event": "[a-z_]*", "step": \([0-9]*\),.*/\1/p' | tail -n 1 | grep . || field "$run/status.json" step
     for folder in "$run"/checkpoints/step-*; do echo "${folder##*-}"; done
   } | sed -n 's/^0*\([0-9][0-9]*\)$/\1/p' | sort -n | tail -n 1 | grep . || echo 0
 }
@@ -88,17 +89,30 @@ state_of() {
   printf '%s' "$state"
 }
 
+#: cause_of ATTEMPT: its state; where the kernel killed a rank for want of memory, only the scheduler knows that
+cause_of() {
+  local state
+  state=$(state_of "$1")
+  case $state in
+    crashed | lost)
+      [ "$(ask_ending "$(field "$run/attempts/$1/started.json" job)" steps)" != out_of_memory ] || state=out_of_memory
+      ;;
+  esac
+  printf '%s' "$state"
+}
+
 #: same_end ATTEMPT ATTEMPT: whether two ended alike at the same step, so that a third would as well
+# of a rank that the kernel killed, now this one and now that one tells, each in its own words
 same_end() {
-  local first=$run/attempts/$1/result.json second=$run/attempts/$2/result.json key
+  local first=$run/attempts/$1/result.json second=$run/attempts/$2/result.json
+  [ -e "$first" ] && [ "$(field "$first" step)" = "$(field "$second" step)" ] || return 1
   case $(field "$second" state) in
     crashed | lost | out_of_memory) ;;
     deadline) [ "$counts_steps" = yes ] || return 1 ;;
     *) return 1 ;;
   esac
-  for key in state step failure; do
-    [ -e "$first" ] && [ "$(field "$first" $key)" = "$(field "$second" $key)" ] || return 1
-  done
+  [ "$(field "$first" state) $(field "$first" failure)" = "$(field "$second" state) $(field "$second" failure)" ] ||
+    [ "$(cause_of "$1") $(cause_of "$2")" = "out_of_memory out_of_memory" ]
 }
 
 #: check_chain: a link of a chain runs only where the attempt before it left work to do
@@ -112,10 +126,7 @@ check_chain() {
   esac
   before=$(printf '%04d' $((10#$after - 1)))
   if same_end "$before" "$after"; then
-    # the kernel killed a rank, and only the scheduler knows why
-    [[ $state != crashed && $state != lost ]] ||
-      [ "$(ask_ending "$(field "$run/attempts/$after/started.json" job)" steps)" != out_of_memory ] || state=out_of_memory
-    leave "attempts $before and $after ended alike ($state at step $(field "$run/attempts/$after/result.json" step))"
+    leave "attempts $before and $after ended alike ($(cause_of "$after") at step $(field "$run/attempts/$after/result.json" step))"
   fi
 }
 
