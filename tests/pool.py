@@ -40,9 +40,11 @@ from pool_worker import STACK_SIGNAL, Reply, Task, WarningFilter
 
 START_S = 180.0
 """How long new ranks may take to import torch, and a rank to import a test's module, on a machine that is busy."""
+TRIAL_S = 180.0
+"""How long a test may take on its ranks, unless it says so: against a hang alone."""
 GRACE_S = 30.0
 """How long the other ranks may still take after the first has failed."""
-_FINISH_S = 60.0
+_FINISH_S = 120.0
 _STACK_S = 5.0
 _OWN = "pool_worker"
 _START_CODE = (
@@ -50,7 +52,7 @@ _START_CODE = (
 )
 
 
-def ranks(size: int, timeout_s: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def ranks(size: int, timeout_s: float = TRIAL_S) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the test on `size` ranks; its first parameter is `rank: int`, the others are fixtures as usual.
 
     After `timeout_s` seconds the ranks that have not arrived are named with their stacks. Tests of more than two ranks
@@ -222,7 +224,9 @@ class RankPool:
         """The process ids of the ranks that live now, by rank."""
         return [worker.process.pid for worker in self._workers]
 
-    def run(self, body: Callable[..., None], size: int, arguments: Mapping[str, Any], timeout_s: float = 60.0) -> None:
+    def run(
+        self, body: Callable[..., None], size: int, arguments: Mapping[str, Any], timeout_s: float = TRIAL_S
+    ) -> None:
         """Run `body(rank, **arguments)` on ranks 0 to size - 1; pytest.fail or pytest.skip with what they say."""
         packed = _pack(body, arguments)
         try:

@@ -101,7 +101,7 @@ class Cluster:
             time.sleep(_POLL_S)
         return state
 
-    def accounted(self, job: str, *fields: str, timeout_s: float = 20.0) -> dict[str, str]:
+    def accounted(self, job: str, *fields: str, timeout_s: float = 60.0) -> dict[str, str]:
         """Fields of a job that has ended from accounting (`sacct -X`), which lags a second or so behind."""
         columns = ("State", "End", *fields)
         found: dict[str, str] = {}

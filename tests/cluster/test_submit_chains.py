@@ -35,9 +35,9 @@ def begun(busy_alice: Person) -> Begun:
         short=alice.train_slowly("short", 0.4, *CHAIN, "--walltime", "1m"),
         error=alice.train("error", *ONE, disturbed(FAULT="error:0:7")),
         memory=alice.train("memory", *ONE, "site.memory=700MiB", disturbed(FAULT="memory:0:7")),
-        stop=alice.train_slowly("stop", 0.5, *CHAIN),
-        scancel=alice.train_slowly("scancel", 0.5, "site.nodes=1", *CHAIN),
-        scancel_next=alice.train_slowly("scancel-next", 0.5, "site.nodes=1", *CHAIN),
+        stop=alice.train_slowly("stop", 1.0, *CHAIN),
+        scancel=alice.train_slowly("scancel", 1.0, "site.nodes=1", *CHAIN),
+        scancel_next=alice.train_slowly("scancel-next", 1.0, "site.nodes=1", *CHAIN),
         whole=alice.train("whole", "train.steps=200 steps"),
     )
 
@@ -48,7 +48,7 @@ def states(alice: Person, run: Submitted) -> list[str]:
 
 def is_out_of_the_queue(run: Submitted) -> None:
     """A job that has said how it ended takes a moment to leave."""
-    wait_for(f"the end of all jobs of {run.path.name}", lambda: run.queued() == [], timeout_s=20)
+    wait_for(f"the end of all jobs of {run.path.name}", lambda: run.queued() == [], timeout_s=60)
 
 
 def test_scancel_of_a_chain_stops_it(busy_alice: Person, begun: Begun) -> None:

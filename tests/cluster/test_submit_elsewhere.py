@@ -119,7 +119,7 @@ def test_a_laptop_submits_through_the_login_node(cluster: Cluster, laptop: Lapto
         "site.starter=torchrun",
         f"run.root={there.folder.name}/runs",
     )
-    slow = disturbed(PAUSE=f"0.3:{there.write('tiny.slow', '')}")
+    slow = disturbed(PAUSE=f"1.0:{there.write('tiny.slow', '')}")
     venv = f'site.venv="{sys.prefix}"'
     sent = json.loads(laptop.told("submit", "--json", "tiny.toml", "train.steps=60 steps", *words, slow, venv))
     run = Submitted(cluster, Path(sent["run"]))

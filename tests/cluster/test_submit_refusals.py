@@ -46,7 +46,7 @@ def test_status_says_why_a_job_waits(alice: Person, words: list[str], reason: st
     if reason == "Resources":
         alice.cluster.wait_until(alice.cluster.submit("#!/bin/bash\nsleep 100\n", "-w", "n1"), "RUNNING")
     run = alice.train("waits", *words)
-    wait_for(f"the reason {reason}", lambda: alice.cluster.describe(run.job())["Reason"] == reason, 20)
+    wait_for(f"the reason {reason}", lambda: alice.cluster.describe(run.job())["Reason"] == reason, 60)
     (job,) = alice.facts("status", run.path)["jobs"]
     assert (job["state"], job["scheduler_reason"]) == ("queued", reason)
     assert all(re.search(word, job["explanation"]) for word in told), job["explanation"]
@@ -75,7 +75,7 @@ def test_a_scheduler_that_is_down_loses_and_doubles_nothing(cluster: Cluster, al
     with ThreadPoolExecutor() as pool:
         patient = pool.submit(alice.train, ODD_NAME, "site.nodes=1", "train.steps=5 steps")
         wait_for(
-            "the first try", lambda: Submitted(cluster, path).directory.attempt(1).read_submission() is not None, 30
+            "the first try", lambda: Submitted(cluster, path).directory.attempt(1).read_submission() is not None, 60
         )
         time.sleep(4)  # sbatch gives up after three seconds
         cluster.start_scheduler()
