@@ -287,3 +287,11 @@ def test_what_is_no_file_is_named(tmp_path: Path) -> None:
             with pytest.raises(JobError) as told:
                 read(path)
             assert str(told.value).startswith(f"the events in {path} cannot be read: {why}.\n  To do: ")
+
+
+def test_a_device_takes_no_events(tmp_path: Path) -> None:
+    """It would take each, and the run would look as if nothing had been done."""
+    path = tmp_path / "rank-00000.jsonl"
+    path.symlink_to("/dev/null")
+    with pytest.raises(JobError, match=r"(?s)rank-00000\.jsonl, which is no plain file.*To do: move away"):
+        EventWriter(path)

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import json
 import os
+import stat
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -29,13 +30,21 @@ _LASTING = frozenset(("started", "fault", "rolled_back"))
 
 
 class EventWriter:
-    """Appends events to one file; each carries `event` and `time` (Unix seconds)."""
+    """Appends events to one file; each carries `event` and `time` (Unix seconds). Raises JobError where a device or the
+    like stands in place of the file: it would take every event and keep none."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         self._waiting: deque[bytes] = deque()
-        size = os.fstat(self._descriptor).st_size
+        found = os.fstat(self._descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            self.close()
+            raise JobError(
+                f"events would be lost in {path}, which is no plain file.\n"
+                "  To do: move away what stands there, then run the same command again; checkpoints are unchanged."
+            )
+        size = found.st_size
         if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
             self._waiting.append(b"\n")
 
