@@ -118,10 +118,12 @@ def pick_layouts(layouts: Sequence[Drawn]) -> list[Drawn]:
 
 
 def traits_of(drawn: Drawn) -> set[tuple[str, ...]]:
-    """What a layout shows that another may not: two axes together, each model and each feature on each axis."""
-    axes = sorted(drawn.axes)
+    """What a layout shows that another may not: two axes together, each model, each feature.
+
+    Models on each axis alone are in `tests/parallel/test_kinds_on_axes.py`.
+    """
     said = [drawn.model, *(word for word in drawn.parallel if not _is_degree(word))]
-    return {*combinations(axes, 2), *((axis, word) for axis in axes for word in said)}
+    return {*combinations(sorted(drawn.axes), 2), *((word,) for word in said)}
 
 
 def pairs_of(layouts: Sequence[Drawn]) -> set[tuple[str, ...]]:

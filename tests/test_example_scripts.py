@@ -20,6 +20,7 @@ from page_tables import check_block, check_table
 from pool import RankPool
 from runs import lone_rank, pool_ranks, read_column, read_named, worst_difference
 from shardway.rundir.directory import RunDir
+from speed import thinned
 
 SHORT = {
     "mnist": ("--epochs", "1"),
@@ -84,7 +85,7 @@ def _alone(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Cal
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "layout"), [(name, layout) for name in PAIRS for layout in LAYOUTS[name]])
+@thinned(("name", "layout"), [(name, layout) for name in PAIRS for layout in LAYOUTS[name]])
 def test_a_layout_gives_the_curve_of_one_rank(
     rank_pool: RankPool, tmp_path: Path, alone: Callable[[str], list[float]], name: str, layout: str
 ) -> None:
@@ -208,7 +209,7 @@ def finish(process: subprocess.Popen[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] if name == "mnist" else []) for name in PAIRS]
+    "name", [pytest.param(name, marks=[] if name == "fsdp2" else [pytest.mark.exhaustive]) for name in PAIRS]
 )
 def test_a_user_starts_a_script_alone_and_with_torchrun(tmp_path: Path, name: str) -> None:
     words = (*SHORT[name], *STEPS, MICRO, "run.threads=1")

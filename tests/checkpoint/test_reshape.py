@@ -41,10 +41,10 @@ def draw_pairs(world: int, count: int) -> list[tuple[Drawn, Drawn]]:
 
 
 def of_world(world: int, count: int) -> pytest.MarkDecorator:
-    """The pairs of a world; the last two thirds of the list are for `make exhaustive`."""
+    """The pairs of a world; the last three quarters of the list are for `make exhaustive`."""
     cases = [
         pytest.param(before, after, id=f"{before} -> {after}", marks=pytest.mark.exhaustive if late else ())
-        for late, (before, after) in ((3 * index >= count, pair) for index, pair in enumerate(draw_pairs(world, count)))
+        for late, (before, after) in ((4 * index >= count, pair) for index, pair in enumerate(draw_pairs(world, count)))
     ]
     return pytest.mark.parametrize(("before", "after"), cases)
 

@@ -29,6 +29,7 @@ from shardway.plan.exact.weights import held_elements, transformer_weights, weig
 from shardway.plan.placement import place_mesh
 from shardway.ranks.start import Ranks
 from shardway.runfile.schema import ModelSection, ParallelSection
+from speed import thinned
 from trained import FP32
 
 WORLD, NODE = 1024, 8
@@ -166,7 +167,7 @@ def build(model: ModelSection) -> nn.Module:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, pytest.param(515, marks=pytest.mark.exhaustive), WORLD - 1])
+@thinned("rank", [WORLD - 1, 0, 515])
 @pytest.mark.parametrize("name", CASES)
 def test_a_rank_holds_its_part_alone(name: str, rank: int) -> None:
     """Every local size is the formula's, some shapes are as worked out by hand, and at no time is there a real tensor

@@ -7,6 +7,7 @@ norm is three operators on a CPU and keeps what they compute as well. Weights th
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from shardway.runfile.schema import RunFile
 from shardway.train.memory import count_held
 from shardway.train.recipe import train_run
 from shardway.train.run import Run
+from speed import thinned
 
 BASE = (
     *COMMON,
@@ -187,9 +189,7 @@ def test_one_rank_holds_what_the_plan_says(compute: str, train: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", ONE)
+@thinned(("name", "compute", "mode"), itertools.product(ONE, ["fp32", "bf16"], MODES), every=4)
 def test_one_rank_keeps_what_the_plan_says(name: str, compute: str, mode: str, train: Any) -> None:
     check_activations(train(1, *ONE[name], *formats(compute, mode)))
 
@@ -210,7 +210,7 @@ KEPT = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "compute", "mode"), KEPT)
+@thinned(("name", "compute", "mode"), KEPT)
 def test_every_rank_keeps_what_the_plan_says(name: str, compute: str, mode: str, train: Any) -> None:
     ranks, words = LAYOUTS[name]
     check_activations(train(ranks, *words, *formats(compute, mode)))

@@ -29,6 +29,7 @@ from shardway.errors import JobError, UserError
 from shardway.rundir.directory import RunDir
 from shardway.train.guards.spike import Spikes, read_spikes
 from shardway.train.run import Run
+from speed import thinned
 from trained import assert_same_bits, whole_state
 
 SCRIPT = ("run.device=cpu", "run.threads=1", "checkpoint.every=off")
@@ -141,7 +142,7 @@ LAYOUTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
+@thinned("name", LAYOUTS, every=2)
 @ranks(2)
 def test_a_transient_fault_leaves_no_trace_in_any_layout(rank: int, tmp_path: Path, name: str) -> None:
     words = (*SHORT, *LAYOUTS[name])
@@ -257,7 +258,7 @@ def test_a_probe_finds_a_flipped_bit_and_goes_on_with_the_majority(rank: int, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
+@thinned("name", LAYOUTS, every=2)
 @ranks(2)
 def test_a_sound_machine_passes_every_probe(rank: int, tmp_path: Path, name: str) -> None:
     words = (*SHORT, *LAYOUTS[name])

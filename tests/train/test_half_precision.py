@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from runs import pool_ranks, read_column, read_steps, train_alone, train_tiny, w
 from shardway.train.loss import LossSum
 from shardway.train.loss_scale import LossScale
 from shardway.train.step import Moment, StepParts, take_step
+from speed import thinned
 from trained import apply_shape, make_passes, whole
 
 LAYOUTS = {
@@ -29,8 +31,7 @@ TOLERANCE = {"bf16": 2e-2, "fp16": 3e-3}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compute", TOLERANCE)
-@pytest.mark.parametrize("name", LAYOUTS)
+@thinned(("name", "compute"), itertools.product(LAYOUTS, TOLERANCE))
 @ranks(2)
 def test_half_formats_follow_fp32(rank: int, tmp_path: Path, name: str, compute: str) -> None:
     words = ("model.tied=false", "precision.loss_scale=1024" if compute == "fp16" else "train.seed=0")
@@ -42,7 +43,7 @@ def test_half_formats_follow_fp32(rank: int, tmp_path: Path, name: str, compute:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
+@thinned("name", LAYOUTS)
 @ranks(2)
 def test_a_scale_that_is_too_large_is_lowered_in_every_layout(rank: int, tmp_path: Path, name: str) -> None:
     """Steps are skipped until gradients fit; then they are those of fp32."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from pool import ranks
 from shardway.runfile.schema import OptimSection
 from shardway.train.optim import build_optimizer
-from speed import mostly_slow
+from speed import mostly_slow, thinned
 
 
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -28,6 +29,10 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert torch.allclose(found[name], tensor, rtol=2e-6, atol=1e-6), name
 
 
+NAMES = ("adamw bf16", "adafactor", "muon")
+MOVES = (("hybrid", "plain"), ("hybrid", "shard"), ("shard x tensor", "shard"), ("mixed", "shard x tensor"))
+
+
 @pytest.mark.parametrize("layout", mostly_slow(["shard", "mixed"], "mixed"))
 @pytest.mark.parametrize("name", mostly_slow(SECTIONS, "muon"))
 @ranks(2)
@@ -36,8 +41,7 @@ def test_two_ranks_step_as_one_does(rank: int, layout: str, name: str) -> None:
     assert_close(everything(*train_laid_out(layout, section)), everything(*train_laid_out("plain", section)))
 
 
-@pytest.mark.parametrize("layout", ["shard", "hybrid", "shard x tensor", "mixed"])
-@pytest.mark.parametrize("name", ["adamw bf16", "adafactor", "muon"])
+@thinned(("name", "layout"), itertools.product(NAMES, ["shard", "hybrid", "shard x tensor", "mixed"]))
 @ranks(4)
 def test_four_ranks_step_as_one_does(rank: int, layout: str, name: str) -> None:
     section = SECTIONS[name]
@@ -81,7 +85,8 @@ def save_and_load(folder: Path, section: OptimSection, before: str, after: str) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("before", "after"), [pytest.param("shard", "plain", marks=pytest.mark.slow), ("mixed", "shard")]
+    ("before", "after"),
+    [pytest.param("shard", "plain", marks=(pytest.mark.slow, pytest.mark.exhaustive)), ("mixed", "shard")],
 )
 @pytest.mark.parametrize("name", mostly_slow(SECTIONS, "muon"))
 @ranks(2)
@@ -89,16 +94,12 @@ def test_a_checkpoint_fits_another_layout(rank: int, tmp_path: Path, name: str, 
     save_and_load(tmp_path, SECTIONS[name], before, after)
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [("hybrid", "plain"), ("hybrid", "shard"), ("shard x tensor", "shard"), ("mixed", "shard x tensor")],
-)
-@pytest.mark.parametrize("name", ["adamw bf16", "adafactor", "muon"])
+@thinned(("name", "layouts"), itertools.product(NAMES, MOVES))
 @ranks(4)
 def test_a_checkpoint_of_two_shards_fits_one_and_four(
-    rank: int, tmp_path: Path, name: str, before: str, after: str
+    rank: int, tmp_path: Path, name: str, layouts: tuple[str, str]
 ) -> None:
-    save_and_load(tmp_path, SECTIONS[name], before, after)
+    save_and_load(tmp_path, SECTIONS[name], *layouts)
 
 
 def train_eight_bits(*shape: int, split: bool, steps: int = 3) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -81,12 +81,14 @@ def test_four_ranks_give_the_curve_of_one(rank: int, tmp_path: Path, overrides: 
     check_parity(rank, tmp_path, overrides)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("overrides", draw_cases([(2, 1), (1, 2)], 3))
 @ranks(2)
 def test_more_draws_of_two_ranks_give_the_curve_of_one(rank: int, tmp_path: Path, overrides: tuple[str, ...]) -> None:
     check_parity(rank, tmp_path, overrides)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("overrides", draw_cases([(4, 1), (1, 4), (2, 2)], 3))
 @ranks(4)
 def test_more_draws_of_four_ranks_give_the_curve_of_one(rank: int, tmp_path: Path, overrides: tuple[str, ...]) -> None:

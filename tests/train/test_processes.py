@@ -137,7 +137,7 @@ def kill_while_saving(start: Start, words: Sequence[str], folder: Path, dice: ra
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param((), id="one"),
+        pytest.param((), id="one", marks=pytest.mark.exhaustive),
         pytest.param(PAIR, id="replicas", marks=pytest.mark.exhaustive),
         pytest.param((*PAIR, "parallel.dp_shard=2"), id="shards"),
     ],
@@ -190,13 +190,14 @@ def test_a_second_writer_leaves_the_first_alone(start: Start) -> None:
     first.finish()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(
     not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="torch.compile needs a C++ compiler on a CPU"
 )
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(PAIR, id="replicas", marks=pytest.mark.exhaustive),
+        pytest.param(PAIR, id="replicas"),
         pytest.param((*PAIR, "parallel.dp_shard=2"), id="shards"),
     ],
 )

@@ -129,9 +129,9 @@ FAULTS = (
     Fault("stop file", ask_to_stop, restarts_itself=False, is_further=True),
     Fault("stop signal at the start", stop_while(Activity.START, 4.0), restarts_itself=False, is_further=True),
     Fault("stop signal in a load", stop_load, restarts_itself=False, is_further=True),
-    Fault("stop signal in a validation", stop_while(Activity.VALIDATE, 0.5), (), validates_slowly, False),
+    Fault("stop signal in a validation", stop_while(Activity.VALIDATE, 0.5), (), validates_slowly, False, True),
     Fault("stop signal in a save", stop_while(Activity.SAVE, 0.02), restarts_itself=False, is_further=True),
     Fault("stop signal while data do not come", stop_stall, (), stalls_once, False, True),
-    Fault("second Ctrl-C in a save", stop_save_twice, restarts_itself=False),
+    Fault("second Ctrl-C in a save", stop_save_twice, restarts_itself=False, is_further=True),
     Fault("stop file before the start", stop_before, restarts_itself=False, is_further=True),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from zero_runs import needs_deepspeed, stage, train_both
 
 from pool import ranks
 from runs import read_column, read_named, read_steps, worst_difference
+from speed import thinned
 
 pytestmark = [needs_deepspeed, pytest.mark.slow]
 
@@ -43,8 +45,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("number", [1, 3])
-@pytest.mark.parametrize("kind", MODELS)
+@thinned(("kind", "number"), itertools.product(MODELS, [1, 3]))
 @ranks(2, timeout_s=180.0)
 def test_other_models(rank: int, tmp_path: Path, kind: str, number: int) -> None:
     ours, theirs = train_both(tmp_path, *MODELS[kind], zero=stage(number))

@@ -18,6 +18,7 @@ from shardway.checkpoint.verify import verify_checkpoint
 from shardway.errors import JobError, UserError
 from shardway.rundir.directory import RunDir
 from shardway.train.run import Run
+from speed import thinned
 
 pytestmark = [needs_deepspeed, pytest.mark.slow]
 
@@ -30,7 +31,7 @@ def train(directory: Path, *words: str, last: int | None = None) -> None:
         train_tiny(directory, pool_ranks(), *RUN, *words, base=UNEVEN, before_step=die_at(last) if last else None)
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
+@thinned("number", [3, 1, 2], every=2)
 @ranks(2, timeout_s=180.0)
 def test_a_run_that_died_goes_on_with_the_same_bits(rank: int, tmp_path: Path, number: int) -> None:
     train(tmp_path / "through", *stage(number))
@@ -63,7 +64,7 @@ def convert(checkpoint: Path, out: Path) -> None:
     subprocess.run(command, cwd=checkpoint, check=True, capture_output=True, timeout=170)
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
+@thinned("number", [3, 1, 2])
 @ranks(2, timeout_s=240.0)
 def test_the_tool_of_deepspeed_reads_a_checkpoint(rank: int, tmp_path: Path, number: int) -> None:
     weights: list[dict[str, torch.Tensor]] = []
