@@ -27,6 +27,7 @@ def losses(run: Path) -> list[float]:
     return [event["loss"] for event in RunDir(run).events() if event["event"] == "step"]
 
 
+@pytest.mark.slow
 def test_a_run_is_exported_imported_and_the_same(shardway: Shardway, tmp_path: Path) -> None:
     write_text(tmp_path)
     assert shardway("train", *RUN, "--dir", "a").code == 0

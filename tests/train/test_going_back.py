@@ -157,6 +157,7 @@ def wait_until_step_33_is_saved(run: Run, step: int) -> None:
         run._loop._saver.settle()  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_a_run_goes_back_as_often_as_it_may_and_then_ends(tmp_path: Path, quiet_threads: None) -> None:
     """Four bad steps: two are left out, and the other two come next."""
     words = (*BACK, "checkpoint.every=5 steps")
@@ -372,6 +373,7 @@ class Late(Net):
         return super().forward(x) + (self.late(x) if self.is_late else 0.0)
 
 
+@pytest.mark.slow
 def test_a_parameter_that_was_first_used_in_the_span_has_no_state_again(tmp_path: Path, quiet_threads: None) -> None:
     def look(run: Run, step: int) -> None:
         opened, net = run._loop._open_step, run._model  # type: ignore[union-attr]

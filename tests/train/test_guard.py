@@ -113,7 +113,8 @@ def train_net(
         return whole_state(net, optimizer)
 
 
-@pytest.mark.parametrize("backward", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["gradient", "loss"])
+@pytest.mark.slow
+@pytest.mark.parametrize("backward", [True, False], ids=["gradient", "loss"])
 @ranks(2)
 def test_a_transient_fault_leaves_no_trace_in_the_weights(rank: int, tmp_path: Path, backward: bool) -> None:
     """With dropout, running statistics, accumulation and momentum: all of it bit for bit."""
@@ -154,6 +155,7 @@ def test_a_transient_fault_leaves_no_trace_in_any_layout(rank: int, tmp_path: Pa
     assert read_column(tmp_path / "hurt", "grad_norm") == read_column(tmp_path / "well", "grad_norm")
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_a_step_whose_data_are_no_numbers_changes_nothing(rank: int, tmp_path: Path) -> None:
     """Sample 21 is one of step 3, on rank 1."""
@@ -171,6 +173,7 @@ def test_a_step_whose_data_are_no_numbers_changes_nothing(rank: int, tmp_path: P
     assert [event["loss"] is None for event in read_steps(tmp_path)] == [False, False, True, False, False]
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_too_many_skipped_steps_end_the_run_and_no_checkpoint_is_harmed(rank: int, tmp_path: Path) -> None:
     words = ("train.steps=8", "checkpoint.every=2 steps", "guard.max_skips=2", "guard.non_finite=skip", *layout(2, 1))
@@ -303,6 +306,7 @@ def flip_weight_at(step: int, rank: int) -> Callable[[Run, int], None]:
     return look
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_a_flipped_bit_of_a_copy_is_found(rank: int, tmp_path: Path) -> None:
     words = (*SHORT, *layout(2, 1), "checkpoint.every=1 steps", "guard.compare_every=2 steps", "checkpoint.keep=9")

@@ -110,6 +110,7 @@ def test_a_run_begins_with_them_and_a_fresh_optimizer(rank: int, tmp_path: Path)
     assert not same(after, later)
 
 
+@pytest.mark.slow
 @ranks(1)
 def test_the_whole_state_goes_on_as_if_nothing_had_been(rank: int, tmp_path: Path) -> None:
     first, target, words = tmp_path / "first", tmp_path / "run", (*SAVING, "model.dropout=0.1", "optim.warmup=1 steps")
@@ -146,6 +147,7 @@ def test_every_layout_begins_with_what_any_number_of_ranks_imported(rank: int, t
     pool_ranks().barrier()
 
 
+@pytest.mark.slow
 @ranks(1)
 def test_what_exists_is_not_touched_and_what_does_not_fit_writes_nothing(rank: int, tmp_path: Path) -> None:
     first, other = tmp_path / "first", tmp_path / "other"
@@ -165,6 +167,7 @@ def test_what_exists_is_not_touched_and_what_does_not_fit_writes_nothing(rank: i
     assert {path: path.stat().st_mtime_ns for path in first.rglob("*")} == before
 
 
+@pytest.mark.slow
 @ranks(1)
 def test_damage_found_while_reading_leaves_nothing(rank: int, tmp_path: Path) -> None:
     first = tmp_path / "first"

@@ -190,6 +190,7 @@ def test_it_is_written_down_as_what_it_is(tmp_path: Path, monkeypatch: pytest.Mo
     assert '"kind": "JobError"' in (tmp_path / "run/events/rank-00000.jsonl").read_text()
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_the_other_ranks_lose_contact_alone(rank: int) -> None:
     def work() -> None:

@@ -31,6 +31,7 @@ def order_of(positions: list[int]) -> list[int]:
     return Order(96, 0).ids(np.array(positions)).tolist()
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_two_ranks_take_the_undisturbed_order_without_the_span(rank: int, tmp_path: Path) -> None:
     """A span within an epoch, one across its end: epochs begin at the positions at which they always do."""
@@ -43,6 +44,7 @@ def test_two_ranks_take_the_undisturbed_order_without_the_span(rank: int, tmp_pa
         assert told == [(3, 11), (10, 11)]
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_elsewhere_in_a_span_keeps_its_bits(tmp_path: Path, quiet_threads: None) -> None:
     words = (*WORDS, "data.skip=[[14, 30]]", "model.dropout=0.2", "optim.schedule=constant", "optim.warmup=0 steps")
     train_tiny(tmp_path / "through", lone_rank(), *words)

@@ -135,7 +135,8 @@ def test_one_rank_takes_the_true_gradient(accumulation: int) -> None:
     check_against_float64(Way(lone_rank(), accumulation=accumulation), 5)
 
 
-@pytest.mark.parametrize("rows", [pytest.param(8, marks=pytest.mark.slow), 5])
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [8, 5])
 @ranks(2)
 def test_two_ranks_take_the_true_gradient(rank: int, rows: int) -> None:
     for shape in LAYOUTS[2]:

@@ -77,7 +77,8 @@ def test_it_trains_as_on_one_rank(rank: int, tmp_path: Path, words: tuple[str, .
     train_both(rank, tmp_path, *words, f"train.micro_batch={micro_batch}")
 
 
-@pytest.mark.parametrize("micro_batch", [pytest.param(4, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batch", [4, 2])
 @ranks(2)
 def test_copies_that_wait_for_all_gradients_tell_at_once(rank: int, tmp_path: Path, micro_batch: int) -> None:
     with pytest.raises(UserError) as told:

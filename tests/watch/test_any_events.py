@@ -78,6 +78,7 @@ def _run_with(events: list[Event]) -> Iterator[RunDir]:
         yield run
 
 
+@pytest.mark.slow
 @given(st.lists(any_event, max_size=12))
 def test_summary(events: list[Event]) -> None:
     with _run_with(events) as run:
@@ -98,6 +99,7 @@ def test_report(events: list[Event]) -> None:
     assert [html.count(f"<h2>{title}</h2>") for title in ("Curves", "Attempts", "Resolved run", "Machine")] == [1] * 4
 
 
+@pytest.mark.slow
 @given(st.lists(any_event, max_size=12), st.integers(20, 120))
 def test_live_view_and_plain_lines(events: list[Event], width: int) -> None:
     view, plain = LiveView("run", "runs/run", clock=lambda: 0.0), PlainLines(clock=lambda: 0.0)

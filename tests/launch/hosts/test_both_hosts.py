@@ -136,6 +136,7 @@ def undying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         process.wait()
 
 
+@pytest.mark.slow
 def test_a_command_that_nothing_ends_is_left_behind(undying: Path) -> None:
     begin = time.monotonic()
     done = LocalHost().run(["sh", "-c", f"printf begun; touch {undying}; exec sleep 300"], timeout_s=0.2)

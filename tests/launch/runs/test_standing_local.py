@@ -63,6 +63,7 @@ def chain(tmp_path: Path) -> Iterator[Path]:
     Stopper(LocalHost()).cancel(read(run))
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_was_stopped_by_a_person(chain: Path) -> None:
     assert [standing.word for standing in stand(chain)] == ["running", "queued"]
     assert "      It starts after attempt 0001." in render_attempts(stand(chain))

@@ -139,9 +139,8 @@ HARMS: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "reason", [pytest.param(reason, marks=[pytest.mark.slow] if number else []) for number, reason in enumerate(HARMS)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("reason", HARMS)
 def test_what_is_damaged_on_a_node_is_passed_over(tmp_path: Path, quiet_threads: None, reason: str) -> None:
     train(tmp_path, last=11)
     assert local_of(tmp_path).steps() == [8, 10]
@@ -154,6 +153,7 @@ def test_what_is_damaged_on_a_node_is_passed_over(tmp_path: Path, quiet_threads:
     assert read_column(tmp_path / "run") == well(tmp_path)
 
 
+@pytest.mark.slow
 def test_where_nothing_on_a_node_holds_the_run_directory_does(tmp_path: Path, quiet_threads: None) -> None:
     train(tmp_path, last=11)
     for step in (8, 10):
@@ -176,6 +176,7 @@ def test_a_disk_that_was_lost_costs_the_steps_since_the_last_copy(tmp_path: Path
     assert read_column(tmp_path / "run") == well(tmp_path)
 
 
+@pytest.mark.slow
 def test_two_failures_from_one_local_checkpoint_drop_the_tier_for_the_next_start(
     tmp_path: Path, quiet_threads: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -296,6 +297,7 @@ class FullDisk:
         return self._usage(path)._replace(free=100) if here else self._usage(path)
 
 
+@pytest.mark.slow
 def test_a_full_disk_of_a_node_costs_no_save_in_the_run_directory(tmp_path: Path, quiet_threads: None) -> None:
     disk = FullDisk(tmp_path / "disk", 5, 7)
     with mock.patch.object(shutil, "disk_usage", disk.usage):
@@ -307,6 +309,7 @@ def test_a_full_disk_of_a_node_costs_no_save_in_the_run_directory(tmp_path: Path
     assert read_column(tmp_path / "run") == well(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_not_copied(tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saving, "RETRY_S", 0.0)
     copy, struck = carry._carry, []

@@ -201,6 +201,7 @@ def test_all_ranks_void_a_step_that_one_has_no_batch_for(rank: int, words: tuple
     assert_alike(tmp_path / "stopped", tmp_path / "through", on)
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_a_first_batch_that_does_not_come_ends_the_run_without_a_save(rank: int, tmp_path: Path) -> None:
     with stalled("training_batches", 0, on=rank == 1):
@@ -289,6 +290,7 @@ def test_a_stop_that_was_asked_for_before_the_start_is_obeyed_before_the_first_s
     assert not RunDir(tmp_path).stop_requested()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", [TINY, TINY_IMAGES], ids=["tokens", "images"])
 def test_a_second_ctrl_c_in_a_save_ends_the_run_at_once(
     base: tuple[str, ...], tmp_path: Path, quiet_threads: None
