@@ -27,6 +27,9 @@ OWN_VARIABLES = (
 SECRETS = "~/.config/shardway/secrets.env"
 """Where a person keeps what must not stand in scripts and run files, on the machine where the job runs."""
 
+AGENTS = ("torchrun", "agent", "ft_launcher")
+"""Starters of which one process on each node starts the ranks there, with torch's launcher."""
+
 _PLAIN_PATH = re.compile(r"[A-Za-z0-9_@+=:,./-]+")
 
 
@@ -196,7 +199,7 @@ class Job:
     @property
     def one_agent_a_node(self) -> bool:
         """Whether the scheduler starts one process on each node, which starts the ranks there."""
-        return self.starter in ("torchrun", "agent", "ft_launcher")
+        return self.starter in AGENTS
 
     @property
     def folder(self) -> Attempt:

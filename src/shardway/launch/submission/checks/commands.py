@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from shardway.errors import Problem
 from shardway.launch.hosts.base import Done, Host
+from shardway.launch.job import AGENTS
 from shardway.launch.submission.checks.code import Code
 from shardway.launch.submission.checks.look import Look, always, test_exists
 from shardway.launch.submission.wish import Wish, build_job, runtime_of, starter_of
@@ -94,7 +95,7 @@ def _list_modules(wish: Wish, code: Code) -> tuple[str, ...]:
     named = words[1].split(".")[0] if wish.program.python and words[0] == "-m" and len(words) > 1 else ""
     named = "" if own or code.holds_module(named) else named
     return (
-        *(("torch",) if own or starter_of(wish) in ("torchrun", "agent", "ft_launcher") else ()),
+        *(("torch",) if own or starter_of(wish) in AGENTS else ()),
         *(("nvidia_resiliency_ext",) if starter_of(wish) == "ft_launcher" else ()),
         *(("shardway",) if own else ()),
         *((named,) if named.isidentifier() else ()),
