@@ -28,6 +28,7 @@ from saver_ways import WAYS
 RATIOS = (
     ("save", "write", "at most 1.25"),
     ("load", "read", "at most 1.25"),
+    ("load", "read in place", ""),
     ("stall", "copy", "at most 1.5"),
     ("save", "torch.save", "at most 1"),
     ("save", "dcp.save", "at most 1"),
