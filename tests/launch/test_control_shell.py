@@ -183,11 +183,18 @@ def test_a_chain_that_stops_says_that_memory_was_short_where_slurm_knows(chain: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("step", "state"), [(6, "not_needed"), (7, "crashed")])
-def test_memory_that_is_short_twice_is_one_end_whoever_told_of_it(chain: Chain, step: int, state: str) -> None:
-    """Once another rank was quick enough to say that it lost contact, once the script of the job was."""
+@pytest.mark.parametrize(
+    ("step", "saved", "state"), [(6, True, "not_needed"), (7, False, "not_needed"), (7, True, "crashed")]
+)
+def test_memory_that_is_short_twice_is_one_end_whoever_told_of_it(
+    chain: Chain, step: int, saved: bool, state: str
+) -> None:
+    """Once another rank was quick enough to say that it lost contact, once the script of the job was; at another step
+    the same is expected to come, unless there is a new checkpoint."""
     chain.run(1, chain.says(1, "crashed", "LostContact", 6) + "; exit 1")
     chain.run(2, chain.says(2, "crashed", "exit code 1", step) + "; exit 1")
+    if saved:
+        (chain.job.run / "checkpoints" / "step-000000005").mkdir(parents=True)
     chain.cluster.write("jobs", "101 FAILED\n102 FAILED\n")
     chain.cluster.write("steps", "FAILED\nOUT_OF_MEMORY\n")
     assert chain.run(3, "exit 1").state == state

@@ -182,18 +182,26 @@ cause_of() {
   esac
   printf '%s' "$state"
 }
-# same_end ATTEMPT ATTEMPT: whether two ended alike at the same step, so that a third would as well
-# of a rank that the kernel killed, now this one and now that one tells, each in its own words
+# same_end ATTEMPT ATTEMPT: whether two ended alike, so that a third would as well: at the same step, or for want of
+# memory before there was a new checkpoint; of a rank that the kernel killed, now this one and now that one tells
 same_end() {
-  local first=$run/attempts/$1/result.json second=$run/attempts/$2/result.json
-  [ -e "$first" ] && [ "$(field "$first" step)" = "$(field "$second" step)" ] || return 1
+  local first=$run/attempts/$1/result.json second=$run/attempts/$2/result.json at_one_step=no
+  [ -e "$first" ] || return 1
   case $(field "$second" state) in
     crashed | lost | out_of_memory) ;;
     deadline) [ "$counts_steps" = yes ] || return 1 ;;
     *) return 1 ;;
   esac
-  [ "$(field "$first" state) $(field "$first" failure)" = "$(field "$second" state) $(field "$second" failure)" ] ||
-    [ "$(cause_of "$1") $(cause_of "$2")" = "out_of_memory out_of_memory" ]
+  if [ "$(field "$first" step)" = "$(field "$second" step)" ]; then
+    at_one_step=yes
+    [ "$(field "$first" state) $(field "$first" failure)" != "$(field "$second" state) $(field "$second" failure)" ] || return 0
+  fi
+  [ "$(cause_of "$1") $(cause_of "$2")" = "out_of_memory out_of_memory" ] || return 1
+  [ $at_one_step = yes ] || ! has_saved "$2"
+}
+# has_saved ATTEMPT: whether there is a checkpoint from after its start
+has_saved() {
+  [ -n "$(find "$run/checkpoints" -maxdepth 1 -name 'step-*' -newer "$run/attempts/$1/started.json" 2>/dev/null)" ]
 }
 # check_chain: a link of a chain runs only where the attempt before it left work to do
 check_chain() {
