@@ -75,7 +75,8 @@ def passes_it_over(after: Aftermath) -> None:
     (told,) = after.events("set_aside")
     assert (told["tier"], told["kept_as"]) == ("local", "")
     damaged = int(told["name"].rpartition("-")[2])
-    assert after.events("started")[-1]["step"] == damaged - OFTEN
+    begun = after.events("started")[-1]
+    assert begun["step"] == damaged - OFTEN, (damaged, begun)
     left_nothing(after)
 
 
