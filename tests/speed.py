@@ -18,16 +18,14 @@ def mostly_slow(names: Iterable[str], *fast: str) -> list[Any]:
 
 def thin(cases: Iterable[Any], every: int = 3) -> list[Any]:
     """The cases, of which the first of `every` in a row is a part of `make test`."""
-    return [pytest.param(case, marks=_marks(index % every)) for index, case in enumerate(cases)]
+    return _thin_rows(((case,) for case in cases), every)
 
 
 def thinned(names: str | tuple[str, ...], cases: Iterable[Any], *, every: int = 3) -> pytest.MarkDecorator:
     """Parametrize by these cases, or by these rows where there are several names, thinned as above."""
-    if isinstance(names, str):
-        return pytest.mark.parametrize(names, thin(cases, every))
-    rows = [pytest.param(*row, marks=_marks(index % every)) for index, row in enumerate(cases)]
-    return pytest.mark.parametrize(names, rows)
+    return pytest.mark.parametrize(names, thin(cases, every) if isinstance(names, str) else _thin_rows(cases, every))
 
 
-def _marks(late: int) -> tuple[pytest.MarkDecorator, ...]:
-    return (pytest.mark.slow, pytest.mark.exhaustive) if late else ()
+def _thin_rows(rows: Iterable[Iterable[Any]], every: int) -> list[Any]:
+    further = (pytest.mark.slow, pytest.mark.exhaustive)
+    return [pytest.param(*row, marks=further if index % every else ()) for index, row in enumerate(rows)]

@@ -77,7 +77,7 @@ _IN_EVERY_SCRIPT = (
     *("say", "field", "in_json", "whole", "step_now", "write_result", "ask_to_stop", "cancel_later"),
     *("claim", "note_submission", "note_start", "check_stop", "fail", "wait_for", "finish"),
 )
-_OF_A_CHAIN = ("leave", "settle", "state_of", "cause_of", "same_end", "has_saved", "check_chain")
+_OF_A_CHAIN = ("leave", "settle", "state_of", "cause_of", "say_alike", "same_end", "has_saved", "check_chain")
 
 
 def render_job_script(job: Job) -> str:

@@ -182,22 +182,28 @@ cause_of() {
   esac
   printf '%s' "$state"
 }
-# same_end ATTEMPT ATTEMPT: whether two ended alike, so that a third would as well: at the same step, or for want of
-# memory before there was a new checkpoint; of a rank that the kernel killed, now this one and now that one tells
+# say_alike ATTEMPT ATTEMPT KEY...: whether their results say the same there
+say_alike() {
+  local key
+  for key in "${@:3}"; do
+    [ "$(field "$run/attempts/$1/result.json" "$key")" = "$(field "$run/attempts/$2/result.json" "$key")" ] || return 1
+  done
+}
+# same_end ATTEMPT ATTEMPT: prints how both ended, where that was alike, so that a third would as well: at the same step,
+# or for want of memory before there was a new checkpoint; of a rank that the kernel killed, now this one and now that one tells
 same_end() {
-  local first=$run/attempts/$1/result.json second=$run/attempts/$2/result.json at_one_step=no
-  [ -e "$first" ] || return 1
-  case $(field "$second" state) in
+  [ -e "$run/attempts/$1/result.json" ] || return 1
+  case $(field "$run/attempts/$2/result.json" state) in
     crashed | lost | out_of_memory) ;;
     deadline) [ "$counts_steps" = yes ] || return 1 ;;
     *) return 1 ;;
   esac
-  if [ "$(field "$first" step)" = "$(field "$second" step)" ]; then
-    at_one_step=yes
-    [ "$(field "$first" state) $(field "$first" failure)" != "$(field "$second" state) $(field "$second" failure)" ] || return 0
+  if say_alike "$1" "$2" step state failure; then
+    cause_of "$2"
+    return
   fi
-  [ "$(cause_of "$1") $(cause_of "$2")" = "out_of_memory out_of_memory" ] || return 1
-  [ $at_one_step = yes ] || ! has_saved "$2"
+  say_alike "$1" "$2" step || ! has_saved "$2" || return 1
+  [ "$(cause_of "$1") $(cause_of "$2")" = "out_of_memory out_of_memory" ] && printf out_of_memory
 }
 # has_saved ATTEMPT: whether there is a checkpoint from after its start
 has_saved() {
@@ -205,7 +211,7 @@ has_saved() {
 }
 # check_chain: a link of a chain runs only where the attempt before it left work to do
 check_chain() {
-  local before state
+  local before state cause
   [ "$after" != 0000 ] || return 0
   settle "$after"
   state=$(state_of "$after")
@@ -213,8 +219,8 @@ check_chain() {
     finished | stopped | not_needed) leave "attempt $after: $state" ;;
   esac
   before=$(printf '%04d' $((10#$after - 1)))
-  if same_end "$before" "$after"; then
-    leave "attempts $before and $after ended alike ($(cause_of "$after") at step $(field "$run/attempts/$after/result.json" step))"
+  if cause=$(same_end "$before" "$after"); then
+    leave "attempts $before and $after ended alike ($cause at step $(field "$run/attempts/$after/result.json" step))"
   fi
 }
 # queue_next: submits the next attempt, to start when this job has ended; meanwhile it ages in the queue
