@@ -147,20 +147,21 @@ def training_commands(folder: Path) -> Iterator[Start]:
 
 def stalling(rank: int, batch: int, mark: Path) -> dict[str, str]:
     """Variables that make a rank wait for a batch that does not come; once, since it leaves a mark."""
-    return _injected(SHARDWAY_TEST_STALL=f"{rank}:{batch}:{mark}")
+    return injected(SHARDWAY_TEST_STALL=f"{rank}:{batch}:{mark}")
 
 
 def killing_in_save(rank: int, step: int, mark: Path) -> dict[str, str]:
     """Variables that kill a rank while it writes the first checkpoint from a step on; once, since it leaves a mark."""
-    return _injected(SHARDWAY_TEST_KILL=f"{rank}:writing:{step}:{mark}")
+    return injected(SHARDWAY_TEST_KILL=f"{rank}:writing:{step}:{mark}")
 
 
 def pacing(seconds: float) -> dict[str, str]:
     """Variables that make each batch of training take so much longer."""
-    return _injected(SHARDWAY_TEST_PACE=str(seconds))
+    return injected(SHARDWAY_TEST_PACE=str(seconds))
 
 
-def _injected(**variables: str) -> dict[str, str]:
+def injected(**variables: str) -> dict[str, str]:
+    """What makes every Python of a command import `chaos/inject/sitecustomize.py`, and tells it what to do."""
     inject = Path(__file__).parent / "chaos" / "inject"
     path = os.pathsep.join([str(inject), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     return {**variables, "PYTHONPATH": path}

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from faults.numbers import HARM
 from faults.stops import validates_for_ever
-from faults.strike import Aftermath, Fault, children, injected, strike, wait_for
+from faults.strike import Aftermath, Fault, children, strike, wait_for
 from faults.tiers import WORDS as NODES
 from notes import Case, seeds, take_note
 from outcome import compare, finished, used_samples
 
-from commands import Start, training_commands
+from commands import Start, injected, training_commands
 from faults import FAULTS
 from runs import TINY
 from shardway.ranks.progress import Activity

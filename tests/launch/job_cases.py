@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -200,3 +201,11 @@ def with_literals(job: Job, literal: Mapping[str, str]) -> Job:
 def chained(job: Job, most: int = 5, *, ahead: bool = False) -> Job:
     """A job that goes on until it is done."""
     return replace(job, chain=Chain(until_done=True, max_attempts=most, ahead=ahead))
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float = 90.0) -> None:
+    """Until that is so."""
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from job_cases import OWN, Cluster, Ran, chained, make_job
+from job_cases import OWN, Cluster, Ran, chained, make_job, wait_until
 
 from shardway.launch.blocks import read_block, read_blocks
 from shardway.launch.job import Job
@@ -362,13 +362,6 @@ def send(chain: Chain, number: int, program: str, what: signal.Signals) -> Ran:
     os.kill(process.pid, what)
     out, _ = process.communicate(timeout=180)
     return Ran(process.returncode, out, job.folder.read_result())
-
-
-def wait_until(condition: object, limit_s: float = 90.0) -> None:
-    end = time.monotonic() + limit_s
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 WAIT_FOR_STOP = 'while [ ! -e "$SHARDWAY_STOP_FILE" ]; do sleep 0.02; done; '

@@ -4,11 +4,11 @@ import contextlib
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from job_cases import wait_until
 
 from shardway.launch.blocks import read_blocks
 from shardway.launch.hosts.local import LocalHost
@@ -29,13 +29,6 @@ def look(*jobs: str) -> list[JobRecord]:
     """What this machine says of jobs."""
     records = query.parse_records(jobs, LocalHost().run_many(query.query_commands(jobs)))
     return [records[job] for job in jobs]
-
-
-def wait_until(condition: Callable[[], bool], limit_s: float = 90.0) -> None:
-    end = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 @pytest.fixture

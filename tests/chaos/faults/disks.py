@@ -14,14 +14,13 @@ from pathlib import Path
 
 import psutil
 
-from commands import Command, Room
+from commands import Command, Room, injected
 from faults.strike import (
     FIRST,
     Aftermath,
     Fault,
     Struck,
     children,
-    injected,
     see,
     strike,
     wait_for,

@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from commands import Command, Room
+from commands import Command, Room, injected
 from faults.numbers import harmed
-from faults.strike import FIRST, LAST, Aftermath, Fault, Struck, children, injected, wait_for_mark, wait_for_some_step
+from faults.strike import FIRST, LAST, Aftermath, Fault, Struck, children, wait_for_mark, wait_for_some_step
 
 JUMP = "SHARDWAY_TEST_JUMP"
 """FILE for `inject/sitecustomize.py`: as soon as it is there, `time.time` is later by the seconds that it holds."""

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from commands import Command
-from faults.strike import EVERY, FIRST, LAST, Aftermath, Fault, Struck, injected, wait_for_mark
+from commands import Command, injected
+from faults.strike import EVERY, FIRST, LAST, Aftermath, Fault, Struck, wait_for_mark
 
 HARM = "SHARDWAY_TEST_HARM"
 """RANK:KIND:POSITION:FILE for `inject/sitecustomize.py`: from the step on that begins at this position in the samples

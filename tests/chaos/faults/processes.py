@@ -13,14 +13,13 @@ from pathlib import Path
 
 import psutil
 
-from commands import Command
+from commands import Command, injected
 from faults.strike import (
     FIRST,
     LAST,
     Fault,
     Struck,
     children,
-    injected,
     strike,
     wait_for,
     wait_for_mark,

@@ -13,14 +13,13 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from commands import Command
+from commands import Command, injected
 from faults.strike import (
     EVERY,
     Aftermath,
     Fault,
     Struck,
     children,
-    injected,
     kill_all,
     strike,
     wait_for_mark,

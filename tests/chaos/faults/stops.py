@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 
-from commands import Command
+from commands import Command, injected
 from faults.processes import signal_rank
-from faults.strike import FIRST, LAST, Fault, Struck, children, injected, strike, wait_for, wait_for_some_step
+from faults.strike import FIRST, LAST, Fault, Struck, children, strike, wait_for, wait_for_some_step
 from shardway.ranks.progress import Activity
 
 SLOW = "SHARDWAY_TEST_SLOW"

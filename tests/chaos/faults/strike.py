@@ -6,7 +6,6 @@ given, and is over when its command is. What has to come of it is in its `expect
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import time
@@ -146,13 +145,6 @@ def strike(process: psutil.Process, number: signal.Signals, whom: str) -> Struck
     struck = Struck(time.time(), whom)
     process.send_signal(number)
     return struck
-
-
-def injected(**variables: str) -> dict[str, str]:
-    """What makes every Python of a command import `inject/sitecustomize.py`, and tells it what to do."""
-    where = Path(__file__).parents[1] / "inject"
-    path = os.pathsep.join([str(where), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    return {**variables, "PYTHONPATH": path}
 
 
 def wait_for_mark(name: str, whom: str = "a rank") -> Callable[[Command, random.Random], Struck]:

@@ -11,14 +11,13 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from commands import Command
+from commands import Command, injected
 from faults.saves import HARMS, KILL, MARK
 from faults.strike import (
     EVERY,
     Aftermath,
     Fault,
     Struck,
-    injected,
     kill_all,
     wait_for_mark,
     wait_for_some_step,
