@@ -79,6 +79,7 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     _die_with(settings["parent"])
     faulthandler.register(STACK_SIGNAL, file=settings["stacks_fd"], all_threads=True)
+    faulthandler.enable()  # a library that crashes leaves where Python was in the worker's output
     sys.path[:] = settings["sys_path"]
     connection = Connection(settings["connection_fd"])
     import torch

@@ -165,6 +165,12 @@ def body_dies_on_1(rank: int) -> None:
     torch.distributed.barrier()
 
 
+def body_crashes_on_1(rank: int) -> None:
+    """As a library with a defect does."""
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
 def fail_text(pool: RankPool, body: Callable[..., None], timeout_s: float = 60.0, **arguments: Any) -> str:
     """What pytest shows when this body fails on two ranks."""
     with pytest.raises(pytest.fail.Exception) as caught:
@@ -266,6 +272,13 @@ def test_a_killed_rank_is_named_with_its_signal_and_the_pool_starts_anew(own_poo
     assert "rank 1: killed by SIGKILL" in text
     own_pool.run(body_passes, 2, {})
     assert len(own_pool.pids) == 2
+
+
+@pytest.mark.slow
+def test_a_rank_that_crashed_shows_where_it_was(own_pool: RankPool) -> None:
+    text = fail_text(own_pool, body_crashes_on_1)
+    assert "rank 1: killed by SIGSEGV\noutput:\nFatal Python error: Segmentation fault" in text
+    assert re.search(r'File ".*test_pool.py", line \d+ in body_crashes_on_1', text)
 
 
 PARENT = """

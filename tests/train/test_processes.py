@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import signal
 from collections.abc import Iterator, Sequence
@@ -85,6 +86,23 @@ def test_a_rank_that_is_killed_ends_the_job_with_its_name(start: Start) -> None:
     assert command.left_alive() == []
     assert command.run.read_status()["state"] == "failed"
     assert command.run.find_writer() is None
+
+
+def test_a_rank_that_crashes_in_a_library_tells_where(start: Start) -> None:
+    """And leaves the stacks of its threads in its log."""
+    command = start("run", *PAIR, *ENDLESS)
+    command.wait_for_step(5)
+    victim = command.ranks()[1]
+    victim.send_signal(signal.SIGSEGV)
+    code, said = command.end()
+    assert code == 4
+    what, to_do, log = said.strip().splitlines()[-3:]
+    assert what.startswith(f"shardway: rank 1 (process {victim.pid}) crashed in native code (SIGSEGV), called from ")
+    assert re.search(r"called from \w+ \(\S+\.py:\d+\) < .*\); the other ranks were ended with it\.$", what)
+    assert to_do.startswith("  To do: run the same command again: it goes on from the start")
+    printed = Path(log.removeprefix("  What it printed is in ")).read_text(encoding="utf-8")
+    assert "Fatal Python error: Segmentation fault" in printed
+    assert "cli/rank.py" in printed
 
 
 def test_sigterm_stops_a_single_process_after_the_step(start: Start) -> None:

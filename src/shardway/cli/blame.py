@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shardway.errors import ERRORS_BY_NAME, Fenced, JobError, LostContact, ShardwayError, SiteError, UserError
 from shardway.ranks.agent.collectives import explain_collectives, render_ranks
-from shardway.ranks.agent.stacks import Group
+from shardway.ranks.agent.stacks import Group, read_crash
 from shardway.ranks.agent.watch import Found
 from shardway.ranks.failure import RankFailure
 from shardway.ranks.oom import explain_oom
@@ -139,14 +139,31 @@ def _explain_hang(run: RunDir, found: Found) -> JobError:
 
 def _place(group: Group) -> str:
     """The innermost frames of a group of ranks, in a line."""
-    return " < ".join(group.frames[:3]) or "n/a"
+    return _line(group.frames) or "n/a"
+
+
+def _line(frames: tuple[str, ...]) -> str:
+    return " < ".join(frames[:3])
 
 
 def _killed(run: RunDir, failure: RankFailure) -> JobError:
+    if failure.crashed:
+        return _crashed(run, failure)
     return JobError(
         f"rank {failure.rank} (process {failure.pid}) was ended by {failure.signal_name}; the other ranks were ended "
         f"with it.\n  To do: run the same command again: it goes on from {run.describe_base()}. If nobody sent "
         "that signal, the machine may have run out of memory (dmesg says so)."
+    )
+
+
+def _crashed(run: RunDir, failure: RankFailure) -> JobError:
+    """A library's own code, not Python's, which cannot raise an error; where Python called it is told where known."""
+    frames = _line(read_crash(failure.read_printed()))
+    return JobError(
+        f"rank {failure.rank} (process {failure.pid}) crashed in native code ({failure.signal_name})"
+        f"{f', called from {frames}' if frames else ''}; the other ranks were ended with it.\n"
+        f"  To do: run the same command again: it goes on from {run.describe_base()}. If it happens again, the library "
+        f"that was called has a defect, or does not fit this machine.{_where_output(failure.printed)}"
     )
 
 
@@ -167,8 +184,7 @@ def _unexplained(run: RunDir, failure: RankFailure) -> ShardwayError:
 
 def _last_words(failure: RankFailure) -> str:
     """The error that a rank printed last, where it had no events to write it into; empty for none."""
-    printed = "".join(path.read_text(encoding="utf-8", errors="replace") for path in failure.printed)
-    _, *told = re.split(r"^shardway: ", printed, flags=re.MULTILINE)
+    _, *told = re.split(r"^shardway: ", failure.read_printed(), flags=re.MULTILINE)
     return told[-1].strip() if told else ""
 
 

@@ -9,6 +9,8 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+_CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
+
 
 @dataclass(frozen=True)
 class RankFailure:
@@ -28,3 +30,12 @@ class RankFailure:
     def signal_name(self) -> str | None:
         """Name of the signal that ended it, or None."""
         return signal.Signals(-self.exit_code).name if self.exit_code < 0 else None
+
+    @property
+    def crashed(self) -> bool:
+        """Whether that signal is one that a process gives itself by a mistake in native code."""
+        return self.signal_name in _CRASHES
+
+    def read_printed(self) -> str:
+        """All that it printed, as far as it can be read."""
+        return "".join(path.read_text(encoding="utf-8", errors="replace") for path in self.printed)

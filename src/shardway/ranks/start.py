@@ -8,7 +8,9 @@ It must not make subgroups (that is `parallel.mesh`) nor read the environment (t
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -126,6 +128,7 @@ class Ranks:
 
 def start_ranks(placement: Placement, options: StartOptions) -> Ranks:
     """Join the launch that `placement` describes. Raises SiteError where the device or the other ranks are missing."""
+    _show_native_crashes()
     torch.set_num_threads(options.threads)
     device = _choose_device(placement, options.device)
     if placement.launcher != "none":
@@ -135,6 +138,13 @@ def start_ranks(placement: Placement, options: StartOptions) -> Ranks:
     else:
         return Ranks(placement, device, grouped=False)
     return Ranks(placement, device, grouped=True)
+
+
+def _show_native_crashes() -> None:
+    """A library that crashes (SIGSEGV, SIGBUS, SIGABRT, ...) leaves where Python was in the log of the rank."""
+    if not faulthandler.is_enabled() and sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # a stderr that is no file, as in a notebook
+            faulthandler.enable(sys.stderr)
 
 
 def _choose_device(placement: Placement, kind: str) -> torch.device:

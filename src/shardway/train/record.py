@@ -8,20 +8,18 @@ step; every file of events says where an attempt began. This module must not dec
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import time
-from collections.abc import Iterator
 from typing import Any
 
-from shardway.errors import JobError
 from shardway.ranks.attempt import tell_end
 from shardway.ranks.progress import Progress
 from shardway.ranks.start import Ranks
 from shardway.rundir.attempts import Attempt, Result
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import EventWriter
+from shardway.rundir.refusal import refusals, refused
 from shardway.train.earlier import read_earlier
 from shardway.train.ending import End
 
@@ -96,7 +94,7 @@ class Recorder:
         return earlier.as_facts()
 
     def _mark_absent(self, rank: int, name: str, step: int) -> None:
-        with _refusals(self._directory), self._directory.event_writer(rank) as writer:
+        with refusals(self._directory.path), self._directory.event_writer(rank) as writer:
             writer.write(name, step=step, world=self._ranks.world)
 
     def event(self, name: str, /, **facts: Any) -> None:
@@ -128,7 +126,7 @@ class Recorder:
             self._directory.write_status(durable=now, **facts)
         except OSError as error:
             if now:
-                raise _refused(self._directory, error) from error
+                raise refused(self._directory.path, error) from error
 
     def keep(self, **facts: Any) -> None:
         """Facts that the next status shall hold, though nothing of now says them."""
@@ -146,11 +144,11 @@ class Recorder:
         failure = {"failure": end.failure} if end.failure else {}
         self.event(event, step=step, reason=end.reason, ending=end.state, **failure)
         if self._writer is not None:
-            with _refusals(self._directory):
+            with refusals(self._directory.path):
                 self._writer.flush()
         self.status(now=True, state=event, step=step, reason=end.reason)
         if self._attempt is not None and self._ranks.is_first:
-            with _refusals(self._directory):
+            with refusals(self._directory.path):
                 tell_end(self._attempt, Result(end.state, end.reason, step, exit_code, end.failure, by="rank 0"))
 
     def close(self) -> None:
@@ -160,7 +158,7 @@ class Recorder:
             self._writer = None
 
     def _write(self, name: str, facts: dict[str, Any]) -> None:
-        with _refusals(self._directory):
+        with refusals(self._directory.path):
             if self._writer is None:
                 self._writer = self._directory.event_writer(self._ranks.rank)
         self._writer.keep(name, **facts)
@@ -169,28 +167,9 @@ class Recorder:
             self._writer.flush()
         except OSError as error:
             if name == "started" or self._writer.waiting > MOST_WAITING:
-                raise _refused(self._directory, error) from error
+                raise refused(self._directory.path, error) from error
             self._trouble = error
             return
         if self._trouble is not None:
             reason, self._trouble = self._trouble.strerror, None
             self._write("recorded_late", {"step": self.step_done, "reason": reason})
-
-
-@contextlib.contextmanager
-def _refusals(directory: RunDir) -> Iterator[None]:
-    """Turn what the file system refuses into a JobError with what to do."""
-    try:
-        yield
-    except OSError as error:
-        raise _refused(directory, error) from error
-
-
-def _refused(directory: RunDir, error: OSError) -> JobError:
-    target = error.filename2 or error.filename
-    where = f" ({target})" if target else ""
-    return JobError(
-        f"the run directory {directory.path} does not take more writing: {error.strerror}{where}.\n"
-        "  What was saved before is unchanged. To do: make room (or check the quota and the mount), then run the "
-        "same command again: it goes on from the last checkpoint."
-    )

@@ -46,6 +46,7 @@ from shardway.rundir.attempts import SECOND_SIGNAL, Attempt, Ending
 from shardway.rundir.directory import RunDir
 from shardway.rundir.lease import Tenure
 from shardway.rundir.local import find_local_run
+from shardway.rundir.refusal import refusals
 from shardway.rundir.run_id import ensure_run_id, find_run_id
 from shardway.runfile.load import DEFAULT
 from shardway.train.ending import End
@@ -114,7 +115,8 @@ class Session:
         saved = self.directory.read_resolved() if local or self.directory.checkpoint_steps() else {}
         check_same_run(saved, self.resolved, str(self.directory.path))
         self.changes = find_changes(saved, self.resolved)
-        self.directory.write_request(self.resolution.loaded.text, self.resolved.render(keep))
+        with refusals(self.directory.path):
+            self.directory.write_request(self.resolution.loaded.text, self.resolved.render(keep))
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from commands import Command, injected
 from faults.strike import (
     FIRST,
     LAST,
+    Aftermath,
     Fault,
     Struck,
     children,
@@ -85,6 +86,12 @@ def hangs_once(folder: Path, dice: random.Random) -> dict[str, str]:
     return injected(**{HANG: f"{dice.randrange(2)}:{dice.randrange(FIRST, LAST)}:{folder / 'hung'}"})
 
 
+def tells_crash(left: Aftermath) -> None:
+    """The rank is named, and what called the library."""
+    (reason,) = {event["reason"] for event in left.events("restarted")}
+    assert "crashed in native code (SIGSEGV), called from " in reason
+
+
 FAULTS = (
     Fault("SIGKILL of rank 0", signal_rank(signal.SIGKILL, 0), is_further=True),
     Fault("SIGKILL of a rank", signal_rank(signal.SIGKILL), is_further=True),
@@ -92,6 +99,7 @@ FAULTS = (
     Fault("SIGKILL of a rank that starts", kill_while(Activity.START), is_further=True),
     Fault("SIGKILL of the agent", kill_agent, restarts_itself=False),
     Fault("SIGKILL of a loader worker", kill_loader, words=("data.workers=1",)),
+    Fault("crash of a rank in a library (SIGSEGV)", signal_rank(signal.SIGSEGV), expects=tells_crash, is_further=True),
     Fault("SIGSTOP of a rank", signal_rank(signal.SIGSTOP), is_further=True),
     # Steps of milliseconds may be over before the rank hangs, and in a save it would be given a minute.
     Fault("hang with Python's lock held", wait_for_mark("hung"), ("run.hang_timeout=10s",), hangs_once),

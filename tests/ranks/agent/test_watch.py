@@ -16,7 +16,7 @@ from shardway.ranks.agent import recorder, stacks
 from shardway.ranks.agent.hang import Hang, Sighting
 from shardway.ranks.agent.page import VARIABLE, page_path, read_page
 from shardway.ranks.agent.patience import Patience, Span
-from shardway.ranks.agent.stacks import Group, ask_for_stacks, group_stacks
+from shardway.ranks.agent.stacks import Group, ask_for_stacks, group_stacks, read_crash
 from shardway.ranks.agent.watch import Seen, Unwatched, Watch, watched
 from shardway.ranks.progress import Activity
 
@@ -255,3 +255,31 @@ def test_stacks_are_read_once_they_are_whole(tmp_path: Path) -> None:
 def test_nobody_looks_where_nobody_shall() -> None:
     with watched(2, None, lambda hang: None) as watch:
         assert watch == Unwatched()
+
+
+CRASH = """a warning
+Fatal Python error: Segmentation fault
+
+Thread 0x00007f01 (most recent call first):
+  File "/lib/threading.py", line 327 in wait
+  File "/lib/threading.py", line 1002 in _bootstrap
+
+{0} 0x00007f02 (most recent call first):
+  File "/torch/_ops.py", line 1279 in __call__
+  File "/job/model.py", line 7 in forward
+
+Extension modules: numpy, torch._C (total: 2)
+"""
+
+
+@pytest.mark.parametrize("thread", ["Current thread", "Thread"])
+def test_a_crash_is_read_from_what_was_printed(thread: str) -> None:
+    """A thread that never ran Python has no frames: then the main thread, which comes last, says most."""
+    frames = ("__call__ (/torch/_ops.py:1279)", "forward (/job/model.py:7)")
+    assert read_crash(CRASH.format(thread)) == frames
+    assert read_crash(CRASH.replace("model", "earlier").format(thread) + CRASH.format(thread)) == frames
+
+
+@pytest.mark.parametrize("printed", ["", "a warning\n", "Fatal Python error: Aborted\n", CRASH.split("Fatal")[0]])
+def test_no_frames_where_none_were_printed(printed: str) -> None:
+    assert read_crash(printed) == ()

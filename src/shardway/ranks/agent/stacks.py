@@ -24,6 +24,7 @@ WAIT_S = 1.0
 _PAUSE_S = 0.02
 _OUTERMOST = re.compile(r'\n(  File "[^"]*", line \d+ in (<module>|_run_module_as_main)|  \.\.\.)\n\Z')
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
+_CRASH = "Fatal Python error: "
 _SHOWN = 12
 
 
@@ -81,10 +82,23 @@ def merge_groups(groups: Iterable[Group]) -> list[Group]:
     return sorted(found, key=lambda group: (len(group.ranks), group.ranks))
 
 
+def read_crash(printed: str) -> tuple[str, ...]:
+    """Where Python was when a library crashed, of what the fault handler printed last: the frames of the thread that
+    crashed, or of the main one where that thread has never run Python. Empty where it printed nothing."""
+    _, said, crash = printed.rpartition(_CRASH)
+    threads = [part for part in crash.split("\n\n") if "(most recent call first)" in part] if said else []
+    crashed = [part for part in threads if part.startswith("Current thread")]
+    return _frames((crashed or threads)[-1]) if threads else ()
+
+
 def _main_frames(text: str) -> tuple[str, ...]:
     """Frames of the thread that the handler names last: the main one."""
-    last = text.split("\n\n")[-1]
-    found = [match for line in last.splitlines() if (match := _FRAME.fullmatch(line)) is not None]
+    return _frames(text.split("\n\n")[-1])
+
+
+def _frames(thread: str) -> tuple[str, ...]:
+    """The innermost frames of what the handler writes of a thread."""
+    found = [match for line in thread.splitlines() if (match := _FRAME.fullmatch(line)) is not None]
     return tuple(f"{each['name']} ({each['file']}:{each['line']})" for each in found[:_SHOWN])
 
 

@@ -24,6 +24,8 @@ from shardway.checkpoint.zero import ZeroState
 from shardway.parallel.axes.balance import balance
 from shardway.ranks.agreement import read_decision
 from shardway.resolve.deepspeed import Settings, render_settings, resolve_ds_config
+from shardway.rundir.directory import RunDir
+from shardway.rundir.refusal import refusals
 from shardway.train.engines.base import EngineParts
 from shardway.train.engines.zero import started_zero
 from shardway.train.passes import Loss, Passes
@@ -59,7 +61,7 @@ class DeepSpeedEngine:
         self._parameters = sum(parameter.numel() for parameter in parts.parallel.module.parameters())
         settings = _settings(parts)
         text = render_settings(settings)
-        self._ranks.together(lambda: parts.directory.write_ds_config(text) if self._ranks.is_first else None)
+        self._ranks.together(lambda: _keep_settings(parts.directory, text) if self._ranks.is_first else None)
         module, optimizer, ranks = parts.parallel.module, parts.optimizer, parts.ranks
         self._engine = parts.at_end.enter_context(started_zero(module, optimizer, settings, ranks))
         parallel = replace(parts.parallel, call=self._engine)
@@ -104,6 +106,11 @@ class DeepSpeedEngine:
             skipped=overflow and scale is not None,
             loss_scale=scale.after(overflow) if scale is not None else None,
         )
+
+
+def _keep_settings(directory: RunDir, text: str) -> None:
+    with refusals(directory.path):
+        directory.write_ds_config(text)
 
 
 def _settings(parts: EngineParts) -> Settings:
