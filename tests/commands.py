@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,24 @@ class Room:
     def see(self, path: Path) -> Path:
         """A path of the room, from here."""
         return self.root / path.relative_to("/")
+
+
+def find_ranks(processes: Iterable[psutil.Process]) -> dict[int, psutil.Process]:
+    """The ranks among these that live, by number; spares that wait for a rank's place are younger than the rank."""
+    found: dict[int, psutil.Process] = {}
+    for process in processes:
+        with contextlib.suppress(psutil.Error):  # what has ended since is none
+            if _is_rank(process):
+                rank = int(process.environ()["RANK"])
+                found[rank] = min((process, found.get(rank, process)), key=psutil.Process.create_time)
+    return found
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    """Whether it runs the program of ranks; one that has ended does not."""
+    with contextlib.suppress(psutil.Error):
+        return "shardway.cli.rank" in " ".join(process.cmdline())
+    return False
 
 
 @dataclass
@@ -82,12 +100,13 @@ class Command:
 
     def ranks(self) -> dict[int, psutil.Process]:
         """The local ranks by number."""
-        found = {}
-        for process in self.seen:
-            with contextlib.suppress(psutil.NoSuchProcess):  # what has ended since is none
-                if "shardway.cli.rank" in " ".join(process.cmdline()):
-                    found[int(process.environ()["RANK"])] = process
-        return found
+        return find_ranks(self.seen)
+
+    def spares(self) -> list[psutil.Process]:
+        """Processes that wait for the places of ranks."""
+        self.note_processes()
+        ranks, programs = self.ranks().values(), [process for process in self.seen if _is_rank(process)]
+        return [process for process in programs if process not in ranks]
 
     def end(self) -> tuple[int, str]:
         """Wait for the end: exit code and what went to stderr."""

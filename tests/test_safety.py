@@ -26,6 +26,7 @@ REMOVERS = {
     "ranks/agent/page.py": "pages of this user that an agent which was killed has left in memory",
     "ranks/agent/recorder.py": "an earlier answer of a rank, in the agent's own folder in memory",
     "ranks/doctor/checks/storage.py": "files that it wrote to measure a disk",
+    "ranks/spares.py": "the folder of the gates that it made, and the output of spares that were never ranks",
     "ranks/doctor/examine.py": "a file that it wrote to measure a disk",
     "ranks/local.py": "a folder that it has just made to see whether it can",
     "rundir/atomic.py": "temporary files of its own",

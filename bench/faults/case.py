@@ -96,9 +96,9 @@ class Case:
         return found
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """The ranks that live, by number."""
+        """The ranks that live, by number: the oldest, where spares wait for their places."""
         found: dict[int, psutil.Process] = {}
-        for process in self.processes():
+        for process in sorted(self.processes(), key=lambda process: -process.create_time()):
             try:
                 words, environ = " ".join(process.cmdline()), process.environ()
             except psutil.Error:

@@ -19,7 +19,8 @@ from shardway.cli.rank import read_packed
 from shardway.errors import Bug, Fenced, JobError, ShardwayError, SiteError, UserError
 from shardway.ranks.agent.patience import Patience
 from shardway.ranks.failure import RankFailure
-from shardway.ranks.local import LocalLaunch
+from shardway.ranks.processes import LocalLaunch
+from shardway.ranks.spares import Reserve
 from shardway.resolve.request import Request, resolve_request
 from shardway.rundir.attempts import Ending
 from shardway.rundir.directory import RunDir
@@ -37,7 +38,7 @@ class Play:
     launch: LocalLaunch | None = None
     starts: int = 0
 
-    def __call__(self, launch: LocalLaunch, on_stop: Callable[[], None]) -> list[RankFailure]:
+    def __call__(self, launch: LocalLaunch, on_stop: Callable[[], None], *further: object) -> list[RankFailure]:
         self.launch = replace(launch, pages=None)
         self.starts += 1
         run = RunDir(launch.log_folder.parent)
@@ -61,7 +62,7 @@ def train(run: RunDir, play: Play, monkeypatch: pytest.MonkeyPatch, **request: A
     monkeypatch.setattr(local, "run_local", play)
     words = ("run.restarts=0", *request.pop("overrides", ()))
     resolution = resolve_request(Request(directory=run.path, overrides=words, **request), 2, 2)
-    return train_local(resolution, build_launch(resolution, 2), Alone(2))
+    return train_local(resolution, build_launch(resolution, 2), Alone(2, Reserve(None)))
 
 
 def failing(run: RunDir, play: Play, monkeypatch: pytest.MonkeyPatch) -> ShardwayError:
@@ -304,7 +305,7 @@ def test_nothing_starts_again_where_too_few_nodes_are_left(run: RunDir, monkeypa
     monkeypatch.setattr(local, "run_local", play)
     resolution = resolve_request(Request(directory=run.path), 2, 2)
     with pytest.raises(JobError, match=r"was ended by SIGKILL") as told:
-        train_local(resolution, build_launch(resolution, 2), Few(2))
+        train_local(resolution, build_launch(resolution, 2), Few(2, Reserve(None)))
     assert play.starts == 1
     assert str(told.value).endswith("\n  The ranks were started once; it is not started again: 1 of 2 nodes are left.")
 
@@ -326,7 +327,7 @@ class Scattered(Alone):
 def test_what_keeps_ranks_from_starting_again_is_in_the_status(run: RunDir) -> None:
     resolution = resolve_request(Request(directory=run.path), 2, 2)
     with pytest.raises(SiteError, match=r"1 of 2 nodes is there"):
-        train_local(resolution, build_launch(resolution, 2), Scattered(2))
+        train_local(resolution, build_launch(resolution, 2), Scattered(2, Reserve(None)))
     assert run.read_status()["state"] == "failed"
     assert run.read_status()["reason"].startswith("1 of 2 nodes is there")
 

@@ -14,6 +14,7 @@ from shardway.cli.local import build_launch
 from shardway.cli.nodes import Led, train_on_nodes
 from shardway.errors import SiteError, UserError
 from shardway.ranks.place import Place
+from shardway.ranks.spares import Reserve
 from shardway.resolve.request import Request, resolve_request
 from shardway.rundir.directory import RunDir
 
@@ -36,7 +37,7 @@ class Lead:
 
 def led(folder: Path, *free: int, words: tuple[str, ...] = ()) -> Led:
     request = Request(directory=folder / "run", overrides=("site.nodes=4", *words))
-    return Led(resolve_request(request, 4, 1), PLACE, Lead(free), 5.0)  # type: ignore[arg-type]
+    return Led(resolve_request(request, 4, 1), PLACE, Lead(free), 5.0, Reserve(None))  # type: ignore[arg-type]
 
 
 def begin(crew: Led) -> Ended:

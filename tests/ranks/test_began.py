@@ -30,7 +30,7 @@ def test_without_proc_it_begins_now(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr(began, "_STAT", tmp_path / "none")
     assert process_age_s() == 0.0
     before = time.monotonic()
-    assert before <= find_began(None) <= time.monotonic()
+    assert before <= find_began(None, {}) <= time.monotonic()
 
 
 @pytest.mark.parametrize("text", ["", "1 (x) S 1", "1 (a) b) S " + "x " * 40])
@@ -57,8 +57,8 @@ def test_the_job_counts_where_it_is_older_than_the_process(monkeypatch: pytest.M
     monkeypatch.setattr(began, "_uptime_s", lambda: 1e9)
     attempt = Attempt(tmp_path / "attempts" / "0001")
     attempt.make()
-    assert time.monotonic() - find_began(attempt) == pytest.approx(process_age_s(), abs=1)
+    assert time.monotonic() - find_began(attempt, {}) == pytest.approx(process_age_s(), abs=1)
     attempt.write_started(Started("1", socket.gethostname(), started=time.time() - 1e6))
-    assert time.monotonic() - find_began(attempt) == pytest.approx(1e6, abs=30)
+    assert time.monotonic() - find_began(attempt, {}) == pytest.approx(1e6, abs=30)
     attempt.write_started(Started("1", "another-host", started=time.time() - 1e6))
-    assert time.monotonic() - find_began(attempt) == pytest.approx(process_age_s(), abs=1)
+    assert time.monotonic() - find_began(attempt, {}) == pytest.approx(process_age_s(), abs=1)

@@ -95,7 +95,8 @@ import json, sys
 from pathlib import Path
 from shardway.errors import LateStop
 from shardway.ranks import local
-from shardway.ranks.local import LocalLaunch, run_local
+from shardway.ranks.local import run_local
+from shardway.ranks.processes import LocalLaunch
 
 local.LATER_S = local.LOOK_EVERY_S = 0.1
 folder = Path(sys.argv[2])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardway.errors import JobError, UserError
-from shardway.rundir.directory import FORMAT, RunDir
+from shardway.rundir.directory import FORMAT, WAITS, RunDir
 
 
 def made(path: Path) -> RunDir:
@@ -179,6 +179,8 @@ def test_the_output_of_the_newest_start(tmp_path: Path) -> None:
         "new/attempt_0/1/stderr.log",
     ]
     assert run.rank_output(0) == []
+    (run.log_folder / "new" / WAITS).touch()
+    assert {path.parents[2].name for path in run.rank_output(1)} == {"old"}, "the new ones are spares"
 
 
 def test_the_output_of_a_rank_of_another_node(tmp_path: Path) -> None:

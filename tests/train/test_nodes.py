@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from commands import Command, Start, stalling, training_commands
+from commands import Command, Start, pacing, stalling, training_commands
 from runs import TINY, read_column, read_named, worst_difference
 from shardway.rundir.directory import RunDir
 
@@ -100,6 +100,32 @@ def test_a_rank_that_is_killed_on_another_node_is_started_again(launch: Launch, 
     alone = RunDir(crew.run.path.with_name("alone"))
     for column in ("loss", "grad_norm"):
         assert read_column(crew.run.path, column) == read_column(alone.path, column)
+    assert [agent.left_alive() for agent in crew.agents] == [[], []]
+
+
+def test_spares_of_all_nodes_take_the_places_of_ranks_that_start_again(launch: Launch, start: Start) -> None:
+    """To the same bits; no process was started for it, and none is left."""
+    crew = launch("crew", 2, *WORDS, "run.spares=1s", environ=pacing(0.1))
+
+    def spares() -> set[int]:
+        return {pid for node in (0, 1) for pid in (each.pid for each in crew.agents[node].spares())}
+
+    crew.agents[0].wait_for_step(20)
+    crew.agents[0].wait_until(lambda: len(spares()) == 2)
+    waiting = spares()
+    (rank,) = crew.ranks_of(1)
+    rank.kill()
+    for agent in crew.agents:
+        agent.finish()
+    (restart,) = crew.restarts()
+    assert restart["reason"].startswith(f"rank 1 (process {rank.pid}) was ended by SIGKILL")
+    first, second = read_named(crew.run.path, "started")
+    assert first["pid"] not in waiting
+    assert second["pid"] in waiting
+    assert second["step"] == restart["step"]
+    start("alone", "--nproc", "2", *WORDS).finish()
+    for column in ("loss", "grad_norm"):
+        assert read_column(crew.run.path, column) == read_column(crew.run.path.with_name("alone"), column)
     assert [agent.left_alive() for agent in crew.agents] == [[], []]
 
 

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardway.checkpoint.state import Tensors
-from shardway.hardware.cgroup import read_cgroup_memory_left
+from shardway.hardware.memory import read_memory_left
 
 MOST_OF_MEMORY = 0.8
 """Of the host's memory that is left, no more than this is taken for copies: what is written is cached as well."""
@@ -88,8 +87,7 @@ class Staging:
 
 def has_room(wanted_bytes: int, root: Path = Path("/")) -> bool:
     """Whether this process's host, and its control group, leave so much memory for copies."""
-    limits = [psutil.virtual_memory().available, read_cgroup_memory_left(root)]
-    return wanted_bytes <= MOST_OF_MEMORY * min(limit for limit in limits if limit is not None)
+    return wanted_bytes <= MOST_OF_MEMORY * read_memory_left(root)
 
 
 def _plain_tensors(tensors: Tensors, place: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -20,8 +20,10 @@ from shardway.ranks.agent.patience import Patience, read_patience
 from shardway.ranks.agent.policy import Failure, Verdict, decide
 from shardway.ranks.agent.watch import watched
 from shardway.ranks.attempt import describe_error, find_attempt, sign_failure, tell_end, tell_fault
-from shardway.ranks.local import LocalLaunch, run_local
+from shardway.ranks.local import run_local
+from shardway.ranks.processes import LocalLaunch
 from shardway.ranks.signals import STOP_SIGNALS, find_received
+from shardway.ranks.spares import AUTO_AFTER_S, Reserve
 from shardway.resolve.request import Request, Resolution
 from shardway.rundir.atomic import why_refused
 from shardway.rundir.attempts import BY_SIGNAL, SECOND_SIGNAL, Attempt, Ending, Result
@@ -29,6 +31,7 @@ from shardway.rundir.directory import RunDir
 from shardway.rundir.line import LOCAL, read_line
 from shardway.rundir.local import find_local_run
 from shardway.rundir.run_id import find_run_id
+from shardway.runfile.machine import RunSection
 
 ASKED = "a signal asked for a stop"
 _STOPS = tuple(number.name for number in STOP_SIGNALS)
@@ -54,16 +57,30 @@ class Alone:
     """All ranks are on this machine."""
 
     ranks: int
+    reserve: Reserve
 
     def start(self, run: RunDir, launch: LocalLaunch, patience: Patience | None) -> Ended:
         """Run the ranks to their end. Raises LateStop, KeyboardInterrupt."""
         with watched(launch.ranks, patience, tell_wake) as watch:
-            failures = run_local(replace(launch, pages=watch.folder), on_stop=lambda: ask_to_stop(run))
+
+            def look(failed: bool) -> bool:
+                self.reserve.look(watch.behind)
+                return False
+
+            launch = replace(launch, pages=watch.folder)
+            failures = run_local(launch, lambda: ask_to_stop(run), look, self.reserve.start)
         return Ended(tuple(failures), watch.found)
 
     def why_not_again(self) -> str:
         """Nothing does."""
         return ""
+
+
+def open_reserve(settings: RunSection) -> Reserve:
+    """The spares that a run file asks for."""
+    if settings.spares in ("auto", "off"):
+        return Reserve(AUTO_AFTER_S if settings.spares == "auto" else None)
+    return Reserve(float(settings.spares), bounded=False)
 
 
 def build_launch(resolution: Resolution, ranks: int) -> LocalLaunch:

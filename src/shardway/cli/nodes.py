@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardway.cli.blame import Ended
-from shardway.cli.local import ask_to_stop, build_launch, tell_restart, tell_wake, train_local
+from shardway.cli.local import ask_to_stop, build_launch, open_reserve, tell_restart, tell_wake, train_local
 from shardway.errors import JobError, LateStop, ShardwayError, SiteError, UserError
 from shardway.ranks.agent.hang import NOBODY
 from shardway.ranks.agent.patience import Patience, read_patience
@@ -27,9 +27,11 @@ from shardway.ranks.crew.follow import Follow
 from shardway.ranks.crew.lead import Ends, Lead
 from shardway.ranks.crew.member import Member
 from shardway.ranks.crew.notes import News, Outcome, State
-from shardway.ranks.local import LocalLaunch, Seats, host_store, run_local
+from shardway.ranks.local import host_store, run_local
 from shardway.ranks.place import Place
+from shardway.ranks.processes import LocalLaunch, Seats
 from shardway.ranks.signals import find_received
+from shardway.ranks.spares import Reserve
 from shardway.resolve.request import Resolution, resolve_request
 from shardway.rundir.directory import RunDir
 from shardway.units import render_seconds
@@ -72,6 +74,7 @@ class Led:
     lead: Lead
     first_wait_s: float
     """How long to wait for nodes before the first start."""
+    reserve: Reserve
 
     @property
     def ranks(self) -> int:
@@ -91,7 +94,7 @@ class Led:
             return Ended(called_off=True)
         news = self.lead.begin(members, store.port)
         seats = _seat(self.nodes, news, leader=self.nodes.node)
-        outcome = run_seats(run, launch, seats, patience, self.lead)
+        outcome = run_seats(run, launch, seats, Here(patience, self.lead, self.reserve))
         self.lead.say(State.ENDED, news.start, NOBODY, outcome)
         return self._combine(self.lead.await_end(), launch)
 
@@ -154,8 +157,8 @@ def _lead(resolution: Resolution, nodes: Place, gone: Sequence[int] = ()) -> dic
     lead.give_up_on(tuple(gone))
     patient = settings.start_timeout if settings.elastic == "off" else min(settings.start_timeout, ELASTIC_S)
     first = SUCCEED_S if gone else patient
-    crew = Led(resolution, replace(nodes, port=board.port), lead, first)
-    with lead.keep():
+    with lead.keep(), open_reserve(settings) as reserve:
+        crew = Led(resolution, replace(nodes, port=board.port), lead, first, reserve)
         try:
             outcome = train_local(resolution, _launch(resolution, nodes), crew)
             code = 0
@@ -198,16 +201,16 @@ def _follow(resolution: Resolution, nodes: Place) -> dict[str, Any] | int:
 def _obey(resolution: Resolution, nodes: Place, follow: Follow, leader: int) -> int | None:
     """Do what the one who leads says; the exit code of the whole, or None once nobody leads."""
     run, launch = resolution.directory, _launch(resolution, nodes)
-    patience = read_patience(resolution.resolved.values.run)
-    start = 0
-    with follow.keep():
+    settings, start = resolution.resolved.values.run, 0
+    with follow.keep(), open_reserve(settings) as reserve:
+        here = Here(read_patience(settings), follow, reserve)
         while (news := follow.await_order(start, lambda: _pass_on(run))) is not None:
             if news.code is not None:
                 follow.say(State.LEFT, start, NOBODY)
                 return news.code
             start = news.start
             seats = _seat(nodes, news, leader)
-            outcome = run_seats(run, launch, seats, patience, follow)
+            outcome = run_seats(run, launch, seats, here)
             follow.say(State.LEFT if outcome.interrupted else State.ENDED, start, NOBODY, outcome)
             if outcome.interrupted:
                 raise KeyboardInterrupt("a second signal")
@@ -268,20 +271,32 @@ def _seat(nodes: Place, news: News, leader: int) -> Seats:
     return Seats(index * nodes.ranks, count * nodes.ranks, index, count, address, news.port, news.start)
 
 
-def run_seats(run: RunDir, launch: LocalLaunch, seats: Seats, patience: Patience | None, member: Member) -> Outcome:
+@dataclass(frozen=True)
+class Here:
+    """What an agent brings to each start of its ranks: its patience, its place in the crew, its spares."""
+
+    patience: Patience | None
+    member: Member
+    reserve: Reserve
+
+
+def run_seats(run: RunDir, launch: LocalLaunch, seats: Seats, here: Here) -> Outcome:
     """Run the ranks of this node in one start of all, in touch with the other nodes."""
+    member = here.member
     launch = _seated(launch, seats)
     share_s = SHARE_S if seats.nodes > 1 else 0.0
-    with watched(launch.ranks, patience, tell_wake, share_s) as watch:
+    with watched(launch.ranks, here.patience, tell_wake, share_s) as watch:
 
         def look(failed: bool) -> bool:
             watch.elsewhere, watch.is_asked = member.elsewhere, member.is_asked(seats.start)
             state = State.HANGS if watch.has_hang else State.RUNNING
             member.say(State.FAILED if failed else state, seats.start, watch.behind)
+            here.reserve.look(watch.behind)
             return member.is_over(seats.start)
 
         try:
-            failures = run_local(replace(launch, pages=watch.folder), lambda: ask_to_stop(run), look)
+            launch = replace(launch, pages=watch.folder)
+            failures = run_local(launch, lambda: ask_to_stop(run), look, here.reserve.start)
         except LateStop:
             return Outcome(late=True)
         except KeyboardInterrupt:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from shardway.cli.main import leave, run_guarded
 from shardway.ranks.agent.join import join_agent
+from shardway.ranks.gate import wait_at_gate
 from shardway.ranks.parent import stop_with_agent
 from shardway.ranks.signals import SignalWatch
 from shardway.resolve.request import Request
@@ -29,6 +30,12 @@ def read_packed(word: str) -> Request:
     )
 
 
+def import_all() -> None:
+    """What a rank imports until its first step, beforehand."""
+
+    import shardway.train.recipe  # noqa: F401
+
+
 def main() -> None:
     """Train as one rank."""
 
@@ -39,8 +46,11 @@ def main() -> None:
 
     with SignalWatch():  # from the first moment: the import of torch takes seconds
         stop_with_agent(os.environ)
-        join_agent(os.environ)
-        code = run_guarded(work)
+        if wait_at_gate(os.environ, import_all):
+            join_agent(os.environ)
+            code = run_guarded(work)
+        else:
+            code = 0  # a spare that was never needed
     leave(code)
 
 

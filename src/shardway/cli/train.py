@@ -186,9 +186,10 @@ def _train_here(request: Request, resolution: Resolution) -> dict[str, Any]:
 
 
 def _train_local(resolution: Resolution, ranks: int) -> dict[str, Any]:
-    from shardway.cli.local import Alone, build_launch, train_local
+    from shardway.cli.local import Alone, build_launch, open_reserve, train_local
 
-    return train_local(resolution, build_launch(resolution, ranks), Alone(ranks))
+    with open_reserve(resolution.resolved.values.run) as reserve:
+        return train_local(resolution, build_launch(resolution, ranks), Alone(ranks, reserve))
 
 
 def _display(resolution: Resolution, as_json: bool, launched: bool) -> AbstractContextManager[object]:

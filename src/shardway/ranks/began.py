@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
+from shardway.ranks.gate import find_released
 from shardway.rundir.attempts import Attempt, Started
 
 _STAT = Path("/proc/self/stat")
@@ -18,12 +20,14 @@ _START_TIME = 19
 """Place of `starttime` in /proc/self/stat behind the name of the program (its field 22; proc(5))."""
 
 
-def find_began(attempt: Attempt | None) -> float:
+def find_began(attempt: Attempt | None, environ: Mapping[str, str]) -> float:
     """When the attempt began, in seconds of `time.monotonic()`.
 
-    That is when its job began where that is known and this is the host that said so, else when this process did.
+    That is when its job began where that is known and this is the host that said so, else when this process did (a
+    spare: when it was released).
     """
-    age_s = process_age_s()
+    released = find_released(environ)
+    age_s = process_age_s() if released is None else max(0.0, time.monotonic() - released)
     started = attempt.read_started() if attempt is not None else None
     if started is not None:
         age_s = max(age_s, job_age_s(started))

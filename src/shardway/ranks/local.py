@@ -1,7 +1,7 @@
-"""Starts the ranks of this node as processes, and says how they ended.
+"""Runs the ranks of this node as processes to their end, and says how they ended.
 
-The processes are those of torch's elastic launcher (`torch.distributed.elastic.multiprocessing`), with the variables
-that torchrun gives its ranks. Its rendezvous is left out: nodes that hold together do so by `ranks.crew`.
+Of torch's elastic launcher these are the processes alone (`ranks.processes`). Its rendezvous is left out: nodes that
+hold together do so by `ranks.crew`.
 
 Invariant: when `run_local` returns or raises, none of the ranks it started is alive; should this process be killed,
 the kernel tells the ranks (`ranks.parent`). This module must not know what the ranks do.
@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -25,23 +23,14 @@ from types import FrameType
 from typing import Any
 
 from torch.distributed import TCPStore
-from torch.distributed.elastic.multiprocessing import (
-    DefaultLogsSpecs,
-    PContext,
-    Std,
-    SubprocessContext,
-    start_processes,
-)
-from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from torch.distributed.elastic.multiprocessing import PContext
 
 from shardway.errors import LateStop
 from shardway.hardware.cgroup import count_oom_kills
-from shardway.ranks.agent.page import VARIABLE
-from shardway.ranks.agent.recorder import choose_recording
 from shardway.ranks.failure import RankFailure
-from shardway.ranks.launcher import AGENT_VARIABLE
 from shardway.ranks.meeting import LOOPBACK
 from shardway.ranks.oom import mark_oom
+from shardway.ranks.processes import LocalLaunch, Seats, handlers_of, start_program
 from shardway.ranks.signals import STOP_SIGNALS
 from shardway.units import render_seconds
 
@@ -51,43 +40,6 @@ LOOK_EVERY_S = 1.0
 POLL_S = 0.1
 LEAVE_S = 2.0
 """How long ranks may take to end once those of another node have failed: they lose contact, and may say so."""
-
-_TORCHS_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-
-
-@dataclass(frozen=True)
-class Seats:
-    """Which ranks of a start are this node's, and where all of them meet: a store that an agent keeps for this start
-    alone. `start` counts."""
-
-    first: int
-    world: int
-    node: int
-    nodes: int
-    address: str
-    port: int
-    start: int = 0
-
-
-@dataclass(frozen=True)
-class LocalLaunch:
-    """How many ranks run which Python module with which arguments, where their output goes, and CPU threads each.
-
-    `pages` is the folder where they show what they do (`ranks.agent`); None: nobody looks. A stop, whoever asked for
-    it by this file, may take `stop_timeout_s`. `seats` are theirs among all ranks; None: these are all. `shown`: what
-    they print is printed here as well, each line with its rank.
-    """
-
-    ranks: int
-    module: str
-    arguments: Sequence[str]
-    log_folder: Path
-    threads: int
-    stop_path: Path
-    stop_timeout_s: float
-    pages: Path | None = None
-    seats: Seats | None = None
-    shown: bool = False
 
 
 @dataclass
@@ -108,20 +60,24 @@ class Asked:
 
 
 def run_local(
-    launch: LocalLaunch, on_stop: Callable[[], None], on_look: Callable[[bool], bool] = lambda failed: False
+    launch: LocalLaunch,
+    on_stop: Callable[[], None],
+    on_look: Callable[[bool], bool] = lambda failed: False,
+    start: Callable[[LocalLaunch, Seats], PContext] = start_program,
 ) -> list[RankFailure]:
     """Run the ranks to their end; those that ended badly, the causes first (empty: all went well).
 
     The first Ctrl-C or SIGTERM calls `on_stop` (which asks the ranks to stop gracefully); Ctrl-C after it kills them,
     and raises KeyboardInterrupt. Raises LateStop where a stop takes too long; then they are killed as well. `on_look`
     is told now and then whether a rank has failed, and says whether the others are to end for another node's sake.
+    `start` gives the processes (`ranks.spares` may have some ready).
     """
     launch = replace(launch, log_folder=_find_log_folder(launch.log_folder))
     asked = Asked(on_stop)
     _silence_agent()
     oom_kills = count_oom_kills()
     with _meeting(launch) as seats, _stop_signals(asked), _late_stop_seen(launch, asked):
-        processes = _start(launch, seats)
+        processes = start(launch, seats)
         try:
             return mark_oom(_await(processes, launch, asked, on_look), oom_kills)
         finally:
@@ -158,7 +114,7 @@ def _await(
 
 
 def _describe(processes: PContext, launch: LocalLaunch, local: int, causes: Sequence[int]) -> RankFailure:
-    handler = _handlers(processes)[local]
+    handler = handlers_of(processes)[local]
     first = launch.seats.first if launch.seats is not None else 0
     printed = _find_output(processes, local)
     return RankFailure(first + local, handler.proc.pid, handler.proc.returncode, printed, by_agent=local not in causes)
@@ -166,72 +122,13 @@ def _describe(processes: PContext, launch: LocalLaunch, local: int, causes: Sequ
 
 def _find_failed(processes: PContext) -> list[int]:
     """Local ranks that have ended badly by now."""
-    return [local for local, handler in _handlers(processes).items() if handler.proc.poll() not in (None, 0)]
-
-
-def _handlers(processes: PContext) -> dict[int, SubprocessHandler]:
-    return processes.subprocess_handlers if isinstance(processes, SubprocessContext) else {}
+    return [local for local, handler in handlers_of(processes).items() if handler.proc.poll() not in (None, 0)]
 
 
 def _find_output(processes: PContext, local: int) -> tuple[Path, ...]:
     """Files with what a rank printed, stdout first, of those that are not empty."""
     files = (Path(processes.stdouts[local]), Path(processes.stderrs[local]))
     return tuple(path for path in files if path.is_file() and path.stat().st_size)
-
-
-def _start(launch: LocalLaunch, seats: Seats) -> PContext:
-    ranks = range(launch.ranks)
-    with _signals_left_alone():
-        return start_processes(
-            name="ranks",
-            entrypoint=sys.executable,
-            args=dict.fromkeys(ranks, ("-m", launch.module, *launch.arguments)),
-            envs={local: _variables(launch, seats, local) for local in ranks},
-            logs_specs=DefaultLogsSpecs(
-                str(launch.log_folder), redirects=Std.ALL, tee=Std.ALL if launch.shown else Std.NONE
-            ),
-            log_line_prefixes={local: f"{seats.first + local}: " for local in ranks},
-        )
-
-
-@contextlib.contextmanager
-def _signals_left_alone() -> Iterator[None]:
-    """Stop signals are ours; torch, which would raise an error of its own at them, keeps one that nobody sends."""
-    before = os.environ.get(_TORCHS_SIGNALS)
-    os.environ[_TORCHS_SIGNALS] = "SIGQUIT"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_TORCHS_SIGNALS]
-        else:
-            os.environ[_TORCHS_SIGNALS] = before
-
-
-def _variables(launch: LocalLaunch, seats: Seats, local: int) -> dict[str, str]:
-    """What a rank finds besides what is inherited; the threads that the user set stay.
-
-    Source: "Environment Variables" of torchrun's manual; TORCHELASTIC_USE_AGENT_STORE lets ranks meet in the store
-    that the agent keeps, which outlives rank 0.
-    """
-    return {
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(launch.threads)),
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-        "RANK": str(seats.first + local),
-        "LOCAL_RANK": str(local),
-        "GROUP_RANK": str(seats.node),
-        "WORLD_SIZE": str(seats.world),
-        "LOCAL_WORLD_SIZE": str(launch.ranks),
-        "GROUP_WORLD_SIZE": str(seats.nodes),
-        "MASTER_ADDR": seats.address,
-        "MASTER_PORT": str(seats.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RUN_ID": f"shardway-{os.getpid()}",
-        "TORCHELASTIC_RESTART_COUNT": str(seats.start),
-        AGENT_VARIABLE: str(os.getpid()),
-        VARIABLE: str(launch.pages or ""),
-        **choose_recording(os.environ),
-    }
 
 
 @contextlib.contextmanager

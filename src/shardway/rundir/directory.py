@@ -31,6 +31,9 @@ FORMAT = 1
 FOLDER_MODE = 0o750
 """Of a new run directory: what a run says of data, code and machine is for its owner and group."""
 
+WAITS = "waits"
+"""A file in the folder of what the processes of a start print, while they are spares that wait to be ranks."""
+
 OWN_NAMES = frozenset(
     (
         *("run.toml", "resolved.toml", "ds_config.json", "events", "checkpoints", "status.json", "writer.lock"),
@@ -346,9 +349,13 @@ class RunDir:
         return self.path / "logs"
 
     def rank_output(self, rank: int) -> list[Path]:
-        """Files with what a rank printed in its newest start by an agent, stdout first; empty where none was."""
+        """Files with what a rank printed in its newest start by an agent, stdout first; empty where none was.
+
+        A start whose folder has a file WAITS has not begun: its processes are spares.
+        """
         places = [f"*/attempt_*/{rank}", *(f"from-{first}/*/attempt_*/{rank - first}" for first in range(rank + 1))]
         found = [path for place in places for path in self.log_folder.glob(f"{place}/std*.log")]
+        found = [path for path in found if not (path.parents[2] / WAITS).exists()]
         if not found:
             return []
         newest = max(found, key=lambda path: path.stat().st_mtime).parent

@@ -29,6 +29,11 @@ class RunSection(Section):
         "auto",
         "How often ranks start again after a failure; auto = while checkpoints get newer (`shardway train --nproc`).",
     )
+    spares: SecondsField | Auto | Off = key(
+        "auto",
+        "How long after the first step spare processes are started, which import torch and wait, so that ranks start "
+        "again sooner; auto = a minute, where memory is left; off = none (`shardway train --nproc`).",
+    )
     elastic: ElasticField = key(
         "off",
         "The fewest and the most nodes of the run, such as [2, 4]: where a node is lost it goes on with those that are "

@@ -129,7 +129,7 @@ def open_session(request: Request, environ: Mapping[str, str]) -> Iterator[Sessi
     with _failure_told(attempt, placement):
         monitor = open_monitor(placement)
         page = open_page(environ, placement.local_rank) if monitor is None else monitor
-        progress = Progress(page, began=find_began(attempt))
+        progress = Progress(page, began=find_began(attempt, environ))
         ranks, resolution = _join(_placed(request, attempt), placement)
         if monitor is not None:
             monitor.watch(read_patience(resolution.resolved.values.run))

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import random
 import signal
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
 
-from commands import Command, injected
+from commands import Command, injected, pacing
 from faults.strike import (
     FIRST,
     LAST,
@@ -92,9 +93,27 @@ def tells_crash(left: Aftermath) -> None:
     assert "crashed in native code (SIGSEGV), called from " in reason
 
 
+def pace_steps(folder: Path, dice: random.Random) -> Mapping[str, str]:
+    """Steps slow enough for spares to be there."""
+    return pacing(0.1)
+
+
+def nothing_was_left(left: Aftermath) -> None:
+    """No folder of a gate."""
+    assert not list(Path(tempfile.gettempdir()).glob("shardway-spares-*"))
+
+
 FAULTS = (
     Fault("SIGKILL of rank 0", signal_rank(signal.SIGKILL, 0), is_further=True),
     Fault("SIGKILL of a rank", signal_rank(signal.SIGKILL), is_further=True),
+    Fault(
+        "SIGKILL of a rank, with spares",
+        signal_rank(signal.SIGKILL),
+        ("run.spares=1s",),
+        pace_steps,
+        expects=nothing_was_left,
+        is_further=True,
+    ),
     Fault("SIGKILL of a rank in a save", kill_while(Activity.SAVE)),
     Fault("SIGKILL of a rank that starts", kill_while(Activity.START), is_further=True),
     Fault("SIGKILL of the agent", kill_agent, restarts_itself=False),

@@ -7,6 +7,7 @@ given, and is over when its command is. What has to come of it is in its `expect
 from __future__ import annotations
 
 import random
+import re
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -17,8 +18,8 @@ from typing import Any
 
 import psutil
 
-from commands import Command, Room
-from shardway.ranks.agent.page import VARIABLE, Entry, page_path, read_page
+from commands import Command, Room, find_ranks
+from shardway.ranks.agent.page import Entry, page_path, read_page
 from shardway.rundir.directory import RunDir
 
 FIRST, LAST = 22, 130
@@ -91,14 +92,7 @@ class Fault:
 
 def children(command: Command) -> dict[int, psutil.Process]:
     """The ranks that live, by number."""
-    found = {}
-    for child in psutil.Process(command.process.pid).children(recursive=False):
-        try:
-            if "shardway.cli.rank" in " ".join(child.cmdline()):
-                found[int(child.environ()["RANK"])] = child
-        except psutil.Error:  # it ends at this moment
-            continue
-    return found
+    return find_ranks(psutil.Process(command.process.pid).children(recursive=False))
 
 
 def see(command: Command, rank: int) -> Entry | None:
@@ -108,12 +102,14 @@ def see(command: Command, rank: int) -> Entry | None:
 
 
 def _find_page(command: Command, rank: int) -> Path | None:
+    """The page that the rank has in its memory: one that was a spare began with the variables of an earlier start."""
     child = children(command).get(rank)
     try:
-        folder = child.environ().get(VARIABLE, "") if child is not None else ""
-    except psutil.Error:
+        maps = Path(f"/proc/{child.pid}/maps").read_text(encoding="utf-8") if child is not None else ""
+    except OSError:
         return None
-    return page_path(Path(folder), rank) if folder else None
+    found = re.search(rf"/\S+/{page_path(Path(), rank).name}$", maps, re.MULTILINE)
+    return Path(found.group()) if found is not None else None
 
 
 def wait_for(command: Command, rank: int, holds: Callable[[Entry], bool]) -> None:

@@ -1,0 +1,165 @@
+"""Spare processes of this node, which take the place of its ranks when these have to start again.
+
+They are started while the ranks train, import what takes long, and wait (`ranks.gate`). Ranks that start again then
+need no new Python and no import of torch, which takes seconds here, and minutes on a shared file system that is busy.
+
+Invariant: spares that were taken are ranks, all others are dead when the reserve is left. A start never waits for
+spares, nor fails for want of them.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from torch.distributed.elastic.multiprocessing import PContext
+
+from shardway.hardware.memory import read_memory_left
+from shardway.ranks.agent.hang import Behind
+from shardway.ranks.gate import Gate
+from shardway.ranks.processes import (
+    LocalLaunch,
+    Seats,
+    handlers_of,
+    output_folder,
+    rank_variables,
+    start_program,
+)
+from shardway.rundir.directory import WAITS
+
+AUTO_AFTER_S = 60.0
+"""After the first step: short runs have none."""
+SPARE_BYTES = 512 << 20
+"""More than a process takes that has imported torch and shardway (300 MiB with torch 2.13 for CPUs)."""
+MOST_OF_MEMORY = 0.25
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Spares that were started together, their gates, the folder of these, and that of what they print."""
+
+    processes: PContext
+    gates: Sequence[Gate]
+    folder: Path
+    output: Path | None
+
+    def is_whole(self) -> bool:
+        """Whether all of them live."""
+        return all(handler.proc.poll() is None for handler in handlers_of(self.processes).values())
+
+    def close_gates(self) -> None:
+        for gate in self.gates:
+            gate.close()
+        _remove(self.folder)
+
+
+class Reserve:
+    """The spares of one node; `after_s`: how long after the first step of a start they are started, None: never.
+
+    `bounded`: only where they take no more than MOST_OF_MEMORY of the memory that is left.
+    """
+
+    def __init__(
+        self, after_s: float | None, *, bounded: bool = True, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._after_s, self._bounded, self._clock = after_s, bounded, clock
+        self._of: tuple[LocalLaunch, Seats] | None = None
+        self._first: int | None = None
+        self._trains_since: float | None = None
+        self._batch: _Batch | None = None
+        self._taken: list[_Batch] = []
+        """Their gates stay open: a spare may not have come to its gate when it is released."""
+
+    def __enter__(self) -> Reserve:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._drop()
+        for batch in self._taken:
+            batch.close_gates()
+
+    def start(self, launch: LocalLaunch, seats: Seats) -> PContext:
+        """The processes of these ranks: spares, where there are some for them, else new ones."""
+        taken = self._take(launch, seats)
+        self._of, self._first, self._trains_since = (launch, seats), None, None
+        return taken or start_program(launch, seats)
+
+    def look(self, behind: Behind) -> None:
+        """Now and then, with how far the hindmost rank here is: start spares when it is time."""
+        if self._after_s is None or self._batch is not None or self._of is None or not self._trains(behind):
+            return
+        if self._trains_since is None:
+            self._trains_since = self._clock()
+        if self._clock() - self._trains_since >= self._after_s:
+            self._fill(*self._of)
+
+    def _trains(self, behind: Behind) -> bool:
+        """Whether a step was done since this start."""
+        if behind.place is None or not behind.place[1]:
+            return False
+        if self._first is None:
+            self._first = behind.place[0]
+        return behind.place[0] > self._first
+
+    def _fill(self, launch: LocalLaunch, seats: Seats) -> None:
+        if self._bounded and launch.ranks * SPARE_BYTES > MOST_OF_MEMORY * read_memory_left():
+            self._after_s = None
+            return
+        folder = Path(tempfile.mkdtemp(prefix="shardway-spares-"))
+        gates: list[Gate] = []
+        try:
+            gates += [Gate(folder / str(local)) for local in range(launch.ranks)]
+            processes = start_program(launch, seats, [gate.path for gate in gates])
+            self._batch = _Batch(processes, gates, folder, _mark_waiting(processes))
+        except OSError:  # no more processes are to be had, or files: the ranks start without them
+            self._after_s = None
+            for gate in gates:
+                gate.close()
+            _remove(folder)
+
+    def _take(self, launch: LocalLaunch, seats: Seats) -> PContext | None:
+        """The spares as these ranks; None where there are none, or none for them any more."""
+        batch, of = self._batch, self._of
+        if batch is None or of is None:
+            return None
+        if (of[0].ranks, of[1].first) != (launch.ranks, seats.first) or not batch.is_whole():
+            self._drop()
+            return None
+        self._batch = None
+        self._taken.append(batch)
+        if batch.output is not None:
+            (batch.output / WAITS).unlink(missing_ok=True)
+        for local, gate in enumerate(batch.gates):
+            gate.release(rank_variables(launch, seats, local))
+        return batch.processes
+
+    def _drop(self) -> None:
+        """End the spares, which nobody needs."""
+        batch, self._batch = self._batch, None
+        if batch is not None:
+            batch.processes.close(signal.SIGKILL)
+            batch.close_gates()
+            if batch.output is not None:
+                _remove(batch.output)
+
+
+def _mark_waiting(processes: PContext) -> Path | None:
+    """The folder of what these processes print, marked: they are no ranks yet. None where it cannot be marked."""
+    output = output_folder(processes)
+    try:
+        (output / WAITS).touch()
+    except OSError:
+        return None
+    return output
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)

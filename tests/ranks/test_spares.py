@@ -1,0 +1,189 @@
+"""Spares take the places of ranks that start again; they are there when it is time, and gone when nobody needs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from shardway.ranks import spares
+from shardway.ranks.agent.hang import NOBODY, Behind
+from shardway.ranks.processes import LocalLaunch, Seats
+from shardway.ranks.spares import MOST_OF_MEMORY, SPARE_BYTES, Reserve
+
+RANK = """
+import os, sys, time
+from pathlib import Path
+from shardway.ranks.gate import VARIABLE, wait_at_gate
+
+folder, kind = Path(sys.argv[1]), "spare" if VARIABLE in os.environ else "new"
+if not wait_at_gate(os.environ, (folder / f"ready-{os.getpid()}").touch):
+    sys.exit(0)
+rank, start = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+(folder / f"rank-{rank}-{start}-{kind}").write_text(str(os.getpid()))
+print(f"rank {rank} of start {start}", flush=True)
+while not (folder / f"end-{start}").exists():
+    time.sleep(0.02)
+sys.exit(3 if rank == "1" and start == "0" else 0)
+"""
+
+DRIVER = """
+import json, sys, time
+from dataclasses import replace
+from pathlib import Path
+from shardway.ranks.agent.hang import Behind
+from shardway.ranks.local import run_local
+from shardway.ranks.processes import LocalLaunch, Seats
+from shardway.ranks.spares import Reserve
+
+folder, first = Path(sys.argv[1]), int(sys.argv[2])
+launch = LocalLaunch(2, "a_rank_of_a_test", [str(folder)], folder / "logs", 1, folder / "stop", 60.0)
+steps = iter(range(1000000))
+ends = []
+
+def run(start, first, until):
+    def look(failed):
+        reserve.look(Behind((next(steps), 2)))
+        if len(list(folder.glob("ready-*"))) >= until:
+            (folder / f"end-{start}").touch()
+        return False
+    seats = Seats(first, 4, 0, 2, "127.0.0.1", 29000 + start, start)
+    ends.append([f.exit_code for f in run_local(replace(launch, seats=seats), lambda: None, look, reserve.start)])
+
+with Reserve(0.01, bounded=False) as reserve:
+    run(0, 0, 2)
+    run(1, first, 4)
+print(json.dumps(ends))
+"""
+"""Two starts of two ranks, each of which ends once spares for the next one are ready."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [0, 2], ids=["the same ranks", "other ranks"])
+def test_ranks_that_start_again_are_spares(tmp_path: Path, first: int) -> None:
+    (tmp_path / "a_rank_of_a_test.py").write_text(RANK)
+    (tmp_path / "tmp").mkdir()
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    environ = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path / "tmp")}
+    command = [sys.executable, "-c", DRIVER, str(tmp_path), str(first)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=True)
+    assert sorted(json.loads(done.stdout)[0]) in ([-15, 3], [3]), "the other one was ended, or had ended well"
+    assert json.loads(done.stdout)[1] == []
+    kind = "spare" if first == 0 else "new"
+    ranks = {path.name: int(path.read_text()) for path in tmp_path.glob("rank-*")}
+    assert set(ranks) == {"rank-0-0-new", "rank-1-0-new", f"rank-{first}-1-{kind}", f"rank-{first + 1}-1-{kind}"}
+    ready = {int(path.name.removeprefix("ready-")) for path in tmp_path.glob("ready-*")}
+    assert len(ready) >= 4
+    assert (ranks[f"rank-{first}-1-{kind}"] in ready) == (kind == "spare")
+    assert not any(psutil.pid_exists(pid) for pid in (*ready, *ranks.values()))
+    assert list((tmp_path / "tmp").glob("shardway-spares-*")) == []
+    assert list((tmp_path / "logs").glob("*/waits")) == [], "what spares that are gone had for their output is gone too"
+    printed = [path.read_text() for path in (tmp_path / "logs").glob("*/attempt_*/*/stdout.log")]
+    assert f"rank {first} of start 1\n" in printed
+
+
+# --- when
+
+
+@dataclass
+class Started:
+    """Stands in for processes."""
+
+    gates: list[Path]
+    subprocess_handlers: dict[int, Any]
+
+    def close(self, number: int) -> None:
+        """Nothing to end."""
+
+
+LAUNCH = LocalLaunch(2, "none", [], Path("/none"), 1, Path("/none/stop"), 60.0)
+SEATS = Seats(0, 2, 0, 1, "127.0.0.1", 29500)
+ORDER = 2
+"""Of what a rank does within a step."""
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
+    """What was started as spares."""
+    found: list[Started] = []
+
+    def start(launch: LocalLaunch, seats: Seats, gates: tuple[Path, ...] = ()) -> Started:
+        begun = Started(list(gates), {})
+        if gates:
+            found.append(begun)
+        return begun
+
+    monkeypatch.setattr(spares, "start_program", start)
+    monkeypatch.setattr(spares, "handlers_of", lambda processes: processes.subprocess_handlers)
+    monkeypatch.setattr(spares, "output_folder", lambda processes: Path("/none"))
+    return found
+
+
+def test_spares_come_some_time_after_the_first_step(started: list[Started]) -> None:
+    now = [0.0]
+    with Reserve(60.0, bounded=False, clock=lambda: now[0]) as reserve:
+        reserve.look(Behind((40, ORDER)))
+        reserve.start(LAUNCH, SEATS)
+        for behind in (NOBODY, Behind((0, 0)), Behind((40, ORDER)), Behind((40, ORDER))):
+            reserve.look(behind)
+            now[0] += 100.0
+        assert started == [], "no step was done"
+        reserve.look(Behind((41, ORDER)))
+        now[0] += 59.0
+        reserve.look(Behind((70, ORDER)))
+        assert started == []
+        now[0] += 1.0
+        reserve.look(Behind((71, ORDER)))
+        reserve.look(Behind((72, ORDER)))
+        assert [len(each.gates) for each in started] == [2]
+        reserve.start(LAUNCH, SEATS)
+        now[0] += 100.0
+        reserve.look(Behind((60, ORDER)))
+        assert len(started) == 1, "a start anew, whose first step is not done"
+        assert started[0].gates[0].exists(), "a spare may still be on its way there"
+    assert not started[0].gates[0].parent.exists()
+
+
+@pytest.mark.parametrize(("left", "count"), [(2 * SPARE_BYTES / MOST_OF_MEMORY, 1), (2 * SPARE_BYTES, 0)])
+def test_spares_need_memory_to_spare(
+    started: list[Started], monkeypatch: pytest.MonkeyPatch, left: float, count: int
+) -> None:
+    monkeypatch.setattr(spares, "read_memory_left", lambda: int(left))
+    with Reserve(1.0, clock=iter(range(100)).__next__) as reserve:
+        reserve.start(LAUNCH, SEATS)
+        for step in range(10):
+            reserve.look(Behind((step, ORDER)))
+    assert len(started) == count
+
+
+def test_no_spares_where_none_are_wanted(started: list[Started]) -> None:
+    with Reserve(None) as reserve:
+        reserve.start(LAUNCH, SEATS)
+        for step in range(10):
+            reserve.look(Behind((step, ORDER)))
+    assert started == []
+
+
+def test_a_machine_that_gives_no_more_processes_goes_without(
+    started: list[Started], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse_spares(launch: LocalLaunch, seats: Seats, gates: tuple[Path, ...] = ()) -> Started:
+        if gates:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return Started([], {})
+
+    monkeypatch.setattr(spares, "start_program", refuse_spares)
+    monkeypatch.setattr(spares.tempfile, "tempdir", str(tmp_path))
+    with Reserve(1.0, bounded=False, clock=iter(range(100)).__next__) as reserve:
+        reserve.start(LAUNCH, SEATS)
+        for step in range(10):
+            reserve.look(Behind((step, ORDER)))
+        assert reserve.start(LAUNCH, SEATS) is not None
+    assert list(tmp_path.iterdir()) == []
