@@ -60,6 +60,15 @@ def killed():
         os.kill(os.getpid(), signal.SIGKILL)
     wait(60)
 
+def deaf():
+    if rank == 1:
+        wait_for_start_of(folder / "deaf")
+        (folder / "failed").touch()
+        sys.exit(3)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (folder / "deaf").write_text("0")
+    time.sleep(60)
+
 def stopped():
     wait(60)
 
@@ -207,6 +216,15 @@ def test_a_killed_rank_is_told_and_takes_the_others_with_it(launched: Launched) 
     ended = launched.run("killed")
     first, second = launched.pids()
     assert ended == Ended(0, [[1, second, -9, "SIGKILL"], [0, first, -15, "SIGTERM"]])
+    assert launched.alive() == []
+
+
+def test_a_rank_that_hears_nothing_does_not_keep_the_others_from_starting_again(launched: Launched) -> None:
+    """As one does that waits for all at the start."""
+    ended = launched.run("deaf")
+    first, second = launched.pids()
+    assert ended == Ended(0, [[1, second, 3, None], [0, first, -9, "SIGKILL"]])
+    assert time.time() - (launched.folder / "failed").stat().st_mtime < 25, "not the 30 s that torch would wait"
     assert launched.alive() == []
 
 

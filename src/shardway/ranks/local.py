@@ -39,7 +39,8 @@ LATER_S = 10.0
 LOOK_EVERY_S = 1.0
 POLL_S = 0.1
 LEAVE_S = 2.0
-"""How long ranks may take to end once those of another node have failed: they lose contact, and may say so."""
+"""How long ranks may take to end once another has failed: they lose contact, and may say so. Those that wait for it
+where they hear no signal, as at the start of all, have nothing to say; torch would give them 30 s."""
 
 
 @dataclass
@@ -104,12 +105,13 @@ def _await(
             raise KeyboardInterrupt("a second signal")
         failed = _find_failed(processes)
         over = on_look(bool(failed))
-        if over:
+        if over or failed:
             processes.close(signal.SIGTERM, timeout=round(LEAVE_S))
-        ended = processes.wait(timeout=0)  # where one has failed it ends the others
+        ended = processes.wait(timeout=0)
         if ended is not None:
             causes = failed or ([] if over else list(ended.failures)[:1])
-            return [_describe(processes, launch, local, causes) for local in ended.failures]
+            told = [_describe(processes, launch, local, causes) for local in ended.failures]
+            return sorted(told, key=lambda failure: failure.by_agent)
         time.sleep(POLL_S)
 
 

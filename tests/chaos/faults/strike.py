@@ -7,7 +7,6 @@ given, and is over when its command is. What has to come of it is in its `expect
 from __future__ import annotations
 
 import random
-import re
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -19,7 +18,7 @@ from typing import Any
 import psutil
 
 from commands import Command, Room, find_ranks
-from shardway.ranks.agent.page import Entry, page_path, read_page
+from shardway.ranks.agent.page import VARIABLE, Entry, page_path, read_page
 from shardway.rundir.directory import RunDir
 
 FIRST, LAST = 22, 130
@@ -102,14 +101,16 @@ def see(command: Command, rank: int) -> Entry | None:
 
 
 def _find_page(command: Command, rank: int) -> Path | None:
-    """The page that the rank has in its memory: one that was a spare began with the variables of an earlier start."""
+    """The page with the rank's process id: one that was a spare has the variables of an earlier start."""
     child = children(command).get(rank)
     try:
-        maps = Path(f"/proc/{child.pid}/maps").read_text(encoding="utf-8") if child is not None else ""
-    except OSError:
+        folder = child.environ().get(VARIABLE, "") if child is not None else ""
+    except psutil.Error:
         return None
-    found = re.search(rf"/\S+/{page_path(Path(), rank).name}$", maps, re.MULTILINE)
-    return Path(found.group()) if found is not None else None
+    if child is None or not folder:
+        return None
+    pages = (page_path(each, rank) for each in Path(folder).parent.glob("shardway-pages-*"))
+    return next((page for page in pages if (entry := read_page(page)) is not None and entry.pid == child.pid), None)
 
 
 def wait_for(command: Command, rank: int, holds: Callable[[Entry], bool]) -> None:
