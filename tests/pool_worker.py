@@ -83,6 +83,8 @@ def main() -> None:
     sys.path[:] = settings["sys_path"]
     connection = Connection(settings["connection_fd"])
     import torch
+    import torch.distributed.nn  # its functions keep, as defaults, the default group that is there at its import
+    import torch.distributed.tensor  # for `_forget_meshes`; it takes a second
 
     torch.set_num_threads(1)
     stores: dict[int, Any] = {}
@@ -236,6 +238,8 @@ def _clean_up(before: Footprint) -> None:
     _forget_meshes()
     if dist.is_initialized():
         dist.destroy_process_group()
+    if dist.distributed_c10d._world.group_count:  # the next group would have another name here than on the other ranks
+        raise RuntimeError("a process group was not made to the end")
     leaks = list_leaks(before)
     if leaks:
         restore(before)

@@ -12,6 +12,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ def test_a_body_may_replace_the_group_if_it_destroys_its_own(rank: int, tmp_path
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
     assert dist.get_world_size() == 2
+    dist.barrier()  # one that is still joining when its peer leaves has no group
     dist.destroy_process_group()
 
 
@@ -165,6 +167,18 @@ def body_dies_on_1(rank: int) -> None:
     torch.distributed.barrier()
 
 
+def body_joins_nobody(rank: int) -> None:
+    """A group of its own that cannot be made, on rank 1 alone."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    dist.destroy_process_group()
+    if rank == 1:
+        store = dist.HashStore()
+        store.set_timeout(timedelta(seconds=0.1))
+        dist.init_process_group("gloo", store=store, rank=1, world_size=2, timeout=timedelta(seconds=0.1))
+
+
 def body_crashes_on_1(rank: int) -> None:
     """As a library with a defect does."""
     if rank == 1:
@@ -181,7 +195,7 @@ def fail_text(pool: RankPool, body: Callable[..., None], timeout_s: float = 60.0
 def test_a_failing_ranks_traceback_is_the_tests(rank_pool: RankPool) -> None:
     text = fail_text(rank_pool, body_fails_on_1)
     head, first, second = text.split("\n\n", 2)
-    assert head == "body_fails_on_1 on 2 ranks; failed: 1, 0; did not arrive: none; passed: none"
+    assert head == "body_fails_on_1 on 2 ranks; failed: 1, 0; did not arrive: none; passed: none", text
     assert first.startswith("rank 1: Traceback (most recent call last):\n")
     assert "assert three == 4" in first
     assert "AssertionError: not four\nassert 3 == 4\noutput:\nhello from 1" in first
@@ -272,6 +286,22 @@ def test_a_killed_rank_is_named_with_its_signal_and_the_pool_starts_anew(own_poo
     assert "rank 1: killed by SIGKILL" in text
     own_pool.run(body_passes, 2, {})
     assert len(own_pool.pids) == 2
+
+
+@pytest.mark.slow
+def test_a_group_that_was_not_made_to_the_end_spoils_the_pool(own_pool: RankPool) -> None:
+    """Names of groups are counted: that of the next one would not be the same on all ranks."""
+    own_pool.run(body_passes, 2, {})
+    before = own_pool.pids
+    assert "failed: 1" in fail_text(own_pool, body_joins_nobody)
+    own_pool.run(body_passes, 2, {})
+    assert not set(before) & set(own_pool.pids)
+
+
+@pytest.mark.slow
+def test_the_first_test_of_new_ranks_may_fail(own_pool: RankPool) -> None:
+    text = fail_text(own_pool, body_fails_on_1)
+    assert text.startswith("body_fails_on_1 on 2 ranks; failed: 1, 0; did not arrive: none"), text
 
 
 @pytest.mark.slow
