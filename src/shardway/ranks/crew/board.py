@@ -1,6 +1,6 @@
 """Where the notes and the news of a crew are: a store that the agent which leads keeps, on its own address.
 
-The ranks of the crew meet in the same store, under other keys (`ranks.local.Seats`), as those of torchrun do.
+The ranks of the crew meet in the same store, under other keys (`ranks.processes.Seats`), as those of torchrun do.
 
 Invariant: every call comes back within `WAIT_S` or raises Unreachable. What is read is text of others and may be
 anything (`notes`). This module must not judge who is there.
