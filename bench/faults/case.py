@@ -6,6 +6,7 @@ when a case is closed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -98,13 +99,12 @@ class Case:
     def ranks(self) -> dict[int, psutil.Process]:
         """The ranks that live, by number: the oldest, where spares wait for their places."""
         found: dict[int, psutil.Process] = {}
-        for process in sorted(self.processes(), key=lambda process: -process.create_time()):
-            try:
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
                 words, environ = " ".join(process.cmdline()), process.environ()
-            except psutil.Error:
-                continue
-            if "RANK" in environ and self.tool.script in words and "multiprocessing" not in words:
-                found[int(environ[self.tool.number])] = process
+                if "RANK" in environ and self.tool.script in words and "multiprocessing" not in words:
+                    rank = int(environ[self.tool.number])
+                    found[rank] = min((process, found.get(rank, process)), key=psutil.Process.create_time)
         return found
 
     def has_ended(self) -> bool:

@@ -187,3 +187,33 @@ def test_a_machine_that_gives_no_more_processes_goes_without(
             reserve.look(Behind((step, ORDER)))
         assert reserve.start(LAUNCH, SEATS) is not None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_machine_without_room_for_gates_goes_without(
+    started: list[Started], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(spares.tempfile, "tempdir", str(tmp_path / "none"))
+    with Reserve(1.0, bounded=False, clock=iter(range(100)).__next__) as reserve:
+        reserve.start(LAUNCH, SEATS)
+        for step in range(10):
+            reserve.look(Behind((step, ORDER)))
+        assert reserve.start(LAUNCH, SEATS) is not None
+    assert started == []
+
+
+def test_a_mark_that_cannot_be_taken_away_does_not_keep_spares_from_being_ranks(
+    started: list[Started], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As where the file system of the run is read-only by now."""
+    monkeypatch.setattr(spares, "output_folder", lambda processes: tmp_path)
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(30, "Read-only file system", str(path))
+
+    with Reserve(1.0, bounded=False, clock=iter(range(100)).__next__) as reserve:
+        reserve.start(LAUNCH, SEATS)
+        for step in range(10):
+            reserve.look(Behind((step, ORDER)))
+        with monkeypatch.context() as within:
+            within.setattr(Path, "unlink", refuse)
+            assert reserve.start(LAUNCH, SEATS) is started[0]

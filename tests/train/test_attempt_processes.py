@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from commands import find_ranks
 from runs import TINY, read_named
 from shardway.rundir.attempts import VARIABLE, Attempt, Ending, Result, Started
 from shardway.rundir.directory import RunDir
@@ -95,11 +96,7 @@ def test_a_rank_that_is_killed_is_told_by_its_agent_and_what_fails_alike_signs_a
     run = RunDir(tmp_path / "run")
     process = job(1, 0.0, "--nproc", "2", "run.restarts=0", *ENDLESS)
     wait_for_step(run, 3, process)
-    (victim,) = (
-        child
-        for child in psutil.Process(process.pid).children(recursive=True)
-        if "shardway.cli.rank" in " ".join(child.cmdline()) and child.environ().get("RANK") == "1"
-    )
+    victim = find_ranks(psutil.Process(process.pid).children(recursive=True))[1]
     victim.send_signal(signal.SIGKILL)
     process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 4

@@ -9,6 +9,7 @@ spares, nor fails for want of them.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import signal
 import tempfile
@@ -113,17 +114,10 @@ class Reserve:
         if self._bounded and launch.ranks * SPARE_BYTES > MOST_OF_MEMORY * read_memory_left():
             self._after_s = None
             return
-        folder = Path(tempfile.mkdtemp(prefix="shardway-spares-"))
-        gates: list[Gate] = []
         try:
-            gates += [Gate(folder / str(local)) for local in range(launch.ranks)]
-            processes = start_program(launch, seats, [gate.path for gate in gates])
-            self._batch = _Batch(processes, gates, folder, _mark_waiting(processes))
+            self._batch = _start_batch(launch, seats)
         except OSError:  # no more processes are to be had, or files: the ranks start without them
             self._after_s = None
-            for gate in gates:
-                gate.close()
-            _remove(folder)
 
     def _take(self, launch: LocalLaunch, seats: Seats) -> PContext | None:
         """The spares as these ranks; None where there are none, or none for them any more."""
@@ -136,7 +130,8 @@ class Reserve:
         self._batch = None
         self._taken.append(batch)
         if batch.output is not None:
-            (batch.output / WAITS).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # then what they print is not found as that of the newest start
+                (batch.output / WAITS).unlink(missing_ok=True)
         for local, gate in enumerate(batch.gates):
             gate.release(rank_variables(launch, seats, local))
         return batch.processes
@@ -149,6 +144,21 @@ class Reserve:
             batch.close_gates()
             if batch.output is not None:
                 _remove(batch.output)
+
+
+def _start_batch(launch: LocalLaunch, seats: Seats) -> _Batch:
+    """Raises OSError, and leaves nothing then: a spare whose gate is closed leaves."""
+    folder = Path(tempfile.mkdtemp(prefix="shardway-spares-"))
+    gates: list[Gate] = []
+    try:
+        gates.extend(Gate(folder / str(local)) for local in range(launch.ranks))
+        processes = start_program(launch, seats, [gate.path for gate in gates])
+    except OSError:
+        for gate in gates:
+            gate.close()
+        _remove(folder)
+        raise
+    return _Batch(processes, gates, folder, _mark_waiting(processes))
 
 
 def _mark_waiting(processes: PContext) -> Path | None:
