@@ -50,10 +50,9 @@ collective_timeout = "15s"
 name = "generic-slurm"
 nodes = 2
 ranks_per_node = 1
-starter = "srun"
 walltime = "5m"
 """
-"""Seconds of work for two nodes; srun, since torchrun is one process more on each."""
+"""Seconds of work for two nodes."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What keys of [run] become of ft_launcher's options, and what it is not asked for."""
+"""Who starts the ranks where nobody says it; what keys of [run] become of ft_launcher's options."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 from shardway.errors import UserError
 from shardway.launch.hosts.local import LocalHost
 from shardway.launch.submission.prepare import Order, prepare
+from shardway.ranks.cores import VARIABLE
 from shardway.resolve.request import parse_words
+from shardway.sites.load import load_site
 
 ASKED = ("site.starter=ft_launcher", "site.walltime=2h", "site.nodes=2", "site.ranks_per_node=4")
 
@@ -19,6 +21,53 @@ def prepared(tmp_path: Path, *words: str) -> str:
     """The job script for a cluster of which nothing is known."""
     request = replace(parse_words([*ASKED, *words]), directory=tmp_path / "run")
     return prepare(Order(request, site="generic-slurm", here=tmp_path), LocalHost()).script
+
+
+def starter_of(site: str, *words: str) -> str:
+    """The program that a job of this site starts on each node or rank, by its script; for Shardway's own training."""
+    request = replace(parse_words(["site.nodes=2", "site.walltime=2h", *words]), directory=Path("/runs/mine"))
+    script = prepare(Order(request, site=site, here=Path("/code")), LocalHost()).script
+    return next(name for name, sign in SIGNS.items() if sign in script)
+
+
+SIGNS = {
+    "agent": ' --nodes "$SHARDWAY_NODES" ',
+    "torchrun": "torch.distributed.run",
+    "srun": "--label",
+    "mpirun": "mpirun",
+}
+
+
+@pytest.mark.parametrize(
+    ("site", "words", "starter"),
+    [
+        ("generic-slurm", (), "agent"),
+        ("jupiter", ("site.account=a",), "agent"),
+        ("jupiter", ("site.account=a", "site.starter=srun"), "srun"),
+        ("generic-pbs", (), "mpirun"),
+        ("generic-pbs", ("run.elastic=[1, 2]",), "agent"),
+    ],
+)
+def test_our_own_agent_starts_a_training_under_slurm(site: str, words: tuple[str, ...], starter: str) -> None:
+    assert starter_of(site, *words) == starter
+
+
+def test_a_site_may_have_another_starter(tmp_path: Path) -> None:
+    """A default of its profile is as if each run file had said it."""
+    profile = tmp_path / "mine.toml"
+    lines = ('extends = "generic-slurm"', 'name = "mine"', "[defaults]", 'starter = "srun"')
+    profile.write_text("\n".join(("format = 1", 'title = "mine"', 'scheduler = "slurm"', *lines[:2], *lines[2:])))
+    assert starter_of(str(profile)) == "srun"
+
+
+def test_ranks_of_an_agent_are_bound_where_the_site_binds_tasks() -> None:
+    """srun's own option would bind the agent."""
+    request = replace(parse_words(["site.account=a", "site.walltime=2h"]), directory=Path("/runs/mine"))
+    script = prepare(Order(request, site="lumi-g", here=Path("/code")), LocalHost()).script
+    masks = load_site("lumi-g").start.masks
+    assert len(masks) == 8
+    assert f"export {VARIABLE}={','.join(masks)}" in script
+    assert "--cpu-bind=mask_cpu" not in script
 
 
 def options_of(script: str) -> set[str]:

@@ -155,5 +155,6 @@ def test_a_hang_on_another_node_names_what_the_ranks_of_this_one_wait_in(launch:
     assert " of ranks 0 and 1 (gloo), which rank 1 has not entered (the last one there was " in said
     (fault,) = [event for event in crew.run.all_events(1) if event["event"] == "fault" and event["kind"] == "Hang"]
     assert sorted(rank for group in fault["stacks"] for rank in group["ranks"]) == [0, 1]
+    assert crew.agents[1].process.poll() is None, "srun would end the first node before it had said all this"
     assert crew.agents[1].end()[0] == 4
     assert [agent.left_alive() for agent in crew.agents] == [[], []]

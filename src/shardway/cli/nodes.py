@@ -207,6 +207,8 @@ def _obey(resolution: Resolution, nodes: Place, follow: Follow, leader: int) -> 
         while (news := follow.await_order(start, lambda: _pass_on(run))) is not None:
             if news.code is not None:
                 follow.say(State.LEFT, start, NOBODY)
+                if news.code:
+                    follow.outlive_leader()
                 return news.code
             start = news.start
             seats = _seat(nodes, news, leader)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from shardway.cli.main import leave, run_guarded
 from shardway.ranks.agent.join import join_agent
+from shardway.ranks.cores import bind_to_cores
 from shardway.ranks.gate import wait_at_gate
 from shardway.ranks.parent import stop_with_agent
 from shardway.ranks.signals import SignalWatch
@@ -47,6 +48,8 @@ def main() -> None:
     with SignalWatch():  # from the first moment: the import of torch takes seconds
         stop_with_agent(os.environ)
         if wait_at_gate(os.environ, import_all):
+            if why := bind_to_cores(os.environ):
+                print(why, file=sys.stderr)
             join_agent(os.environ)
             code = run_guarded(work)
         else:

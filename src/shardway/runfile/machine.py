@@ -60,7 +60,8 @@ class SiteSection(Section):
     starter: Literal["auto", "torchrun", "srun", "mpirun", "agent", "ft_launcher"] = key(
         "auto",
         "What starts the ranks; agent = `shardway train --nodes`, which starts them again in place; ft_launcher = that "
-        "of NVIDIA's resiliency extension; auto = the site's, or agent where run.elastic is set.",
+        "of NVIDIA's resiliency extension; auto = agent for a training (under PBS where run.elastic is set), else the "
+        "site's.",
     )
     container: Literal["auto", "none", "pyxis", "enroot", "apptainer", "podman", "charliecloud"] = key(
         "auto", "Container runtime; auto = the site's where image is set, or else none."

@@ -117,13 +117,11 @@ def _check_request(profile: SiteProfile) -> Iterator[Problem]:
 
 
 def _check_start(profile: SiteProfile) -> Iterator[Problem]:
-    bind, ranks = profile.start.bind, profile.node.accelerators_per_node
+    ranks = profile.node.accelerators_per_node
     if profile.starter == "srun" and profile.scheduler != "slurm":
         yield _only_with("starter", "slurm", profile.scheduler, value="srun")
-    if not bind:
-        return
-    masks = [int(mask, 16) for mask in bind.removeprefix("mask_cpu:").split(",")]
-    if ranks and len(masks) != ranks:
+    masks = [int(mask, 16) for mask in profile.start.masks]
+    if masks and ranks and len(masks) != ranks:
         what = f"{len(masks)} masks for {ranks} accelerators of a node"
         yield Problem("start.bind", what, allowed="one mask for each local rank")
     if any(first & second for at, first in enumerate(masks) for second in masks[:at]) or not all(masks):

@@ -203,6 +203,11 @@ class StartRules(_Table):
         None, description="CPU mask of each local rank, in srun's form mask_cpu:0x..,0x.."
     )
 
+    @property
+    def masks(self) -> tuple[str, ...]:
+        """The CPU mask of each local rank, 0x...; none where ranks are not bound."""
+        return tuple(self.bind.removeprefix("mask_cpu:").split(",")) if self.bind else ()
+
 
 class ContainerRules(_Table):
     """How the container runtime is used here."""
@@ -274,7 +279,9 @@ class SiteProfile(_Table):
     extends: Text | None = Field(None, description="name or path of one other profile, whose facts hold here too")
     replaces: bool = Field(False, description="whether a profile of yours stands for a shipped one of the same name")
     scheduler: Scheduler = Field(description="who starts jobs")
-    starter: Starter | None = Field(None, description="who starts the ranks of a job")
+    starter: Starter | None = Field(
+        None, description="who starts the ranks of a command of your own, and under PBS those of a training"
+    )
     container: Container | None = Field(None, description="container runtime of the nodes")
     node: Node = Field(Node(), description="one compute node")
     network: Network = Field(Network(), description="what joins the nodes")

@@ -71,13 +71,8 @@ main() {
     --container-image=/images/torch.sqsh \
     --container-mounts=/scratch/alice/runs/base:/scratch/alice/runs/base,/home/alice/code:/home/alice/code \
     --container-workdir=/home/alice/code bash -c '. "$0" && exec "$@"' "$here/environment.sh" bash -c \
-    'node=$SLURM_NODEID; addresses=($SHARDWAY_NODES); host=false
-    [ $node != 0 ] || host=true
-    export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="\${rank}: "
-    exec python3 -m torch.distributed.run --nnodes=2 --nproc-per-node=8 \
-      --rdzv-backend=c10d --rdzv-id="$SHARDWAY_JOB" --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" \
-      --rdzv-conf="is_host=$host" --local-addr="${addresses[$node]}" \
-      --log-dir="$SHARDWAY_ATTEMPT_DIR/log/node-$node" --tee=3 "$@"' \
+    'exec python3 "$@" --nproc 8 \
+      --nodes "$SHARDWAY_NODES" --node "$SLURM_NODEID" --port "$MASTER_PORT"' \
     agent -m shardway train /scratch/alice/runs/base/attempts/0001/run.toml --dir \
     /scratch/alice/runs/base &
   wait_for $!

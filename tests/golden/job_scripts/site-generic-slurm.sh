@@ -67,13 +67,8 @@ main() {
   # --- run
   # the ranks, and how they ended
   srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1 --kill-on-bad-exit=1 bash -c \
-    'node=$SLURM_NODEID; addresses=($SHARDWAY_NODES); host=false
-    [ $node != 0 ] || host=true
-    export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="\${rank}: "
-    exec python3 -m torch.distributed.run --nnodes=2 --nproc-per-node=1 \
-      --rdzv-backend=c10d --rdzv-id="$SHARDWAY_JOB" --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" \
-      --rdzv-conf="is_host=$host" --local-addr="${addresses[$node]}" \
-      --log-dir="$SHARDWAY_ATTEMPT_DIR/log/node-$node" --tee=3 "$@"' \
+    'exec python3 "$@" --nproc 1 \
+      --nodes "$SHARDWAY_NODES" --node "$SLURM_NODEID" --port "$MASTER_PORT"' \
     agent -m shardway train /scratch/alice/runs/base/attempts/0001/run.toml --dir \
     /scratch/alice/runs/base &
   wait_for $!

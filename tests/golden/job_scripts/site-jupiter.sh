@@ -7,8 +7,8 @@
 #SBATCH --partition=booster
 # nodes, and what is wanted of each
 #SBATCH --nodes=2
-#SBATCH --ntasks-per-node=4
-#SBATCH --cpus-per-task=72
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=288
 #SBATCH --gres=gpu:4
 # wall-time of this attempt
 #SBATCH --time=0-12:00:00
@@ -75,11 +75,12 @@ main() {
   # variables of the job, for ranks that do not inherit them; no secrets
   declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PYTHONUNBUFFERED HF_HUB_OFFLINE TRANSFORMERS_OFFLINE HF_DATASETS_OFFLINE WANDB_MODE NCCL_SOCKET_FAMILY GLOO_USE_IPV6 > "$here/environment.sh" 2> /dev/null
   # the ranks, and how they ended
-  srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=72 --kill-on-bad-exit=1 \
-    --gpu-bind=none --label apptainer exec --nv \
-    --bind /scratch/alice/runs/base:/scratch/alice/runs/base --bind /home/alice/code:/home/alice/code \
-    --pwd /home/alice/code /images/torch.sqsh bash -c '. "$0" && exec "$@"' "$here/environment.sh" \
-    python3 -m shardway train /scratch/alice/runs/base/attempts/0001/run.toml --dir \
+  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=288 --kill-on-bad-exit=1 \
+    --gpu-bind=none apptainer exec --nv --bind /scratch/alice/runs/base:/scratch/alice/runs/base \
+    --bind /home/alice/code:/home/alice/code --pwd /home/alice/code /images/torch.sqsh bash -c \
+    '. "$0" && exec "$@"' "$here/environment.sh" bash -c 'exec python3 "$@" --nproc 4 \
+      --nodes "$SHARDWAY_NODES" --node "$SLURM_NODEID" --port "$MASTER_PORT"' \
+    agent -m shardway train /scratch/alice/runs/base/attempts/0001/run.toml --dir \
     /scratch/alice/runs/base &
   wait_for $!
 

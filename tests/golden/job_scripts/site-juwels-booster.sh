@@ -7,8 +7,8 @@
 #SBATCH --partition=booster
 # nodes, and what is wanted of each
 #SBATCH --nodes=2
-#SBATCH --ntasks-per-node=4
-#SBATCH --cpus-per-task=12
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=48
 #SBATCH --gres=gpu:4
 # wall-time of this attempt
 #SBATCH --time=1-00:00:00
@@ -77,9 +77,11 @@ main() {
 
   # --- run
   # the ranks, and how they ended
-  srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=12 --kill-on-bad-exit=1 \
-    --gpu-bind=none --label python3 -m shardway train /scratch/alice/runs/base/attempts/0001/run.toml \
-    --dir /scratch/alice/runs/base &
+  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=48 --kill-on-bad-exit=1 \
+    --gpu-bind=none bash -c 'exec python3 "$@" --nproc 4 \
+      --nodes "$SHARDWAY_NODES" --node "$SLURM_NODEID" --port "$MASTER_PORT"' \
+    agent -m shardway train /scratch/alice/runs/base/attempts/0001/run.toml --dir \
+    /scratch/alice/runs/base &
   wait_for $!
 
   # --- end

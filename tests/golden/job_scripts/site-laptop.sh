@@ -55,13 +55,8 @@ main() {
 
   # --- run
   # the ranks, and how they ended
-  bash -c 'node=0; addresses=($SHARDWAY_NODES); host=false
-    [ $node != 0 ] || host=true
-    export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="\${rank}: "
-    exec python3 -m torch.distributed.run --nnodes=1 --nproc-per-node=1 \
-      --rdzv-backend=c10d --rdzv-id="$SHARDWAY_JOB" --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" \
-      --rdzv-conf="is_host=$host" --local-addr="${addresses[$node]}" \
-      --log-dir="$SHARDWAY_ATTEMPT_DIR/log/node-$node" --tee=3 "$@"' \
+  bash -c 'exec python3 "$@" --nproc 1 \
+      --nodes "$SHARDWAY_NODES" --node "0" --port "$MASTER_PORT"' \
     agent -m shardway train /scratch/alice/runs/base/attempts/0001/run.toml --dir \
     /scratch/alice/runs/base &
   wait_for $!

@@ -7,8 +7,8 @@
 #SBATCH --partition=boost_usr_prod
 # nodes, and what is wanted of each
 #SBATCH --nodes=2
-#SBATCH --ntasks-per-node=4
-#SBATCH --cpus-per-task=8
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=32
 #SBATCH --gres=gpu:4
 #SBATCH --mem=494000M
 # wall-time of this attempt
@@ -75,11 +75,13 @@ main() {
   # variables of the job, for ranks that do not inherit them; no secrets
   declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PYTHONUNBUFFERED HF_HUB_OFFLINE TRANSFORMERS_OFFLINE HF_DATASETS_OFFLINE WANDB_MODE NCCL_IB_TIMEOUT > "$here/environment.sh" 2> /dev/null
   # the ranks, and how they ended
-  srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=8 --kill-on-bad-exit=1 --label \
+  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 --kill-on-bad-exit=1 \
     singularity exec --nv --bind /scratch/alice/runs/base:/scratch/alice/runs/base \
     --bind /home/alice/code:/home/alice/code --pwd /home/alice/code /images/torch.sqsh bash -c \
-    '. "$0" && exec "$@"' "$here/environment.sh" python3 -m shardway train \
-    /scratch/alice/runs/base/attempts/0001/run.toml --dir /scratch/alice/runs/base &
+    '. "$0" && exec "$@"' "$here/environment.sh" bash -c 'exec python3 "$@" --nproc 4 \
+      --nodes "$SHARDWAY_NODES" --node "$SLURM_NODEID" --port "$MASTER_PORT"' \
+    agent -m shardway train /scratch/alice/runs/base/attempts/0001/run.toml --dir \
+    /scratch/alice/runs/base &
   wait_for $!
 
   # --- end

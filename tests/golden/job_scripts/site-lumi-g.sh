@@ -7,8 +7,8 @@
 #SBATCH --partition=standard-g
 # nodes, and what is wanted of each
 #SBATCH --nodes=2
-#SBATCH --ntasks-per-node=8
-#SBATCH --cpus-per-task=7
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=56
 #SBATCH --gpus-per-node=8
 #SBATCH --mem=491520M
 # wall-time of this attempt
@@ -72,12 +72,15 @@ main() {
   # variables of the job, for ranks that do not inherit them; no secrets
   declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PYTHONUNBUFFERED NCCL_SOCKET_IFNAME NCCL_NET_GDR_LEVEL > "$here/environment.sh" 2> /dev/null
   # the ranks, and how they ended
-  srun --nodes=2 --ntasks=16 --ntasks-per-node=8 --cpus-per-task=7 --kill-on-bad-exit=1 --label \
-    --cpu-bind=mask_cpu:0x00fe000000000000,0xfe00000000000000,0x0000000000fe0000,0x00000000fe000000,0x00000000000000fe,0x000000000000fe00,0x000000fe00000000,0x0000fe0000000000 \
+  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=56 --kill-on-bad-exit=1 \
     singularity exec --rocm --bind /scratch/alice/runs/base:/scratch/alice/runs/base \
     --bind /home/alice/code:/home/alice/code --pwd /home/alice/code /images/torch.sqsh bash -c \
-    '. "$0" && exec "$@"' "$here/environment.sh" python3 -m shardway train \
-    /scratch/alice/runs/base/attempts/0001/run.toml --dir /scratch/alice/runs/base &
+    '. "$0" && exec "$@"' "$here/environment.sh" bash -c \
+    'export SHARDWAY_CPU_MASKS=0x00fe000000000000,0xfe00000000000000,0x0000000000fe0000,0x00000000fe000000,0x00000000000000fe,0x000000000000fe00,0x000000fe00000000,0x0000fe0000000000
+  exec python3 "$@" --nproc 8 \
+      --nodes "$SHARDWAY_NODES" --node "$SLURM_NODEID" --port "$MASTER_PORT"' \
+    agent -m shardway train /scratch/alice/runs/base/attempts/0001/run.toml --dir \
+    /scratch/alice/runs/base &
   wait_for $!
 
   # --- end

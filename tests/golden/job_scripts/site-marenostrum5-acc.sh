@@ -8,8 +8,8 @@
 #SBATCH --qos=acc_ehpc
 # nodes, and what is wanted of each
 #SBATCH --nodes=2
-#SBATCH --ntasks-per-node=4
-#SBATCH --cpus-per-task=20
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=80
 #SBATCH --gres=gpu:4
 # wall-time of this attempt
 #SBATCH --time=3-00:00:00
@@ -80,11 +80,13 @@ main() {
   # variables of the job, for ranks that do not inherit them; no secrets
   declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PYTHONUNBUFFERED HF_HUB_OFFLINE TRANSFORMERS_OFFLINE HF_DATASETS_OFFLINE WANDB_MODE NCCL_IB_HCA NCCL_SOCKET_IFNAME NCCL_NVLS_ENABLE > "$here/environment.sh" 2> /dev/null
   # the ranks, and how they ended
-  srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=20 --kill-on-bad-exit=1 \
-    --cpu-bind=none --gpu-bind=none --label singularity exec --nv \
+  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=80 --kill-on-bad-exit=1 \
+    --cpu-bind=none --gpu-bind=none singularity exec --nv \
     --bind /scratch/alice/runs/base:/scratch/alice/runs/base --bind /home/alice/code:/home/alice/code \
     --pwd /home/alice/code /images/torch.sqsh bash -c '. "$0" && exec "$@"' "$here/environment.sh" \
-    python3 -m shardway train /scratch/alice/runs/base/attempts/0001/run.toml --dir \
+    bash -c 'exec python3 "$@" --nproc 4 \
+      --nodes "$SHARDWAY_NODES" --node "$SLURM_NODEID" --port "$MASTER_PORT"' \
+    agent -m shardway train /scratch/alice/runs/base/attempts/0001/run.toml --dir \
     /scratch/alice/runs/base &
   wait_for $!
 

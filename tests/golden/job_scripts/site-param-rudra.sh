@@ -7,8 +7,8 @@
 #SBATCH --partition=gpu
 # nodes, and what is wanted of each
 #SBATCH --nodes=2
-#SBATCH --ntasks-per-node=2
-#SBATCH --cpus-per-task=24
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=48
 #SBATCH --gres=gpu:2
 # wall-time of this attempt
 #SBATCH --time=4-00:00:00
@@ -68,8 +68,10 @@ main() {
 
   # --- run
   # the ranks, and how they ended
-  srun --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=24 --kill-on-bad-exit=1 --label \
-    python3 -m shardway train /scratch/alice/runs/base/attempts/0001/run.toml --dir \
+  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=48 --kill-on-bad-exit=1 bash -c \
+    'exec python3 "$@" --nproc 2 \
+      --nodes "$SHARDWAY_NODES" --node "$SLURM_NODEID" --port "$MASTER_PORT"' \
+    agent -m shardway train /scratch/alice/runs/base/attempts/0001/run.toml --dir \
     /scratch/alice/runs/base &
   wait_for $!
 

@@ -38,6 +38,10 @@ DEFAULT_WALLTIME_S = 24 * 3600.0
 RESTARTS = 3
 """How often ft_launcher starts ranks again where a run leaves it open: it counts, and sees no checkpoints."""
 
+_AGENT_BY_ITSELF = frozenset(("slurm", "local"))
+"""Schedulers under which our own agent starts a training where nobody asks for a starter; under PBS it was never seen
+on a real machine."""
+
 _OFFLINE = MappingProxyType(
     {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "offline"}
 )
@@ -136,11 +140,11 @@ def walltime_of(wish: Wish) -> float | None:
 
 
 def starter_of(wish: Wish) -> str:
-    """The starter: as asked, or the one that goes on with fewer nodes where the run may, or the site's, or the first
-    that goes with its scheduler."""
+    """The starter: as asked, or our own agent for a training, or the site's, or the first that goes with its
+    scheduler."""
     if wish.section.starter != "auto":
         return wish.section.starter
-    if is_elastic(wish):
+    if is_elastic(wish) or (wish.program.is_training and wish.profile.scheduler in _AGENT_BY_ITSELF):
         return "agent"
     possible = LAUNCHERS[wish.profile.scheduler]
     return wish.profile.starter if wish.profile.starter in possible else possible[0]

@@ -1,0 +1,44 @@
+"""Binds a rank to the cores of its node that are next to its accelerator, where somebody says which they are.
+
+srun binds each task that it starts. An agent is one task with all cores of its node, and so are the ranks that it
+starts; what the site's profile says of their cores comes in a variable.
+
+Invariant: a rank that cannot be bound trains unbound, and it is said why. This module must not import torch: threads
+that a library starts keep the cores of who started them.
+
+Sources: sched_setaffinity(2); srun(1), "--cpu-bind=mask_cpu".
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+
+VARIABLE = "SHARDWAY_CPU_MASKS"
+"""The CPU mask of each local rank in hexadecimal, separated by commas."""
+
+
+def bind_to_cores(environ: Mapping[str, str]) -> str:
+    """Bind this rank and the threads that it has by now to its cores, where VARIABLE names them; why it could not."""
+    masks = environ.get(VARIABLE, "")
+    if not masks or not hasattr(os, "sched_setaffinity"):
+        return ""
+    local = environ.get("LOCAL_RANK", "")
+    try:
+        cores = _read_mask(masks.split(",")[int(local)])
+        for thread in _list_threads():
+            os.sched_setaffinity(thread, cores)
+    except (OSError, ValueError, IndexError) as error:
+        return f"local rank {local} is bound to no cores: {error}; {VARIABLE}={masks}"
+    return ""
+
+
+def _read_mask(text: str) -> set[int]:
+    """The cores of a mask; core 0 is its lowest bit."""
+    mask = int(text, 16)
+    return {core for core in range(mask.bit_length()) if mask >> core & 1}
+
+
+def _list_threads() -> Iterator[int]:
+    """A spare has threads when it becomes a rank: those of the libraries that it has imported."""
+    yield from map(int, os.listdir("/proc/self/task"))
