@@ -47,7 +47,7 @@ TIMES ?= 20
 FIRST ?= 0
 
 chaos: $(READY)
-	@notes=$$(mktemp) && trap 'rm -f "$$notes"' EXIT && \
+	@notes=$$(mktemp -u) && trap 'rm -f "$$notes"' EXIT && \
 	SHARDWAY_CHAOS_TIMES=$(TIMES) SHARDWAY_CHAOS_FIRST=$(FIRST) SHARDWAY_CHAOS_NOTES="$$notes" $(BIN)/python -m pytest tests/chaos; \
 	code=$$?; $(BIN)/python tests/chaos/table.py "$$notes"; exit $$code
 

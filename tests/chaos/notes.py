@@ -1,17 +1,24 @@
-"""Which seeds are tried, and notes of what a fault has cost, a line each, for the table of docs/faults.md (`table.py`).
+"""Which seeds are tried, and a line for each case that was: how it came out, and what it has cost (`docs/faults.csv`).
 
-Invariant: without SHARDWAY_CHAOS_NOTES in the environment nothing is written.
+Invariant: without SHARDWAY_CHAOS_NOTES in the environment nothing is written; a case that fails is noted too.
 """
 
 from __future__ import annotations
 
-import json
+import csv
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from pathlib import Path
 
 from faults.strike import Struck
 
 from shardway.rundir.directory import RunDir
+
+FILE = "SHARDWAY_CHAOS_NOTES"
+"""Names the file that lines are added to."""
 
 
 def seeds() -> range:
@@ -20,37 +27,93 @@ def seeds() -> range:
     return range(first, first + int(os.environ.get("SHARDWAY_CHAOS_TIMES", "1")))
 
 
-@dataclass(frozen=True)
-class Case:
-    """A fault by its name in the table, with one seed; whether the dates of events say how long things took."""
+@dataclass
+class Note:
+    """A line. `starts`: how often the command was given; times in seconds, None where there is nothing to tell."""
 
     fault: str
     seed: int
-    is_timed: bool = True
+    date: str
+    came_out: bool = False
+    whom: str = ""
+    starts: int | None = None
+    noticed_s: float | None = None
+    trains_s: float | None = None
+    steps_again: int | None = None
+
+    def tell(self, struck: Struck, starts: int, run: RunDir, *, is_timed: bool = True) -> None:
+        """What it has cost; `is_timed`: whether the dates of events say how long things took."""
+        self.whom, self.starts = struck.whom, starts
+        if not is_timed:
+            return
+        after = [event for event in run.all_events() if event["time"] > struck.time]
+        begun = [event for event in after if event["event"] == "started"]
+        again = begun[0]["time"] if begun else struck.time
+        steps = (event["time"] for event in after if event["event"] == "step" and event["time"] >= again)
+        self.noticed_s = _since(struck, next((event["time"] for event in after if event["event"] == "restarted"), None))
+        self.trains_s = _since(struck, next(steps, None))
+        self.steps_again = max(0, _last_step(run, struck) - begun[0]["step"]) if begun else 0
 
 
-def take_note(case: Case, struck: Struck, starts: int, run: RunDir) -> None:
-    """A line for the table where one is wanted; `starts`: how often the command was given."""
-    path = os.environ.get("SHARDWAY_CHAOS_NOTES")
-    if not path:
+@contextmanager
+def noted(fault: str, seed: int) -> Iterator[Note]:
+    """Note how a case came out, by its name in the table; one that is skipped leaves nothing."""
+    note = Note(fault, seed, datetime.now(UTC).date().isoformat())
+    try:
+        yield note
+        note.came_out = True
+    except Exception:
+        _write(note)
+        raise
+    _write(note)
+
+
+def read_notes(path: Path) -> list[Note]:
+    """The lines of a file, oldest first."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return [_read(row) for row in csv.DictReader(file)]
+
+
+def _write(note: Note) -> None:
+    name = os.environ.get(FILE)
+    if not name:
         return
-    facts = {"fault": case.fault, "seed": case.seed, "whom": struck.whom, "starts": starts}
-    facts |= _times(struck, run) if case.is_timed else {"noticed_s": None, "trains_s": None, "steps_lost": None}
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(facts) + "\n")
+    with open(name, "a", encoding="utf-8", newline="") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        if file.tell() == 0:
+            rows.writerow([each.name for each in fields(Note)])
+        rows.writerow(_show(value) for value in asdict(note).values())
 
 
-def _times(struck: Struck, run: RunDir) -> dict[str, float | None]:
-    """How long it took, by the dates of the run's events."""
-    after = [event for event in run.all_events() if event["time"] > struck.time]
-    begun = [event for event in after if event["event"] == "started"]
-    steps = [event["time"] for event in after if event["event"] == "step"]
-    lost = max(
-        (event["step"] for event in run.all_events() if event["time"] <= struck.time and "loss" in event), default=0
+def _show(value: object) -> object:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.2f}" if isinstance(value, float) else value
+
+
+def _read(row: dict[str, str]) -> Note:
+    def number(column: str) -> float | None:
+        return float(row[column]) if row[column] else None
+
+    starts, again = number("starts"), number("steps_again")
+    return Note(
+        row["fault"],
+        int(row["seed"]),
+        row["date"],
+        row["came_out"] == "yes",
+        row["whom"],
+        None if starts is None else int(starts),
+        number("noticed_s"),
+        number("trains_s"),
+        None if again is None else int(again),
     )
-    again = begun[0]["time"] if begun else struck.time
-    return {
-        "noticed_s": next((event["time"] - struck.time for event in after if event["event"] == "restarted"), None),
-        "trains_s": next((time - struck.time for time in steps if time >= again), None),
-        "steps_lost": max(0, lost - begun[0]["step"]) if begun else 0,
-    }
+
+
+def _since(struck: Struck, time: float | None) -> float | None:
+    return None if time is None else time - struck.time
+
+
+def _last_step(run: RunDir, struck: Struck) -> int:
+    """The last step that was recorded before a fault struck."""
+    before = (event["step"] for event in run.all_events() if event["time"] <= struck.time and "loss" in event)
+    return max(before, default=0)

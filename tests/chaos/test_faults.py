@@ -17,7 +17,7 @@ from faults.numbers import HARM
 from faults.stops import validates_for_ever
 from faults.strike import Aftermath, Fault, children, strike, wait_for
 from faults.tiers import WORDS as NODES
-from notes import Case, seeds, take_note
+from notes import noted, seeds
 from outcome import compare, finished, used_samples
 
 from commands import Start, injected, training_commands
@@ -75,7 +75,7 @@ def test_the_run_comes_out_as_if_nothing_had_happened(
     environ = fault.environ(tmp_path, dice)
     fault.prepare(tmp_path)
     words = _words((*fault.base, *fault.words), tmp_path)
-    with fault.room(tmp_path) as room:
+    with noted(fault.name, seed) as note, fault.room(tmp_path) as room:
         command = start("run", *words, environ=environ, room=room)
         struck = fault.strike(command, dice)
         command, said = struck.command or command, []
@@ -86,7 +86,7 @@ def test_the_run_comes_out_as_if_nothing_had_happened(
         assert starts == 1 or not fault.restarts_itself
         compare(command.folder, undisturbed(fault), fault.tolerance)
         fault.expects(Aftermath(command.run, tmp_path, said))
-        take_note(Case(fault.name, seed, fault.is_timed), struck, starts, command.run)
+        note.tell(struck, starts, command.run, is_timed=fault.is_timed)
 
 
 def _words(further: Sequence[str], folder: Path) -> tuple[str, ...]:

@@ -277,7 +277,7 @@ def test_a_job_hears_of_a_good_end_from_the_agent(run: RunDir, monkeypatch: pyte
     def act(run: RunDir, on_stop: Callable[[], None]) -> None:
         with run.event_writer(0) as events:
             if play.starts == 1:
-                events.write("stopped", step=3, reason="SIGTERM", ending="stopped", failure="signal")
+                events.write("fault", kind="JobError", message="the loss is not finite")
                 return
             play.failures = []
             run.write_status(state="stopped", reason="time is up", step=5)
@@ -290,6 +290,32 @@ def test_a_job_hears_of_a_good_end_from_the_agent(run: RunDir, monkeypatch: pyte
     assert (result.state, result.reason, result.step, result.exit_code, result.failure, result.by) == (
         *(Ending.DEADLINE, "time is up", 5, 0, "", "rank 0"),
     )
+
+
+@pytest.mark.parametrize("name", ["stopped", "finished"])
+def test_who_fails_after_the_end_of_the_run_starts_nothing_again(
+    name: str, run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A library that crashed while a rank left had its run, which somebody had stopped, train on for ever."""
+    play = Play(failures=[RankFailure(1, 4711, -6)])
+
+    def act(run: RunDir, on_stop: Callable[[], None]) -> None:
+        with run.event_writer(0) as events:
+            events.write("started", step=0)
+            run.write_status(state=name, reason="the stop file asked for a stop", step=5)
+            events.write(name, step=5, reason="the stop file asked for a stop", ending=name)
+
+    play.also = act
+    outcome = train(run, play, monkeypatch, overrides=AGAIN)
+    assert (play.starts, outcome["state"], outcome["step"], outcome["restarts"]) == (1, name, 5, 0)
+    said = "rank 1 (process 4711) was ended by SIGABRT after the run had come to its end; nothing of it is lost\n"
+    assert capsys.readouterr().err == said
+
+
+def test_the_end_of_an_earlier_start_excuses_nobody(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    with run.event_writer(0) as events:
+        events.write("stopped", step=5, reason="the stop file asked for a stop", ending="stopped")
+    assert "was ended by SIGKILL" in str(failing(run, Play(failures=[KILLED]), monkeypatch))
 
 
 @dataclass(frozen=True)

@@ -53,3 +53,33 @@ def test_a_rank_among_others_leaves_at_once(error: str, code: int) -> None:
 def test_others_end_as_always(line: str, code: int) -> None:
     ended = run(line)
     assert (ended.returncode, ended.stdout) == (code, "before tidied up\n")
+
+
+LAST = """
+import atexit, ctypes, sys
+from shardway.ranks.leave import LastExit
+last = LastExit()
+library = ctypes.CDLL(None)
+library.__cxa_atexit(library.abort, None, None)  # as a destructor of C++ that fails
+atexit.register(print, "tidied up", end="")
+print("before", end=" ")
+{line}
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        ("last.leave_with(0)", 0, ""),
+        ("last.leave_with(3)", 3, ""),
+        pytest.param("pass", -6, "", marks=pytest.mark.slow),
+        pytest.param("raise KeyError(3)", -6, "KeyError: 3", marks=pytest.mark.slow),
+    ],
+)
+def test_the_end_of_a_rank_comes_before_destructors_and_after_all_else(line: str, code: int, said: str) -> None:
+    """Without a word it ends as any Python does."""
+    ended = subprocess.run(
+        [sys.executable, "-c", LAST.format(line=line)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (code, "before tidied up")
+    assert said in ended.stderr

@@ -98,7 +98,7 @@ def test_a_rank_that_crashes_in_a_library_tells_where(start: Start) -> None:
     assert code == 4
     what, to_do, log = said.strip().splitlines()[-3:]
     assert what.startswith(f"shardway: rank 1 (process {victim.pid}) crashed in native code (SIGSEGV), called from ")
-    assert re.search(r"called from \w+ \(\S+\.py:\d+\) < .*\); the other ranks were ended with it\.$", what)
+    assert re.search(r"called from \S+ \(\S+\.py:\d+\) < .*\); the other ranks were ended with it\.$", what)
     assert to_do.startswith("  To do: run the same command again: it goes on from the start")
     printed = Path(log.removeprefix("  What it printed is in ")).read_text(encoding="utf-8")
     assert "Fatal Python error: Segmentation fault" in printed

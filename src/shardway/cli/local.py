@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from typing import Any, NoReturn, Protocol
 
 from shardway.cli.blame import BY_AGENT, Blame, Ended, find_blame
@@ -179,11 +180,30 @@ def _run_once(run: RunDir, launch: LocalLaunch, patience: Patience | None, crew:
         return None
     if ended.is_well:
         return None
+    if _has_come_to_its_end(run, marks[0]):
+        print(f"{_name_trouble(ended)} after the run had come to its end; nothing of it is lost", file=sys.stderr)
+        return None
     ends_early = bool(ended.failures) and ended.failures[0].signal_name in _STOPS and run.stop_requested()
     if ends_early and run.find_writer() is None:
         _end_early(run, find_attempt(os.environ))
         return None
     return find_blame(run, ended, marks)
+
+
+def _has_come_to_its_end(run: RunDir, mark: int) -> bool:
+    """Whether rank 0 has recorded an end in this start, by when all is saved: who fails while it leaves does no harm,
+    and ranks that started again would train on after a stop."""
+    return any(event["event"] in ("stopped", "finished") for event in islice(run.all_events(0), mark, None))
+
+
+def _name_trouble(ended: Ended) -> str:
+    if ended.found is not None:
+        return ended.found.hang.message
+    if ended.lost:
+        return f"{' and '.join(ended.lost)} did not answer any more"
+    first = ended.failures[0]
+    how = f"was ended by {first.signal_name}" if first.signal_name else f"left with exit code {first.exit_code}"
+    return f"rank {first.rank} (process {first.pid}) {how}"
 
 
 def tell_wake(hang: Hang) -> None:

@@ -20,6 +20,7 @@ import typer
 from shardway import __version__
 from shardway.cli.verbs import Verbs
 from shardway.errors import Bug, ShardwayError, legible
+from shardway.ranks.leave import LastExit
 
 EXIT_KILLED = 130
 
@@ -52,14 +53,16 @@ def _options(version: bool = typer.Option(False, "--version", help="Print the ve
 
 def main() -> None:
     """Entry point of the command `shardway`."""
+    last = LastExit()
     if sys.argv[1:2] != ["train"]:  # whose garbage may hold memory of a device
         gc.set_threshold(START_THRESHOLD)
     code = run_guarded(lambda: app(standalone_mode=False))
-    leave(code, at_once=any(thread.daemon for thread in threading.enumerate()))
+    leave(code, last, at_once=any(thread.daemon for thread in threading.enumerate()))
 
 
-def leave(code: int, *, at_once: bool = False) -> None:
-    """End this process with a code, or return where all is well and was printed, unless it is to end `at_once`.
+def leave(code: int, last: LastExit, *, at_once: bool = False) -> None:
+    """End this process with a code, or return where all is well and was printed, unless it is to end `at_once`; then
+    `last` ends it.
 
     Threads of a process group whose peer died can keep an interpreter from ending; output that goes to a full disk
     would change its exit code. So would a thread that was left waiting for another node in a store of torch: where the
@@ -72,6 +75,7 @@ def leave(code: int, *, at_once: bool = False) -> None:
         os._exit(code)
     if code or at_once:
         os._exit(code)
+    last.leave_with(code)
 
 
 def run_guarded(work: Callable[[], object]) -> int:

@@ -15,6 +15,7 @@ from shardway.cli.main import leave, run_guarded
 from shardway.ranks.agent.join import join_agent
 from shardway.ranks.cores import bind_to_cores
 from shardway.ranks.gate import wait_at_gate
+from shardway.ranks.leave import LastExit
 from shardway.ranks.parent import stop_with_agent
 from shardway.ranks.signals import SignalWatch
 from shardway.resolve.request import Request
@@ -45,6 +46,7 @@ def main() -> None:
 
         train(read_packed(sys.argv[1]))
 
+    last = LastExit()
     with SignalWatch():  # from the first moment: the import of torch takes seconds
         stop_with_agent(os.environ)
         if wait_at_gate(os.environ, import_all):
@@ -54,7 +56,7 @@ def main() -> None:
             code = run_guarded(work)
         else:
             code = 0  # a spare that was never needed
-    leave(code)
+    leave(code, last)
 
 
 if __name__ == "__main__":

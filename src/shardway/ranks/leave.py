@@ -1,13 +1,14 @@
-"""How a rank leaves after an error that nobody caught, or when it is late: at once, without the tidying up of an
-interpreter.
+"""How a rank leaves: without the tidying up of an interpreter, in which libraries wait for ever, or crash.
 
-Invariant: only where other ranks share the process group or somebody asked for it twice, and only after the reason was
-shown. What a process group does when the interpreter ends can wait for ever for a peer that is gone, and a job whose
-ranks wait so keeps its nodes. This module must not import torch.
+Invariant: an error leaves at once only where other ranks share the process group or somebody asked for it twice, and
+only after the reason was shown: what a process group does when the interpreter ends can wait for ever for a peer that
+is gone, and a job whose ranks wait so keeps its nodes. A good end waits for threads and runs what libraries have
+registered for it. This module must not import torch.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
@@ -38,6 +39,31 @@ def left_at_once(world: int) -> Iterator[None]:
         if world > 1:
             sys.excepthook = _leave_after(sys.excepthook)
         raise
+
+
+class LastExit:
+    """Made before anything else registers what it does at the end, so that this comes last of all.
+
+    After it come destructors of C++. Those of torch have ended a rank with SIGABRT after all its work was done, when
+    another rank of its group had left a moment before (torch 2.13, gloo, "terminate called without an active
+    exception").
+    """
+
+    def __init__(self) -> None:
+        self._code: int | None = None
+        atexit.register(self._leave)
+
+    def leave_with(self, code: int) -> None:
+        """With which code this process leaves, once it has come to its end; without this word as any Python does."""
+        self._code = code
+
+    def _leave(self) -> None:
+        if self._code is None:
+            return
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(self._code)
 
 
 def leave_now(words: str, code: int) -> None:

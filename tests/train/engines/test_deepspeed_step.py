@@ -18,6 +18,9 @@ from shardway.train.loss import IGNORED, token_cross_entropy
 pytestmark = [needs_deepspeed, pytest.mark.slow]
 
 VOCAB = 16
+needs_fp16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_fp16_supported(), reason="DeepSpeed wants a CPU with instructions for fp16"
+)
 
 
 class Padded(torch.utils.data.Dataset):
@@ -78,6 +81,7 @@ def test_a_step_without_targets_changes_what_torch_changes(rank: int, tmp_path: 
         assert weights[1]["loss"] == pytest.approx(weights[0]["loss"], rel=1e-5)
 
 
+@needs_fp16
 @pytest.mark.parametrize("number", [1, 2, 3])
 @ranks(2, timeout_s=180.0)
 def test_fp16_scales_and_skips(rank: int, tmp_path: Path, number: int) -> None:
@@ -95,7 +99,13 @@ def test_fp16_scales_and_skips(rank: int, tmp_path: Path, number: int) -> None:
     assert losses[-1] < losses[first]
 
 
-@pytest.mark.parametrize(("compute", "number"), [("bf16", 1), ("bf16", 2), ("bf16", 3), ("fp16", 1), ("fp16", 3)])
+@pytest.mark.parametrize(
+    ("compute", "number"),
+    [
+        *(("bf16", number) for number in (1, 2, 3)),
+        *(pytest.param("fp16", number, marks=needs_fp16) for number in (1, 3)),
+    ],
+)
 @ranks(2, timeout_s=180.0)
 def test_half_formats_follow_torch(rank: int, tmp_path: Path, compute: str, number: int) -> None:
     words = (f"precision.compute={compute}", "precision.loss_scale=1024.0", "train.micro_batch=auto")
