@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
+from left_folders import list_left_folders
 from shardway.ranks import spares
+from shardway.ranks.agent import folders
+from shardway.ranks.agent.folders import GATES
 from shardway.ranks.agent.hang import NOBODY, Behind
 from shardway.ranks.processes import LocalLaunch, Seats
 from shardway.ranks.spares import MOST_OF_MEMORY, SPARE_BYTES, Reserve
@@ -69,9 +73,9 @@ print(json.dumps(ends))
 @pytest.mark.parametrize("first", [0, 2], ids=["the same ranks", "other ranks"])
 def test_ranks_that_start_again_are_spares(tmp_path: Path, first: int) -> None:
     (tmp_path / "a_rank_of_a_test.py").write_text(RANK)
-    (tmp_path / "tmp").mkdir()
+    began = time.time()
     path = os.pathsep.join([str(tmp_path), *sys.path])
-    environ = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path / "tmp")}
+    environ = {**os.environ, "PYTHONPATH": path}
     command = [sys.executable, "-c", DRIVER, str(tmp_path), str(first)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=True)
     assert sorted(json.loads(done.stdout)[0]) in ([-15, 3], [3]), "the other one was ended, or had ended well"
@@ -83,7 +87,7 @@ def test_ranks_that_start_again_are_spares(tmp_path: Path, first: int) -> None:
     assert len(ready) >= 4
     assert (ranks[f"rank-{first}-1-{kind}"] in ready) == (kind == "spare")
     assert not any(psutil.pid_exists(pid) for pid in (*ready, *ranks.values()))
-    assert list((tmp_path / "tmp").glob("shardway-spares-*")) == []
+    assert list_left_folders(GATES, began) == []
     assert list((tmp_path / "logs").glob("*/waits")) == [], "what spares that are gone had for their output is gone too"
     printed = [path.read_text() for path in (tmp_path / "logs").glob("*/attempt_*/*/stdout.log")]
     assert f"rank {first} of start 1\n" in printed
@@ -180,7 +184,7 @@ def test_a_machine_that_gives_no_more_processes_goes_without(
         return Started([], {})
 
     monkeypatch.setattr(spares, "start_program", refuse_spares)
-    monkeypatch.setattr(spares.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(folders, "find_memory", lambda: tmp_path)
     with Reserve(1.0, bounded=False, clock=iter(range(100)).__next__) as reserve:
         reserve.start(LAUNCH, SEATS)
         for step in range(10):
@@ -192,7 +196,7 @@ def test_a_machine_that_gives_no_more_processes_goes_without(
 def test_a_machine_without_room_for_gates_goes_without(
     started: list[Started], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(spares.tempfile, "tempdir", str(tmp_path / "none"))
+    monkeypatch.setattr(folders, "find_memory", lambda: tmp_path / "none")
     with Reserve(1.0, bounded=False, clock=iter(range(100)).__next__) as reserve:
         reserve.start(LAUNCH, SEATS)
         for step in range(10):

@@ -105,6 +105,17 @@ def test_a_rank_that_is_killed_is_told_by_its_agent_and_what_fails_alike_signs_a
     assert result.failure.startswith("JobError: rank # (process #) was ended by SIGKILL")
 
 
+def test_a_signal_to_the_agent_leaves_it_to_the_scheduler_what_it_meant(job: Job, tmp_path: Path) -> None:
+    """It is no person's wish, which would end a chain: a job that is preempted gets SIGTERM as well."""
+    process = job(1, 0.0, "--nproc", "2", *ENDLESS)
+    wait_for_step(RunDir(tmp_path / "run"), 3, process)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, said
+    result = result_of(tmp_path / "run", 1)
+    assert (result.state, result.failure, result.reason) == (Ending.STOPPED, "signal", "a signal asked for a stop")
+
+
 def test_a_mistake_in_the_run_file_is_told_by_the_command(job: Job, tmp_path: Path) -> None:
     process = job(1, 0.0, "--nproc", "2", "train.stps=5")
     process.communicate(timeout=PATIENCE_S)

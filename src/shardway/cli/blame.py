@@ -19,11 +19,10 @@ from shardway.ranks.agent.watch import Found
 from shardway.ranks.failure import RankFailure
 from shardway.ranks.oom import explain_oom
 from shardway.rundir.atomic import why_refused
+from shardway.rundir.attempts import BY_AGENT
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
 from shardway.rundir.lease import TAKEN_OVER
-
-BY_AGENT = "shardway train"
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def _explain(run: RunDir, failures: tuple[RankFailure, ...], marks: Mapping[int,
     """
     for_memory = next((failure for failure in failures if failure.for_memory), None)
     if for_memory is not None:
-        return Blame(explain_oom(for_memory, run.describe_base()), f"rank {for_memory.rank}", out_of_memory=True)
+        return Blame(explain_oom(for_memory, run.describe_base()), out_of_memory=True)
     if failures[0].signal_name:
         return Blame(_killed(run, failures[0]))
     faults = {rank: fault for rank, mark in marks.items() if (fault := _last_fault(run, rank, mark)) is not None}

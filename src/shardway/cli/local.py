@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any, NoReturn, Protocol
 
-from shardway.cli.blame import BY_AGENT, Blame, Ended, find_blame
+from shardway.cli.blame import Blame, Ended, find_blame
 from shardway.errors import Fenced, JobError, LateStop, ShardwayError, SiteError, UserError, render_reason
 from shardway.ranks.agent.hang import Hang
 from shardway.ranks.agent.patience import Patience, read_patience
@@ -27,7 +27,7 @@ from shardway.ranks.signals import STOP_SIGNALS, find_received
 from shardway.ranks.spares import AUTO_AFTER_S, Reserve
 from shardway.resolve.request import Request, Resolution
 from shardway.rundir.atomic import why_refused
-from shardway.rundir.attempts import BY_SIGNAL, SECOND_SIGNAL, Attempt, Ending, Result
+from shardway.rundir.attempts import BY_AGENT, BY_SIGNAL, SECOND_SIGNAL, Attempt, Ending, Result
 from shardway.rundir.directory import RunDir
 from shardway.rundir.line import LOCAL, read_line
 from shardway.rundir.local import find_local_run
@@ -263,7 +263,7 @@ def pack_request(request: Request) -> str:
 def ask_to_stop(run: RunDir) -> None:
     """Ask the ranks by the stop file, and say so on stderr."""
     if not run.stop_requested():  # a job script that was warned has written why
-        run.request_stop(ASKED)
+        run.request_stop(f"{BY_SIGNAL} asked for a stop")
     print("stopping after this step and saving; once more to end at once", file=sys.stderr)
 
 

@@ -21,6 +21,7 @@ from shardway.cli.options import DirOption, JsonOption, NprocOption, Words, read
 from shardway.errors import ShardwayError, UserError
 from shardway.ranks.place import Place
 from shardway.ranks.signals import SignalWatch
+from shardway.rundir.attempts import BY_AGENT
 from shardway.rundir.directory import RunDir
 
 PORT = 29600
@@ -138,7 +139,7 @@ def _failure_told() -> Iterator[None]:
     try:
         yield
     except ShardwayError as error:
-        tell_fault(attempt, "shardway train", describe_error(error))
+        tell_fault(attempt, BY_AGENT, describe_error(error))
         raise
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from types import TracebackType
 from torch.distributed.elastic.multiprocessing import PContext
 
 from shardway.hardware.memory import read_memory_left
+from shardway.ranks.agent.folders import GATES, private_folder
 from shardway.ranks.agent.hang import Behind
 from shardway.ranks.gate import Gate
 from shardway.ranks.processes import (
@@ -43,21 +43,16 @@ MOST_OF_MEMORY = 0.25
 
 @dataclass(frozen=True)
 class _Batch:
-    """Spares that were started together, their gates, the folder of these, and that of what they print."""
+    """Spares that were started together, their gates, what closes these, and the folder of what they print."""
 
     processes: PContext
     gates: Sequence[Gate]
-    folder: Path
+    around_gates: contextlib.ExitStack
     output: Path | None
 
     def is_whole(self) -> bool:
         """Whether all of them live."""
         return all(handler.proc.poll() is None for handler in handlers_of(self.processes).values())
-
-    def close_gates(self) -> None:
-        for gate in self.gates:
-            gate.close()
-        _remove(self.folder)
 
 
 class Reserve:
@@ -85,7 +80,7 @@ class Reserve:
     ) -> None:
         self._drop()
         for batch in self._taken:
-            batch.close_gates()
+            batch.around_gates.close()
 
     def start(self, launch: LocalLaunch, seats: Seats) -> PContext:
         """The processes of these ranks: spares, where there are some for them, else new ones."""
@@ -141,24 +136,24 @@ class Reserve:
         batch, self._batch = self._batch, None
         if batch is not None:
             batch.processes.close(signal.SIGKILL)
-            batch.close_gates()
+            batch.around_gates.close()
             if batch.output is not None:
-                _remove(batch.output)
+                shutil.rmtree(batch.output, ignore_errors=True)
 
 
 def _start_batch(launch: LocalLaunch, seats: Seats) -> _Batch:
     """Raises OSError, and leaves nothing then: a spare whose gate is closed leaves."""
-    folder = Path(tempfile.mkdtemp(prefix="shardway-spares-"))
-    gates: list[Gate] = []
-    try:
-        gates.extend(Gate(folder / str(local)) for local in range(launch.ranks))
+    with contextlib.ExitStack() as around:
+        folder = around.enter_context(private_folder(GATES))
+        gates = [_open_gate(around, folder / f"gate-{local}") for local in range(launch.ranks)]
         processes = start_program(launch, seats, [gate.path for gate in gates])
-    except OSError:
-        for gate in gates:
-            gate.close()
-        _remove(folder)
-        raise
-    return _Batch(processes, gates, folder, _mark_waiting(processes))
+        return _Batch(processes, gates, around.pop_all(), _mark_waiting(processes))
+
+
+def _open_gate(around: contextlib.ExitStack, path: Path) -> Gate:
+    gate = Gate(path)
+    around.callback(gate.close)
+    return gate
 
 
 def _mark_waiting(processes: PContext) -> Path | None:
@@ -169,7 +164,3 @@ def _mark_waiting(processes: PContext) -> Path | None:
     except OSError:
         return None
     return output
-
-
-def _remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)

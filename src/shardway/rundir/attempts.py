@@ -38,6 +38,9 @@ T = TypeVar("T")
 SECOND_SIGNAL = "a second signal ended the run at once"
 """Why a run was stopped whose person did not want to wait."""
 
+BY_AGENT = "shardway train"
+"""`by` of a result that the command wrote, not one of its ranks."""
+
 BY_SIGNAL = "signal"
 """`failure` of an attempt that obeyed a signal: only the scheduler knows whether that meant a stop, the end of the
 wall-time, or that it wanted the nodes for another job."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,6 +26,8 @@ from faults.strike import (
     wait_for_mark,
     wait_for_some_step,
 )
+from left_folders import list_left_folders
+from shardway.ranks.agent.folders import GATES
 from shardway.ranks.progress import Activity
 
 HANG = "SHARDWAY_TEST_HANG"
@@ -99,8 +100,8 @@ def pace_steps(folder: Path, dice: random.Random) -> Mapping[str, str]:
 
 
 def nothing_was_left(left: Aftermath) -> None:
-    """No folder of a gate."""
-    assert not list(Path(tempfile.gettempdir()).glob("shardway-spares-*"))
+    """No folder of a gate that is younger than the run."""
+    assert list_left_folders(GATES, (left.run.path / "run-id").stat().st_mtime) == []
 
 
 FAULTS = (

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 from commands import Command, Room, find_ranks
+from shardway.ranks.agent.folders import PAGES
 from shardway.ranks.agent.page import VARIABLE, Entry, page_path, read_page
 from shardway.rundir.directory import RunDir
 
@@ -109,7 +110,7 @@ def _find_page(command: Command, rank: int) -> Path | None:
         return None
     if child is None or not folder:
         return None
-    pages = (page_path(each, rank) for each in Path(folder).parent.glob("shardway-pages-*"))
+    pages = (page_path(each, rank) for each in Path(folder).parent.glob(f"{PAGES.prefix}*"))
     return next((page for page in pages if (entry := read_page(page)) is not None and entry.pid == child.pid), None)
 
 

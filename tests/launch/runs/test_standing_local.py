@@ -127,10 +127,19 @@ def test_an_attempt_that_is_lost_says_what_to_do(tmp_path: Path) -> None:
     assert f"      to do: `shardway logs {tmp_path}/run --job` shows" in "\n".join(render_attempts([standing]))
 
 
+def test_memory_that_ran_out_is_explained_by_what_the_job_asked_for(tmp_path: Path) -> None:
+    """The agent that saw it knows the rank, and not what site.memory was."""
+    standing = ended(tmp_path / "run", Result(Ending.OUT_OF_MEMORY, exit_code=4, by="shardway train"))
+    assert standing.why is not None
+    assert (standing.why.code, "site.memory" in standing.why.remedy) == ("out_of_memory", True)
+
+
 @pytest.mark.parametrize(
     "result",
     [
         Result(Ending.CRASHED, reason="KeyError: 'x'", exit_code=1, by="rank 0"),
+        Result(Ending.CRASHED, reason="rank 1 was ended by SIGKILL", exit_code=4, by="shardway train"),
+        Result(Ending.OUT_OF_MEMORY, reason="no memory is left on the device", exit_code=4, by="rank 0"),
         Result(Ending.STOPPED, exit_code=143, by="job script"),
         Result(Ending.FINISHED, exit_code=0, by="job script"),
     ],

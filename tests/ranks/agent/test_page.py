@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import subprocess
 import sys
@@ -17,9 +16,7 @@ from shardway.ranks.agent.page import (
     PageWriter,
     open_page,
     page_path,
-    pages_folder,
     read_page,
-    sweep_folders,
 )
 from shardway.ranks.progress import Activity
 
@@ -81,39 +78,3 @@ while True:
             rank.kill()
     assert len({entry.step for entry in entries}) > 100
     assert all(entry.step == entry.since == entry.changes for entry in entries)
-
-
-def test_the_folder_of_pages_is_private_and_goes() -> None:
-    with pages_folder() as folder:
-        assert folder.stat().st_mode & 0o777 == 0o700
-        PageWriter(page_path(folder, 3)).write(Activity.STEP, 1, 1.0)
-    assert not folder.exists()
-
-
-def test_folders_of_agents_that_were_killed_go_and_those_of_others_stay(tmp_path: Path) -> None:
-    """What an agent holds stays, and what is young, and what holds something else."""
-    left, held, young, foreign = (tmp_path / f"shardway-pages-{name}" for name in ("left", "held", "young", "foreign"))
-    for folder in (left, held, young, foreign):
-        folder.mkdir()
-        (folder / "rank-0").touch()
-        for name in ("stacks-0", "asked-0", "record-0"):
-            (folder / name).touch()
-    (foreign / "notes.txt").touch()
-    for folder in (left, held, foreign):
-        os.utime(folder, (1, 1))
-    descriptor = os.open(held, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    sweep_folders(tmp_path)
-    os.close(descriptor)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [folder.name for folder in (foreign, held, young)]
-    assert (held / "rank-0").exists()
-    assert (foreign / "notes.txt").exists()
-
-
-def test_an_agent_holds_its_folder() -> None:
-    with pages_folder() as folder:
-        descriptor = os.open(folder, os.O_RDONLY)
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.close(descriptor)
-    assert not folder.exists()

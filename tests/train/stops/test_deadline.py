@@ -139,7 +139,7 @@ FILE = Decision("the stop file asked for a stop")
         (CLOCK, None, End(Ending.DEADLINE, "deadline in 9 s")),
         (SIGNAL, None, End(Ending.STOPPED, SIGNAL.stop_reason, BY_SIGNAL)),
         (FILE, "", End(Ending.STOPPED, FILE.stop_reason)),
-        (FILE, "signal SIGTERM came", End(Ending.STOPPED, "signal SIGTERM came", BY_SIGNAL)),
+        (FILE, "signal SIGTERM came", End(Ending.STOPPED, "a signal SIGTERM came", BY_SIGNAL)),
         (FILE, "too slow", End(Ending.STOPPED, "too slow")),
         (FILE, "deadline: USR2", End(Ending.DEADLINE, "deadline: USR2")),
         (FILE, "preempted", End(Ending.PREEMPTED, "preempted")),

@@ -17,7 +17,7 @@ from shardway.launch.runs.verdict import CONSEQUENCES, decide
 from shardway.launch.schedulers.clients import CLIENTS, find_client, is_job_id
 from shardway.launch.schedulers.explain import explain_result
 from shardway.launch.schedulers.records import Asked, Explanation, JobRecord, Phase, SchedulerSilent
-from shardway.rundir.attempts import Ending, Result
+from shardway.rundir.attempts import BY_AGENT, Ending, Result
 from shardway.rundir.fields import read_fields
 
 _TOLD_BY_CODE = frozenset((Ending.CRASHED, Ending.LOST))
@@ -116,6 +116,14 @@ def _stand(entry: Entry, answers: dict[str, _Answer], asked: Asked) -> Standing:
         client = CLIENTS[scheduler]
         ending = client.explain_ending(record, asked) if result is None or result.by != "rank 0" else None
         why = client.explain_pending(record, asked) or ending
-    if why is None and result is not None and result.state in _TOLD_BY_CODE and not result.by.startswith("rank"):
+    if why is None and result is not None and _leaves_open(result):
         why = explain_result(result.state, result.exit_code, asked, result.reason)
     return Standing(entry, record, result, why, answer.silence if record is None else "")
+
+
+def _leaves_open(result: Result) -> bool:
+    """Whether there is more to tell than whoever wrote it could: a rank and its agent know why, but an agent does not
+    know how much memory the job asked for."""
+    if result.by == BY_AGENT:
+        return result.state is Ending.OUT_OF_MEMORY
+    return result.state in _TOLD_BY_CODE and not result.by.startswith("rank")

@@ -9,19 +9,14 @@ Times are those of CLOCK_MONOTONIC, which the processes of a host share. This mo
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
-import stat
 import struct
-import tempfile
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardway.ranks.progress import Activity
-from shardway.rundir.holding import hold_folder, take_left_folder
 
 VARIABLE = "SHARDWAY_PROGRESS"
 """Names the folder of the pages to the ranks that an agent starts."""
@@ -30,10 +25,6 @@ _LAYOUT = struct.Struct("<QqqqdQ")
 """Count of changes, process id, activity, steps done, since when (seconds), count of changes again."""
 
 _TRIES = 8
-_PREFIX = "shardway-pages-"
-_NEW_S = 60.0
-"""A folder that is younger may belong to an agent that has not locked it yet."""
-
 
 _ACTIVITIES = frozenset(Activity)
 """What a page that something else has written over does not say."""
@@ -97,34 +88,3 @@ def open_page(environ: Mapping[str, str], local_rank: int) -> PageWriter | None:
         return PageWriter(page_path(Path(folder), local_rank))
     except OSError:
         return None
-
-
-@contextlib.contextmanager
-def pages_folder() -> Iterator[Path]:
-    """A private folder for the pages of one start, in memory where the machine has that; gone afterwards.
-
-    Its agent holds a lock on it. Folders that nobody holds are those of agents that were killed, and go as well.
-    """
-    shared = Path("/dev/shm")
-    where = shared if shared.is_dir() and os.access(shared, os.W_OK) else None
-    sweep_folders(where or Path(tempfile.gettempdir()))
-    folders = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=where, ignore_cleanup_errors=True)
-    with folders as folder, hold_folder(Path(folder)):
-        yield Path(folder)
-
-
-def sweep_folders(where: Path) -> None:
-    """Remove the folders of this user that are older than a minute and that no agent holds."""
-    for folder in where.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            found = folder.lstat()
-            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and time.time() - found.st_mtime > _NEW_S:
-                _remove_if_left(folder)
-
-
-def _remove_if_left(folder: Path) -> None:
-    with take_left_folder(folder) as descriptor:
-        for name in os.listdir(descriptor):
-            if name.startswith(("rank-", "stacks-", "asked-", "record-")):
-                os.unlink(name, dir_fd=descriptor)
-        folder.rmdir()

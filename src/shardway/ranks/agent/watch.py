@@ -19,8 +19,9 @@ from pathlib import Path
 from types import TracebackType
 
 from shardway.ranks.agent.collectives import NOTHING, Heard, merge_heard
+from shardway.ranks.agent.folders import PAGES, private_folder
 from shardway.ranks.agent.hang import NOBODY, Behind, Hang, HangFinder, Sighting, find_behind, find_place
-from shardway.ranks.agent.page import page_path, pages_folder, read_page
+from shardway.ranks.agent.page import page_path, read_page
 from shardway.ranks.agent.patience import Patience
 from shardway.ranks.agent.recorder import ask_for_records
 from shardway.ranks.agent.stacks import Group, ask_for_stacks, group_stacks, merge_groups
@@ -162,7 +163,7 @@ def watched(
     if patience is None:
         yield Unwatched()
         return
-    with pages_folder() as folder, Watch(folder, ranks, patience, on_wake, share_s) as watch:
+    with private_folder(PAGES) as folder, Watch(folder, ranks, patience, on_wake, share_s) as watch:
         yield watch
 
 
