@@ -46,7 +46,7 @@ def _row(name: str, tried: Sequence[Note]) -> tuple[str, ...]:
     return (
         name,
         f"{len(well)} of {len(tried)}",
-        "yes" if alone == len(well) else "no" if not alone else f"{alone} times",
+        "-" if not well else "yes" if alone == len(well) else "no" if not alone else f"{alone} times",
         _spread([note.noticed_s for note in well], ".1f"),
         _spread([note.trains_s for note in well], ".1f"),
         _spread([note.steps_again for note in well], ".0f"),

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from shardway.cli import blame, local
 from shardway.cli.blame import Ended
 from shardway.cli.local import Alone, build_launch, pack_request, train_local
+from shardway.cli.over import has_come_to_its_end
 from shardway.cli.rank import read_packed
-from shardway.errors import Bug, Fenced, JobError, ShardwayError, SiteError, UserError
+from shardway.errors import Bug, Fenced, JobError, LateStop, ShardwayError, SiteError, UserError
 from shardway.ranks.agent.patience import Patience
 from shardway.ranks.failure import RankFailure
 from shardway.ranks.processes import LocalLaunch
@@ -316,6 +317,89 @@ def test_the_end_of_an_earlier_start_excuses_nobody(run: RunDir, monkeypatch: py
     with run.event_writer(0) as events:
         events.write("stopped", step=5, reason="the stop file asked for a stop", ending="stopped")
     assert "was ended by SIGKILL" in str(failing(run, Play(failures=[KILLED]), monkeypatch))
+
+
+LATE = Ended(lost=("node 1 (10.0.0.2)",))
+STOP = {"step": 5, "reason": "the stop file asked for a stop", "ending": "stopped"}
+SIGNAL = {"step": 5, "reason": "a signal asked rank 1 for a stop", "ending": "stopped", "failure": "signal"}
+SECOND = {"step": 5, "reason": "a second signal ended the run at once", "ending": "stopped"}
+
+
+@pytest.mark.parametrize(
+    ("ended", "events", "is_over"),
+    [
+        (Ended((KILLED,)), [("started", {}), ("stopped", STOP)], True),
+        (Ended((KILLED,)), [("started", {}), ("stopped", SIGNAL)], True),
+        (Ended((KILLED,)), [("started", {}), ("stopped", SECOND)], False),
+        (Ended((KILLED,)), [("started", {})], False),
+        (Ended((KILLED,)), [("started", {}), ("started", {}), ("stopped", STOP)], False),
+        (LATE, [("started", {}), ("stopped", STOP)], True),
+        (LATE, [("started", {}), ("finished", {"step": 5})], True),
+        (LATE, [("started", {}), ("stopped", SIGNAL)], False),
+    ],
+    ids=[
+        *("stopped", "stopped by a signal", "without a save", "in its middle", "another run has taken over"),
+        *("stopped, and a node lost", "finished, and a node lost", "its orphans asked for a stop"),
+    ],
+)
+def test_which_starts_had_come_to_their_end(
+    ended: Ended, events: list[tuple[str, dict[str, Any]]], is_over: bool, run: RunDir
+) -> None:
+    with run.event_writer(0) as writer:
+        writer.write("stopped", **STOP)  # of an earlier start
+        for name, facts in events:
+            writer.write(name, **facts)
+    assert has_come_to_its_end(run, 1, ended) is is_over
+
+
+def test_a_rank_that_does_not_leave_after_a_stop_changes_nothing(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def linger(run: RunDir, on_stop: Callable[[], None]) -> None:
+        run.write_status(state="stopped", reason="enough", step=5)
+        with run.event_writer(0) as events:
+            events.write("started", step=0)
+            events.write("stopped", **STOP)
+        raise LateStop("the stop took longer than run.stop_timeout")
+
+    assert train(run, Play(also=linger), monkeypatch, overrides=AGAIN)["state"] == "stopped"
+    assert (
+        "a rank did not leave in time, so all were ended after the run had come to its end" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "state", "failure"),
+    [
+        ("enough", Ending.STOPPED, ""),
+        ("deadline: USR2", Ending.DEADLINE, ""),
+        ("signal asked for a stop", Ending.STOPPED, "signal"),
+        (None, Ending.STOPPED, "signal"),
+    ],
+)
+def test_a_stop_before_ranks_could_hear_it_has_the_words_of_who_asked(
+    words: str | None, state: Ending, failure: str, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = run.path / "attempts/0001"
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("SHARDWAY_ATTEMPT_DIR", str(folder))
+    if words is not None:
+        run.request_stop(words)
+    resolution = resolve_request(Request(directory=run.path), 2, 2)
+    train_local(resolution, build_launch(resolution, 2), CalledOff(2, Reserve(None)))
+    result = run.attempt(1).read_result()
+    assert result is not None
+    assert (result.state, result.failure) == (state, failure)
+    assert result.reason in (words, f"a {words}", "a signal asked for a stop")
+    assert not run.stop_requested()
+
+
+@dataclass(frozen=True)
+class CalledOff(Alone):
+    """A crew of which a stop was asked for before all nodes were there."""
+
+    def start(self, run: RunDir, launch: LocalLaunch, patience: Patience | None) -> Ended:
+        return Ended(called_off=True)
 
 
 @dataclass(frozen=True)

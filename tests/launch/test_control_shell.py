@@ -346,6 +346,16 @@ def test_a_stop_by_a_person_cancels_later_attempts(chain: Chain) -> None:
 
 
 @pytest.mark.slow
+def test_a_signal_that_only_its_stop_file_tells_of_is_no_persons_wish(chain: Chain) -> None:
+    """Ranks were killed before they could say so themselves: the chain goes on, or the scheduler knows better."""
+    ran = chain.run(1, 'echo "signal asked for a stop" > "$SHARDWAY_STOP_FILE"; exit 137')
+    assert ran.state == "stopped"
+    result = chain.attempt(1).read_result()
+    assert result is not None
+    assert (result.failure, result.exit_code) == ("signal", 137)
+    assert chain.cancelled == []
+
+
 def test_a_script_that_is_stopped_frees_the_stop_file(tmp_path: Path) -> None:
     """Nobody else takes it away, and it would stop the next attempt."""
     chain = begin_chain(tmp_path, own=False)

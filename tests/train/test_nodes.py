@@ -5,8 +5,10 @@ The nodes are processes of this machine with loopback addresses of their own.
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ import pytest
 
 from commands import Command, Start, pacing, stalling, training_commands
 from runs import TINY, read_column, read_named, worst_difference
+from shardway.rundir.attempts import VARIABLE, Ending, Started
 from shardway.rundir.directory import RunDir
 
 pytestmark = pytest.mark.slow
@@ -143,6 +146,41 @@ def test_a_run_goes_on_where_the_node_that_led_is_lost(launch: Launch, start: St
     assert worst_difference(read_column(crew.run.path, "loss"), read_column(alone.path, "loss")) < 1e-5
 
 
+def test_a_run_goes_on_without_a_node_whose_agent_was_killed_and_not_its_ranks(launch: Launch) -> None:
+    """They ask for a stop, since nobody looks after them; it is no end for those that are left."""
+    crew = launch("crew", 2, *WORDS, "run.elastic=[1, 2]", environ=pacing(0.1))
+    crew.agents[0].wait_for_step(25)
+    crew.ranks_of(1)
+    psutil.Process(crew.agents[1].process.pid).kill()
+    crew.agents[0].finish()
+    assert crew.worlds() == [2, 1]
+    assert crew.run.read_status()["state"] == "finished"
+    assert len(set(read_column(crew.run.path, "step"))) == 120
+    assert crew.agents[0].left_alive() == []
+
+
+def test_an_agent_that_cannot_begin_ends_the_wait_of_the_others(start: Start, tmp_path: Path) -> None:
+    """In a job, where it can say so; and it is told as what it was, not as a stop."""
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/torch.py").write_text('raise ImportError("libcudart.so.13: cannot open shared object file")')
+    attempt = RunDir(tmp_path / "crew").attempt(1)
+    attempt.make()
+    attempt.write_started(Started("1", started=time.time()))
+    place = ("--nodes", "127.0.0.1 127.0.0.2", "--port", str(free_port()), "--node")
+    path = os.environ.get("PYTHONPATH", "")
+    good = {VARIABLE: str(attempt.path)}
+    bad = {**good, "PYTHONPATH": os.pathsep.join([str(tmp_path / "broken"), path])}
+    first = start("crew", *place, "0", *WORDS, environ=good)
+    second = start("crew", *place, "1", *WORDS, environ=bad)
+    assert second.end()[0] == 70
+    code, said = first.end()
+    assert code == 3
+    assert "of another node has ended this attempt: ImportError: libcudart.so.13" in said
+    result = attempt.read_result()
+    assert result is not None
+    assert (result.state, result.by, result.exit_code) == (Ending.CRASHED, "shardway train", 70)
+
+
 @pytest.mark.exhaustive
 def test_a_hang_on_another_node_names_what_the_ranks_of_this_one_wait_in(launch: Launch, tmp_path: Path) -> None:
     """And says where the ranks of both were: who waits is asked before it loses contact."""
@@ -155,6 +193,5 @@ def test_a_hang_on_another_node_names_what_the_ranks_of_this_one_wait_in(launch:
     assert " of ranks 0 and 1 (gloo), which rank 1 has not entered (the last one there was " in said
     (fault,) = [event for event in crew.run.all_events(1) if event["event"] == "fault" and event["kind"] == "Hang"]
     assert sorted(rank for group in fault["stacks"] for rank in group["ranks"]) == [0, 1]
-    assert crew.agents[1].process.poll() is None, "srun would end the first node before it had said all this"
     assert crew.agents[1].end()[0] == 4
     assert [agent.left_alive() for agent in crew.agents] == [[], []]

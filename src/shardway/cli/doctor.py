@@ -36,10 +36,13 @@ def doctor(
     wait: Annotated[str, typer.Option("--wait", help="How long ranks wait for each other (default 60s).")] = "",
 ) -> int:
     """Look whether this machine, or each node of this job, is fit to train, and say what to do where it is not."""
+    from shardway.ranks.cores import bind_to_cores
     from shardway.ranks.doctor import summary
     from shardway.ranks.doctor.examine import examine
     from shardway.ranks.doctor.surroundings import look_around
 
+    if why := bind_to_cores(os.environ):  # as the ranks of a training that starts here
+        typer.echo(why, err=True)
     wait_s = _read_wait(wait, _QUICK_WAIT_S if preflight else _WAIT_S)
     profile, wanted = _try_demands(words, site, directory) if preflight else _read_demands(words, site, directory)
     limit_s = _QUICK_GPU_S if preflight else _GPU_S

@@ -11,16 +11,18 @@ import json
 import os
 import sys
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
 from typing import Any, NoReturn, Protocol
 
 from shardway.cli.blame import Blame, Ended, find_blame
+from shardway.cli.over import has_come_to_its_end, name_trouble
 from shardway.errors import Fenced, JobError, LateStop, ShardwayError, SiteError, UserError, render_reason
 from shardway.ranks.agent.hang import Hang
 from shardway.ranks.agent.patience import Patience, read_patience
 from shardway.ranks.agent.policy import Failure, Verdict, decide
 from shardway.ranks.agent.watch import watched
+from shardway.ranks.agreement import Decision
 from shardway.ranks.attempt import describe_error, find_attempt, sign_failure, tell_end, tell_fault
+from shardway.ranks.cores import VARIABLE as MASKS
 from shardway.ranks.local import run_local
 from shardway.ranks.processes import LocalLaunch
 from shardway.ranks.signals import STOP_SIGNALS, find_received
@@ -33,6 +35,7 @@ from shardway.rundir.line import LOCAL, read_line
 from shardway.rundir.local import find_local_run
 from shardway.rundir.run_id import find_run_id
 from shardway.runfile.machine import RunSection
+from shardway.train.ending import find_end
 
 ASKED = "a signal asked for a stop"
 _STOPS = tuple(number.name for number in STOP_SIGNALS)
@@ -90,13 +93,20 @@ def build_launch(resolution: Resolution, ranks: int) -> LocalLaunch:
     return LocalLaunch(
         ranks=ranks,
         module="shardway.cli.rank",
-        # Who starts them has set aside what was there, so that what the ranks print does not move with it.
-        arguments=[pack_request(replace(resolution.request, fresh=False))],
+        arguments=[pack_request(_as_rank(resolution))],
         log_folder=run.log_folder,
         threads=int(settings.threads),
         stop_path=run.stop_path,
         stop_timeout_s=settings.stop_timeout,
     )
+
+
+def _as_rank(resolution: Resolution) -> Request:
+    """What a rank is asked for. Who starts them has set aside what was there, so that what the ranks print does not
+    move with it; and a rank that is bound to its own cores could not tell that it need not share them."""
+    request, threads = resolution.request, int(resolution.resolved.values.run.threads)
+    further = (f"run.threads={threads}",) if MASKS in os.environ else ()
+    return replace(request, fresh=False, overrides=(*request.overrides, *further))
 
 
 def train_local(resolution: Resolution, launch: LocalLaunch, crew: Crew) -> dict[str, Any]:
@@ -156,10 +166,11 @@ def _tell_good_end(run: RunDir, attempt: Attempt) -> None:
 def _end_early(run: RunDir, attempt: Attempt | None) -> None:
     """A stop that no rank could obey: none was there yet, or they began and did not listen yet."""
     run.create()
+    end = find_end(Decision(ASKED), run.stop_reason() if run.stop_requested() else None)
     run.clear_stop()
-    _mark_ended(run, "stopped", ASKED, where_missing=True)
+    _mark_ended(run, "stopped", end.reason, where_missing=True)
     if attempt is not None:
-        tell_end(attempt, Result(Ending.STOPPED, ASKED, run.read_step(), failure=BY_SIGNAL, by=BY_AGENT))
+        tell_end(attempt, Result(end.state, end.reason, run.read_step(), failure=end.failure, by=BY_AGENT))
 
 
 def _why_refused(run: RunDir) -> str:
@@ -172,38 +183,26 @@ def _run_once(run: RunDir, launch: LocalLaunch, patience: Patience | None, crew:
     """Run the ranks to their end; the error of who failed first, or None."""
     marks = {rank: sum(1 for _ in run.all_events(rank)) for rank in range(crew.ranks)}
     try:
-        ended = crew.start(run, launch, patience)
-    except (LateStop, UserError, SiteError) as error:
-        return Blame(error)
+        ended, error = crew.start(run, launch, patience), None
+    except (UserError, SiteError) as refusal:
+        return Blame(refusal)
+    except LateStop as late:
+        ended, error = Ended(), late
     if ended.called_off:
         _end_early(run, find_attempt(os.environ))
         return None
-    if ended.is_well:
+    if ended.is_well and error is None:
         return None
-    if _has_come_to_its_end(run, marks[0]):
-        print(f"{_name_trouble(ended)} after the run had come to its end; nothing of it is lost", file=sys.stderr)
+    if has_come_to_its_end(run, marks[0], ended):
+        print(f"{name_trouble(ended)} after the run had come to its end; nothing of it is lost", file=sys.stderr)
         return None
+    if error is not None:
+        return Blame(error)
     ends_early = bool(ended.failures) and ended.failures[0].signal_name in _STOPS and run.stop_requested()
     if ends_early and run.find_writer() is None:
         _end_early(run, find_attempt(os.environ))
         return None
     return find_blame(run, ended, marks)
-
-
-def _has_come_to_its_end(run: RunDir, mark: int) -> bool:
-    """Whether rank 0 has recorded an end in this start, by when all is saved: who fails while it leaves does no harm,
-    and ranks that started again would train on after a stop."""
-    return any(event["event"] in ("stopped", "finished") for event in islice(run.all_events(0), mark, None))
-
-
-def _name_trouble(ended: Ended) -> str:
-    if ended.found is not None:
-        return ended.found.hang.message
-    if ended.lost:
-        return f"{' and '.join(ended.lost)} did not answer any more"
-    first = ended.failures[0]
-    how = f"was ended by {first.signal_name}" if first.signal_name else f"left with exit code {first.exit_code}"
-    return f"rank {first.rank} (process {first.pid}) {how}"
 
 
 def tell_wake(hang: Hang) -> None:

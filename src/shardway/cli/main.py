@@ -20,7 +20,7 @@ import typer
 from shardway import __version__
 from shardway.cli.verbs import Verbs
 from shardway.errors import Bug, ShardwayError, legible
-from shardway.ranks.leave import LastExit
+from shardway.ranks.leave import LastExit, flush_output
 
 EXIT_KILLED = 130
 
@@ -69,8 +69,7 @@ def leave(code: int, last: LastExit, *, at_once: bool = False) -> None:
     call comes back while the interpreter ends, C++ ends the process with SIGABRT.
     """
     try:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
     except OSError:
         os._exit(code)
     if code or at_once:

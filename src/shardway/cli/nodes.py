@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,6 +34,7 @@ from shardway.ranks.processes import LocalLaunch, Seats
 from shardway.ranks.signals import find_received
 from shardway.ranks.spares import Reserve
 from shardway.resolve.request import Resolution, resolve_request
+from shardway.rundir.attempts import Result
 from shardway.rundir.directory import RunDir
 from shardway.units import render_seconds
 
@@ -42,6 +44,8 @@ ELASTIC_S = 60.0
 """How long a run that may start with fewer nodes waits for all of them."""
 REGATHER_S = 150.0
 """How long nodes may take to be ready again after a failure: longer than ranks take to be killed."""
+JOIN_S = 10.0
+"""How long a node that looks for the first one does so before it looks whether that has given up."""
 _INTERRUPTED = 130
 
 
@@ -109,10 +113,12 @@ class Led:
         """The nodes of the next start; none where a stop was asked for before enough of them were there."""
 
         def is_called_off() -> bool:
-            return run.stop_requested() or find_received() is not None
+            return run.stop_requested() or find_received() is not None or find_told() is not None
 
         wait_s = REGATHER_S if self.lead.has_begun else self.first_wait_s
         free = self.lead.gather(wait_s, is_called_off)
+        if len(free) < self.least and (told := find_told()) is not None:
+            raise SiteError(f"{told.by} of another node has ended this attempt: {told.reason}")
         if len(free) < self.least and is_called_off():
             return ()
         if len(free) < self.least:
@@ -180,7 +186,7 @@ def _follow(resolution: Resolution, nodes: Place) -> dict[str, Any] | int:
     resolution = replace(resolution, request=replace(resolution.request, fresh=False))  # who leads has seen to it
     wait_s, leader = resolution.resolved.values.run.start_timeout, 0
     try:
-        board = join_board(nodes.addresses[0], nodes.port, len(nodes.addresses), wait_s)
+        board = _join_first(nodes, wait_s)
     except Unreachable as error:
         raise SiteError(
             f"{nodes.name(nodes.node)} could not meet {nodes.name(0)} at port {nodes.port} within "
@@ -198,6 +204,25 @@ def _follow(resolution: Resolution, nodes: Place) -> dict[str, Any] | int:
         leader, board = successor
 
 
+def _join_first(nodes: Place, wait_s: float) -> Board:
+    """The board of the first node, which may begin later than this one, unless it has said how the attempt ended.
+    Raises Unreachable."""
+    until = time.monotonic() + wait_s
+    while True:
+        left = until - time.monotonic()
+        try:
+            return join_board(nodes.addresses[0], nodes.port, len(nodes.addresses), max(1.0, min(JOIN_S, left)))
+        except Unreachable:
+            if left <= JOIN_S or find_told() is not None:
+                raise
+
+
+def find_told() -> Result | None:
+    """How the attempt ended, where somebody has said it: an agent that could not begin, for one."""
+    attempt = find_attempt(os.environ)
+    return attempt.read_result() if attempt is not None else None
+
+
 def _obey(resolution: Resolution, nodes: Place, follow: Follow, leader: int) -> int | None:
     """Do what the one who leads says; the exit code of the whole, or None once nobody leads."""
     run, launch = resolution.directory, _launch(resolution, nodes)
@@ -207,8 +232,6 @@ def _obey(resolution: Resolution, nodes: Place, follow: Follow, leader: int) -> 
         while (news := follow.await_order(start, lambda: _pass_on(run))) is not None:
             if news.code is not None:
                 follow.say(State.LEFT, start, NOBODY)
-                if news.code:
-                    follow.outlive_leader()
                 return news.code
             start = news.start
             seats = _seat(nodes, news, leader)

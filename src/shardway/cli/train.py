@@ -18,7 +18,7 @@ import typer
 
 from shardway.cli.config import resolution_facts
 from shardway.cli.options import DirOption, JsonOption, NprocOption, Words, read_request
-from shardway.errors import ShardwayError, UserError
+from shardway.errors import Bug, ShardwayError, UserError
 from shardway.ranks.place import Place
 from shardway.ranks.signals import SignalWatch
 from shardway.rundir.attempts import BY_AGENT
@@ -138,8 +138,11 @@ def _failure_told() -> Iterator[None]:
     attempt = find_attempt(os.environ) if not has_restarts_left(os.environ) else None
     try:
         yield
-    except ShardwayError as error:
-        tell_fault(attempt, BY_AGENT, describe_error(error))
+    except (typer.Exit, typer.Abort):
+        raise
+    except Exception as error:  # a library that is not there on one node, for instance: the other nodes wait for it
+        told = error if isinstance(error, ShardwayError) else Bug(f"{type(error).__name__}: {error}")
+        tell_fault(attempt, BY_AGENT, describe_error(told))
         raise
 
 

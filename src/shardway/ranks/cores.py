@@ -11,6 +11,7 @@ Sources: sched_setaffinity(2); srun(1), "--cpu-bind=mask_cpu".
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping
 
@@ -25,10 +26,12 @@ def bind_to_cores(environ: Mapping[str, str]) -> str:
         return ""
     local = environ.get("LOCAL_RANK", "")
     try:
-        cores = _read_mask(masks.split(",")[int(local)])
+        every = masks.split(",")
+        cores = _read_mask(every[int(local) % len(every)])  # as srun does where there are more ranks than masks
         for thread in _list_threads():
-            os.sched_setaffinity(thread, cores)
-    except (OSError, ValueError, IndexError) as error:
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.sched_setaffinity(thread, cores)
+    except (OSError, ValueError) as error:
         return f"local rank {local} is bound to no cores: {error}; {VARIABLE}={masks}"
     return ""
 

@@ -58,12 +58,21 @@ class LastExit:
         self._code = code
 
     def _leave(self) -> None:
-        if self._code is None:
+        if self._code is None or "torch" not in sys.modules:
             return
+        import ctypes
+
         with contextlib.suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
+            flush_output()
+        ctypes.CDLL(None).fflush(None)  # what libraries of C have printed
         os._exit(self._code)
+
+
+def flush_output() -> None:
+    """What was printed leaves this process; a stream may be closed. Raises OSError."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
 
 
 def leave_now(words: str, code: int) -> None:

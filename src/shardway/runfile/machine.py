@@ -23,16 +23,16 @@ class RunSection(Section):
     hang_timeout: SecondsField | Auto | Off = key(
         "auto",
         "How long a rank may do nothing before it is taken to hang and the ranks start again; auto = three times what "
-        "its activity usually takes and 5 s, and a minute more where it waits for files (`shardway train --nproc`).",
+        "its activity usually takes and 5 s, and a minute more where it waits for files (under an agent).",
     )
     restarts: NonNegativeInt | Auto = key(
         "auto",
-        "How often ranks start again after a failure; auto = while checkpoints get newer (`shardway train --nproc`).",
+        "How often ranks start again after a failure; auto = while checkpoints get newer (under an agent).",
     )
     spares: SecondsField | Auto | Off = key(
         "auto",
         "How long after the first step spare processes are started, which import torch and wait, so that ranks start "
-        "again sooner; auto = a minute, where memory is left; off = none (`shardway train --nproc`).",
+        "again sooner; auto = a minute, where memory is left; off = none (under an agent).",
     )
     elastic: ElasticField = key(
         "off",

@@ -37,7 +37,7 @@ def find_end(decision: Decision, stop_file: str | None, deadline: str = "") -> E
     `stop_file` is what the stop file says (None: there is none), `deadline` how the clock stands.
     """
     if stop_file is not None:
-        if stop_file.startswith(BY_SIGNAL):
+        if stop_file.startswith(f"{BY_SIGNAL} "):
             return End(Ending.STOPPED, f"a {stop_file}", BY_SIGNAL)
         return End(read_words(stop_file), stop_file or decision.stop_reason)
     if decision.deadline:

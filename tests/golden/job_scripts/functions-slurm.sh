@@ -79,11 +79,21 @@ note_start() {
   } | whole "$here/started.json"
   say "attempt $attempt is job $job on ${nodes[*]}"
 }
-# check_stop: somebody may have asked for a stop while the job was queued
-check_stop() {
+# read_stop: what the stop file asks for: stopped, where a person wants it, or the word of whoever was warned; else nothing
+read_stop() {
   [ -e "$run/stop" ] || return 0
   case $(head -n 1 "$run/stop") in
-    deadline* | preempted* | signal*) rm -f "$run/stop"; return 0 ;; # meant for the attempt before
+    deadline*) echo deadline ;;
+    preempted*) echo preempted ;;
+    "signal "*) echo signal ;;
+    *) echo stopped ;;
+  esac
+}
+# check_stop: somebody may have asked for a stop while the job was queued
+check_stop() {
+  case $(read_stop) in
+    stopped) ;;
+    *) rm -f "$run/stop"; return 0 ;; # there is none, or it was meant for the attempt before
   esac
   write_result "$attempt" stopped "a stop was asked for before it began"
   say "nothing to do: a stop was asked for"
@@ -112,8 +122,8 @@ wait_for() {
 # finish: says how the attempt ended, unless a rank has, and ends the job
 finish() {
   local state reason="the program ended with exit code $status"
-  case ${asked:-$([ ! -e "$run/stop" ] || echo stopped)}-$status in
-    deadline-*) write_result "$attempt" deadline "asked to stop, $reason" "$status" ;;
+  case ${asked:-$(read_stop)}-$status in
+    deadline-* | preempted-*) write_result "$attempt" "${asked:-$(read_stop)}" "asked to stop, $reason" "$status" ;;
     signal-*) write_result "$attempt" stopped "after SIGTERM $reason" "$status" signal ;;
     stopped-*) write_result "$attempt" stopped "asked to stop, $reason" "$status" ;;
     -0) write_result "$attempt" finished "$reason" 0 ;;

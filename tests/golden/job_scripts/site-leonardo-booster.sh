@@ -75,7 +75,7 @@ main() {
   # variables of the job, for ranks that do not inherit them; no secrets
   declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PYTHONUNBUFFERED HF_HUB_OFFLINE TRANSFORMERS_OFFLINE HF_DATASETS_OFFLINE WANDB_MODE NCCL_IB_TIMEOUT > "$here/environment.sh" 2> /dev/null
   # the ranks, and how they ended
-  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 --kill-on-bad-exit=1 \
+  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 --kill-on-bad-exit=0 --wait=0 \
     singularity exec --nv --bind /scratch/alice/runs/base:/scratch/alice/runs/base \
     --bind /home/alice/code:/home/alice/code --pwd /home/alice/code /images/torch.sqsh bash -c \
     '. "$0" && exec "$@"' "$here/environment.sh" bash -c 'exec python3 "$@" --nproc 4 \

@@ -68,8 +68,8 @@ main() {
 
   # --- run
   # the ranks, and how they ended
-  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=48 --kill-on-bad-exit=1 bash -c \
-    'exec python3 "$@" --nproc 2 \
+  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=48 --kill-on-bad-exit=0 --wait=0 bash \
+    -c 'exec python3 "$@" --nproc 2 \
       --nodes "$SHARDWAY_NODES" --node "$SLURM_NODEID" --port "$MASTER_PORT"' \
     agent -m shardway train /scratch/alice/runs/base/attempts/0001/run.toml --dir \
     /scratch/alice/runs/base &

@@ -72,8 +72,8 @@ main() {
   # variables of the job, for ranks that do not inherit them; no secrets
   declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PYTHONUNBUFFERED > "$here/environment.sh" 2> /dev/null
   # the ranks, and how they ended
-  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 --kill-on-bad-exit=1 ch-run \
-    --bind /scratch/alice/runs/base:/scratch/alice/runs/base --bind /data:/data \
+  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 --kill-on-bad-exit=0 --wait=0 \
+    ch-run --bind /scratch/alice/runs/base:/scratch/alice/runs/base --bind /data:/data \
     --cd /scratch/alice/runs/base/attempts/0001/code /images/torch.sqfs -- bash -c \
     '. "$0" && exec "$@"' "$here/environment.sh" bash -c 'exec python3 "$@" --nproc 4 \
       --nodes "$SHARDWAY_NODES" --node "$SLURM_NODEID" --port "$MASTER_PORT"' \

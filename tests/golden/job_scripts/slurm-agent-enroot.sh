@@ -76,10 +76,10 @@ main() {
     words=(); until [ "$1" = -- ]; do words+=("$1"); shift; done
     exec "${words[@]}" "$0-$(uname -n)" "${@:2}"'
   # the container of this job, on every node
-  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 --kill-on-bad-exit=1 \
+  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 --kill-on-bad-exit=0 --wait=0 \
     bash -c "$named" "shardway-$SHARDWAY_JOB" enroot create --name -- /images/torch.sqsh || fail 'the container could not be created'
   # the ranks, and how they ended
-  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 --kill-on-bad-exit=1 \
+  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 --kill-on-bad-exit=0 --wait=0 \
     bash -c "$named" "shardway-$SHARDWAY_JOB" enroot start --root --rw \
     --mount /scratch/alice/runs/base:/scratch/alice/runs/base:x-create=auto,rbind \
     --mount /data:/data:x-create=auto,rbind,ro --mount /etc/hosts:/etc/hosts:x-create=auto,rbind,ro \
@@ -92,7 +92,7 @@ main() {
 
   # --- end
   # the container is not needed any more
-  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 --kill-on-bad-exit=1 \
+  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 --kill-on-bad-exit=0 --wait=0 \
     bash -c "$named" "shardway-$SHARDWAY_JOB" enroot remove --force --
   # how this attempt ended, and what comes next
   finish

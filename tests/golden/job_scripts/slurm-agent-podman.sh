@@ -75,7 +75,7 @@ main() {
   ipc=(--ipc=host)
   [ -e /dev/mqueue ] || ipc=(--ipc=private --volume=/dev/shm:/dev/shm)
   # the ranks, and how they ended
-  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 --kill-on-bad-exit=1 \
+  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 --kill-on-bad-exit=0 --wait=0 \
     podman run --rm --network=host --security-opt=label=disable "${ipc[@]}" \
     --device nvidia.com/gpu=all --env 'SLURM_*' --env 'PMI_*' --env 'PMIX_*' --env 'OMPI_*' \
     --volume /scratch/alice/runs/base:/scratch/alice/runs/base --volume /data:/data:ro \

@@ -72,7 +72,7 @@ main() {
   # variables of the job, for ranks that do not inherit them; no secrets
   declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PYTHONUNBUFFERED > "$here/environment.sh" 2> /dev/null
   # the ranks, and how they ended
-  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 --kill-on-bad-exit=1 \
+  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 --kill-on-bad-exit=0 --wait=0 \
     --container-image=/images/torch.sqsh \
     --container-mounts=/scratch/alice/runs/base:/scratch/alice/runs/base,/data:/data:ro \
     --container-workdir=/scratch/alice/runs/base/attempts/0001/code bash -c '. "$0" && exec "$@"' \

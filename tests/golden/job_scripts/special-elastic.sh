@@ -86,8 +86,8 @@ main() {
     /scratch/alice/runs/base > "$here/log/doctor.out" 2>&1
   ! grep -E "(warn|fail) " "$here/log/doctor.out" || say "this is what the doctor found; all of it is in $here/log/doctor.out"
   # the ranks, and how they ended
-  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 --kill-on-bad-exit=0 --no-kill bash \
-    -c 'exec python3 "$@" --nproc 4 \
+  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 --kill-on-bad-exit=0 --wait=0 \
+    --no-kill bash -c 'exec python3 "$@" --nproc 4 \
       --nodes "$SHARDWAY_NODES" --node "$SLURM_NODEID" --port "$MASTER_PORT"' \
     agent -m shardway train /scratch/alice/runs/base/attempts/0001/run.toml --dir \
     /scratch/alice/runs/base &

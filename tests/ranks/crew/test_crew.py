@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 import pytest
@@ -10,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardway.ranks.agent.hang import NOBODY, Behind
-from shardway.ranks.crew import follow
 from shardway.ranks.crew.board import Unreachable
 from shardway.ranks.crew.follow import Follow
 from shardway.ranks.crew.lead import Lead
@@ -218,19 +216,6 @@ def test_silence_grows_by_what_the_observer_lived_through() -> None:
     roll.look({1: 6}, 1011.0)
     assert not roll.is_lost(1)
     assert not roll.is_lost(2)
-
-
-@pytest.mark.parametrize("is_gone", [True, False])
-def test_one_that_follows_lets_the_one_that_leads_leave_first(is_gone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And does not wait for ever for one that stays."""
-    monkeypatch.setattr(follow, "FAREWELL_S", 0.2 if not is_gone else 60.0)
-    board = MemoryBoard()
-    last = Follow(board, 1)  # type: ignore[arg-type]
-    board.is_gone = is_gone
-    last.look(Note())
-    began = time.monotonic()
-    last.outlive_leader()
-    assert (time.monotonic() - began < 0.2) is is_gone
 
 
 ACTS = st.lists(

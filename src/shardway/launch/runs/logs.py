@@ -229,7 +229,7 @@ def _files_of_node(host: Host, attempt: Attempt, node: int) -> list[str]:
     if not files:
         raise UserError(
             f"attempt {attempt.number} has no output of node {node} by itself.\n"
-            "  torchrun and ft_launcher keep such files; with srun and mpirun all of it is in the job's output: "
+            "  Agents, torchrun and ft_launcher keep such files; of srun and mpirun all of it is in the job's output: "
             "`shardway logs --job --rank R`."
         )
     return files

@@ -12,17 +12,14 @@ from __future__ import annotations
 from shardway.launch.job import Job
 from shardway.launch.schedulers.base import SchedulerScript
 from shardway.launch.script import quote_all, quote_shell
-from shardway.launch.starters.base import Started
-
-_MASKS = "SHARDWAY_CPU_MASKS"
-"""By which the ranks know their cores (`ranks.cores`), since srun binds the agent alone."""
+from shardway.launch.starters.base import Started, name_cores
 
 
 def start(job: Job, scheduler: SchedulerScript) -> Started:
     """One agent on each node."""
     each_node = scheduler.each_node(job)
     lines = (
-        *([f"export {_MASKS}={','.join(job.start.masks)}"] if job.start.masks else []),
+        *name_cores(job),
         f'exec python3 "$@" --nproc {job.shape.ranks_per_node} \\',
         f'    --nodes "$SHARDWAY_NODES" --node "{each_node.index}" --port "$MASTER_PORT"',
     )

@@ -25,3 +25,9 @@ class Started:
 
 
 Starter = Callable[[Job, SchedulerScript], Started]
+
+
+def name_cores(job: Job) -> tuple[str, ...]:
+    """The line of shell by which ranks of one agent a node know their cores (`ranks.cores`), since the scheduler binds
+    the agent alone; none where the site does not bind ranks."""
+    return (f"export SHARDWAY_CPU_MASKS={','.join(job.start.masks)}",) if job.start.masks else ()

@@ -16,7 +16,7 @@ from __future__ import annotations
 from shardway.launch.job import Job
 from shardway.launch.schedulers.base import SchedulerScript
 from shardway.launch.script import quote_all, quote_shell
-from shardway.launch.starters.base import Started
+from shardway.launch.starters.base import Started, name_cores
 
 SHOWN_RANKS = 16
 """A larger job shows the output of one rank of each node; that of each rank is in its own file in any case."""
@@ -47,6 +47,7 @@ def _agent(job: Job, index: str, module: str, further: tuple[str, ...]) -> str:
     lines = (
         f"node={index}; addresses=($SHARDWAY_NODES); host=false",
         "  [ $node != 0 ] || host=true",
+        *(f"  {line}" for line in name_cores(job)),
         '  export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="\\${rank}: "',
         f"  exec python3 -m {module} --nnodes={shape.nodes} --nproc-per-node={shape.ranks_per_node} \\",
         '    --rdzv-backend=c10d --rdzv-id="$SHARDWAY_JOB" --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" \\',

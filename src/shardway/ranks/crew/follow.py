@@ -17,8 +17,6 @@ from shardway.ranks.crew.notes import News, Note, Outcome, State
 from shardway.ranks.crew.roll import Roll
 
 PAUSE_S = 0.05
-FAREWELL_S = 5.0
-"""How long one that follows waits for the one that leads to be gone."""
 
 
 class Follow:
@@ -92,12 +90,3 @@ class Follow:
                 return news
             time.sleep(PAUSE_S)
         return None
-
-    def outlive_leader(self) -> None:
-        """Wait until the one that leads is gone, or FAREWELL_S.
-
-        It has still to say how all ended, and srun ends it as soon as another task of the step has failed.
-        """
-        until = self._clock() + FAREWELL_S
-        while self._clock() < until and not self.is_alone():
-            time.sleep(PAUSE_S)

@@ -86,10 +86,17 @@ def srun(job: Job, tasks_per_node: int) -> tuple[str, ...]:
         f"--ntasks={job.shape.nodes * tasks_per_node}",
         f"--ntasks-per-node={tasks_per_node}",
         *([f"--cpus-per-task={max(1, cores)}"] if cores else []),
-        *(("--kill-on-bad-exit=0", "--no-kill") if job.elastic else ("--kill-on-bad-exit=1",)),
+        *_on_a_bad_end(job),
         *map(quote, job.start.srun_options),
     ]
     return tuple(words)
+
+
+def _on_a_bad_end(job: Job) -> tuple[str, ...]:
+    """Agents see by themselves that one of them is gone; srun would tell the others by SIGTERM, which means a stop."""
+    if job.starter != "agent":
+        return ("--kill-on-bad-exit=1",)
+    return ("--kill-on-bad-exit=0", "--wait=0", *(("--no-kill",) if job.elastic else ()))
 
 
 def _each_node(job: Job) -> EachNode:
