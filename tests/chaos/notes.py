@@ -12,11 +12,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from faults.strike import Struck
 
-from shardway.rundir.directory import RunDir
+if TYPE_CHECKING:  # the table is made where no fault is
+    from faults.strike import Struck
+
+    from shardway.rundir.directory import RunDir
 
 FILE = "SHARDWAY_CHAOS_NOTES"
 """Names the file that lines are added to."""

@@ -42,10 +42,16 @@ def test_what_is_no_error_ends_with_0() -> None:
     assert run_guarded(lambda: 3) == 3
 
 
-def test_a_second_signal_ends_with_130(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("verb", "word"), [("train", "second signal"), ("logs", "signal")])
+def test_a_signal_ends_with_130(
+    verb: str, word: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of those who heed the first one it was the second."""
+    monkeypatch.setattr("sys.argv", ["shardway", verb])
+    monkeypatch.delitem(sys.modules, "shardway.train.recipe", raising=False)
     assert ending(KeyboardInterrupt()) == 130
     assert ending(typer.Abort()) == 130
-    assert capsys.readouterr().err == "shardway: ended at once by a second signal\n" * 2
+    assert capsys.readouterr().err == f"shardway: ended at once by a {word}\n" * 2
 
 
 def test_a_defect_shows_where_it_is_and_asks_for_a_report(capsys: pytest.CaptureFixture[str]) -> None:

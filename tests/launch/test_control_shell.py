@@ -605,5 +605,5 @@ def test_the_wall_time_of_this_machine_ends(tmp_path: Path) -> None:
     chain.cluster.write("program", 'touch "$FAKES/running"; ' + WAIT_FOR_STOP + "exit 5")
     local.submit()
     result = local.settle(1)
-    assert (result.state, result.failure) == ("stopped", "signal")
+    assert (result.state, result.failure) == ("deadline", "")
     wait_until(lambda: not list_processes(str(tmp_path)))

@@ -89,7 +89,8 @@ def run_guarded(work: Callable[[], object]) -> int:
     except ShardwayError as error:
         return report_error(error)
     except (KeyboardInterrupt, typer.Abort):
-        print("shardway: ended at once by a second signal", file=sys.stderr)
+        heeds_the_first = sys.argv[1:2] == ["train"] or "shardway.train.recipe" in sys.modules
+        print(f"shardway: ended at once by a {'second ' if heeds_the_first else ''}signal", file=sys.stderr)
         return EXIT_KILLED
     except SystemExit as error:
         if not isinstance(error.__context__, BrokenPipeError):

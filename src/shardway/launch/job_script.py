@@ -133,7 +133,7 @@ def _names(job: Job) -> tuple[Line, ...]:
 def _functions(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
     control = list(_IN_EVERY_SCRIPT)
     if job.scheduler == "local" or (job.warn_s and not scheduler.warns):
-        control.append("in_time")
+        control += ["in_time", "tell_script"]
     if job.chain.until_done:
         control += [*_OF_A_CHAIN, *([] if job.chain.ahead else ["queue_next"])]
     return (
@@ -158,7 +158,7 @@ def _begin(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
         Line("trap 'ask_to_stop signal SIGTERM came, as schedulers send it before they kill' TERM"),
     ]
     if job.warn_s and not scheduler.warns:
-        clock = f"in_time $((deadline - started - {round(job.warn_s)})) kill -USR2 $$"
+        clock = f"in_time $((deadline - started - {round(job.warn_s)})) tell_script USR2"
         lines.append(Line(clock, "warns this script before the wall-time ends, which the scheduler does not"))
     return tuple(lines)
 

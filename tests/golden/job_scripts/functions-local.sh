@@ -30,10 +30,10 @@ write_result() {
   ln "$folder/.result.$$" "$folder/result.json" 2>/dev/null # refuses where a rank was quicker
   rm -f "$folder/.result.$$"
 }
-# ask_to_stop STATE REASON: touches the stop file, which rank 0 looks for between steps
+# ask_to_stop STATE REASON: touches the stop file, which rank 0 looks for between steps; who has asked before is obeyed
 ask_to_stop() {
   [ -e "$run/stop" ] || printf '%s\n' "$*" | whole "$run/stop"
-  asked=$1
+  asked=$(read_stop | grep . || printf '%s' "$1")
 }
 # cancel_later REASON: takes the links of the chain after this one out of the queue, up to what a person has resumed
 cancel_later() {
@@ -150,6 +150,13 @@ in_time() {
   ) > /dev/null 2>&1 &
   clocks+=($!)
   trap 'kill "${clocks[@]}" 2>/dev/null' EXIT
+}
+# tell_script SIGNAL: to this script, from a clock of it; where the script was killed its number may be another's by now
+tell_script() {
+  local line="" fields
+  { IFS= read -r -d '' line < "/proc/$BASHPID/stat"; } 2>/dev/null
+  read -ra fields <<< "${line##*) }"
+  [ "${fields[1]-}" != $$ ] || kill -"$1" $$
 }
 # leave REASON: ends this job, which has nothing to do
 leave() {
@@ -268,8 +275,13 @@ begin() {
   nodes=("$(hostname)")
   started=$(date +%s)
   deadline=$((started + walltime))
-  in_time "$walltime" kill -TERM $$
+  in_time "$walltime" end_time
   in_time $((walltime + 30)) kill_job "$job"
+}
+# end_time: the wall-time is over; there is no scheduler that could say so
+end_time() {
+  ask_to_stop deadline the wall-time is over
+  tell_script TERM
 }
 # ask_ending JOB: a process leaves no record of how it ended
 ask_ending() { echo lost; }

@@ -51,7 +51,7 @@ main() {
   trap 'ask_to_stop deadline the wall-time is about to end' USR2
   trap 'ask_to_stop signal SIGTERM came, as schedulers send it before they kill' TERM
   # warns this script before the wall-time ends, which the scheduler does not
-  in_time $((deadline - started - 600)) kill -USR2 $$
+  in_time $((deadline - started - 600)) tell_script USR2
 
   # --- what the ranks find
   # Python and its packages

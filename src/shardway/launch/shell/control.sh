@@ -36,10 +36,10 @@ write_result() {
   rm -f "$folder/.result.$$"
 }
 
-#: ask_to_stop STATE REASON: touches the stop file, which rank 0 looks for between steps
+#: ask_to_stop STATE REASON: touches the stop file, which rank 0 looks for between steps; who has asked before is obeyed
 ask_to_stop() {
   [ -e "$run/stop" ] || printf '%s\n' "$*" | whole "$run/stop"
-  asked=$1
+  asked=$(read_stop | grep . || printf '%s' "$1")
 }
 
 #: cancel_later REASON: takes the links of the chain after this one out of the queue, up to what a person has resumed
@@ -223,6 +223,14 @@ read_stop() {
     "signal "*) echo signal ;;
     *) echo stopped ;;
   esac
+}
+
+#: tell_script SIGNAL: to this script, from a clock of it; where the script was killed its number may be another's by now
+tell_script() {
+  local line="" fields
+  { IFS= read -r -d '' line < "/proc/$BASHPID/stat"; } 2>/dev/null
+  read -ra fields <<< "${line##*) }"
+  [ "${fields[1]-}" != $$ ] || kill -"$1" $$
 }
 
 #: check_stop: somebody may have asked for a stop while the job was queued

@@ -12,8 +12,14 @@ begin() {
   nodes=("$(hostname)")
   started=$(date +%s)
   deadline=$((started + walltime))
-  in_time "$walltime" kill -TERM $$
+  in_time "$walltime" end_time
   in_time $((walltime + 30)) kill_job "$job"
+}
+
+#: end_time: the wall-time is over; there is no scheduler that could say so
+end_time() {
+  ask_to_stop deadline the wall-time is over
+  tell_script TERM
 }
 
 #: ask_ending JOB: a process leaves no record of how it ended

@@ -25,6 +25,7 @@ LOCAL = SchedulerScript(
     shell="local",
     functions=lambda job: (
         "begin",
+        "end_time",
         "ask_ending",
         "began",
         "members",
