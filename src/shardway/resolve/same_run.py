@@ -41,6 +41,10 @@ FREE_AT_RESUME = (
 """Sections and keys that change where a run goes on elsewhere, and nothing that it computes."""
 
 
+WAYS_OUT = "choose another directory with --dir, or start {directory} over with --fresh"
+"""Where `shardway train` refuses it."""
+
+
 def find_changes(saved: Mapping[str, Any], resolved: Resolved) -> dict[str, list[Any]]:
     """Keys that changed what is computed since the saved resolved run: key -> [before, now]."""
     changes = {}
@@ -52,8 +56,11 @@ def find_changes(saved: Mapping[str, Any], resolved: Resolved) -> dict[str, list
     return dict(sorted(changes.items()))
 
 
-def check_same_run(saved: Mapping[str, Any], resolved: Resolved, directory: str) -> None:
-    """Raise UserError where a key that must not change between attempts differs from the saved resolved run."""
+def check_same_run(saved: Mapping[str, Any], resolved: Resolved, directory: str, ways_out: str = WAYS_OUT) -> None:
+    """Raise UserError where a key that must not change between attempts differs from the saved resolved run.
+
+    `ways_out`: what else to do than to restore the value; "{directory}" in it is the run's.
+    """
     now = resolved.values.model_dump(mode="json")
     problems = []
     for dotted in FIXED_AT_RESUME:
@@ -65,6 +72,6 @@ def check_same_run(saved: Mapping[str, Any], resolved: Resolved, directory: str)
     if problems:
         problems[-1] = replace(
             problems[-1],
-            remedy=f"restore the value, choose another directory with --dir, or start {directory} over with --fresh",
+            remedy=f"restore the value, {ways_out.format(directory=directory)}",
         )
     check_no_problems(f"what has changed since {directory} was started", problems)

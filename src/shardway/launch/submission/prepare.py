@@ -20,12 +20,13 @@ from shardway.launch.job import SECRETS, Chain, Job, Program
 from shardway.launch.job_script import render_job_script
 from shardway.launch.runs.ledger import Ledger, read_ledger
 from shardway.launch.snapshot import SnapshotPlan, plan_snapshot
-from shardway.launch.submission.checks import commands, numbers, places, run_file, words
+from shardway.launch.submission.checks import commands, numbers, places, run_file, same_run, words
 from shardway.launch.submission.checks.code import Code
 from shardway.launch.submission.findings import Findings
 from shardway.launch.submission.secrets import read_secrets
 from shardway.launch.submission.wish import Wish, build_job, with_site_defaults
 from shardway.resolve.request import Request
+from shardway.resolve.resolved import Resolved
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
 from shardway.rundir.fields import read_fields
@@ -110,7 +111,9 @@ def prepare(order: Order, host: Host, *, look: bool = False) -> Prepared:
     )
     findings.problems += secrets.list_problems()
     code = Code(order.here, snapshot, is_there=snapshot is not None or not host.name)
-    _find_problems(findings, order, wish, code)
+    resolved = _find_problems(findings, order, wish, code)
+    if resolved is not None and ledger.status:
+        findings.collect("what has changed", lambda: same_run.check_goes_on(host, ledger.run, resolved), None)
     if look:
         findings.problems += places.list_host_problems(wish, host, code)
     findings.check(f"the job for {profile.name}")
@@ -123,8 +126,8 @@ def prepare(order: Order, host: Host, *, look: bool = False) -> Prepared:
     return Prepared(wish, build_job(wish, number), files, snapshot, warnings, ledger)
 
 
-def _find_problems(findings: Findings, order: Order, wish: Wish, code: Code) -> None:
-    """What is wrong with a wish, as far as it is known without its host."""
+def _find_problems(findings: Findings, order: Order, wish: Wish, code: Code) -> Resolved | None:
+    """What is wrong with a wish, as far as it is known without its host; the run file's run where that makes sense."""
     for check in (*numbers.CHECKS, *words.CHECKS):
         findings.problems += check(wish)
     shape_is_known = not {"site.nodes", "site.ranks_per_node"} & {problem.where for problem in findings.problems}
@@ -132,7 +135,8 @@ def _find_problems(findings: Findings, order: Order, wish: Wish, code: Code) -> 
         findings.problems += commands.list_local_problems(wish, code)
     elif shape_is_known:  # the rules of a run file are judged for the ranks that the job will have
         title = str(order.request.run_file or "the run")
-        findings.collect(title, lambda: run_file.check_run(order.request, order.site, wish), None)
+        return findings.collect(title, lambda: run_file.check_run(order.request, order.site, wish), None)
+    return None
 
 
 @dataclass(frozen=True)

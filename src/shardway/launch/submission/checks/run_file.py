@@ -11,18 +11,17 @@ from dataclasses import replace
 from shardway.launch.submission.wish import Wish, shape_of
 from shardway.resolve.build import resolve
 from shardway.resolve.request import Request, machine_of_known, resolve_request
-from shardway.resolve.resolved import Circumstances
+from shardway.resolve.resolved import Circumstances, Resolved
 
 
-def check_run(request: Request, site: str, wish: Wish) -> None:
+def check_run(request: Request, site: str, wish: Wish) -> Resolved:
     """The rules of the run file itself, for the ranks and the machine that the job will have; `site` is that of --on.
 
-    Raises UserError with every problem.
+    The run as they will have it. Raises UserError with every problem.
     """
     values, profile, shape = wish.loaded.values, wish.profile, shape_of(wish)
     if values.parallel.layout == "auto" or values.model.hf:
-        _check_planned(request, site, wish)
-        return
+        return _check_planned(request, site, wish)
     unknown = shape.ranks_per_node if values.run.device == "cuda" else 0
     accelerators = profile.node.accelerators_per_node
     circumstances = Circumstances(
@@ -33,13 +32,13 @@ def check_run(request: Request, site: str, wish: Wish) -> None:
         site=profile.name,
         own_model=request.own_model,
     )
-    resolve(wish.loaded, circumstances)  # the planner, which is slow to import, would only pick a micro-batch
+    return resolve(wish.loaded, circumstances)  # the planner, which is slow to import, would only pick a micro-batch
 
 
-def _check_planned(request: Request, site: str, wish: Wish) -> None:
+def _check_planned(request: Request, site: str, wish: Wish) -> Resolved:
     """The same where the layout is the planner's, or a checkpoint's config has to be read."""
     shape = shape_of(wish)
     machine = machine_of_known(wish.profile) if wish.loaded.values.run.device != "cpu" else None
     named = [f"site.name={site}"] if site else []
     request = replace(request, overrides=(*request.overrides, *named))
-    resolve_request(request, shape.ranks, shape.ranks_per_node, planned=machine)
+    return resolve_request(request, shape.ranks, shape.ranks_per_node, planned=machine).resolved
