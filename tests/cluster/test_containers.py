@@ -15,7 +15,8 @@ def binds(image: Image, option: str) -> Iterator[str]:
 
 
 def look_around(cluster: Cluster, *container: object) -> list[str]:
-    done = cluster.run("srun", "-N2", "-l", *container, "python3", "-c", LOOK, timeout_s=120)
+    # By name: one that is still completing the job before would otherwise be passed over for a third.
+    done = cluster.run("srun", "-N2", "-w", "n1,n2", "-l", *container, "python3", "-c", LOOK, timeout_s=120)
     assert done.returncode == 0, done.stderr
     return sorted(line.split(": ", 1)[1] for line in done.stdout.splitlines())
 
