@@ -71,6 +71,24 @@ def test_events_of_an_earlier_attempt_are_not_shown_again(run: RunDir, capsys: p
     assert capsys.readouterr().out == ""
 
 
+def validate(run: RunDir, step: int, loss: float, base: int = 0) -> None:
+    with run.event_writer(0) as events:
+        events.write("started", step=base, total_steps=9)
+        events.write("validation", step=step, loss=loss)
+
+
+@pytest.mark.parametrize(("before", "best"), [(1.0, False), (3.0, True)])
+def test_the_best_so_far_is_that_of_all_attempts(
+    before: float, best: bool, run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    validate(run, 4, before)
+    validate(run, 6, 0.5, base=4)  # undone by the next start
+    with Display(run, to_stderr=False, plain=True):
+        validate(run, 6, 2.0, base=4)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "validation" in line]
+    assert line.endswith("best so far") == best
+
+
 def test_a_terminal_shows_a_live_view(run: RunDir, terminal: io.StringIO) -> None:
     show(run)
     screen = terminal.getvalue()

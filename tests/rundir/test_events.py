@@ -58,6 +58,14 @@ def test_a_second_writer_appends(tmp_path: Path) -> None:
     assert steps_of(read_events(tmp_path / "a")) == [1, 2, 3]
 
 
+def test_events_of_some_names_alone(tmp_path: Path) -> None:
+    with EventWriter(tmp_path / "a") as writer:
+        for name in ("saved", "step", "saved too", "validation", "saved"):
+            writer.write(name, step=1)
+    names = [event["event"] for event in read_events(tmp_path / "a", ("validation", "saved"))]
+    assert names == ["saved", "validation", "saved"]
+
+
 def test_no_file_has_no_events(tmp_path: Path) -> None:
     assert list(read_events(tmp_path / "a")) == []
 

@@ -124,7 +124,7 @@ def test_ranks_stop_and_save_when_their_agent_is_killed(start: Start, launcher: 
     assert command.end()[0] == -signal.SIGKILL
     assert command.left_alive() == []
     status = command.run.read_status()
-    assert (status["state"], status["reason"]) == ("stopped", "a signal asked for a stop")
+    assert (status["state"], status["reason"]) == ("stopped", "the agent that started the ranks is gone (killed?)")
     assert command.run.checkpoint_steps() == [status["step"]]
 
 

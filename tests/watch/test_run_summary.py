@@ -164,12 +164,26 @@ def test_a_way_back_undoes_later_steps_and_what_is_left_out_is_known(
     assert summarise(run).left_out == ()
 
 
+def test_a_start_in_place_is_no_attempt(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    again = [
+        event("restarted", 0, 1.0),
+        started(time=BEGIN + 2.0),
+        event("restarted", 0, 3.0),
+        event("restarted", 0, 4.0),
+    ]
+    write_events(monkeypatch, run, [started(), *again, started(time=BEGIN + 5.0), started(time=BEGIN + 9.0)])
+    assert (summarise(run).attempts, summarise(run).restarts) == (2, 2)
+    page = render_report(run)
+    assert [f"<td>{name}</td>" in page for name in ("1", "1, again", "2", "2, again")] == [True, True, True, False]
+    assert "<span>2 attempts</span>" in page
+
+
 def test_json_names_are_stable(run: RunDir) -> None:
     run.create()
     names = """
         name path state reason step total_steps loss smooth_loss grad_norm lr unit tokens_per_s samples_per_s
         seconds_left validation best_validation last_save checkpoints world device host parameters started updated
-        wall_s attempts writer account left_out tier_dropped
+        wall_s attempts writer account left_out tier_dropped restarts
     """
     assert list(summarise(run).as_json()) == names.split()
     assert summarise(run).as_json()["path"] == str(run.path)

@@ -16,8 +16,10 @@ from rich.live import Live
 from shardway.errors import JobError
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
+from shardway.watch.facts import Validation
 from shardway.watch.live import LiveView
 from shardway.watch.plain import PlainLines
+from shardway.watch.progress import read_validations
 
 REFRESH_S = 0.5
 
@@ -29,6 +31,9 @@ class Display:
         self._console = Console(stderr=to_stderr, highlight=False, soft_wrap=True)
         self._plain = plain or not self._console.is_terminal
         self._run = run
+        self._validations: list[Validation] = []
+        with contextlib.suppress(JobError):  # told by whoever writes there
+            self._validations = read_validations(run)
         self._events = run.follow_events(from_end=True)
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._show, name="display", daemon=True)
@@ -51,13 +56,13 @@ class Display:
                 self._show_live()
 
     def _show_lines(self) -> None:
-        lines = PlainLines()
+        lines = PlainLines(validations=self._validations)
         for event in self._events.follow(self._done.is_set, REFRESH_S):
             for line in lines.lines(event) if event["event"] != "fault" else []:
                 self._console.print(line, markup=False)
 
     def _show_live(self) -> None:
-        view = LiveView(self._run.path.name, str(self._run.path))
+        view = LiveView(self._run.path.name, str(self._run.path), validations=self._validations)
         with Live(view.render(), console=self._console, auto_refresh=False) as live:
             while True:
                 done = self._done.wait(REFRESH_S)

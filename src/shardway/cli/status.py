@@ -7,6 +7,7 @@ Invariant: it only reads. This module must not import torch, nor interpret event
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -124,9 +125,21 @@ def _summarise(ledger: Ledger, attempts: Sequence[Standing]) -> RunSummary | Non
     active = next((attempt for attempt in attempts if attempt.is_active), None)
     if active is not None and summary.state != "running":
         return replace(summary, state=active.word, reason="")
-    if last is not None and last.result is not None and summary.reason == GONE:
-        return replace(summary, reason=last.result.reason)
+    if last is not None and last.result is not None:
+        if summary.reason == GONE:
+            return replace(summary, reason=last.result.reason)
+        if _failed_unheard(last, summary):
+            return replace(summary, state="failed", reason=last.result.reason)
     return summary
+
+
+def _failed_unheard(attempt: Standing, summary: RunSummary) -> bool:
+    """Whether an attempt failed and no rank of it wrote an event: what stands in the run is of one before."""
+    from shardway.rundir.attempts import FAILURES
+
+    result, started = attempt.result, attempt.entry.started
+    failed = result is not None and result.state in FAILURES
+    return failed and started is not None and started.started > (summary.updated or 0.0)
 
 
 def _is_readable(path: Path, *, alone: bool) -> bool:
@@ -151,7 +164,7 @@ def _render(shown: _Shown) -> str:
     """One run in a few lines, what is unknown left out."""
     from shardway.launch.runs.render import render_attempts
 
-    head = _summary_lines(shown.summary, len(shown.standings)) if shown.summary else _bare_lines(shown)
+    head = _summary_lines(shown.summary, shown.standings) if shown.summary else _bare_lines(shown)
     return "\n".join([*head, *render_attempts(shown.standings)])
 
 
@@ -168,8 +181,8 @@ def _bare_lines(shown: _Shown) -> list[str]:
     return [*lines, f"  step        {status['step']}{total}"] if "step" in status else lines
 
 
-def _summary_lines(summary: RunSummary, known: int) -> list[str]:
-    """`known`: attempts that stand below, those that wait or never began with them."""
+def _summary_lines(summary: RunSummary, standings: Sequence[Standing]) -> list[str]:
+    """`standings`: the attempts that stand below, those that wait or never began with them."""
     total = f"/{summary.total_steps}" if summary.total_steps else ""
     share = f" ({100 * summary.step / summary.total_steps:.0f} %)" if summary.total_steps else ""
     rate = summary.tokens_per_s if summary.unit == "tokens" else summary.samples_per_s
@@ -186,7 +199,9 @@ def _summary_lines(summary: RunSummary, known: int) -> list[str]:
         *_say_left_out(summary),
         _say_dropped(summary),
         f"  ranks       {summary.world} on {summary.device}" if summary.world else "",
-        _say_attempts(summary.attempts, known),
+        _say_attempts(summary.attempts, len(standings)),
+        f"  restarts    {summary.restarts} (the ranks started again in their attempt)" if summary.restarts else "",
+        _say_jobs_to_go(summary, standings),
         f"  writer      {summary.writer}" if summary.writer else "",
     ]
     return [line for line in lines if line]
@@ -213,6 +228,21 @@ def _say_attempts(begun: int, known: int) -> str:
     if max(begun, known) < 2:
         return ""
     return f"  attempts    {known}, of which {begun} began to train" if known > begun else f"  attempts    {begun}"
+
+
+def _say_jobs_to_go(summary: RunSummary, standings: Sequence[Standing]) -> str:
+    """How many more jobs a chain takes whose jobs end with their wall-time, and whether that is well spent."""
+    from shardway.rundir.attempts import Ending
+
+    by_clock = any(standing.result is not None and standing.result.state is Ending.DEADLINE for standing in standings)
+    left = (summary.total_steps or 0) - summary.step
+    if not (by_clock and summary.step and summary.attempts and left > 0):
+        return ""
+    jobs = math.ceil(left * summary.attempts / summary.step)
+    account = summary.account
+    wasteful = account is not None and account.start_s > account.productive_s
+    remedy = "; starting takes more of them than training: raise site.walltime" if wasteful else ""
+    return f"  to go       some {jobs} more such jobs{remedy}"
 
 
 def _line(label: str, value: float | None, form: str) -> str:

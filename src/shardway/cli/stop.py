@@ -17,13 +17,13 @@ from shardway.errors import UserError
 
 if TYPE_CHECKING:
     from shardway.launch.runs.ledger import Entry, Ledger
-    from shardway.launch.runs.registry import Known
     from shardway.launch.runs.stop import Stopper, Stopping
 
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, HOST:DIRECTORY, or a run's name.")]
 
 WARNING = """\
-{run}: killing its jobs now loses what was trained since the last checkpoint{saved}. Ranks that are killed inside a
+{run}: killing its jobs may lose what was trained since the last checkpoint{saved}: ranks
+have no more time to save than the scheduler gives between SIGTERM and SIGKILL. Ranks that are killed inside a
 collective may hang in the driver until the node is reset; without --now the run saves and leaves in order."""
 
 
@@ -45,23 +45,15 @@ def stop(
     ledger = read_ledger(stopper.host, Path(known.run))
     if now:
         _warn(ledger, yes)
-    done = stopper.cancel(ledger) if now else _ask(stopper, ledger, known)
+    done = stopper.cancel(ledger) if now else stopper.ask(ledger)
     states = _wait(stopper, ledger, wait) if wait else {}
     if as_json:
         asked, cancelled = ([entry.job for entry in entries] for entries in (done.asked, done.cancelled))
-        typer.echo(json.dumps({"asked": asked, "cancelled": cancelled, "states": states}, indent=1))
+        facts = {"asked": asked, "cancelled": cancelled, "writer": done.writer, "states": states}
+        typer.echo(json.dumps(facts, indent=1))
         return
     for line in _render(done, run, states, now):
         typer.echo(line)
-
-
-def _ask(stopper: Stopper, ledger: Ledger, known: Known) -> Stopping:
-    """A run that was not submitted but trains on this machine is asked through its stop file as well."""
-    done = stopper.ask(ledger)
-    if not done.asked and not done.cancelled and not known.host and ledger.run.find_writer():
-        ledger.run.request_stop("stopped by `shardway stop`")
-        typer.echo(f"{ledger.run.path}: asked to stop after its current step")
-    return done
 
 
 def _warn(ledger: Ledger, yes: bool) -> None:
@@ -93,6 +85,9 @@ def _render(done: Stopping, run: str, states: dict[str, str], now: bool) -> list
         lines.append(f"asked to stop after its current step: {_jobs(done.asked)}")
     if done.cancelled:
         lines.append(f"{'killed' if now else 'taken out of the queue'}: {_jobs(done.cancelled)}")
+    if done.writer:
+        what = "no job, so not killed (Ctrl-C twice ends it)" if now else "asked to stop after its current step"
+        lines.append(f"{what}: {done.writer}")
     if not lines:
         lines.append(f"{run} has no job that waits or runs")
     return [*lines, *(f"attempt {number}: {state}" for number, state in states.items())]

@@ -22,6 +22,7 @@ from shardway.errors import Bug, ShardwayError, UserError
 from shardway.ranks.place import Place
 from shardway.ranks.signals import SignalWatch
 from shardway.rundir.attempts import BY_AGENT
+from shardway.rundir.attempts import VARIABLE as ATTEMPT
 from shardway.rundir.directory import RunDir
 
 PORT = 29600
@@ -159,12 +160,29 @@ def _resolve(request: Request, ranks: int, ranks_per_node: int, *, told: bool) -
 
 
 def _check_free(resolution: Resolution) -> None:
-    """Tell a second writer before torch is imported; the lock itself is taken by rank 0, which is who asks here."""
+    """Tell a second writer before torch is imported, also one whose ranks are still to begin; the lock itself is taken
+    by rank 0, which is who asks here."""
     run = resolution.directory
     run.check_no_strangers()
     if run.exists():
         run.check_format()
+    by_hand = ATTEMPT not in os.environ
+    if by_hand and run.attempts_folder.exists():
+        from shardway.launch.hosts import LocalHost
+        from shardway.launch.runs.busy import check_free_for_hand
+
+        check_free_for_hand(LocalHost(), run.path, _tell)
     run.writer_lock().await_free(_tell)
+    if by_hand and run.stop_requested():
+        _drop_old_stop(run)
+
+
+def _drop_old_stop(run: RunDir) -> None:
+    """What `shardway stop` has asked of those who were at the run before, and left without obeying it."""
+    from shardway.launch.runs.stop import STOP_WORDS
+
+    if run.stop_reason() in STOP_WORDS:
+        run.clear_stop()
 
 
 def _tell(line: str) -> None:
@@ -215,7 +233,19 @@ def _print_end(outcome: dict[str, Any], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(outcome, indent=1))
         return
-    typer.echo(f"run directory  {outcome['directory']}")
-    typer.echo(f"report         {RunDir(Path(outcome['directory'])).report_path}")
+    run = RunDir(Path(outcome["directory"]))
+    typer.echo(f"run directory  {run.path}")
+    typer.echo(f"report         {run.report_path}")
     if outcome["state"] == "stopped":
-        typer.echo("to go on, run the same command again")
+        typer.echo(_say_how_to_go_on(run))
+
+
+def _say_how_to_go_on(run: RunDir) -> str:
+    from shardway.ranks.attempt import find_attempt
+
+    attempt = find_attempt(os.environ)
+    if attempt is None:
+        return "to go on, run the same command again"
+    if run.attempt(attempt.number + 1).path.exists():
+        return f"attempt {attempt.number + 1} goes on, unless this was to be the end"
+    return f"to go on: shardway resume {run.path}"

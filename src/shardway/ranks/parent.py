@@ -29,5 +29,15 @@ def stop_with_parent() -> None:
 def stop_with_agent(environ: Mapping[str, str]) -> None:
     """The same for a rank that our agent has started as a child; at once where the agent is gone already."""
     stop_with_parent()
-    if environ.get(AGENT_VARIABLE, "") not in ("", str(os.getppid())):
+    if is_orphan(find_agent(environ)):
         signal.raise_signal(signal.SIGTERM)
+
+
+def find_agent(environ: Mapping[str, str]) -> int:
+    """The process that has started this rank: our agent, which says so, or who is its parent now."""
+    return int(environ.get(AGENT_VARIABLE, "") or os.getppid())
+
+
+def is_orphan(agent: int) -> bool:
+    """Whether the process that has started this rank is gone; 0 for a rank that has none to outlive."""
+    return agent not in (0, os.getppid())

@@ -67,6 +67,10 @@ class Ending(StrEnum):
     """A link of a chain that found the work done, or the chain stopped, and ran nothing."""
 
 
+FAILURES = frozenset((Ending.OUT_OF_MEMORY, Ending.NODE_FAILURE, Ending.CRASHED, Ending.LOST))
+"""Endings that nobody wanted, and that were no end of a time."""
+
+
 @dataclass(frozen=True)
 class Result:
     """How an attempt ended, in the words of whoever knew first.

@@ -9,7 +9,7 @@ import contextlib
 import json
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from pathlib import Path
@@ -198,9 +198,9 @@ class RunDir:
         """The events of a rank that still hold (steps that were undone are left out)."""
         return drop_undone(self.all_events(rank))
 
-    def all_events(self, rank: int = 0) -> Iterator[Event]:
-        """Every event of a rank as it was written, undone steps too."""
-        return read_events(self._events_path(rank))
+    def all_events(self, rank: int = 0, names: Sequence[str] = ()) -> Iterator[Event]:
+        """Every event of a rank, or those of some names, as they were written, undone steps too."""
+        return read_events(self._events_path(rank), names)
 
     def last_events(self, rank: int = 0, most_bytes: int = 2**18) -> list[Event]:
         """The last events of a rank, as many as stand in so many bytes: quick however long the run was."""

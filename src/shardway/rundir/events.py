@@ -14,7 +14,7 @@ import os
 import stat
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -113,12 +113,13 @@ def _open(path: Path) -> contextlib.AbstractContextManager[BinaryIO | None]:
         ) from None
 
 
-def read_events(path: Path) -> Iterator[Event]:
-    """Every whole event of a file, in the order written; nothing where there is no file. Raises JobError where it
-    cannot be read."""
+def read_events(path: Path, names: Sequence[str] = ()) -> Iterator[Event]:
+    """Every whole event of a file, in the order written, or those of some names, which is many times as quick; nothing
+    where there is no file. Raises JobError where it cannot be read."""
+    begins = tuple(f'{{"event": "{name}"'.encode() for name in names) or b""
     with _open(path) as file:
         for line in file or ():
-            if line.endswith(b"\n") and (event := parse_event(line)) is not None:
+            if line.startswith(begins) and line.endswith(b"\n") and (event := parse_event(line)) is not None:
                 yield event
 
 

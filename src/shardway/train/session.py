@@ -36,7 +36,7 @@ from shardway.ranks.launcher import Placement, find_placement
 from shardway.ranks.leave import left_at_once
 from shardway.ranks.lookout import Duties, Lookout
 from shardway.ranks.monitor import open_monitor
-from shardway.ranks.parent import stop_with_parent
+from shardway.ranks.parent import find_agent, stop_with_parent
 from shardway.ranks.progress import Progress
 from shardway.ranks.signals import SignalWatch
 from shardway.ranks.start import Ranks, StartOptions, is_out_of_memory, start_ranks
@@ -61,7 +61,7 @@ class Session:
 
     `resolution` is completed when the data is open; `own_model` tells a script that brings its own model and data
     from a run that its run file describes whole. `at_end` is unwound when the session ends, well or badly. `attempt` is
-    None where no job script started this rank.
+    None where no job script started this rank; `agent` the process that did, 0 where that need not outlive it.
     """
 
     resolution: Resolution
@@ -77,6 +77,7 @@ class Session:
     attempt: Attempt | None = None
     progress: Progress = field(default_factory=Progress)
     tenure: Tenure | None = None
+    agent: int = 0
     lookout: Lookout = field(default_factory=lambda: Lookout(SignalWatch(), Duties()))
 
     @property
@@ -134,6 +135,7 @@ def open_session(request: Request, environ: Mapping[str, str]) -> Iterator[Sessi
         if monitor is not None:
             monitor.watch(read_patience(resolution.resolved.values.run))
         with left_at_once(ranks.world), hold_session(resolution, ranks, attempt, progress) as session:
+            session.agent = find_agent(environ) if placement.has_agent else 0
             yield session
     ranks.end()
 

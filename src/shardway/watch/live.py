@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.panel import Panel
@@ -19,7 +19,7 @@ from rich.text import Text
 
 from shardway.rundir.events import Event
 from shardway.watch.curve import GrowingCurve
-from shardway.watch.facts import measured, read_ending, read_start
+from shardway.watch.facts import Validation, measured, read_ending, read_start
 from shardway.watch.guarded import render_guarded
 from shardway.watch.plain import PlainLines
 from shardway.watch.progress import Progress
@@ -87,13 +87,20 @@ def render_blocks(values: list[float], blocks: str) -> str:
 
 
 class LiveView:
-    """Fed with events, it renders where the run stands; `clock` is Unix seconds."""
+    """Fed with events, it renders where the run stands; `clock` is Unix seconds, `validations` those of attempts
+    before."""
 
-    def __init__(self, name: str, directory: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        name: str,
+        directory: str,
+        clock: Callable[[], float] = time.time,
+        validations: Sequence[Validation] = (),
+    ) -> None:
         self._name = one_line(name)
         self._directory = one_line(directory)
         self._clock = clock
-        self._progress = Progress()
+        self._progress = Progress(validations)
         self._losses = GrowingCurve()
         self._messages: deque[Text] = deque(maxlen=_MESSAGES)
 

@@ -7,10 +7,10 @@ step line every `every_s` seconds. This module must not print nor sleep.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from shardway.rundir.events import Event
-from shardway.watch.facts import read_ending, read_start, whole
+from shardway.watch.facts import Validation, read_ending, read_start, whole
 from shardway.watch.progress import Progress
 from shardway.watch.told import Place, tell
 from shardway.watch.words import (
@@ -30,10 +30,15 @@ from shardway.watch.words import (
 class PlainLines:
     """Turns events into lines; each tells of one thing and starts with the step where there is one."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, every_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        every_s: float = 5.0,
+        validations: Sequence[Validation] = (),
+    ) -> None:
         self._clock = clock
         self._every_s = every_s
-        self._progress = Progress()
+        self._progress = Progress(validations)
         self._next_line = clock()
         self._untold: str | None = None
 

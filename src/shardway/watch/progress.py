@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -38,7 +39,8 @@ RECENT_STEPS = 20
 
 @dataclass
 class Attempt:
-    """One start of the run and what came of it: `step` is the last step done, `last_time` that of any event."""
+    """One start of the run and what came of it: `step` is the last step done, `last_time` that of any event. `again`:
+    the ranks started again in place, after a failure, as a part of the attempt before."""
 
     start: Start
     step: int
@@ -47,6 +49,7 @@ class Attempt:
     first_step_time: float = 0.0
     last_step_time: float = 0.0
     ending: Ending | None = None
+    again: bool = False
     faults: list[Fault] = field(default_factory=list)
 
     @property
@@ -63,14 +66,16 @@ class Attempt:
 
 
 class Progress:
-    """Fed with events in the order written, it knows where the run stands."""
+    """Fed with events in the order written, it knows where the run stands; `validations` are those of attempts before,
+    for a reader that begins with the next one."""
 
-    def __init__(self) -> None:
+    def __init__(self, validations: Sequence[Validation] = ()) -> None:
         self.attempts: list[Attempt] = []
-        self.validations: list[Validation] = []
+        self.validations = list(validations)
         self.saves: list[Save] = []
         self.recent: deque[Event] = deque(maxlen=RECENT_STEPS)
         self.book = Book()
+        self._restarts = False
 
     def update(self, event: Event) -> None:
         """Take one event into account; events of unknown names only count as a sign of life."""
@@ -90,11 +95,14 @@ class Progress:
                 self.saves.append(read_save(event))
             case "fault":
                 attempt.faults.append(read_fault(event))
+            case "restarted":
+                self._restarts = True
             case "finished" | "stopped" | "failed":
                 attempt.ending = read_ending(event)
 
     def _start(self, start: Start) -> None:
-        self.attempts.append(Attempt(start, start.step, start.time))
+        self.attempts.append(Attempt(start, start.step, start.time, again=self._restarts and bool(self.attempts)))
+        self._restarts = False
         self._undo_after(start.step)
 
     def _go_back(self, attempt: Attempt, step: int) -> None:
@@ -186,6 +194,14 @@ class Progress:
     def _recent(self, key: str) -> list[float]:
         values = (number(event, key) for event in self.recent)
         return [value for value in values if value is not None and math.isfinite(value)]
+
+
+def read_validations(run: RunDir) -> list[Validation]:
+    """The validations of a run that hold."""
+    progress = Progress()
+    for event in run.all_events(names=("started", "validation", "rolled_back")):
+        progress.update(event)
+    return progress.validations
 
 
 def read_progress(run: RunDir) -> Progress:

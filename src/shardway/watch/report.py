@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from html import escape
+from itertools import accumulate
 from typing import Any
 
 from shardway.errors import JobError
@@ -145,7 +146,8 @@ def _key(progress: Progress) -> str:
 
 def _attempts(progress: Progress) -> str:
     columns = ["attempt", "started", "steps", "ranks", "launcher", "device", "host", "torch", "Python", "time", "end"]
-    rows = [_attempt_row(number, attempt) for number, attempt in enumerate(progress.attempts, 1)]
+    numbers = accumulate(int(not attempt.again) for attempt in progress.attempts)
+    rows = [_attempt_row(number, attempt) for number, attempt in zip(numbers, progress.attempts, strict=True)]
     table = render_table(columns, rows) if rows else '<p class="soft">It has not been started.</p>'
     return f"<h2>Attempts</h2>{table}"
 
@@ -154,7 +156,7 @@ def _attempt_row(number: int, attempt: Attempt) -> list[str]:
     start, ending = attempt.start, attempt.ending
     end = f"{ending.state}: {ending.reason}" if ending and ending.reason else ending.state if ending else "open"
     return [
-        str(number),
+        f"{number}, again" if attempt.again else str(number),
         _render_date(start.time),
         f"{start.step} to {attempt.step}",
         str(start.world or UNKNOWN),

@@ -30,8 +30,9 @@ class RunSummary:
     `state` is "new" (nothing recorded yet), "running", "finished", "stopped" or "failed". Losses are NaN where they
     were not a number. `tokens_per_s` and `samples_per_s` are medians over the last 20 steps; `unit` says which of
     them the run is measured in. `seconds_left` is None unless the run is running. Times are Unix seconds: `started`
-    that of the first attempt, `updated` that of the last event; `wall_s` adds up all attempts. `account` says where the
-    time went; None where that was not recorded. `left_out` is what the run left out of its data by itself.
+    that of the first attempt, `updated` that of the last event; `wall_s` adds up all attempts. `restarts`: how often
+    ranks started again in place, as a part of their attempt. `account` says where the time went; None where that was
+    not recorded. `left_out` is what the run left out of its data by itself.
     `tier_dropped`: the step from which two starts failed, so that this one left out what the nodes had saved.
     """
 
@@ -65,6 +66,7 @@ class RunSummary:
     account: Account | None
     left_out: tuple[LeftOut, ...] = ()
     tier_dropped: int | None = None
+    restarts: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """Plain data that strict JSON can hold: paths as text, numbers that are not finite as None."""
@@ -108,7 +110,8 @@ def summarise_progress(run: RunDir, progress: Progress) -> RunSummary:
         started=progress.attempts[0].start.time if start else None,
         updated=progress.attempts[-1].last_time if start else None,
         wall_s=progress.wall_s,
-        attempts=len(progress.attempts),
+        attempts=sum(not attempt.again for attempt in progress.attempts),
+        restarts=sum(attempt.again for attempt in progress.attempts),
         writer=standing.writer,
         account=progress.book.account(run.read_status(), time.time() if standing.state == "running" else None),
         left_out=_left_out(run),

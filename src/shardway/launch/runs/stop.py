@@ -26,12 +26,20 @@ POLLS_S = (1.0, 2.0, 4.0, 8.0, 15.0)
 """Pauses between two looks while waiting; the last one stays. Sites dislike being asked often."""
 
 
+ASKED = "stopped by `shardway stop`"
+ASKED_AT_ONCE = "ended by `shardway stop --now`"
+STOP_WORDS = frozenset((ASKED, ASKED_AT_ONCE))
+"""What stop files of this module say: each is for those who were at the run when it was written."""
+
+
 @dataclass(frozen=True)
 class Stopping:
-    """What a stop did: which attempts were asked, and which jobs left the queue or were killed."""
+    """What a stop did: which attempts were asked, and which jobs left the queue or were killed. `writer` is who
+    trains by hand ("process 4711 on host n1"), who can be asked and not killed; empty for nobody."""
 
     asked: tuple[Entry, ...] = ()
     cancelled: tuple[Entry, ...] = ()
+    writer: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,33 +50,48 @@ class Stopper:
     pause: Callable[[float], None] = field(default=time.sleep)
 
     def ask(self, ledger: Ledger) -> Stopping:
-        """Touch the stop file of a run and take what waits out of the queue. Raises SiteError where that is refused."""
+        """Touch the stop file of a run, which whoever trains it by hand on this machine obeys too, and take what waits
+        out of the queue. Raises SiteError where that is refused."""
         standings = read_standing(self.host, ledger)
         running = tuple(standing.entry for standing in standings if standing.is_active and not _waits(standing))
         waiting = tuple(standing.entry for standing in standings if standing.is_active and _waits(standing))
-        if running or waiting:
-            self.host.write_files({PurePosixPath(ledger.run.stop_path): "stopped by `shardway stop`\n"})
+        writer = "" if running or waiting else self._find_writer(ledger)
+        if running or waiting or writer:
+            self._write_stop(ledger, ASKED)
         self._cancel(waiting)
         self._note(ledger, waiting, "taken out of the queue by `shardway stop`")
-        return Stopping(running, waiting)
+        return Stopping(running, waiting, writer)
 
     def cancel(self, ledger: Ledger) -> Stopping:
-        """Kill every job of the run that waits or runs. Raises SiteError where the scheduler refuses."""
+        """Kill every job of the run that waits or runs, with a word for ranks that have the time to obey the signal.
+
+        Raises SiteError where the scheduler refuses.
+        """
         active = tuple(standing.entry for standing in read_standing(self.host, ledger) if standing.is_active)
+        if any(entry.started for entry in active):
+            self._write_stop(ledger, ASKED_AT_ONCE)
         self._cancel(tuple(reversed(active)))  # successors first, else they would start
         self._note(ledger, active, "killed by `shardway stop --now`")
-        return Stopping(cancelled=active)
+        return Stopping(cancelled=active, writer="" if active else self._find_writer(ledger))
 
     def wait(self, ledger: Ledger, timeout_s: float) -> list[Standing]:
-        """The attempts once none of them is active, or when the time is over."""
+        """The attempts once none of them is active and nobody trains by hand here, or when the time is over."""
         end, polls = time.monotonic() + timeout_s, iter(POLLS_S)
         pause = POLLS_S[0]
         while True:
             standings = read_standing(self.host, read_ledger(self.host, ledger.run.path))
-            if not any(standing.is_active for standing in standings) or time.monotonic() > end:
+            active = any(standing.is_active for standing in standings) or self._find_writer(ledger)
+            if not active or time.monotonic() > end:
                 return standings
             pause = next(polls, pause)
             self.pause(pause)
+
+    def _find_writer(self, ledger: Ledger) -> str:
+        """Who trains the run on this machine, by hand or in a job; empty for nobody."""
+        return ("" if self.host.name else ledger.run.find_writer()) or ""
+
+    def _write_stop(self, ledger: Ledger, words: str) -> None:
+        self.host.write_files({PurePosixPath(ledger.run.stop_path): f"{words}\n"})
 
     def _note(self, ledger: Ledger, entries: Sequence[Entry], reason: str) -> None:
         """Say how attempts ended of which neither their jobs can say it any more nor the scheduler."""

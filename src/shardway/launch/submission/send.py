@@ -16,12 +16,12 @@ from typing import Any
 from shardway.errors import ShardwayError
 from shardway.launch.hosts.base import Host
 from shardway.launch.job import Job
+from shardway.launch.runs.busy import check_free_for_job
 from shardway.launch.runs.find import render_known
 from shardway.launch.runs.registry import Known, forget, remember
-from shardway.launch.runs.standing import describe_active, read_standing
 from shardway.launch.snapshot import SnapshotPlan, take_snapshot
 from shardway.launch.submission.prepare import Order, Prepared, prepare
-from shardway.launch.submission.submit import Fill, Submitted, Submitter, check_nothing_runs
+from shardway.launch.submission.submit import Fill, Submitted, Submitter
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
 
@@ -65,7 +65,7 @@ def send(order: Order, host: Host, submitter: Submitter | None = None) -> Sent:
     submitter = submitter or Submitter(host)
     prepared = prepare(order, host, look=True)
     run, ledger = prepared.job.run, prepared.ledger
-    check_nothing_runs(run, describe_active(read_standing(host, ledger)))
+    check_free_for_job(host, ledger)
     known = Known(str(run), host.name, prepared.job.site)
     if ledger.last is not None and ledger.last.is_unsent:
         found = submitter.recover(prepared.job, ledger.last)

@@ -295,16 +295,6 @@ def _render_under_way(entry: Entry, claim: Claim | None, left: float) -> str:
     )
 
 
-def check_nothing_runs(run: Path, active: str) -> None:
-    """Raise UserError where a job of this run is queued or running; `active` says which."""
-    if active:
-        raise UserError(
-            f"{run} has {active}.\n"
-            "  Two jobs of one run would wait for each other. To do: let it go on (`shardway status` shows it), or end "
-            f"it first with `shardway stop {run}`."
-        )
-
-
 def _render_refusal(job: Job, refusal: Explanation) -> str:
     return (
         f"{job.scheduler} on {job.site} refused the job: {refusal.sentence}\n"

@@ -14,11 +14,15 @@ import time
 from dataclasses import replace
 
 from shardway.ranks.agreement import Decision, Wishes
+from shardway.ranks.parent import is_orphan
+from shardway.rundir.attempts import BY_SIGNAL
 from shardway.train.ending import End, find_end
 from shardway.train.session import Session
 from shardway.train.stops.breaking import ValidationBreaks, agree
 from shardway.train.stops.deadline import Deadline, find_deadline, read_pace
 from shardway.train.stops.waiting import Waits
+
+ORPHANED = "the agent that started the ranks is gone (killed?)"
 
 LOOK_EVERY_S = 0.5
 """How often rank 0 looks for the stop file: a look costs a millisecond on a busy parallel file system."""
@@ -90,7 +94,9 @@ class Stopping:
         """How the attempt ends; a person's request wins over the clock up to the last moment."""
         if self._session.ranks.is_first:
             self._look_for_stop_file()
-        return find_end(self.decision, self._stop_file, self.deadline.describe() if self.deadline else "")
+        end = find_end(self.decision, self._stop_file, self.deadline.describe() if self.deadline else "")
+        # Looked at when all is saved: the signal comes a moment before the last thread of the agent is gone.
+        return replace(end, reason=ORPHANED) if end.failure == BY_SIGNAL and is_orphan(self._session.agent) else end
 
     def _look_for_stop_file(self) -> None:
         if self._session.directory.stop_requested():

@@ -1,0 +1,123 @@
+"""Jobs and people who train by hand see each other before either gets in the other's way."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command_line import Shardway
+
+from shardway.launch.runs.stop import ASKED, ASKED_AT_ONCE
+from shardway.rundir.attempts import Ending, Result, Submission
+from shardway.rundir.directory import RunDir
+from shardway.rundir.lock import WriterLock
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "runs/mine")
+    run.create()
+    return run
+
+
+@pytest.fixture
+def job() -> Iterator[str]:
+    """A job of this machine that only sleeps; its id."""
+    process = subprocess.Popen(["sleep", "300"], start_new_session=True)
+    try:
+        start = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
+        yield f"{process.pid}.{start}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def writer(run: RunDir) -> Iterator[WriterLock]:
+    """Somebody who trains the run by hand: this process."""
+    lock = run.writer_lock()
+    lock.acquire()
+    yield lock
+    lock.release()
+
+
+def submitted(run: RunDir, job: str, scheduler: str = "local") -> None:
+    attempt = run.attempt(1)
+    attempt.make()
+    attempt.write_submission(Submission(scheduler, "x", job=job))
+
+
+def test_nobody_trains_by_hand_what_a_job_is_at(shardway: Shardway, run: RunDir, job: str) -> None:
+    submitted(run, job)
+    ended = shardway("train", "--dir", str(run.path), "--fresh")
+    assert ended.code == 2
+    assert f"{run.path} has attempt 1 running as job {job}." in ended.err
+    assert f"end it first with `shardway stop {run.path}`" in ended.err
+    assert run.attempt(1).path.exists(), "it was not moved aside"
+
+
+@pytest.mark.parametrize("how", ["it has ended", "it is its own job", "its scheduler is not here"])
+def test_training_by_hand_gets_as_far_as_its_data(
+    how: str, shardway: Shardway, run: RunDir, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted(run, "17" if "scheduler" in how else job, "slurm" if "scheduler" in how else "local")
+    if how == "it has ended":
+        run.attempt(1).write_result(Result(Ending.FINISHED))
+    if how == "it is its own job":
+        monkeypatch.setenv("SHARDWAY_ATTEMPT_DIR", str(run.attempt(1).path))
+    ended = shardway("train", "--dir", str(run.path), "data.path=gone.txt")
+    assert (ended.code, "gone.txt" in ended.err) == (2, True)
+    said = "whether job 17 of" in ended.err and "is not known here; it is trained all the same" in ended.err
+    assert said == ("scheduler" in how)
+
+
+@pytest.mark.parametrize(("words", "stays"), [(ASKED, False), (ASKED_AT_ONCE, False), ("enough", True), ("", True)])
+def test_a_stop_of_an_earlier_start_stops_none_by_hand(
+    words: str, stays: bool, shardway: Shardway, run: RunDir
+) -> None:
+    run.request_stop(words)
+    shardway("train", "--dir", str(run.path), "data.path=gone.txt")
+    assert run.stop_requested() == stays
+
+
+def test_a_stop_of_this_job_is_left_to_its_ranks(
+    shardway: Shardway, run: RunDir, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted(run, job)
+    run.request_stop(ASKED)
+    monkeypatch.setenv("SHARDWAY_ATTEMPT_DIR", str(run.attempt(1).path))
+    shardway("train", "--dir", str(run.path), "data.path=gone.txt")
+    assert run.stop_requested()
+
+
+def test_no_job_is_submitted_of_a_run_that_is_trained_by_hand(
+    shardway: Shardway, run: RunDir, writer: WriterLock
+) -> None:
+    ended = shardway("submit", "--dir", str(run.path), "--walltime", "1h")
+    assert ended.code == 2
+    assert f"{run.path} is trained by hand now, by process {os.getpid()} on host" in ended.err
+    assert f"`shardway stop {run.path} --wait 600`" in ended.err
+    assert run.attempts() == []
+
+
+def test_a_stop_waits_for_who_trains_by_hand(shardway: Shardway, run: RunDir, writer: WriterLock) -> None:
+    threading.Timer(0.5, writer.release).start()
+    began = time.monotonic()
+    ended = shardway("stop", str(run.path), "--wait", "60")
+    assert time.monotonic() - began > 0.5
+    assert ended.out.startswith(f"asked to stop after its current step: process {os.getpid()} on host")
+    assert ended.out.count("\n") == 1
+    assert run.stop_reason() == ASKED
+
+
+def test_who_trains_by_hand_is_not_killed(shardway: Shardway, run: RunDir, writer: WriterLock) -> None:
+    ended = shardway("stop", str(run.path), "--now", "--yes")
+    asked = json.loads(shardway("stop", str(run.path), "--json").out)
+    assert ended.out.startswith(f"no job, so not killed (Ctrl-C twice ends it): process {os.getpid()} on host")
+    assert asked["writer"].startswith(f"process {os.getpid()} on host")
