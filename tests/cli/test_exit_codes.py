@@ -13,7 +13,7 @@ from command_line import TINY, Shardway, write_text
 
 from shardway.cli import main
 from shardway.cli.main import report_error, run_guarded
-from shardway.cli.train import _failure_told
+from shardway.cli.train import Telling, _failure_told
 from shardway.errors import Bug, JobError, LostContact, ShardwayError, SiteError, UserError
 from shardway.rundir.attempts import VARIABLE, Attempt
 
@@ -212,6 +212,6 @@ def test_what_is_tried_again_is_not_yet_the_end_of_its_job(
     told = {VARIABLE: str(tmp_path), "TORCHELASTIC_RESTART_COUNT": count, "TORCHELASTIC_MAX_RESTARTS": "2"}
     for name, value in told.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError), _failure_told():
+    with pytest.raises(UserError), _failure_told(Telling()):
         raise UserError("x")
     assert (Attempt(tmp_path).read_result() is not None) is said

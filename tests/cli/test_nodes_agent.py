@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from command_line import Shardway
+from command_line import TINY, Shardway, write_text
 
+from shardway.cli import nodes as cli_nodes
 from shardway.cli.blame import Ended
 from shardway.cli.local import build_launch
 from shardway.cli.nodes import Led, train_on_nodes
@@ -97,3 +98,23 @@ def test_options_that_do_not_say_where_this_machine_stands(shardway: Shardway, w
     assert ended.code == 2
     assert "give the same --nodes" in ended.err
     assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    ("node", "elastic", "ends"), [(1, "off", True), (1, "[1, 2]", False), (0, "[1, 2]", True), (0, "off", True)]
+)
+def test_a_node_without_which_others_may_go_on_ends_no_attempt(
+    node: int, elastic: str, ends: bool, shardway: Shardway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*words: object) -> int:
+        raise SiteError("its library is not there")
+
+    write_text(tmp_path)
+    attempt = RunDir(tmp_path / "run").attempt(1)
+    attempt.make()
+    monkeypatch.setenv("SHARDWAY_ATTEMPT_DIR", str(attempt.path))
+    monkeypatch.setattr(cli_nodes, "train_on_nodes", fail)
+    words = (*TINY, f'run.elastic="{elastic}"' if elastic == "off" else f"run.elastic={elastic}", "--dir", "run")
+    ended = shardway("train", *words, "--nodes", "a b", "--node", str(node))
+    assert (ended.code, "its library is not there" in ended.err) == (3, True)
+    assert (attempt.read_result() is not None) == ends

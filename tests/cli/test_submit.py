@@ -66,6 +66,7 @@ class Case:
 
 NUMBERS = [
     Case("no-walltime", ("submit", "--on", "generic-slurm", "--dry-run")),
+    Case("walltime-twice", ("submit", "--on", "generic-slurm", "--walltime", "1h", "site.walltime=2h", "--dry-run")),
     Case("walltime-over-limit", (*JUPITER, "--walltime", "25h")),
     Case("too-many-nodes", (*LEONARDO, "--nodes", "65")),
     Case("too-few-nodes", (*LEONARDO, "--nodes", "2", "site.queue=boost_qos_bprod")),

@@ -58,3 +58,18 @@ def test_a_run_without_checkpoints_may_change_in_all(run: RunDir) -> None:
 def test_a_record_that_is_damaged_is_left_to_the_ranks(run: RunDir) -> None:
     run.resolved_path.write_text("[model\n")
     submit_again(run, "model.dim=64")
+
+
+def test_a_run_that_is_done_needs_no_job(run: RunDir) -> None:
+    run.write_status(state="finished", reason="all steps are done", step=5)
+    with pytest.raises(UserError) as told:
+        submit_again(run, "model.dim=32", "site.nodes=2")
+    assert "has come to its end (" in str(told.value)
+    assert "To do: raise train.steps, or submit it as another run" in str(told.value)
+    submit_again(run, "model.dim=32", "train.steps=900")
+
+
+@pytest.mark.parametrize("status", ["", "[]", "{", '{"state": "stopped"}'])
+def test_a_status_that_says_nothing_refuses_nothing(status: str, run: RunDir) -> None:
+    run.status_path.write_text(status)
+    submit_again(run, "model.dim=32")

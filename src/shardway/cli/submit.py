@@ -42,7 +42,8 @@ def submit(
     from shardway.launch.hosts import find_host, parse_target
 
     target = parse_target(on) if on else None
-    order = read_order(ctx, [*(words or []), *_set(nodes, walltime)], target.site if target else "", directory)
+    words = [*(words or []), *_set(words or [], nodes, walltime)]
+    order = read_order(ctx, words, target.site if target else "", directory)
     order = _with_chain(order, until_done, max_attempts)
     carry_out(order, find_host(target.host if target else ""), dry_run=dry_run, as_json=as_json)
 
@@ -93,10 +94,15 @@ def _with_chain(order: Order, until_done: bool, max_attempts: int) -> Order:
     return replace(order, until_done=until_done, max_attempts=max_attempts)
 
 
-def _set(nodes: int | None, walltime: str | None) -> list[str]:
-    """Options of the verb as keys of the run file."""
-    words = [f"site.nodes={nodes}"] if nodes is not None else []
-    return [*words, f'site.walltime="{walltime}"'] if walltime is not None else words
+def _set(words: list[str], nodes: int | None, walltime: str | None) -> list[str]:
+    """Options of the verb as keys of the run file. Raises UserError where the words set one of these too."""
+    options = {"nodes": nodes, "walltime": walltime}
+    given = {name: value for name, value in options.items() if value is not None}
+    for name, value in given.items():
+        twice = next((word for word in words if word.partition("=")[0].strip() == f"site.{name}"), "")
+        if twice:
+            raise UserError(f"--{name} {value} and {twice} say the same thing.\n  To do: leave one of them out.")
+    return [f"site.{name}={json.dumps(value)}" for name, value in given.items()]
 
 
 def _warn(prepared: Prepared) -> None:

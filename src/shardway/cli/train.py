@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,10 +49,12 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Train a run file (the default run where none is named); resumes by itself."""
-    with nullcontext() if dry_run else _failure_told(), nullcontext() if dry_run else SignalWatch():
+    telling = Telling()
+    with nullcontext() if dry_run else _failure_told(telling), nullcontext() if dry_run else SignalWatch():
         request = read_request(words, directory, fresh)
         if nodes is not None or node is not None:
-            _train_on_nodes(request, _read_nodes(nodes, node, port, nproc), dry_run=dry_run, as_json=as_json)
+            place = _read_nodes(nodes, node, port, nproc)
+            _train_on_nodes(request, place, telling, dry_run=dry_run, as_json=as_json)
         else:
             _train(request, nproc, dry_run=dry_run, as_json=as_json)
 
@@ -70,10 +72,11 @@ def _read_nodes(nodes: str | None, node: int | None, port: int, nproc: int | Non
     return Place(addresses, node, port, nproc or 1)
 
 
-def _train_on_nodes(request: Request, place: Place, *, dry_run: bool, as_json: bool) -> None:
+def _train_on_nodes(request: Request, place: Place, telling: Telling, *, dry_run: bool, as_json: bool) -> None:
     """Be the agent of one machine of several; the first one tells how it goes."""
     ranks, leads = len(place.addresses) * place.ranks, place.node == 0
     resolution = _resolve(request, ranks, place.ranks, told=leads)
+    telling.ends_attempt = leads or resolution.resolved.values.run.elastic == "off"
     if dry_run:
         _print_plan(resolution, ranks, as_json)
         return
@@ -129,8 +132,15 @@ def _train(request: Request, nproc: int | None, *, dry_run: bool, as_json: bool)
         _print_end(outcome, as_json)
 
 
+@dataclass
+class Telling:
+    """Whether what goes wrong here ends the attempt: not on a node without which the others may go on."""
+
+    ends_attempt: bool = True
+
+
 @contextmanager
-def _failure_told() -> Iterator[None]:
+def _failure_told(telling: Telling) -> Iterator[None]:
     """Tell the job, where there is one, what went wrong before a rank could or after all are gone; not where the ranks
     start again."""
     from shardway.ranks.attempt import describe_error, find_attempt, tell_fault
@@ -143,7 +153,7 @@ def _failure_told() -> Iterator[None]:
         raise
     except Exception as error:  # a library that is not there on one node, for instance: the other nodes wait for it
         told = error if isinstance(error, ShardwayError) else Bug(f"{type(error).__name__}: {error}")
-        tell_fault(attempt, BY_AGENT, describe_error(told))
+        tell_fault(attempt if telling.ends_attempt else None, BY_AGENT, describe_error(told))
         raise
 
 
