@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from commands import PATIENCE_S, Start, killing_in_save, stalling, training_commands
+from commands import PATIENCE_S, Command, Start, killing_in_save, stalling, training_commands
 from runs import TINY, read_column, read_named, read_steps, worst_difference
 from shardway.rundir.directory import RunDir
 
@@ -86,6 +86,20 @@ def test_a_rank_that_is_killed_ends_the_job_with_its_name(start: Start) -> None:
     assert command.left_alive() == []
     assert command.run.read_status()["state"] == "failed"
     assert command.run.find_writer() is None
+
+
+def test_one_rank_that_is_asked_for_is_watched_as_many_are(start: Start) -> None:
+    command = start("run", "--nproc", "1", *ENDLESS, "checkpoint.every=2 steps", "run.restarts=1")
+    command.wait_for_step(5)
+    command.ranks()[0].send_signal(signal.SIGKILL)
+    command.wait_until(lambda: count(command, "started") == 2)
+    command.process.send_signal(signal.SIGTERM)
+    command.finish()
+    assert count(command, "restarted") == 1
+
+
+def count(command: Command, name: str) -> int:
+    return sum(1 for _ in command.run.all_events(names=(name,)))
 
 
 def test_a_rank_that_crashes_in_a_library_tells_where(start: Start) -> None:

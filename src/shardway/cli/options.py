@@ -24,7 +24,7 @@ Words = Annotated[
     ),
 ]
 DirOption = Annotated[Path | None, typer.Option("--dir", help="The run directory (default: run.root/run.name).")]
-NprocOption = Annotated[int | None, typer.Option("--nproc", min=1, help="Ranks to start on this machine.")]
+NprocOption = Annotated[int | None, typer.Option("--nproc", min=1, help="Ranks to start and watch on this machine.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print facts as JSON on stdout, and nothing else there.")]
 RunArgument = Annotated[
     Path | None, typer.Argument(metavar="[RUN_DIR]", help="A run directory, or a folder of them (default: runs).")

@@ -127,7 +127,7 @@ def _train(request: Request, nproc: int | None, *, dry_run: bool, as_json: bool)
     if not launched:
         _check_data(resolution)
     with shown:
-        outcome = _train_here(request, resolution) if launched or ranks == 1 else _train_local(resolution, ranks)
+        outcome = _train_here(request, resolution) if launched or nproc is None else _train_local(resolution, ranks)
     if placement.rank == 0:
         _print_end(outcome, as_json)
 
