@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
-from shardway.data.workers import ended_workers
+from shardway.data.workers import ended_workers, isolation
 from shardway.errors import JobError
 
 
@@ -34,3 +40,43 @@ def test_a_worker_that_aborts_after_the_last_batch_is_no_error() -> None:
 def test_a_worker_that_dies_while_it_is_needed_is_told() -> None:
     with pytest.raises(JobError, match="a loader process died"), ended_workers(Answers()):
         raise RuntimeError("DataLoader worker (pid 17) is killed by signal: Killed.")
+
+
+RANK = """
+import multiprocessing, os, sys, time
+from shardway.data.workers import isolation
+
+def work(begin):
+    begin(0)
+    print(os.getpid(), flush=True)
+    time.sleep(300)
+
+if __name__ == "__main__":
+    multiprocessing.get_context("fork").Process(target=work, args=(isolation(),)).start()
+    time.sleep(300)
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_stopped_goes_with_its_rank_all_the_same() -> None:
+    """It cannot see that the rank is gone."""
+    rank = subprocess.Popen([sys.executable, "-c", RANK], stdout=subprocess.PIPE, text=True)
+    assert rank.stdout is not None
+    worker = psutil.Process(int(rank.stdout.readline()))
+    try:
+        worker.send_signal(signal.SIGSTOP)
+        rank.kill()
+        rank.wait()
+        worker.wait(timeout=60)
+    finally:
+        if psutil.pid_exists(worker.pid):
+            os.kill(worker.pid, signal.SIGKILL)
+
+
+def test_a_worker_outlives_a_thread_that_has_started_it() -> None:
+    told: list[object] = []
+    thread = threading.Thread(target=lambda: told.append(isolation().keywords))  # type: ignore[attr-defined]
+    thread.start()
+    thread.join()
+    assert told == [{"by_main": False}]
+    assert isolation().keywords == {"by_main": True}  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from shardway.data.order import Ids, Order, Words, derive_keys, position_share
 from shardway.data.skips import Skips
 from shardway.data.sources.base import Source
-from shardway.data.workers import ended_workers, isolate_worker
+from shardway.data.workers import ended_workers, isolation
 from shardway.errors import Bug, ShardwayError, UserError
 
 _IDS_AT_ONCE = 16384
@@ -287,7 +287,7 @@ def _start_workers(
         prefetch_factor=options.prefetch,
         pin_memory=options.pin_memory,
         multiprocessing_context="spawn",
-        worker_init_fn=isolate_worker,
+        worker_init_fn=isolation(),
         generator=torch.Generator(),  # else the start of a loader would draw from the run's random state
     )
     try:

@@ -14,11 +14,12 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from shardway.errors import JobError
+from shardway.ranks.parent import end_with_parent
 from shardway.ranks.signals import BrokenOff
 
 _DEAD_WORKER = re.compile(r"DataLoader worker \(pid")
@@ -52,14 +53,22 @@ def ended_workers(answers: Iterator[Any]) -> Iterator[Iterator[Any]]:
         end()
 
 
-def isolate_worker(_: int) -> None:
-    """Let a worker live exactly as long as its rank wants it; runs in the worker (`worker_init_fn`).
+def isolation() -> Callable[[int], None]:
+    """What a worker that this thread starts does first (`worker_init_fn`): see `isolate_worker`."""
+    return functools.partial(isolate_worker, by_main=threading.current_thread() is threading.main_thread())
+
+
+def isolate_worker(_: int, *, by_main: bool = False) -> None:
+    """Let a worker live exactly as long as its rank wants it; runs in the worker.
 
     Ctrl-C and a scheduler's signals reach every process of a job; the rank answers them and still needs its batches
-    until the step has ended. A rank that was killed cannot end its workers, so each watches for that.
+    until the step has ended. A rank that was killed cannot end its workers, so each watches for that; one that is
+    stopped cannot watch, so the kernel ends it, but only where `by_main`: for the kernel a parent is a thread.
     """
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(name, signal.SIG_IGN)
+    if by_main:
+        end_with_parent()
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     # The thread that sends tensors may still be in C++ when the interpreter is taken down, which aborts the process.
     atexit.register(os._exit, 0)

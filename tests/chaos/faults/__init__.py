@@ -1,10 +1,11 @@
 """What can happen to two ranks and their agent, each at a moment that a seed chooses."""
 
-from faults import disks, machines, numbers, processes, saves, stops, tiers, worlds
+from faults import disks, machines, numbers, pauses, processes, saves, stops, tiers, worlds
 from faults.strike import Fault
 
 FAULTS: tuple[Fault, ...] = (
     *processes.FAULTS,
+    *pauses.FAULTS,
     *stops.FAULTS,
     *disks.FAULTS,
     *saves.FAULTS,

@@ -68,8 +68,13 @@ def kill_loader(command: Command, dice: random.Random) -> Struck:
     """kill -9 a process that loads data for a rank."""
     wait_for_some_step(command, dice)
     who = dice.randrange(2)
-    workers = [each for each in children(command)[who].children() if "resource_tracker" not in " ".join(each.cmdline())]
-    return strike(dice.choice(workers), signal.SIGKILL, f"loader of rank {who}")
+    return strike(dice.choice(find_loaders(command, who)), signal.SIGKILL, f"loader of rank {who}")
+
+
+def find_loaders(command: Command, rank: int) -> list[psutil.Process]:
+    """The processes that load data for a rank."""
+    further = children(command)[rank].children()
+    return [each for each in further if "resource_tracker" not in " ".join(each.cmdline())]
 
 
 def launch_twice(command: Command, dice: random.Random) -> Struck:
@@ -120,7 +125,6 @@ FAULTS = (
     Fault("SIGKILL of the agent", kill_agent, restarts_itself=False),
     Fault("SIGKILL of a loader worker", kill_loader, words=("data.workers=1",)),
     Fault("crash of a rank in a library (SIGSEGV)", signal_rank(signal.SIGSEGV), expects=tells_crash, is_further=True),
-    Fault("SIGSTOP of a rank", signal_rank(signal.SIGSTOP), is_further=True),
     # Steps of milliseconds may be over before the rank hangs, and in a save it would be given a minute.
     Fault("hang with Python's lock held", wait_for_mark("hung"), ("run.hang_timeout=10s",), hangs_once),
     Fault("second launch of the run", launch_twice, is_further=True),

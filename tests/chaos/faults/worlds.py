@@ -156,6 +156,7 @@ FAULTS = (
     _world_fault("1 rank", "--nproc", "1"),
     _world_fault("3 ranks", "--nproc", "3", base=("train.global_batch=12",)),
     _world_fault("4 ranks", "--nproc", "4"),
+    _world_fault("8 ranks", "--nproc", "8", base=("train.global_batch=16",)),
     _world_fault("2 ranks that hold the whole model each", "parallel.dp_replicate=2", "parallel.dp_shard=1"),
     _world_fault("2 ranks that hold half of each matrix", "parallel.tp=2", "parallel.tp_sequence=false"),
     _world_fault("2 stages of a pipeline", "parallel.pp=2", base=("model.tied=false",)),

@@ -8,7 +8,8 @@ SHARDWAY_TEST_HANG = RANK:STEP:FILE: it hangs once, as a library in C would make
 SHARDWAY_TEST_STALL = RANK:BATCH:FILE: it waits for a batch of training that does not come.
 SHARDWAY_TEST_SLOW = SECONDS: each batch of a validation takes so much longer; SHARDWAY_TEST_PACE: of training.
 SHARDWAY_TEST_RETRY = SECONDS: after so long a save that failed is tried again.
-SHARDWAY_TEST_KILL = RANK:PHASE:STEP:FILE: it is killed in that phase of the first save from STEP on.
+SHARDWAY_TEST_KILL = RANK:PHASE:STEP:FILE: it is killed in that phase of the first save from STEP on, or gets what
+SHARDWAY_TEST_STRIKE = SIGNAL names.
 SHARDWAY_TEST_HARM = RANK:KIND:POSITION:FILE: from that position in the samples on its loss is not finite once (nan) or
 always (nans), a bit of its weights flips (flip), it takes all memory (hog), or its loss function raises (raise).
 SHARDWAY_TEST_JUMP = FILE: `time.time` is later by what FILE holds, from the moment that it is there; no other clock is.
@@ -125,9 +126,11 @@ def _retry(seconds: float) -> Callable[[Any], None]:
     return change
 
 
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(3600)
+def _strike() -> None:
+    number = signal.Signals[os.environ.get("SHARDWAY_TEST_STRIKE", "SIGKILL")]
+    os.kill(os.getpid(), number)
+    if number is signal.SIGKILL:
+        time.sleep(3600)
 
 
 class _Save:
@@ -147,7 +150,7 @@ class _Save:
             whole = self._mark.with_suffix(".new")
             whole.write_text(str(self.step))
             whole.rename(self._mark)
-            _die()
+            _strike()
 
 
 def _before(module: Any, name: str, act: Callable[..., None]) -> None:
