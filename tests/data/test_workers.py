@@ -60,17 +60,17 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_a_worker_that_is_stopped_goes_with_its_rank_all_the_same() -> None:
     """It cannot see that the rank is gone."""
-    rank = subprocess.Popen([sys.executable, "-c", RANK], stdout=subprocess.PIPE, text=True)
-    assert rank.stdout is not None
-    worker = psutil.Process(int(rank.stdout.readline()))
-    try:
-        worker.send_signal(signal.SIGSTOP)
-        rank.kill()
-        rank.wait()
-        worker.wait(timeout=60)
-    finally:
-        if psutil.pid_exists(worker.pid):
-            os.kill(worker.pid, signal.SIGKILL)
+    with subprocess.Popen([sys.executable, "-c", RANK], stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        worker = psutil.Process(int(rank.stdout.readline()))
+        try:
+            worker.send_signal(signal.SIGSTOP)
+            rank.kill()
+            worker.wait(timeout=60)
+        finally:
+            rank.kill()
+            if psutil.pid_exists(worker.pid):
+                os.kill(worker.pid, signal.SIGKILL)
 
 
 def test_a_worker_outlives_a_thread_that_has_started_it() -> None:
