@@ -607,3 +607,23 @@ def test_the_wall_time_of_this_machine_ends(tmp_path: Path) -> None:
     result = local.settle(1)
     assert (result.state, result.failure) == ("deadline", "")
     wait_until(lambda: not list_processes(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("says", "most", "told"),
+    [
+        (("stopped",), 5, "to go on: shardway resume "),
+        (("crashed", "IndexError"), 5, "attempt 0002 is queued to go on"),
+        (("crashed", "IndexError"), 1, "to go on: shardway resume "),
+        (("deadline",), 1, "to go on: shardway resume "),
+        (("finished",), 5, ""),
+    ],
+)
+def test_a_job_ends_with_what_goes_on(says: tuple[str, ...], most: int, told: str, tmp_path: Path) -> None:
+    chain = begin_chain(tmp_path, most=most)
+    stops = 'echo stopped > "$SHARDWAY_STOP_FILE"; ' if says == ("stopped",) else ""
+    ran = chain.run(1, f"{stops}{chain.says(1, *says, step=2)}; exit {int(says[0] == 'crashed')}")
+    assert ran.state == says[0]
+    last = ran.said.strip().splitlines()[-1]
+    assert told in last if told else "go on" not in last
+    assert "resume" not in told or last.endswith(f"resume {chain.job.run}")

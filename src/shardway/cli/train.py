@@ -246,16 +246,5 @@ def _print_end(outcome: dict[str, Any], as_json: bool) -> None:
     run = RunDir(Path(outcome["directory"]))
     typer.echo(f"run directory  {run.path}")
     typer.echo(f"report         {run.report_path}")
-    if outcome["state"] == "stopped":
-        typer.echo(_say_how_to_go_on(run))
-
-
-def _say_how_to_go_on(run: RunDir) -> str:
-    from shardway.ranks.attempt import find_attempt
-
-    attempt = find_attempt(os.environ)
-    if attempt is None:
-        return "to go on, run the same command again"
-    if run.attempt(attempt.number + 1).path.exists():
-        return f"attempt {attempt.number + 1} goes on, unless this was to be the end"
-    return f"to go on: shardway resume {run.path}"
+    if outcome["state"] == "stopped" and ATTEMPT not in os.environ:  # whose script says how
+        typer.echo("to go on, run the same command again")

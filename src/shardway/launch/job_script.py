@@ -75,7 +75,7 @@ LAUNCHERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 _PATHS = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "ENROOT_DATA_PATH")
 _IN_EVERY_SCRIPT = (
     *("say", "field", "in_json", "whole", "step_now", "write_result", "ask_to_stop", "cancel_later"),
-    *("claim", "note_submission", "note_start", "read_stop", "check_stop", "fail", "wait_for", "finish"),
+    *("claim", "note_submission", "note_start", "read_stop", "check_stop", "fail", "wait_for", "say_next", "finish"),
 )
 _OF_A_CHAIN = ("leave", "settle", "state_of", "cause_of", "say_alike", "same_end", "has_saved", "check_chain")
 

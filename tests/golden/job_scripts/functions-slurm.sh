@@ -119,6 +119,17 @@ wait_for() {
   again=$?
   [ "$again" = 127 ] || status=$again
 }
+# say_next: what goes on with the run
+say_next() {
+  local next folder
+  next=$(printf '%04d' $((10#$attempt + 1)))
+  folder=$run/attempts/$next
+  if [ ! -e "$folder/result.json" ] && [ -n "$(field "$folder/submission.json" job)" ]; then
+    say "attempt $next is queued to go on"
+  else
+    say "to go on: shardway resume $run"
+  fi
+}
 # finish: says how the attempt ended, unless a rank has, and ends the job
 finish() {
   local state reason="the program ended with exit code $status"
@@ -134,9 +145,15 @@ finish() {
   say "attempt $attempt: $state: $(field "$here/result.json" reason)"
   case $state in
     finished) cancel_later "$state" ;;
-    stopped) [ "$(field "$here/result.json" failure)" = signal ] || cancel_later "$state" ;;
-    deadline | preempted) ;;
-    *) exit $((status ? status : 1)) ;;
+    stopped)
+      [ "$(field "$here/result.json" failure)" = signal ] || cancel_later "$state"
+      say_next
+      ;;
+    deadline | preempted) say_next ;;
+    *)
+      say_next
+      exit $((status ? status : 1))
+      ;;
   esac
   exit 0
 }
