@@ -89,6 +89,15 @@ def test_the_best_so_far_is_that_of_all_attempts(
     assert line.endswith("best so far") == best
 
 
+def test_the_best_so_far_outlives_a_start_that_wrote_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    validate(run, 4, 1.0)
+    with Display(run, to_stderr=False, plain=True):
+        with run.event_writer(0) as events:
+            events.write("restarted", step=4, reason="killed", failures=1)
+        validate(run, 6, 2.0, base=4)
+    assert "best so far" not in capsys.readouterr().out
+
+
 def test_a_terminal_shows_a_live_view(run: RunDir, terminal: io.StringIO) -> None:
     show(run)
     screen = terminal.getvalue()

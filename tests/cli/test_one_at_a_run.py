@@ -9,13 +9,20 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from command_line import Shardway
 
+from shardway.launch.hosts import LocalHost
+from shardway.launch.runs.busy import check_free_for_job
+from shardway.launch.runs.ledger import read_ledger
 from shardway.launch.runs.stop import ASKED, ASKED_AT_ONCE
 from shardway.rundir.attempts import Ending, Result, Submission
+from shardway.rundir.claims import DiskFiles
 from shardway.rundir.directory import RunDir
+from shardway.rundir.identity import Identity
+from shardway.rundir.lease import Lease, Means
 from shardway.rundir.lock import WriterLock
 
 
@@ -53,6 +60,14 @@ def submitted(run: RunDir, job: str, scheduler: str = "local") -> None:
     attempt.write_submission(Submission(scheduler, "x", job=job))
 
 
+def silence_slurm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No controller answers."""
+    for name in ("squeue", "sacct", "scancel"):
+        (folder / name).write_text("#!/bin/sh\necho 'resolve_ctls_from_dns_srv: Unknown host' >&2\nexit 1\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
 def test_nobody_trains_by_hand_what_a_job_is_at(shardway: Shardway, run: RunDir, job: str) -> None:
     submitted(run, job)
     ended = shardway("train", "--dir", str(run.path), "--fresh")
@@ -67,6 +82,7 @@ def test_training_by_hand_gets_as_far_as_its_data(
     how: str, shardway: Shardway, run: RunDir, job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submitted(run, "17" if "scheduler" in how else job, "slurm" if "scheduler" in how else "local")
+    silence_slurm(run.path.parent, monkeypatch)
     if how == "it has ended":
         run.attempt(1).write_result(Result(Ending.FINISHED))
     if how == "it is its own job":
@@ -77,13 +93,32 @@ def test_training_by_hand_gets_as_far_as_its_data(
     assert said == ("scheduler" in how)
 
 
-@pytest.mark.parametrize(("words", "stays"), [(ASKED, False), (ASKED_AT_ONCE, False), ("enough", True), ("", True)])
+@pytest.mark.parametrize(
+    ("words", "stays"),
+    [
+        (ASKED, False),
+        (ASKED_AT_ONCE, False),
+        ("signal asked for a stop", False),
+        ("deadline the wall-time is over", False),
+        ("enough", True),
+        ("", True),
+    ],
+)
 def test_a_stop_of_an_earlier_start_stops_none_by_hand(
     words: str, stays: bool, shardway: Shardway, run: RunDir
 ) -> None:
     run.request_stop(words)
     shardway("train", "--dir", str(run.path), "data.path=gone.txt")
     assert run.stop_requested() == stays
+
+
+def test_a_stop_holds_for_ranks_that_a_launcher_starts_again(
+    shardway: Shardway, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.request_stop(ASKED)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    shardway("train", "--dir", str(run.path), "data.path=gone.txt")
+    assert run.stop_requested()
 
 
 def test_a_stop_of_this_job_is_left_to_its_ranks(
@@ -104,6 +139,49 @@ def test_no_job_is_submitted_of_a_run_that_is_trained_by_hand(
     assert f"{run.path} is trained by hand now, by process {os.getpid()} on host" in ended.err
     assert f"`shardway stop {run.path} --wait 600`" in ended.err
     assert run.attempts() == []
+
+
+def hold_elsewhere(run: RunDir, attempt: str) -> None:
+    """The lease of somebody on another host who died a moment ago."""
+    gone = Means(Identity("n7", "boot", "pid:[1]", 4711, "1"), attempt)
+    Lease(DiskFiles(run.path / "lease"), str(run.path), gone).take(print)
+
+
+def test_a_job_that_died_just_now_is_nobody_who_trains_by_hand(shardway: Shardway, run: RunDir) -> None:
+    hold_elsewhere(run, "0001")
+    assert run.find_writer() is not None
+    check_free_for_job(LocalHost(), read_ledger(LocalHost(), run.path), print)
+    assert shardway("stop", str(run.path)).out == f"{run.path} has no job that waits or runs\n"
+
+
+def test_who_died_on_another_host_is_watched(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    hold_elsewhere(run, "")
+    watched: list[object] = []
+    monkeypatch.setattr(RunDir, "writer_lock", lambda self: SimpleNamespace(await_free=watched.append))
+    check_free_for_job(LocalHost(), read_ledger(LocalHost(), run.path), print)
+    assert watched == [print]
+
+
+def test_who_trains_beside_a_job_of_which_nobody_knows_is_told(
+    shardway: Shardway, run: RunDir, writer: WriterLock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted(run, "17", "slurm")
+    silence_slurm(run.path.parent, monkeypatch)
+    ended = shardway("stop", str(run.path))
+    assert "asked to stop after its current step: job 17 (attempt 1)" in ended.out
+    assert f"asked to stop after its current step: process {os.getpid()} on host" in ended.out
+
+
+def test_a_scheduler_that_is_not_reached_has_killed_nobody(
+    shardway: Shardway, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted(run, "17", "slurm")
+    silence_slurm(run.path.parent, monkeypatch)
+    ended = shardway("stop", str(run.path), "--now", "--yes")
+    assert ended.code == 3
+    assert "scancel could not end 17: resolve_ctls_from_dns_srv: Unknown host" in ended.err
+    assert "killed" not in ended.out
+    assert not run.stop_requested()
 
 
 def test_a_stop_waits_for_who_trains_by_hand(shardway: Shardway, run: RunDir, writer: WriterLock) -> None:

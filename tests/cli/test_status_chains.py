@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command_line import Shardway
 
-from shardway.rundir.attempts import Attempt, Ending, Result, Started
+from shardway.rundir.attempts import Attempt, Ending, Result, Started, Submission
 from shardway.rundir.directory import RunDir
 
 DONE = "deadline in 4 s"
@@ -78,6 +78,22 @@ def test_nothing_is_to_go_where_no_job_was_ended_by_its_time(lines: Lines, run: 
 def test_an_attempt_that_failed_before_its_ranks_is_told_first(state: Ending, lines: Lines, run: RunDir) -> None:
     ended(run, 3, Result(state, "no module named mine", exit_code=1, by="job script"), began=4e9)
     assert lines()[0] == f"{run.path}  failed: no module named mine"
+
+
+def test_a_chain_that_has_ended_by_failures_is_told_by_them(lines: Lines, run: RunDir) -> None:
+    for number in (3, 4):
+        ended(run, number, Result(Ending.CRASHED, "no module named mine", 20, by="job script"), began=4e9)
+    ended(run, 5, Result(Ending.NOT_NEEDED, "attempts 0003 and 0004 ended alike"), began=4e9)
+    assert lines()[0] == f"{run.path}  failed: no module named mine"
+    assert not any("to go" in line for line in lines())
+
+
+def test_a_job_that_never_began_is_told_first(lines: Lines, run: RunDir) -> None:
+    attempt = run.attempt(3)
+    attempt.make()
+    attempt.write_submission(Submission("slurm", "x", job="17", submitted=4e9))
+    attempt.write_result(Result(Ending.CRASHED, "its prolog failed", by="scheduler"))
+    assert lines()[0] == f"{run.path}  failed: its prolog failed"
 
 
 def test_an_attempt_whose_ranks_spoke_is_told_in_their_words(lines: Lines, run: RunDir) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,16 +61,42 @@ def test_a_record_that_is_damaged_is_left_to_the_ranks(run: RunDir) -> None:
     submit_again(run, "model.dim=64")
 
 
-def test_a_run_that_is_done_needs_no_job(run: RunDir) -> None:
-    run.write_status(state="finished", reason="all steps are done", step=5)
+def done(run: RunDir, **status: object) -> None:
+    """All 800 steps, which are the default."""
+    (run.checkpoints / "step-000000800").mkdir()
+    run.write_status(state="finished", reason="all steps are done", step=800, **status)
+
+
+@pytest.mark.parametrize("word", ["run.threads=1", "train.steps=800", "train.steps=700", "checkpoint.keep=9"])
+def test_a_run_that_is_done_needs_no_job(word: str, run: RunDir) -> None:
+    done(run)
     with pytest.raises(UserError) as told:
-        submit_again(run, "model.dim=32", "site.nodes=2")
-    assert "has come to its end (" in str(told.value)
+        submit_again(run, "model.dim=32", word)
+    assert "has a checkpoint of step 800, and " in str(told.value)
     assert "To do: raise train.steps, or submit it as another run" in str(told.value)
-    submit_again(run, "model.dim=32", "train.steps=900")
 
 
-@pytest.mark.parametrize("status", ["", "[]", "{", '{"state": "stopped"}'])
-def test_a_status_that_says_nothing_refuses_nothing(status: str, run: RunDir) -> None:
-    run.status_path.write_text(status)
+def test_work_that_is_left_is_no_mistake(run: RunDir) -> None:
+    done(run)
+    submit_again(run, "model.dim=32", "train.steps=801")
+    (run.checkpoints / "step-000000800").rename(run.checkpoints / "damaged-step-000000800")
     submit_again(run, "model.dim=32")
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"), [((), True), (("train.steps=2 epochs",), False), (("train.global_batch=4",), False)]
+)
+def test_how_many_steps_the_data_makes_is_known_from_before(words: tuple[str, ...], refused: bool, run: RunDir) -> None:
+    words_before = (*WORDS, "model.dim=32", "train.steps=1 epochs")
+    resolved = resolve_request(replace(parse_words(words_before), directory=run.path), 1, 1).resolved
+    run.write_request("", resolved.render())
+    done(run, total_steps=800)
+    with pytest.raises(UserError, match="and 800 steps are asked for") if refused else nullcontext():
+        submit_again(run, "model.dim=32", "train.steps=1 epochs", *words)
+
+
+@pytest.mark.parametrize("status", ["", "[]", "{", '{"state": "finished"}', '{"total_steps": "x"}'])
+def test_a_status_that_says_nothing_refuses_nothing(status: str, run: RunDir) -> None:
+    done(run)
+    run.status_path.write_text(status)
+    submit_again(run, "model.dim=32", "train.steps=1 epochs")

@@ -178,6 +178,15 @@ def test_a_start_in_place_is_no_attempt(run: RunDir, monkeypatch: pytest.MonkeyP
     assert "<span>2 attempts</span>" in page
 
 
+def test_a_start_of_another_agent_is_an_attempt(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one before ended when its ranks were to start again."""
+    failed = event("restarted", 0, 1.0, agent=7)
+    write_events(
+        monkeypatch, run, [started(agent=7), failed, started(at=2.0, agent=7), failed, started(at=9.0, agent=8)]
+    )
+    assert (summarise(run).attempts, summarise(run).restarts) == (2, 1)
+
+
 def test_json_names_are_stable(run: RunDir) -> None:
     run.create()
     names = """

@@ -251,7 +251,8 @@ def tell_restart(run: RunDir, error: ShardwayError, failures: int, saved_step: i
     """
     saved = max(run.checkpoint_steps(), default=0) if saved_step is None else saved_step
     with contextlib.suppress(OSError, JobError), run.event_writer(0) as events:
-        events.write("restarted", step=saved, reason=render_reason(str(error)), failures=failures)
+        reason = render_reason(str(error))
+        events.write("restarted", step=saved, reason=reason, failures=failures, agent=os.getpid())
 
 
 def pack_request(request: Request) -> str:

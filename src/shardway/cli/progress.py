@@ -32,7 +32,7 @@ class Display:
         self._plain = plain or not self._console.is_terminal
         self._run = run
         self._validations: list[Validation] = []
-        with contextlib.suppress(JobError):  # told by whoever writes there
+        with contextlib.suppress(JobError, OSError):  # told by whoever writes there
             self._validations = read_validations(run)
         self._events = run.follow_events(from_end=True)
         self._done = threading.Event()

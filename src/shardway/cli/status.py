@@ -121,25 +121,36 @@ def _summarise(ledger: Ledger, attempts: Sequence[Standing]) -> RunSummary | Non
 
     if not ledger.run.exists():
         return None
-    summary, last = summarise(ledger.run), attempts[-1] if attempts else None
+    summary, last = summarise(ledger.run), _find_last_end(attempts)
     active = next((attempt for attempt in attempts if attempt.is_active), None)
     if active is not None and summary.state != "running":
         return replace(summary, state=active.word, reason="")
-    if last is not None and last.result is not None:
-        if summary.reason == GONE:
-            return replace(summary, reason=last.result.reason)
-        if _failed_unheard(last, summary):
-            return replace(summary, state="failed", reason=last.result.reason)
+    if last is not None and summary.reason == GONE:
+        return replace(summary, reason=last.reason)
+    if last is not None and last.failed and last.began > (summary.updated or 0.0):
+        return replace(summary, state="failed", reason=last.reason)  # of its ranks none wrote an event
     return summary
 
 
-def _failed_unheard(attempt: Standing, summary: RunSummary) -> bool:
-    """Whether an attempt failed and no rank of it wrote an event: what stands in the run is of one before."""
-    from shardway.rundir.attempts import FAILURES
+@dataclass(frozen=True)
+class _End:
+    """How the last attempt ended that had anything to do; `began` in Unix seconds."""
 
-    result, started = attempt.result, attempt.entry.started
-    failed = result is not None and result.state in FAILURES
-    return failed and started is not None and started.started > (summary.updated or 0.0)
+    failed: bool
+    reason: str
+    began: float
+
+
+def _find_last_end(attempts: Sequence[Standing]) -> _End | None:
+    """A link of a chain that found nothing to do says nothing of the run."""
+    from shardway.rundir.attempts import FAILURES, Ending
+
+    for attempt in reversed(attempts):
+        result, entry = attempt.result, attempt.entry
+        if result is not None and result.state is not Ending.NOT_NEEDED:
+            sent = entry.submission.submitted if entry.submission else 0.0
+            return _End(result.state in FAILURES, result.reason, entry.started.started if entry.started else sent)
+    return None
 
 
 def _is_readable(path: Path, *, alone: bool) -> bool:
@@ -236,7 +247,7 @@ def _say_jobs_to_go(summary: RunSummary, standings: Sequence[Standing]) -> str:
 
     by_clock = any(standing.result is not None and standing.result.state is Ending.DEADLINE for standing in standings)
     left = (summary.total_steps or 0) - summary.step
-    if not (by_clock and summary.step and summary.attempts and left > 0):
+    if summary.state == "failed" or not (by_clock and summary.step and summary.attempts and left > 0):
         return ""
     jobs = math.ceil(left * summary.attempts / summary.step)
     account = summary.account

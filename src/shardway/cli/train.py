@@ -25,6 +25,9 @@ from shardway.rundir.attempts import BY_AGENT
 from shardway.rundir.attempts import VARIABLE as ATTEMPT
 from shardway.rundir.directory import RunDir
 
+_COUNTS_OF_STARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+"""Variables that tell of starts before this one of the same command, which were asked to stop as well."""
+
 PORT = 29600
 """By which port the agents of several machines meet where none is named."""
 
@@ -183,15 +186,15 @@ def _check_free(resolution: Resolution) -> None:
 
         check_free_for_hand(LocalHost(), run.path, _tell)
     run.writer_lock().await_free(_tell)
-    if by_hand and run.stop_requested():
+    if by_hand and run.stop_requested() and not any(os.environ.get(name, "0") != "0" for name in _COUNTS_OF_STARTS):
         _drop_old_stop(run)
 
 
 def _drop_old_stop(run: RunDir) -> None:
-    """What `shardway stop` has asked of those who were at the run before, and left without obeying it."""
-    from shardway.launch.runs.stop import STOP_WORDS
+    """What was asked of those who were at the run before, and left without obeying it."""
+    from shardway.launch.runs.stop import is_of_its_time
 
-    if run.stop_reason() in STOP_WORDS:
+    if is_of_its_time(run.stop_reason()):
         run.clear_stop()
 
 

@@ -104,9 +104,9 @@ class RunDir:
         """The lock that whoever writes here must hold; `attempt` says what it is a part of."""
         return WriterLock(self._place, Means(attempt=attempt))
 
-    def find_writer(self) -> str | None:
-        """Who is training here now, or None."""
-        return find_holder(self._place)
+    def find_writer(self, *, by_hand: bool = False) -> str | None:
+        """Who is training here now (outside of jobs of this run, if `by_hand`), or None."""
+        return find_holder(self._place, by_hand=by_hand)
 
     def find_writer_host(self) -> str:
         """The host of whoever is training here now; empty for nobody."""

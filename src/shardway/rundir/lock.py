@@ -142,13 +142,14 @@ class _Beats:
 # --- for those who only look
 
 
-def find_holder(place: Place) -> str | None:
-    """Who holds the run ("process 4711 on host n1 since ..."), or None where nobody does.
+def find_holder(place: Place, *, by_hand: bool = False) -> str | None:
+    """Who holds the run ("process 4711 on host n1 since ..."), or None where nobody does, or a job does and only who
+    trains `by_hand` is asked for.
 
     Of a holder whose lock is not seen here: when its last beat came, by the clock of the file system.
     """
     sight = _see(place)
-    if sight is None:
+    if sight is None or (by_hand and sight.claim is not None and sight.claim.attempt):
         return None
     seen = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(sight.beaten)) if sight.beaten else ""
     return render_holder(sight.claim) + (f", last seen {seen}" if seen else "")

@@ -186,6 +186,7 @@ class Loop:
             random_restored=loaded.random_restored if loaded else None,
             changed=session.changes if loaded else {},
             **machine_facts(session.ranks),
+            agent=session.agent or None,
         )
         set_damaged_aside(session, restored)
         tell_late_spans(session, self._counters)

@@ -125,7 +125,8 @@ def open_session(request: Request, environ: Mapping[str, str]) -> Iterator[Sessi
     """Resolve the request, join the ranks, take the run directory. Raises ShardwayError on every rank alike."""
     attempt = find_attempt(environ)
     placement = find_placement(environ)
-    if placement.has_agent:
+    agent = find_agent(environ) if placement.has_agent else 0
+    if agent:
         stop_with_parent()
     with _failure_told(attempt, placement):
         monitor = open_monitor(placement)
@@ -135,7 +136,7 @@ def open_session(request: Request, environ: Mapping[str, str]) -> Iterator[Sessi
         if monitor is not None:
             monitor.watch(read_patience(resolution.resolved.values.run))
         with left_at_once(ranks.world), hold_session(resolution, ranks, attempt, progress) as session:
-            session.agent = find_agent(environ) if placement.has_agent else 0
+            session.agent = agent
             yield session
     ranks.end()
 

@@ -75,13 +75,16 @@ class Progress:
         self.saves: list[Save] = []
         self.recent: deque[Event] = deque(maxlen=RECENT_STEPS)
         self.book = Book()
-        self._restarts = False
+        self._restarted: Event | None = None
 
     def update(self, event: Event) -> None:
         """Take one event into account; events of unknown names only count as a sign of life."""
         self.book.update(event)
-        if event["event"] == "started" or not self.attempts:  # without attempts, the line of a start was lost
-            self._start(read_start(event if event["event"] == "started" else {"time": event.get("time")}))
+        if event["event"] == "started":
+            self._start(event)
+        elif not self.attempts:  # the line of a start was lost, or is to come
+            start = read_start({"time": event.get("time")})
+            self.attempts.append(Attempt(start, start.step, start.time))
         attempt = self.attempts[-1]
         attempt.last_time = seconds(event, "time") or attempt.last_time
         match event["event"]:
@@ -96,13 +99,16 @@ class Progress:
             case "fault":
                 attempt.faults.append(read_fault(event))
             case "restarted":
-                self._restarts = True
+                self._restarted = event
             case "finished" | "stopped" | "failed":
                 attempt.ending = read_ending(event)
 
-    def _start(self, start: Start) -> None:
-        self.attempts.append(Attempt(start, start.step, start.time, again=self._restarts and bool(self.attempts)))
-        self._restarts = False
+    def _start(self, event: Event) -> None:
+        start, restarted = read_start(event), self._restarted
+        # An attempt may end before the ranks that were to start again have; then the next one starts.
+        again = bool(self.attempts) and restarted is not None and restarted.get("agent") == event.get("agent")
+        self.attempts.append(Attempt(start, start.step, start.time, again=again))
+        self._restarted = None
         self._undo_after(start.step)
 
     def _go_back(self, attempt: Attempt, step: int) -> None:

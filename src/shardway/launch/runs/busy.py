@@ -15,19 +15,26 @@ from shardway.launch.runs.ledger import Ledger, read_ledger
 from shardway.launch.runs.standing import Standing, describe_active, read_standing
 
 
-def check_free_for_job(host: Host, ledger: Ledger) -> None:
-    """Raise UserError where a job of this run waits or runs, or may do so for all that is known, or where somebody of
-    the same machine trains it by hand."""
-    run = ledger.run.path
+def check_free_for_job(host: Host, ledger: Ledger, tell: Callable[[str], None]) -> None:
+    """Raise UserError where a job of this run waits or runs, or may do so for all that is known, or where somebody
+    trains it by hand, as far as its directory is seen from this machine.
+
+    `tell` is told where a holder has to be watched: one that was killed on another host looks alive for a while.
+    """
+    run = ledger.run
     if active := describe_active(read_standing(host, ledger)):
-        raise _refuse_for_jobs(run, active)
-    writer = None if host.name else ledger.run.find_writer()
-    if writer is not None:
+        raise _refuse_for_jobs(run.path, active)
+    writer = None if host.name else run.find_writer(by_hand=True)
+    if writer is None:
+        return
+    try:
+        run.writer_lock().await_free(tell)
+    except UserError as error:
         raise UserError(
-            f"{run} is trained by hand now, by {writer}.\n"
+            f"{run.path} is trained by hand now, by {writer}.\n"
             "  A job would find it taken when it starts. To do: let it come to its end, or end it first with "
-            f"`shardway stop {run} --wait 600`."
-        )
+            f"`shardway stop {run.path} --wait 600`."
+        ) from error
 
 
 def check_free_for_hand(host: Host, run: Path, tell: Callable[[str], None]) -> None:

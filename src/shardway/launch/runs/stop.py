@@ -9,8 +9,10 @@ Invariant: no job is cancelled that was not shown to be of this run. This module
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
@@ -22,14 +24,24 @@ from shardway.launch.schedulers.clients import find_client, is_job_id
 from shardway.launch.schedulers.records import Phase
 from shardway.rundir.attempts import Ending, Result, render_result
 
+_GONE = re.compile(r"Invalid job id|already completing or completed|Unknown Job Id|(?:has|for) finished", re.IGNORECASE)
+"""What scancel and qdel say of a job that has ended; not what they say of a host or a server that is unknown."""
+
 POLLS_S = (1.0, 2.0, 4.0, 8.0, 15.0)
 """Pauses between two looks while waiting; the last one stays. Sites dislike being asked often."""
 
 
 ASKED = "stopped by `shardway stop`"
 ASKED_AT_ONCE = "ended by `shardway stop --now`"
-STOP_WORDS = frozenset((ASKED, ASKED_AT_ONCE))
-"""What stop files of this module say: each is for those who were at the run when it was written."""
+"""What stop files of this module say."""
+
+_OF_A_WARNING = ("deadline", "preempted", "signal ")
+"""How the words begin of job scripts and agents that were warned."""
+
+
+def is_of_its_time(words: str) -> bool:
+    """Whether a stop file was for those who were at the run when it was written, as a person's own need not be."""
+    return words in (ASKED, ASKED_AT_ONCE) or words.startswith(_OF_A_WARNING)
 
 
 @dataclass(frozen=True)
@@ -55,7 +67,7 @@ class Stopper:
         standings = read_standing(self.host, ledger)
         running = tuple(standing.entry for standing in standings if standing.is_active and not _waits(standing))
         waiting = tuple(standing.entry for standing in standings if standing.is_active and _waits(standing))
-        writer = "" if running or waiting else self._find_writer(ledger)
+        writer = self._find_writer(ledger)
         if running or waiting or writer:
             self._write_stop(ledger, ASKED)
         self._cancel(waiting)
@@ -63,16 +75,13 @@ class Stopper:
         return Stopping(running, waiting, writer)
 
     def cancel(self, ledger: Ledger) -> Stopping:
-        """Kill every job of the run that waits or runs, with a word for ranks that have the time to obey the signal.
-
-        Raises SiteError where the scheduler refuses.
-        """
+        """Kill every job of the run that waits or runs. Raises SiteError where the scheduler refuses."""
         active = tuple(standing.entry for standing in read_standing(self.host, ledger) if standing.is_active)
-        if any(entry.started for entry in active):
-            self._write_stop(ledger, ASKED_AT_ONCE)
-        self._cancel(tuple(reversed(active)))  # successors first, else they would start
+        writer = self._find_writer(ledger)
+        with self._word_for_ranks(ledger) if not writer and any(map(_says_no_more, active)) else nullcontext():
+            self._cancel(tuple(reversed(active)))  # successors first, else they would start
         self._note(ledger, active, "killed by `shardway stop --now`")
-        return Stopping(cancelled=active, writer="" if active else self._find_writer(ledger))
+        return Stopping(cancelled=active, writer=writer)
 
     def wait(self, ledger: Ledger, timeout_s: float) -> list[Standing]:
         """The attempts once none of them is active and nobody trains by hand here, or when the time is over."""
@@ -87,8 +96,17 @@ class Stopper:
             self.pause(pause)
 
     def _find_writer(self, ledger: Ledger) -> str:
-        """Who trains the run on this machine, by hand or in a job; empty for nobody."""
-        return ("" if self.host.name else ledger.run.find_writer()) or ""
+        """Who trains the run by hand, as far as its directory is seen from this machine; empty for nobody."""
+        return ("" if self.host.name else ledger.run.find_writer(by_hand=True)) or ""
+
+    @contextmanager
+    def _word_for_ranks(self, ledger: Ledger) -> Iterator[None]:
+        """While entered, ranks that have the time to obey a signal read who sent it: nobody could tell later."""
+        self._write_stop(ledger, ASKED_AT_ONCE)
+        try:
+            yield
+        finally:
+            self.host.run(("rm", "-f", str(ledger.run.stop_path)))
 
     def _write_stop(self, ledger: Ledger, words: str) -> None:
         self.host.write_files({PurePosixPath(ledger.run.stop_path): f"{words}\n"})
@@ -110,11 +128,17 @@ class Stopper:
             jobs = [entry.job for entry in entries if entry.submission and entry.submission.scheduler == scheduler]
             _check_job_ids(jobs)
             for done in self.host.run_many(find_client(scheduler).cancel(jobs)):
-                if not done.ok and "nknown" not in done.err and "has finished" not in done.err:
+                if not done.ok and not _GONE.search(done.err):
                     raise SiteError(
                         f"{done.words[0]} could not end {', '.join(jobs)}: {(done.err or done.out).strip()}\n"
                         "  To do: try again, or end them with the scheduler's own command."
                     )
+
+
+def _says_no_more(entry: Entry) -> bool:
+    """Whether a job runs of which its scheduler will not say that it was cancelled; its end is waited for."""
+    known = entry.started is not None and entry.submission is not None
+    return known and entry.submission is not None and find_client(entry.submission.scheduler).forgets
 
 
 def _waits(standing: Standing) -> bool:

@@ -65,7 +65,7 @@ def send(order: Order, host: Host, submitter: Submitter | None = None) -> Sent:
     submitter = submitter or Submitter(host)
     prepared = prepare(order, host, look=True)
     run, ledger = prepared.job.run, prepared.ledger
-    check_free_for_job(host, ledger)
+    check_free_for_job(host, ledger, submitter.tell)
     known = Known(str(run), host.name, prepared.job.site)
     if ledger.last is not None and ledger.last.is_unsent:
         found = submitter.recover(prepared.job, ledger.last)

@@ -1,15 +1,18 @@
 """A run that goes on: with other values than it was started with, or though all of it is done.
 
-Invariant: what its ranks would refuse when they go on from its checkpoints, or find done, is refused before the queue.
-Where there is no checkpoint, or the record of the run cannot be read, nothing is refused. This module must not change
-anything.
+Invariant: what its ranks would refuse when they go on from its newest checkpoint, or find done, is refused before the
+queue, as far as it can be known without the data. Where there is no checkpoint, or the record of the run cannot be
+read, nothing is refused. This module must not change anything.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from shardway.errors import UserError
 from shardway.launch.hosts.base import Host
@@ -17,6 +20,9 @@ from shardway.resolve.resolved import Resolved
 from shardway.resolve.same_run import check_same_run, find_changes
 from shardway.rundir.directory import RunDir
 from shardway.rundir.steps import step_name, step_of_checkpoint
+
+_SAY_HOW_MANY = frozenset(("train.steps", "train.global_batch"))
+"""Keys on which it depends how many steps an amount of samples, tokens or epochs is."""
 
 _WAYS_OUT = "or submit it as another run (`shardway submit` with another run.name or --dir)"
 
@@ -26,7 +32,8 @@ def check_goes_on(host: Host, run: RunDir, resolved: Resolved) -> None:
     listed, record, status = host.run_many(
         [("ls", str(run.checkpoints)), ("cat", str(run.resolved_path)), ("cat", str(run.status_path))]
     )
-    if not any(map(_is_complete, listed.out.splitlines())) or not record.ok:
+    steps = [step for name in listed.out.splitlines() if (step := _read_step(name)) is not None]
+    if not steps or not record.ok:
         return
     try:
         saved = tomllib.loads(record.out)
@@ -34,23 +41,29 @@ def check_goes_on(host: Host, run: RunDir, resolved: Resolved) -> None:
         return  # its ranks tell what to do about it
     tables = {name: table for name, table in saved.items() if isinstance(table, dict)}
     check_same_run(tables, resolved, str(run.path), _WAYS_OUT)
-    if not find_changes(tables, resolved) and _is_finished(status.out):
+    total = _find_total(tables, resolved, status.out)
+    if total is not None and max(steps) >= total:
         raise UserError(
-            f"{run.path} has come to its end ({resolved.values.train.steps} were asked for), so a job of it would have "
+            f"{run.path} has a checkpoint of step {max(steps)}, and {total} steps are asked for, so a job would have "
             f"nothing to do.\n  To do: raise train.steps, {_WAYS_OUT}."
         )
 
 
-def _is_finished(status: str) -> bool:
-    """Whether status.json says that all was done."""
+def _find_total(saved: Mapping[str, Any], resolved: Resolved, status: str) -> int | None:
+    """How many steps are asked for. Where the data has a say: what it said before, if what it depends on has not
+    changed; else None."""
+    if resolved.values.train.steps.unit == "steps":
+        return math.ceil(resolved.values.train.steps.amount)
+    if any(key in _SAY_HOW_MANY or key.startswith("data.") for key in find_changes(saved, resolved)):
+        return None
     try:
-        table = json.loads(status)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(table, dict) and table.get("state") == "finished"
+        total = json.loads(status)["total_steps"]
+    except (ValueError, RecursionError, KeyError, TypeError):
+        return None
+    return total if isinstance(total, int) else None
 
 
-def _is_complete(name: str) -> bool:
-    """Whether a folder of that name is a complete checkpoint that was not set aside."""
+def _read_step(name: str) -> int | None:
+    """The step of a folder of that name that is a complete checkpoint and was not set aside."""
     step = step_of_checkpoint(Path(name))
-    return step is not None and name == step_name(step)
+    return step if step is not None and name == step_name(step) else None
