@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from faults.numbers import HARM
 from faults.stops import validates_for_ever
-from faults.strike import Aftermath, Fault, children, strike, wait_for
+from faults.strike import Aftermath, Fault, children, strike
 from faults.tiers import WORDS as NODES
 from notes import noted, seeds
 from outcome import compare, finished, used_samples
@@ -23,7 +23,6 @@ from outcome import compare, finished, used_samples
 from commands import Start, injected, training_commands
 from faults import FAULTS
 from runs import TINY
-from shardway.ranks.progress import Activity
 
 pytestmark = pytest.mark.slow
 
@@ -97,10 +96,13 @@ def _words(further: Sequence[str], folder: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.exhaustive
-def test_a_stop_that_takes_too_long_ends_the_run_with_the_reason(start: Start, undisturbed: Undisturbed) -> None:
+def test_a_stop_that_takes_too_long_ends_the_run_with_the_reason(
+    start: Start, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
     """A rank is in a validation that takes an hour; nothing starts again by itself, and the same command goes on."""
-    command = start("run", *WORDS, "run.stop_timeout=3s", "run.collective_timeout=2s", environ=validates_for_ever())
-    wait_for(command, 0, lambda entry: entry.activity is Activity.VALIDATE)
+    environ = validates_for_ever(tmp_path / "validates")
+    command = start("run", *WORDS, "run.stop_timeout=3s", "run.collective_timeout=2s", environ=environ)
+    command.wait_until((tmp_path / "validates-0").exists)  # before its first batch the stop would still be heard
     strike(children(command)[0], signal.SIGTERM, "rank 0")
     code, said = command.end()
     assert code == 4

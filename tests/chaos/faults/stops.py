@@ -112,9 +112,9 @@ def validates_slowly(folder: Path, dice: random.Random) -> dict[str, str]:
     return injected(**{SLOW: "0.2"})
 
 
-def validates_for_ever() -> dict[str, str]:
-    """A validation that waits an hour, where no wait for data can be ended."""
-    return injected(**{SLOW: "3600"})
+def validates_for_ever(mark: Path) -> dict[str, str]:
+    """A validation that waits an hour, where no wait for data can be ended; a rank that does leaves MARK-RANK."""
+    return injected(**{SLOW: f"3600:{mark}"})
 
 
 def stalls_once(folder: Path, dice: random.Random) -> dict[str, str]:

@@ -6,7 +6,8 @@ A process that nobody gave a rank is rank 0.
 
 SHARDWAY_TEST_HANG = RANK:STEP:FILE: it hangs once, as a library in C would make it.
 SHARDWAY_TEST_STALL = RANK:BATCH:FILE: it waits for a batch of training that does not come.
-SHARDWAY_TEST_SLOW = SECONDS: each batch of a validation takes so much longer; SHARDWAY_TEST_PACE: of training.
+SHARDWAY_TEST_SLOW = SECONDS[:FILE]: each batch of a validation takes so much longer, and FILE-RANK is there once one
+does; SHARDWAY_TEST_PACE = SECONDS: of training.
 SHARDWAY_TEST_RETRY = SECONDS: after so long a save that failed is tried again.
 SHARDWAY_TEST_KILL = RANK:PHASE:STEP:FILE: it is killed in that phase of the first save from STEP on, or gets what
 SHARDWAY_TEST_STRIKE = SIGNAL names.
@@ -91,11 +92,13 @@ def _stall(batch: int, mark: Path) -> Callable[[Any], None]:
     return change
 
 
-def _slow(seconds: float) -> Callable[[Any], None]:
+def _slow(seconds: float, mark: str) -> Callable[[Any], None]:
     def change(module: Any) -> None:
         evaluate = module.Passes.evaluate
 
         def slowly(*arguments: Any) -> Any:
+            if mark:
+                Path(f"{mark}-{_rank}").touch()
             time.sleep(seconds)
             return evaluate(*arguments)
 
@@ -279,8 +282,9 @@ _changes: dict[str, Callable[[Any], None]] = {}
 _stalls = os.environ.get("SHARDWAY_TEST_STALL", "").split(":", 2)
 if len(_stalls) == 3 and _rank == _stalls[0]:
     _changes["shardway.data.loader"] = _stall(int(_stalls[1]), Path(_stalls[2]))
-if os.environ.get("SHARDWAY_TEST_SLOW"):
-    _changes["shardway.train.passes"] = _slow(float(os.environ["SHARDWAY_TEST_SLOW"]))
+_slows = os.environ.get("SHARDWAY_TEST_SLOW", "").partition(":")
+if _slows[0]:
+    _changes["shardway.train.passes"] = _slow(float(_slows[0]), _slows[2])
 if os.environ.get("SHARDWAY_TEST_PACE"):
     _changes["shardway.data.loader"] = _pace(float(os.environ["SHARDWAY_TEST_PACE"]))
 if os.environ.get("SHARDWAY_TEST_RETRY"):
