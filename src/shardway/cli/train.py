@@ -25,9 +25,6 @@ from shardway.rundir.attempts import BY_AGENT
 from shardway.rundir.attempts import VARIABLE as ATTEMPT
 from shardway.rundir.directory import RunDir
 
-_COUNTS_OF_STARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-"""Variables that tell of starts before this one of the same command, which were asked to stop as well."""
-
 PORT = 29600
 """By which port the agents of several machines meet where none is named."""
 
@@ -175,6 +172,8 @@ def _resolve(request: Request, ranks: int, ranks_per_node: int, *, told: bool) -
 def _check_free(resolution: Resolution) -> None:
     """Tell a second writer before torch is imported, also one whose ranks are still to begin; the lock itself is taken
     by rank 0, which is who asks here."""
+    from shardway.ranks.launcher import was_started_before
+
     run = resolution.directory
     run.check_no_strangers()
     if run.exists():
@@ -186,7 +185,7 @@ def _check_free(resolution: Resolution) -> None:
 
         check_free_for_hand(LocalHost(), run.path, _tell)
     run.writer_lock().await_free(_tell)
-    if by_hand and run.stop_requested() and not any(os.environ.get(name, "0") != "0" for name in _COUNTS_OF_STARTS):
+    if by_hand and run.stop_requested() and not was_started_before(os.environ):
         _drop_old_stop(run)
 
 

@@ -126,6 +126,11 @@ def describe_placement(placement: Placement) -> str:
     )
 
 
+def was_started_before(environ: Environ) -> bool:
+    """Whether this is a further start of one launch or job, whose earlier ones were asked what it is asked."""
+    return any(environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+
+
 def has_restarts_left(environ: Environ) -> bool:
     """Whether torchrun or ft_launcher has not yet started this rank as often as it may; no where it does not say so."""
     count, most = (environ.get(f"TORCHELASTIC_{name}", "") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
