@@ -299,6 +299,23 @@ def test_what_a_dataset_draws_depends_on_the_position_not_on_the_worker() -> Non
 
 
 @pytest.mark.slow
+def test_a_dead_worker_is_told_where_its_batch_is_waited_for_and_nowhere_else() -> None:
+    """In a collective, the error would have this rank and the others wait for each other."""
+    stream = StepLoader(Numbers(400), Order(400, 0), Share(4), WORKERS).batches(0)
+    next(stream)
+    next(stream)
+    worker = list_workers()[0]
+    worker.kill()
+    until = time.monotonic() + 60
+    while worker.status() != psutil.STATUS_ZOMBIE:  # other work of this rank
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    with pytest.raises(JobError, match="a loader process died"):
+        next(stream)
+    assert list_workers() == []
+
+
+@pytest.mark.slow
 def test_a_dead_worker_ends_the_job_with_a_sentence() -> None:
     loader = StepLoader(Faulty(40, "die"), Order(40, 0, shuffle=False), Share(4), WORKERS)
     with pytest.raises(JobError) as caught:

@@ -117,6 +117,10 @@ def test_lost_contact_says_when(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_a_rank_that_gave_up_waiting_in_gloo_has_lost_contact() -> None:
+    assert is_lost_contact(RuntimeError("Application timeout caused pair closure"))
+
+
 @pytest.mark.parametrize("error", [RuntimeError("mat1 and mat2 shapes cannot be multiplied"), KeyError("gloo")])
 def test_other_errors_pass_through_contact(error: Exception) -> None:
     with pytest.raises(type(error)) as failure, lone_rank().contact("during a step"):

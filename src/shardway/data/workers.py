@@ -1,7 +1,7 @@
 """The life of loader processes: isolated while they work, ended with their iterator, gone with their rank.
 
-Invariant: no worker outlives the rank that started it, however that rank ends. This module must not import torch
-nor know what workers read.
+Invariant: no worker outlives the rank that started it, however that rank ends; and the death of a worker is told
+nowhere but in a wait for its answers. This module must not import torch nor know what workers read.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
+from types import FrameType
 from typing import Any
 
 from shardway.errors import JobError
@@ -34,13 +35,13 @@ a loader process died: {reason}
 def ended_workers(answers: Iterator[Any]) -> Iterator[Iterator[Any]]:
     """Use the iterator of a DataLoader; its workers end with the context, or with the interpreter.
 
-    Raises JobError where a worker died.
+    Raises JobError where a worker died, and only where answers are waited for.
     """
     workers: list[BaseProcess] = list(getattr(answers, "_workers", []))
     end = functools.partial(_end_workers, answers, workers)
     atexit.register(end)
     try:
-        yield answers
+        yield _awaited(answers)
     except (BrokenOff, KeyboardInterrupt):
         _kill_quietly(workers)  # they may wait for the very file that nobody wanted to wait for
         raise
@@ -51,6 +52,60 @@ def ended_workers(answers: Iterator[Any]) -> Iterator[Iterator[Any]]:
     finally:
         atexit.unregister(end)
         end()
+
+
+class _Deaths:
+    """torch's handler of SIGCHLD, which raises where a worker has died, put off until answers are waited for.
+
+    Raised in the middle of a collective, the error would leave this rank a collective behind or ahead of the others,
+    and all of them waiting; in a save it would look like one of the save's.
+    """
+
+    def __init__(self, handler: Callable[[int, FrameType | None], object]) -> None:
+        self._handler = handler
+        self._waits = self._came = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._waits:
+            self._handler(number, frame)
+        else:
+            self._came = True
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """While entered, in the main thread, the handler raises; at once where a child has ended before."""
+        self._waits = threading.current_thread() is threading.main_thread()
+        try:
+            if self._waits and self._came:
+                self._came = False
+                self._handler(signal.SIGCHLD, None)
+            yield
+        finally:
+            self._waits = False
+
+
+def _hold_deaths() -> _Deaths | None:
+    """The handler of this process in place of torch's, which that has set by now; None outside of the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    handler = signal.getsignal(signal.SIGCHLD)
+    if isinstance(handler, _Deaths) or not callable(handler):
+        return handler if isinstance(handler, _Deaths) else None
+    deaths = _Deaths(handler)
+    signal.signal(signal.SIGCHLD, deaths)
+    return deaths
+
+
+def _awaited(answers: Iterator[Any]) -> Iterator[Any]:
+    """The answers, with the deaths of workers told while one is waited for."""
+    deaths = _hold_deaths()
+    while True:
+        with deaths.told() if deaths is not None else contextlib.nullcontext():
+            try:
+                answer = next(answers)
+            except StopIteration:
+                return
+        yield answer
 
 
 def isolation() -> Callable[[int], None]:

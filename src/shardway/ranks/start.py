@@ -193,7 +193,10 @@ def is_lost_contact(error: BaseException) -> bool:
     if isinstance(error, dist.DistError):
         return True
     text = str(error).lower()
-    signs = ("connection closed by peer", "connection reset", "timed out", "broken pipe", "gloo", "nccl")
+    signs = (
+        *("connection closed by peer", "connection reset", "timed out", "timeout caused pair closure", "broken pipe"),
+        *("gloo", "nccl"),
+    )
     return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
 
 

@@ -71,6 +71,15 @@ def kill_loader(command: Command, dice: random.Random) -> Struck:
     return strike(dice.choice(find_loaders(command, who)), signal.SIGKILL, f"loader of rank {who}")
 
 
+def kill_loader_in_save(command: Command, dice: random.Random) -> Struck:
+    """kill -9 a process that loads data, while its rank saves."""
+    wait_for_some_step(command, dice)
+    who = dice.randrange(2)
+    loaders = find_loaders(command, who)
+    wait_for(command, who, lambda entry: entry.activity is Activity.SAVE)
+    return strike(dice.choice(loaders), signal.SIGKILL, f"loader of rank {who}")
+
+
 def find_loaders(command: Command, rank: int) -> list[psutil.Process]:
     """The processes that load data for a rank."""
     further = children(command)[rank].children()
@@ -124,6 +133,7 @@ FAULTS = (
     Fault("SIGKILL of a rank that starts", kill_while(Activity.START), is_further=True),
     Fault("SIGKILL of the agent", kill_agent, restarts_itself=False),
     Fault("SIGKILL of a loader worker", kill_loader, words=("data.workers=1",)),
+    Fault("SIGKILL of a loader worker in a save", kill_loader_in_save, words=("data.workers=1",), is_further=True),
     Fault("crash of a rank in a library (SIGSEGV)", signal_rank(signal.SIGSEGV), expects=tells_crash, is_further=True),
     # Steps of milliseconds may be over before the rank hangs, and in a save it would be given a minute.
     Fault("hang with Python's lock held", wait_for_mark("hung"), ("run.hang_timeout=10s",), hangs_once),
