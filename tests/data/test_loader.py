@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data._utils import signal_handling
 
 from shardway.data.loader import (
     Batch,
@@ -299,8 +300,14 @@ def test_what_a_dataset_draws_depends_on_the_position_not_on_the_worker() -> Non
 
 
 @pytest.mark.slow
-def test_a_dead_worker_is_told_where_its_batch_is_waited_for_and_nowhere_else() -> None:
-    """In a collective, the error would have this rank and the others wait for each other."""
+@pytest.mark.parametrize("of_torch", [True, False])
+def test_a_dead_worker_is_told_where_its_batch_is_waited_for_and_nowhere_else(
+    of_torch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a collective, the error would have this rank and the others wait for each other. Torch sets its handler once,
+    and somebody else may have set another since."""
+    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", not of_torch)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     stream = StepLoader(Numbers(400), Order(400, 0), Share(4), WORKERS).batches(0)
     next(stream)
     next(stream)

@@ -23,6 +23,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data._utils.signal_handling import _error_if_any_worker_fails
 
 from shardway.data.order import Ids, Order, Words, derive_keys, position_share
 from shardway.data.skips import Skips
@@ -236,7 +237,7 @@ def read_batches(
     user's dataset passes unchanged.
     """
     if options.workers:
-        with ended_workers(_start_workers(dataset, requests, options)) as answers:
+        with ended_workers(_start_workers(dataset, requests, options), _error_if_any_worker_fails) as answers:
             for answer in answers:
                 if isinstance(answer, ShardwayError):
                     raise answer

@@ -32,8 +32,9 @@ a loader process died: {reason}
 
 
 @contextlib.contextmanager
-def ended_workers(answers: Iterator[Any]) -> Iterator[Iterator[Any]]:
-    """Use the iterator of a DataLoader; its workers end with the context, or with the interpreter.
+def ended_workers(answers: Iterator[Any], check: Callable[[], None] = lambda: None) -> Iterator[Iterator[Any]]:
+    """Use the iterator of a DataLoader; its workers end with the context, or with the interpreter. `check` raises
+    RuntimeError where one has died.
 
     Raises JobError where a worker died, and only where answers are waited for.
     """
@@ -41,7 +42,7 @@ def ended_workers(answers: Iterator[Any]) -> Iterator[Iterator[Any]]:
     end = functools.partial(_end_workers, answers, workers)
     atexit.register(end)
     try:
-        yield _awaited(answers)
+        yield _awaited(answers, check)
     except (BrokenOff, KeyboardInterrupt):
         _kill_quietly(workers)  # they may wait for the very file that nobody wanted to wait for
         raise
@@ -55,7 +56,7 @@ def ended_workers(answers: Iterator[Any]) -> Iterator[Iterator[Any]]:
 
 
 class _Deaths:
-    """torch's handler of SIGCHLD, which raises where a worker has died, put off until answers are waited for.
+    """A handler of SIGCHLD, torch's for one, which raises where a worker has died, put off until answers are awaited.
 
     Raised in the middle of a collective, the error would leave this rank a collective behind or ahead of the others,
     and all of them waiting; in a save it would look like one of the save's.
@@ -84,21 +85,22 @@ class _Deaths:
             self._waits = False
 
 
-def _hold_deaths() -> _Deaths | None:
-    """The handler of this process in place of torch's, which that has set by now; None outside of the main thread."""
+def _hold_deaths(check: Callable[[], None]) -> _Deaths | None:
+    """The handler of this process, in place of the one that torch sets with its first loader, which somebody may have
+    replaced since; None outside of the main thread."""
     if threading.current_thread() is not threading.main_thread():
         return None
     handler = signal.getsignal(signal.SIGCHLD)
-    if isinstance(handler, _Deaths) or not callable(handler):
-        return handler if isinstance(handler, _Deaths) else None
-    deaths = _Deaths(handler)
+    if isinstance(handler, _Deaths):
+        return handler
+    deaths = _Deaths(handler if callable(handler) else lambda number, frame: check())
     signal.signal(signal.SIGCHLD, deaths)
     return deaths
 
 
-def _awaited(answers: Iterator[Any]) -> Iterator[Any]:
+def _awaited(answers: Iterator[Any], check: Callable[[], None]) -> Iterator[Any]:
     """The answers, with the deaths of workers told while one is waited for."""
-    deaths = _hold_deaths()
+    deaths = _hold_deaths(check)
     while True:
         with deaths.told() if deaths is not None else contextlib.nullcontext():
             try:

@@ -92,7 +92,7 @@ def _stall(batch: int, mark: Path) -> Callable[[Any], None]:
     return change
 
 
-def _slow(seconds: float, mark: str) -> Callable[[Any], None]:
+def _slow(seconds: float, mark: str = "") -> Callable[[Any], None]:
     def change(module: Any) -> None:
         evaluate = module.Passes.evaluate
 
