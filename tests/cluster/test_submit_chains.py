@@ -86,7 +86,7 @@ def test_stop_and_resume_change_no_loss(busy_alice: Person, begun: Begun) -> Non
 
     alice.told("resume", run.path)
     run.until_step(result.step + 3, attempt=3)
-    assert "loses what was trained since" in alice.refused("stop", run.path, "--now")
+    assert "may lose what was trained since" in alice.refused("stop", run.path, "--now")
     assert len(run.queued()) == 2, "nobody agreed"
     alice.told("stop", run.path, "--now", "--yes", "--wait", "60")
     is_out_of_the_queue(run)
