@@ -6,6 +6,7 @@ Invariant: the name of a complete one is never that of an unfinished one. This m
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 _STEP = re.compile(r"step-(\d{9})")
@@ -32,8 +33,12 @@ def list_steps(folder: Path) -> list[int]:
     """Steps of the complete checkpoints in a folder, oldest first; none where there is no such folder."""
     if not folder.is_dir():
         return []
-    found = (_STEP.fullmatch(path.name) for path in folder.iterdir())
-    return sorted(int(match[1]) for match in found if match)
+    return find_steps(path.name for path in folder.iterdir())
+
+
+def find_steps(names: Iterable[str]) -> list[int]:
+    """Steps of the complete checkpoints among the names in a folder, oldest first."""
+    return sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
 
 
 def list_partials(folder: Path) -> list[Path]:

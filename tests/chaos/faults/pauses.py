@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from commands import Command, injected, pacing
-from faults.processes import find_loaders, signal_rank
+from faults.processes import signal_loader, signal_rank
 from faults.saves import KILL, MARK
 from faults.strike import (
     EVERY,
@@ -54,13 +54,6 @@ def stop_in_collective(command: Command, dice: random.Random) -> Struck:
     struck = strike(ranks[who], signal.SIGSTOP, f"rank {who}")
     ranks[1 - who].resume()
     return struck
-
-
-def stop_loader(command: Command, dice: random.Random) -> Struck:
-    """Stop a process that loads data for a rank."""
-    wait_for_some_step(command, dice)
-    who = dice.randrange(2)
-    return strike(dice.choice(find_loaders(command, who)), signal.SIGSTOP, f"loader of rank {who}")
 
 
 def stops_in_save(folder: Path, dice: random.Random) -> Mapping[str, str]:
@@ -106,7 +99,7 @@ FAULTS = (
     ),
     Fault(
         "SIGSTOP of a loader worker",
-        stop_loader,
+        signal_loader(signal.SIGSTOP),
         ("data.workers=1", "run.hang_timeout=10s"),
         is_further=True,
         expects=was_missed,

@@ -64,11 +64,15 @@ def kill_agent(command: Command, dice: random.Random) -> Struck:
     return strike(psutil.Process(command.process.pid), signal.SIGKILL, "agent")
 
 
-def kill_loader(command: Command, dice: random.Random) -> Struck:
-    """kill -9 a process that loads data for a rank."""
-    wait_for_some_step(command, dice)
-    who = dice.randrange(2)
-    return strike(dice.choice(find_loaders(command, who)), signal.SIGKILL, f"loader of rank {who}")
+def signal_loader(number: signal.Signals) -> Callable[[Command, random.Random], Struck]:
+    """A signal to a process that loads data for a rank."""
+
+    def act(command: Command, dice: random.Random) -> Struck:
+        wait_for_some_step(command, dice)
+        who = dice.randrange(2)
+        return strike(dice.choice(find_loaders(command, who)), number, f"loader of rank {who}")
+
+    return act
 
 
 def kill_loader_in_save(command: Command, dice: random.Random) -> Struck:
@@ -132,7 +136,7 @@ FAULTS = (
     Fault("SIGKILL of a rank in a save", kill_while(Activity.SAVE)),
     Fault("SIGKILL of a rank that starts", kill_while(Activity.START), is_further=True),
     Fault("SIGKILL of the agent", kill_agent, restarts_itself=False),
-    Fault("SIGKILL of a loader worker", kill_loader, words=("data.workers=1",)),
+    Fault("SIGKILL of a loader worker", signal_loader(signal.SIGKILL), words=("data.workers=1",)),
     Fault("SIGKILL of a loader worker in a save", kill_loader_in_save, words=("data.workers=1",), is_further=True),
     Fault("crash of a rank in a library (SIGSEGV)", signal_rank(signal.SIGSEGV), expects=tells_crash, is_further=True),
     # Steps of milliseconds may be over before the rank hangs, and in a save it would be given a minute.

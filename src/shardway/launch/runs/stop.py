@@ -113,7 +113,7 @@ class Stopper:
 
     def _note(self, ledger: Ledger, entries: Sequence[Entry], reason: str) -> None:
         """Say how attempts ended of which neither their jobs can say it any more nor the scheduler."""
-        mute = [entry for entry in entries if entry.submission and find_client(entry.submission.scheduler).forgets]
+        mute = [entry for entry in entries if _is_forgotten(entry)]
         written = self.host.read_files([PurePosixPath(entry.attempt.result_path) for entry in mute])
         step, now = ledger.status.get("step"), time.time()
         for entry in mute:
@@ -137,8 +137,12 @@ class Stopper:
 
 def _says_no_more(entry: Entry) -> bool:
     """Whether a job runs of which its scheduler will not say that it was cancelled; its end is waited for."""
-    known = entry.started is not None and entry.submission is not None
-    return known and entry.submission is not None and find_client(entry.submission.scheduler).forgets
+    return entry.started is not None and _is_forgotten(entry)
+
+
+def _is_forgotten(entry: Entry) -> bool:
+    """Whether the scheduler of a job does not say that it was cancelled."""
+    return entry.submission is not None and find_client(entry.submission.scheduler).forgets
 
 
 def _waits(standing: Standing) -> bool:

@@ -113,7 +113,7 @@ def prepare(order: Order, host: Host, *, look: bool = False) -> Prepared:
     code = Code(order.here, snapshot, is_there=snapshot is not None or not host.name)
     resolved = _find_problems(findings, order, wish, code)
     if resolved is not None and ledger.status:
-        findings.collect("what has changed", lambda: same_run.check_goes_on(host, ledger.run, resolved), None)
+        findings.collect("what has changed", lambda: same_run.check_goes_on(host, ledger, resolved), None)
     if look:
         findings.problems += places.list_host_problems(wish, host, code)
     findings.check(f"the job for {profile.name}")
