@@ -25,13 +25,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from shardway import Run, start
-from shardway.data.open import open_data
+from shardway.data.open import open_described
 from shardway.data.sources.base import Source
 from shardway.models.build import build_model
 from shardway.resolve import DataFacts
+from shardway.resolve.request import Request
 from shardway.train.loss import token_cross_entropy
 from shardway.train.optim import build_optimizer, decay_groups
+from shardway.train.run import Run, open_run
 
 WARM_UP = 10
 
@@ -83,7 +84,9 @@ def hand_written_loop(run: Run, source: Source) -> Iterator[None]:
         lr = values.optim.lr * 0.5 * (1 + math.cos(math.pi * step / total))
         for group in optimizer.param_groups:
             group["lr"] = lr
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        with torch.autocast(run.device.type, torch.bfloat16, enabled=values.precision.compute == "bf16"):
+            logits = model(inputs)
+        loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), float(values.optim.clip))
         optimizer.step()
@@ -96,15 +99,17 @@ def time_call(step: Callable[[], object]) -> float:
     """Seconds of one call."""
     started = time.perf_counter()
     step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # what one loop leaves for the device to do is not the other's
     return time.perf_counter() - started
 
 
 def measure(pairs: int, overrides: list[str]) -> Figures:
     """Take turns for `pairs` steps each."""
-    settings = [f"train.steps={pairs + WARM_UP + 1}", "train.validate_every=off", "checkpoint.every=off", *overrides]
+    settings = (f"train.steps={pairs + WARM_UP + 1}", "train.validate_every=off", "checkpoint.every=off", *overrides)
     ours, theirs = [], []
-    with tempfile.TemporaryDirectory() as folder, start(None, *settings, directory=Path(folder) / "run") as run:
-        source = open_data(run.resolved.values.data, 0, "tokens").train
+    with tempfile.TemporaryDirectory() as folder, open_run(Request(None, settings, Path(folder) / "run")) as run:
+        source = open_described(run.resolved.values).train
         run.session.settle(DataFacts(len(source), source.tokens_per_sample, source.facts.vocab))
         our, their = our_loop(run, source), hand_written_loop(run, source)
         for pair in range(pairs + WARM_UP):

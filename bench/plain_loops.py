@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from shardway.data.open import open_data
+from shardway.data.open import open_described
 from shardway.data.order import Order, position_share
 from shardway.data.sources.base import Source
 from shardway.models.build import build_model
@@ -92,7 +92,7 @@ class Case:
 def open_case(task: Task) -> Case:
     """The run of a task, resolved as ours is."""
     resolved = resolve_request(Request(None, (*QUIET, *task.words)), task.ranks, task.ranks).resolved
-    source = open_data(resolved.values.data, 0, "tokens").train
+    source = open_described(resolved.values).train
     facts = DataFacts(len(source), source.tokens_per_sample, source.facts.vocab)
     return Case(resolve_with_data(resolved, facts).values, source, task)
 
@@ -102,7 +102,7 @@ def ours(task: Task, *layout: str) -> Iterator[float]:
     request = Request(None, (*QUIET, *task.words, *layout), Path(task.folder))
     with open_run(request) as run:
         values = run.resolved.values
-        source = open_data(values.data, 0, "tokens").train
+        source = open_described(values).train
         run.session.settle(DataFacts(len(source), source.tokens_per_sample, source.facts.vocab))
         values = run.resolved.values
         model = run.shard(build_model(values.model, vocab=source.facts.vocab, sample_shape=source.facts.sample_shape))

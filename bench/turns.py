@@ -227,8 +227,12 @@ def _run_rank(place: str, task: Task, port: int, wire: Connection) -> None:
 
 
 def _time(steps: Iterator[float]) -> Step:
+    import torch
+
     seconds, cpu_seconds = time.perf_counter(), time.process_time()
     loss = next(steps)
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # what one loop leaves for the device to do is not the next one's
     return Step(time.perf_counter() - seconds, time.process_time() - cpu_seconds, float(loss))
 
 

@@ -1,10 +1,10 @@
 """What a run spends on being watched: its progress page, its guard, its events and status, as shares of a step.
 
-    python bench/vigilance.py [--steps 200] [--agent-seconds 60] [KEY=VALUE ...]
+    python bench/vigilance.py [--steps 200] [--agent-seconds 60] [--agent-ranks 2] [KEY=VALUE ...]
 
 The model and batch of `shardway init`, one rank with one thread. Each part is a function of ours that is timed where it
 is called, by the clock and by CPU time of that thread; parts hold no other part. Steps count from the tenth on. What
-the agent of two ranks takes is told as the share of one core, over some seconds after their first step (`shardway train
+the agent takes is told as the share of one core, over some seconds after their first step (`shardway train
 --nproc 2`).
 
 A difference of two runs (`guard.py`) shows what the machine adds, some per cent here; these are the amounts themselves.
@@ -103,11 +103,22 @@ def _print_row(part: str, clock: float, cpu: float, seconds: Sequence[float]) ->
     print(f"| {part} | {1e6 * clock / steps:.0f} | {1e6 * cpu / steps:.0f} | {100 * clock / sum(seconds):.3f} % |")
 
 
-def measure_agent(seconds: float, words: Sequence[str]) -> None:
-    """Print the share of one core that the agent of two ranks takes."""
+def measure_agent(seconds: float, ranks: int, words: Sequence[str]) -> None:
+    """Print the share of one core that the agent of so many ranks takes."""
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "run"
-        command = [sys.executable, "-m", "shardway", "train", *QUIET, *words, "--nproc", "2", "--dir", str(folder)]
+        command = [
+            sys.executable,
+            "-m",
+            "shardway",
+            "train",
+            *QUIET,
+            *words,
+            "--nproc",
+            str(ranks),
+            "--dir",
+            str(folder),
+        ]
         agent = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
             _await_step(RunDir(folder), agent)
@@ -117,7 +128,7 @@ def measure_agent(seconds: float, words: Sequence[str]) -> None:
         finally:
             agent.terminate()
             agent.wait()
-    print(f"\nthe agent of two ranks: {100 * share:.2f} % of one core over {seconds:.0f} s")
+    print(f"\nthe agent of {ranks} ranks: {100 * share:.2f} % of one core over {seconds:.0f} s")
 
 
 def _await_step(run: RunDir, agent: subprocess.Popen[bytes]) -> None:
@@ -137,10 +148,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--agent-seconds", type=float, default=60.0)
+    parser.add_argument("--agent-ranks", type=int, default=2)
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE")
     arguments = parser.parse_args()
     measure_parts(arguments.steps, arguments.words)
-    measure_agent(arguments.agent_seconds, arguments.words)
+    measure_agent(arguments.agent_seconds, arguments.agent_ranks, arguments.words)
 
 
 if __name__ == "__main__":

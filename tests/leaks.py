@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_SET_BY_OTHERS = frozenset({"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"})
+_SET_BY_OTHERS = frozenset({"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH"})
 THREADS_END_S = 10.0
 """How long a thread that is about to end may take, on a machine that is busy."""
 

@@ -1,6 +1,6 @@
 """Saving and loading one state in several ways that take turns: what a noisy disk does meets all of them alike.
 
-    python bench/checkpoint/save.py [--mib 256] [--rounds 9] [--folder FOLDER]
+    python bench/checkpoint/save.py [--mib 256] [--rounds 9] [--folder FOLDER] [--device cuda]
 
 Ratios are taken within rounds. A round times each way once, in an order that is drawn anew, on one rank and on the disk
 of the folder; what is read was dropped from the page cache before. "write" and "read" are the bytes of the state in one
@@ -93,11 +93,13 @@ def main() -> None:
         "--folder", type=Path, help="a folder on the disk to measure; default: that for temporary files"
     )
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="what holds the state")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    device = torch.device(arguments.device, 0 if arguments.device == "cuda" else None)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        bench = Bench(Path(folder), make_trained(arguments.mib))
+        bench = Bench(Path(folder), make_trained(arguments.mib, device), device)
         take_rounds(bench, arguments.rounds)
         print_table(bench)
 

@@ -31,6 +31,7 @@ class Bench:
 
     folder: Path
     trained: Trained
+    device: torch.device
     staging: Staging = field(default_factory=Staging)
     seconds: dict[str, list[float]] = field(default_factory=dict)
     cpu: dict[str, list[float]] = field(default_factory=dict)
@@ -48,9 +49,16 @@ class Bench:
     @contextlib.contextmanager
     def timed(self, way: str) -> Iterator[None]:
         """Note what a way took."""
+        self.settle()
         started, began = time.perf_counter(), time.thread_time()
         yield
+        self.settle()
         self.note(way, time.perf_counter() - started, time.thread_time() - began)
+
+    def settle(self) -> None:
+        """Wait for what the device has yet to do."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def note(self, way: str, seconds: float, cpu: float) -> None:
         """What a way took."""
@@ -63,12 +71,12 @@ class Bench:
         return self.folder / name
 
 
-def make_trained(mib: int) -> Trained:
+def make_trained(mib: int, device: torch.device) -> Trained:
     """Layers with AdamW's state, about so many MiB together."""
-    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(max(1, round(mib / 12)))]
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False, device=device) for _ in range(max(1, round(mib / 12)))]
     model = nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    model(torch.ones(1, WIDTH)).sum().backward()
+    model(torch.ones(1, WIDTH, device=device)).sum().backward()
     optimizer.step()
     return Trained(model, optimizer)
 

@@ -18,7 +18,7 @@ def fabrics(bench: Bench) -> None:
     """`Fabric.save`, `Fabric.load`; the Trainer of Lightning writes by the same function."""
     from lightning_fabric import Fabric
 
-    fabric, path = Fabric(accelerator="cpu", devices=1), bench.fresh("fabric") / "state.ckpt"
+    fabric, path = Fabric(accelerator=bench.device.type, devices=1), bench.fresh("fabric") / "state.ckpt"
     tensors = bench.tensors
     _save(bench, "Fabric.save", path.parent, lambda: fabric.save(path, tensors))
     with bench.timed("Fabric.load"):
@@ -30,7 +30,7 @@ def accelerates(bench: Bench) -> None:
     """`Accelerator.save_state`, `Accelerator.load_state`."""
     from accelerate import Accelerator
 
-    accelerator, folder = Accelerator(cpu=True), bench.fresh("accelerate")
+    accelerator, folder = Accelerator(cpu=bench.device.type == "cpu"), bench.fresh("accelerate")
     accelerator.prepare(bench.trained.model, bench.trained.optimizer)
     _save(bench, "Accelerate.save_state", folder, lambda: accelerator.save_state(str(folder)))
     with bench.timed("Accelerate.load_state"):

@@ -18,14 +18,18 @@ from shardway.checkpoint.save import collect_content, save_checkpoint, write_che
 from shardway.ranks.launcher import Placement
 from shardway.ranks.start import Ranks
 
-ALONE = Ranks(Placement(0, 1, 0, 1, 0, 1, "127.0.0.1", 0, "none"), torch.device("cpu"), grouped=False)
 BLOCK = 2**22
+
+
+def alone(bench: Bench) -> Ranks:
+    """The one rank that saves."""
+    return Ranks(Placement(0, 1, 0, 1, 0, 1, "127.0.0.1", 0, "none"), bench.device, grouped=False)
 
 
 def plain(bench: Bench) -> None:
     """The state's bytes in one file; read into one block after the other, and into the state's own memory."""
     path, tensors = bench.folder / "plain", flatten(bench.tensors)
-    parts = [tensor.detach().numpy().data.cast("B") for tensor in tensors if tensor.ndim]
+    parts = [tensor.detach().cpu().numpy().data.cast("B") for tensor in tensors if tensor.ndim]
     path.unlink(missing_ok=True)
     with bench.timed("write"), open(path, "wb", buffering=0) as file:
         for part in parts:
@@ -49,11 +53,12 @@ def ours(bench: Bench) -> None:
     """Save, wait until it is complete; compare and load."""
     bench.fresh("run")
     bench.directory.create()
+    ranks = alone(bench)
     with bench.timed("save"):
-        save_checkpoint(bench.directory, ALONE, bench.trained, 1, {"step": 1})
+        save_checkpoint(bench.directory, ranks, bench.trained, 1, {"step": 1})
     evict(bench.directory.checkpoints)
     with bench.timed("load"):
-        load_latest(bench.directory, ALONE, bench.trained)
+        load_latest(bench.directory, ranks, bench.trained)
     bench.fresh("run")
 
 
@@ -61,36 +66,42 @@ def background(bench: Bench) -> None:
     """What a save in the background holds the run up for; steps beside it; a copy, and steps without it."""
     bench.fresh("run")
     bench.directory.create()
-    buffers = [torch.zeros_like(tensor) for tensor in flatten(bench.tensors)]
+    ranks, on_device = alone(bench), bench.device.type != "cpu"
+    buffers = [
+        torch.zeros_like(each, device="cpu").pin_memory() if on_device else torch.zeros_like(each)
+        for each in flatten(bench.tensors)
+    ]
     with bench.timed("copy"):
         for buffer, tensor in zip(buffers, flatten(bench.tensors), strict=True):
-            buffer.copy_(tensor)
-    step, alone = make_step(), Paced()
+            buffer.copy_(tensor, non_blocking=True)
+    step, by_itself = make_step(bench.device), Paced()
     for _ in range(10):
-        alone.take(step)
-    alone.note(bench, "step")
+        by_itself.take(step)
+    by_itself.note(bench, "step")
     with bench.timed("stall"):
-        content = collect_content(ALONE, bench.trained, 1, {"step": 1})
+        content = collect_content(ranks, bench.trained, 1, {"step": 1})
         copied = replace(content, tensors=bench.staging.stage(content.tensors))
-        flight = Flight(1, ALONE, lambda: write_checkpoint(shared_place(bench.directory, ALONE), ALONE, copied))
+        flight = Flight(1, ranks, lambda: write_checkpoint(shared_place(bench.directory, ranks), ranks, copied))
     beside = Paced()
     while not flight.has_landed:
         beside.take(step)
-    beside.note(bench, "step beside a save")
     if flight.landing is None or flight.landing.error is not None:
         raise SystemExit(f"the save failed: {flight.landing}")
+    beside.note(bench, "step beside a save")
     bench.fresh("run")
 
 
-def make_step() -> Callable[[], None]:
+def make_step(device: torch.device) -> Callable[[], None]:
     """A small training step."""
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(8)))
-    optimizer, inputs = torch.optim.AdamW(model.parameters(), fused=True), torch.randn(256, 256)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(8))).to(device)
+    optimizer, inputs = torch.optim.AdamW(model.parameters(), fused=True), torch.randn(256, 256, device=device)
 
     def step() -> None:
         model(inputs).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
 
     return step
 

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from runs import TINY, worst_difference
+from runs import TINY, place, worst_difference
+from shardway.checkpoint.staging import Staging
 from shardway.errors import SiteError
 from shardway.models.initialise import normal_
-from shardway.parallel.axes.shard import shard
+from shardway.parallel.axes.shard import Shards, shard
 from shardway.parallel.formats.precision import Precision
-from shardway.parallel.mesh import Mesh, build_mesh
+from shardway.parallel.mesh import build_mesh
 from shardway.parallel.units import find_units
 from shardway.ranks.launcher import find_placement
 from shardway.ranks.start import Ranks, StartOptions, start_ranks
@@ -89,7 +90,8 @@ def test_fsdp2_on_one_device_trains_like_the_plain_model(nccl: Ranks) -> None:
     mesh = build_mesh(nccl, ParallelSection(dp_replicate=1))
     plain, sharded = (torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)) for _ in "ab")
     sharded.load_state_dict(plain.state_dict())
-    shard(sharded.cuda(), find_units(sharded), Mesh(mesh.degrees, 0, mesh.devices), ParallelSection(), FP32)
+    units = find_units(sharded, None)
+    shard(sharded.cuda(), Shards(units, [], mesh, ParallelSection(), FP32, nccl.device))
     plain.cuda()
     assert all(isinstance(parameter, DTensor) for parameter in sharded.parameters())
     inputs = torch.randn(16, 8, device="cuda")
@@ -109,7 +111,29 @@ def test_initial_values_have_the_bits_of_a_cpu() -> None:
     assert torch.equal(on_cuda.cpu(), on_cpu)
 
 
-def test_more_ranks_than_devices_are_refused_with_the_reason(nccl: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(SiteError, match="sees 0 CUDA devices"):
-        start_ranks(nccl.placement, StartOptions("cuda"))
+def test_more_ranks_than_devices_are_refused_with_the_reason() -> None:
+    devices = torch.cuda.device_count()
+    with pytest.raises(SiteError, match=f"sees {devices} CUDA devices"):
+        start_ranks(place(devices, devices + 1), StartOptions("cuda"))
+
+
+@pytest.mark.parametrize(("first", "then"), [("cuda", "cpu"), ("cpu", "cuda")])
+def test_a_run_goes_on_on_another_kind_of_device(first: str, then: str, tmp_path: Path) -> None:
+    settings = ("optim.schedule=constant", "checkpoint.every=10 steps")
+    curve(tmp_path / "moved", *settings, f"run.device={first}", "train.steps=10")
+    moved = curve(tmp_path / "moved", *settings, f"run.device={then}")
+    assert len(moved) == 20
+    assert worst_difference(moved, curve(tmp_path / "stayed", *settings, f"run.device={first}")) < 1e-4
+
+
+def test_copies_of_a_state_are_its_bits_and_are_made_once() -> None:
+    """Into page-locked memory, which is filled while the device goes on."""
+    staging, tensors = Staging(), {"weights": torch.randn(1000, 33, device="cuda"), "step": torch.tensor(3.0)}
+    first = staging.stage(tensors)
+    assert first["weights"].is_pinned()
+    assert torch.equal(first["weights"], tensors["weights"].cpu())
+    kept, address = tensors["weights"].clone(), first["weights"].data_ptr()
+    again = staging.stage(tensors)
+    tensors["weights"].add_(1.0)  # as the next step does
+    assert again["weights"].data_ptr() == address
+    assert torch.equal(again["weights"], kept.cpu())

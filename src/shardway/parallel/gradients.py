@@ -29,12 +29,11 @@ def own_squares(parameters: Sequence[nn.Parameter], mesh: Mesh, device: torch.de
 
 
 @torch.no_grad()
-def scale_gradients(parameters: Sequence[nn.Parameter], factor: torch.Tensor) -> None:
-    """Multiply every gradient by a 0-dim factor."""
-    # Reading the factor is free on a CPU and saves a pass over all gradients; on a GPU it would stall the queue.
-    if factor.device.type == "cpu" and factor.item() == 1.0:
-        return
+def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
+    """Multiply every gradient by a factor."""
+    if factor == 1.0:
+        return  # a pass over all gradients less
     grads = [held_by_rank(p.grad) for p in parameters if p.grad is not None]
     for kind in {(grad.device, grad.dtype) for grad in grads}:
         same = [grad for grad in grads if (grad.device, grad.dtype) == kind]
-        torch._foreach_mul_(same, factor.to(*kind))
+        torch._foreach_mul_(same, factor)

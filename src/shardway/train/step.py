@@ -20,6 +20,7 @@ from shardway.parallel.axes.balance import balance
 from shardway.parallel.axes.tensor import sum_partial_gradients
 from shardway.parallel.formats.float8 import compute_scales
 from shardway.parallel.gradients import own_squares, scale_gradients
+from shardway.parallel.host import send
 from shardway.ranks.agreement import Decision, Wishes, read_decision
 from shardway.ranks.start import Ranks
 from shardway.train.before import Before, Changeable, find_changeable
@@ -84,6 +85,8 @@ class StepResult:
 def take_step(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, moment: Moment) -> StepResult:
     """Forward, backward and update for this rank's share of a global batch.
 
+    The host waits for the device once, before the update, which the device does while the host goes on.
+
     `batch` is a pair (inputs, targets), for which `loss_fn(model(inputs), targets)` is called, or any other tree of
     tensors, for which `loss_fn(model, batch)` is. All tensors have the samples in dim 0. Raises JobError where an
     fp16 loss cannot be scaled, UserError where passes that shall be repeated cannot be.
@@ -94,13 +97,15 @@ def take_step(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, mom
         before = parts.changeable.remember(batch)
         run = partial(_accumulate, parts, model, batch, loss_fn, moment)
         watched = _run_passes(parts, run, batch, moment.watch, before)
-        vector = watched.tried.summed
-        decision = read_decision(vector[SUMS + 1 :].tolist())
+        numbers = watched.tried.numbers
+        total, targets, squares = numbers[0], numbers[1], numbers[SUMS]
+        decision = read_decision(numbers[SUMS + 1 :])
         refused = watched.is_refused or decision.void
-        overflow = scale is not None and not math.isfinite(float(vector[SUMS]))
-        norm = vector[SUMS].sqrt() * _samples_per_target(vector[1], passes.portions.global_batch) / factor_of_loss
+        overflow = scale is not None and not math.isfinite(squares)
+        per_target = _samples_per_target(targets, passes.portions.global_batch) / factor_of_loss
+        norm = math.sqrt(squares) * per_target
         if not (overflow or refused):
-            _scale(parts.parameters(), vector, norm, parts, factor_of_loss)
+            scale_gradients(parts.parameters(), per_target * _clipping(norm, parts.clip))
             optimizer.step()
             compute_scales(passes.parallel.module, passes.precision.float8)
         optimizer.zero_grad(set_to_none=True)
@@ -108,10 +113,9 @@ def take_step(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, mom
             balance(passes.routers, passes.parallel.mesh)
         elif decision.void:
             before.put_back_model()
-        total, targets = vector[:2].tolist()
     return StepResult(
         loss=total / targets if targets and not decision.void else float("nan"),
-        grad_norm=float(norm),
+        grad_norm=norm,
         targets=targets,
         decision=decision,
         skipped=overflow or refused,
@@ -142,21 +146,16 @@ def _accumulate(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, m
 def _own_vector(sums: torch.Tensor, parameters: list[nn.Parameter], passes: Passes, wishes: Wishes) -> torch.Tensor:
     """What this rank adds to the sum over all: [SUMS], squares of gradients, wishes."""
     squares = own_squares(parameters, passes.parallel.mesh, sums.device)
-    wished = torch.tensor(wishes.as_numbers(), dtype=torch.float64, device=sums.device)
+    wished = send(wishes.as_numbers(), torch.float64, sums.device)
     return torch.cat([sums, squares[None], wished])
 
 
-def _scale(
-    parameters: list[nn.Parameter], vector: torch.Tensor, norm: torch.Tensor, parts: StepParts, factor_of_loss: float
-) -> None:
-    """Bring gradients from the mean over samples to that over targets, undo the loss scale, and clip: in one pass."""
-    factor = _samples_per_target(vector[1], parts.passes.portions.global_batch) / factor_of_loss
-    if parts.clip is not None:
-        factor = factor * torch.clamp(parts.clip / (norm + 1e-6), max=1.0)
-    scale_gradients(parameters, factor)
+def _clipping(norm: float, most: float | None) -> float:
+    """What brings gradients of this norm down to `most`."""
+    return 1.0 if most is None else min(most / (norm + 1e-6), 1.0)
 
 
-def _samples_per_target(targets: torch.Tensor, global_batch: int) -> torch.Tensor:
+def _samples_per_target(targets: float, global_batch: int) -> float:
     """What turns the gradient of a mean over samples into that over targets (exactly 1 where each sample is one
     target); 0 where no target counts."""
-    return torch.where(targets > 0, global_batch / targets, torch.zeros_like(targets))
+    return global_batch / targets if targets > 0 else 0.0

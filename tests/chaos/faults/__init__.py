@@ -1,6 +1,6 @@
-"""What can happen to two ranks and their agent, each at a moment that a seed chooses."""
+"""What can happen to ranks and their agent, each at a moment that a seed chooses."""
 
-from faults import disks, machines, numbers, pauses, processes, saves, stops, tiers, worlds
+from faults import devices, disks, machines, numbers, pauses, processes, saves, stops, tiers, worlds
 from faults.strike import Fault
 
 FAULTS: tuple[Fault, ...] = (
@@ -11,6 +11,7 @@ FAULTS: tuple[Fault, ...] = (
     *saves.FAULTS,
     *tiers.FAULTS,
     *machines.FAULTS,
+    *devices.FAULTS,
     *numbers.FAULTS,
     *worlds.FAULTS,
 )

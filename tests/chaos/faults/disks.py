@@ -20,6 +20,7 @@ from faults.strike import (
     Aftermath,
     Fault,
     Struck,
+    any_rank,
     children,
     see,
     strike,
@@ -158,7 +159,7 @@ def read_only_and_kill(command: Command, dice: random.Random) -> Struck:
     wait_for_some_step(command, dice)
     volume.forbid_writing()
     try:
-        struck = strike(children(command)[dice.randrange(2)], signal.SIGKILL, "disk and a rank")
+        struck = strike(children(command)[any_rank(dice)], signal.SIGKILL, "disk and a rank")
         code, said = command.end()
     finally:
         volume.allow_writing()

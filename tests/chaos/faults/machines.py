@@ -18,7 +18,17 @@ import pytest
 
 from commands import Command, Room, injected
 from faults.numbers import harmed
-from faults.strike import FIRST, LAST, Aftermath, Fault, Struck, children, wait_for_mark, wait_for_some_step
+from faults.strike import (
+    FIRST,
+    LAST,
+    Aftermath,
+    Fault,
+    Struck,
+    any_rank,
+    children,
+    wait_for_mark,
+    wait_for_some_step,
+)
 
 JUMP = "SHARDWAY_TEST_JUMP"
 """FILE for `inject/sitecustomize.py`: as soon as it is there, `time.time` is later by the seconds that it holds."""
@@ -103,7 +113,7 @@ def jump_and_kill(seconds: float) -> Callable[[Command, random.Random], Struck]:
     def act(command: Command, dice: random.Random) -> Struck:
         struck = jump(seconds)(command, dice)
         command.note_processes()
-        children(command)[dice.randrange(2)].kill()
+        children(command)[any_rank(dice)].kill()
         return struck
 
     return act

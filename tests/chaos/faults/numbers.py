@@ -11,7 +11,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from commands import Command, injected
-from faults.strike import EVERY, FIRST, LAST, Aftermath, Fault, Struck, wait_for_mark
+from faults.strike import (
+    EVERY,
+    FIRST,
+    LAST,
+    RANKS,
+    Aftermath,
+    Fault,
+    Struck,
+    any_rank,
+    wait_for_mark,
+)
 
 HARM = "SHARDWAY_TEST_HARM"
 """RANK:KIND:POSITION:FILE for `inject/sitecustomize.py`: from the step on that begins at this position in the samples
@@ -29,7 +39,7 @@ def harmed(kind: str, first: int, last: int) -> Callable[[Path, random.Random], 
 
     def environ(folder: Path, dice: random.Random) -> Mapping[str, str]:
         step = dice.choice([each for each in range(first, last) if each % EVERY < EVERY - 4])
-        return injected(**{HARM: f"{dice.randrange(2)}:{kind}:{step * BATCH}:{folder / MARK}"})
+        return injected(**{HARM: f"{any_rank(dice)}:{kind}:{step * BATCH}:{folder / MARK}"})
 
     return environ
 
@@ -77,7 +87,8 @@ def tried_twice(after: Aftermath) -> None:
     first, second = (fault for fault in faults if fault["message"].startswith("ValueError: these labels"))
     assert first["rank"] == second["rank"]
     assert first["step"] == second["step"]
-    assert f"rank {first['rank']}: {first['message']}" in after.said[0]
+    named = f"rank {first['rank']}: " if RANKS > 1 else "shardway: "
+    assert f"{named}{first['message']}" in after.said[0]
     assert first["message"].endswith(f" (after step {first['step']})")
 
 
@@ -100,6 +111,7 @@ FAULTS = (
         is_further=True,
         expects=found_by_guard,
         base=("parallel.dp_replicate=2", "parallel.dp_shard=1"),
+        least_ranks=2,
     ),
     Fault(
         "a user's code raises, until mended",

@@ -21,6 +21,7 @@ from faults.strike import (
     Aftermath,
     Fault,
     Struck,
+    any_rank,
     children,
     strike,
     wait_for,
@@ -37,7 +38,7 @@ def stop_while(activity: Activity) -> Callable[[Command, random.Random], Struck]
     """Stop a rank that is busy with this."""
 
     def act(command: Command, dice: random.Random) -> Struck:
-        who, least = dice.randrange(2), dice.randrange(FIRST, LAST)
+        who, least = any_rank(dice), dice.randrange(FIRST, LAST)
         wait_for(command, who, lambda entry: entry.activity is activity and entry.step >= least)
         return strike(children(command)[who], signal.SIGSTOP, f"rank {who}")
 
@@ -47,7 +48,7 @@ def stop_while(activity: Activity) -> Callable[[Command, random.Random], Struck]
 def stop_in_collective(command: Command, dice: random.Random) -> Struck:
     """Stop a rank that is in a collective, since the other one has not come there; which then does."""
     wait_for_some_step(command, dice)
-    who = dice.randrange(2)
+    who = any_rank(dice)
     ranks = children(command)
     ranks[1 - who].suspend()
     time.sleep(ENTERED_S)
@@ -59,7 +60,7 @@ def stop_in_collective(command: Command, dice: random.Random) -> Struck:
 def stops_in_save(folder: Path, dice: random.Random) -> Mapping[str, str]:
     """A rank stops itself while it writes its shard."""
     step = EVERY * dice.randrange(2, 7)
-    return injected(**{KILL: f"{dice.randrange(2)}:writing:{step}:{folder / MARK}", "SHARDWAY_TEST_STRIKE": "SIGSTOP"})
+    return injected(**{KILL: f"{any_rank(dice)}:writing:{step}:{folder / MARK}", "SHARDWAY_TEST_STRIKE": "SIGSTOP"})
 
 
 def slows_data(folder: Path, dice: random.Random) -> Mapping[str, str]:
@@ -81,7 +82,7 @@ def was_missed(after: Aftermath) -> None:
 FAULTS = (
     Fault("SIGSTOP of a rank", signal_rank(signal.SIGSTOP), is_further=True),
     Fault("SIGSTOP of a rank in a step", stop_while(Activity.STEP), is_further=True, expects=went_on),
-    Fault("SIGSTOP of a rank in a collective", stop_in_collective, is_further=True, expects=went_on),
+    Fault("SIGSTOP of a rank in a collective", stop_in_collective, is_further=True, expects=went_on, least_ranks=2),
     Fault(
         "SIGSTOP of a rank that waits for data",
         stop_while(Activity.DATA),

@@ -20,6 +20,7 @@ from faults.strike import (
     Aftermath,
     Fault,
     Struck,
+    any_rank,
     children,
     strike,
     wait_for,
@@ -39,7 +40,7 @@ def signal_rank(number: signal.Signals, rank: int | None = None) -> Callable[[Co
 
     def act(command: Command, dice: random.Random) -> Struck:
         wait_for_some_step(command, dice)
-        who = dice.randrange(2) if rank is None else rank
+        who = any_rank(dice) if rank is None else rank
         return strike(children(command)[who], number, f"rank {who}")
 
     return act
@@ -49,7 +50,7 @@ def kill_while(activity: Activity) -> Callable[[Command, random.Random], Struck]
     """kill -9 a rank that is busy with this."""
 
     def act(command: Command, dice: random.Random) -> Struck:
-        who = dice.randrange(2)
+        who = any_rank(dice)
         least = dice.randrange(FIRST, LAST) if activity is not Activity.START else 0
         wait_for(command, who, lambda entry: entry.activity is activity and entry.step >= least)
         time.sleep(dice.uniform(0.0, 0.5 if activity is Activity.START else 0.03))
@@ -69,7 +70,7 @@ def signal_loader(number: signal.Signals) -> Callable[[Command, random.Random], 
 
     def act(command: Command, dice: random.Random) -> Struck:
         wait_for_some_step(command, dice)
-        who = dice.randrange(2)
+        who = any_rank(dice)
         return strike(dice.choice(find_loaders(command, who)), number, f"loader of rank {who}")
 
     return act
@@ -78,7 +79,7 @@ def signal_loader(number: signal.Signals) -> Callable[[Command, random.Random], 
 def kill_loader_in_save(command: Command, dice: random.Random) -> Struck:
     """kill -9 a process that loads data, while its rank saves."""
     wait_for_some_step(command, dice)
-    who = dice.randrange(2)
+    who = any_rank(dice)
     loaders = find_loaders(command, who)
     wait_for(command, who, lambda entry: entry.activity is Activity.SAVE)
     return strike(dice.choice(loaders), signal.SIGKILL, f"loader of rank {who}")
@@ -103,7 +104,7 @@ def launch_twice(command: Command, dice: random.Random) -> Struck:
 
 def hangs_once(folder: Path, dice: random.Random) -> dict[str, str]:
     """A rank that holds Python's lock and does nothing, from some step on."""
-    return injected(**{HANG: f"{dice.randrange(2)}:{dice.randrange(FIRST, LAST)}:{folder / 'hung'}"})
+    return injected(**{HANG: f"{any_rank(dice)}:{dice.randrange(FIRST, LAST)}:{folder / 'hung'}"})
 
 
 def tells_crash(left: Aftermath) -> None:

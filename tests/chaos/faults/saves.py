@@ -19,6 +19,7 @@ from faults.strike import (
     Aftermath,
     Fault,
     Struck,
+    any_rank,
     children,
     kill_all,
     strike,
@@ -49,7 +50,7 @@ def killed_in(phase: str) -> Callable[[Path, random.Random], Mapping[str, str]]:
     """Rank 0 alone renames; in the other phases any rank is struck."""
 
     def environ(folder: Path, dice: random.Random) -> Mapping[str, str]:
-        rank = 0 if phase in ("unnamed", "named") else dice.randrange(2)
+        rank = 0 if phase in ("unnamed", "named") else any_rank(dice)
         step = EVERY * dice.randrange(2, 7)
         return injected(**{KILL: f"{rank}:{phase}:{step}:{folder / MARK}"})
 
@@ -112,7 +113,7 @@ def damage_while_on(command: Command, dice: random.Random) -> Struck:
     for process in children(command).values():
         process.suspend()
     dice.choice(tuple(HARMS.values()))(_newest(command), dice)
-    struck = strike(children(command)[dice.randrange(2)], signal.SIGKILL, "newest checkpoint and a rank")
+    struck = strike(children(command)[any_rank(dice)], signal.SIGKILL, "newest checkpoint and a rank")
     for process in children(command).values():
         process.resume()
     return struck

@@ -16,7 +16,17 @@ import psutil
 
 from commands import Command, injected
 from faults.processes import signal_rank
-from faults.strike import FIRST, LAST, Fault, Struck, children, strike, wait_for, wait_for_some_step
+from faults.strike import (
+    FIRST,
+    LAST,
+    Fault,
+    Struck,
+    any_rank,
+    children,
+    strike,
+    wait_for,
+    wait_for_some_step,
+)
 from shardway.ranks.progress import Activity
 
 SLOW = "SHARDWAY_TEST_SLOW"
@@ -41,7 +51,7 @@ def stop_while(activity: Activity, longest_s: float = 0.0) -> Callable[[Command,
 
     def act(command: Command, dice: random.Random) -> Struck:
         least = dice.randrange(FIRST, LAST) if activity is not Activity.START else 0
-        who = dice.randrange(2)
+        who = any_rank(dice)
         wait_for(command, who, lambda entry: entry.activity is activity and entry.step >= least)
         time.sleep(dice.uniform(0.0, longest_s))
         return stop_one(command, dice)
@@ -55,7 +65,7 @@ def stop_load(command: Command, dice: random.Random) -> Struck:
     command.run.request_stop("")
     command.end()
     again = command.again()
-    wait_for(again, dice.randrange(2), lambda entry: entry.activity is Activity.LOAD)
+    wait_for(again, any_rank(dice), lambda entry: entry.activity is Activity.LOAD)
     struck = stop_one(again, dice)
     code, said = again.end()
     assert code == 0, said
@@ -120,7 +130,7 @@ def validates_for_ever(mark: Path) -> dict[str, str]:
 def stalls_once(folder: Path, dice: random.Random) -> dict[str, str]:
     """A rank that waits an hour for its data, at some step or at the first of the process."""
     batch = dice.choice((0, dice.randrange(FIRST, LAST)))
-    return injected(**{STALL: f"{dice.randrange(2)}:{batch}:{folder / 'stalled'}"})
+    return injected(**{STALL: f"{any_rank(dice)}:{batch}:{folder / 'stalled'}"})
 
 
 FAULTS = (

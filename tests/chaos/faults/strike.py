@@ -6,6 +6,8 @@ given, and is over when its command is. What has to come of it is in its `expect
 
 from __future__ import annotations
 
+import math
+import os
 import random
 import signal
 import time
@@ -16,11 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from commands import Command, Room, find_ranks
 from shardway.ranks.agent.folders import PAGES
 from shardway.ranks.agent.page import VARIABLE, Entry, page_path, read_page
 from shardway.rundir.directory import RunDir
+
+DEVICE = os.environ.get("SHARDWAY_CHAOS_DEVICE", "cpu")
+"""What the ranks compute on: cpu or cuda."""
+
+_MOST_RANKS = torch.cuda.device_count() if DEVICE == "cuda" else math.inf
+
+RANKS = int(min(2, _MOST_RANKS))
+"""So many are there, where a fault says nothing else."""
 
 FIRST, LAST = 22, 130
 """Steps between which most faults strike: after the first checkpoint, and with some to come."""
@@ -85,9 +96,25 @@ class Fault:
     tolerance: float = 0.0
     is_timed: bool = True
     """Whether the dates of events say how long things took."""
+    least_ranks: int = 1
+    """For how many there has to be a device."""
+    device: str = ""
+    """The only one that it concerns; "": all of them."""
+
+    @property
+    def cannot_be(self) -> str:
+        """Why it cannot happen to ranks on DEVICE; "" where it can."""
+        if self.device not in ("", DEVICE):
+            return f"concerns {self.device} alone"
+        return f"needs {self.least_ranks} devices" if self.least_ranks > _MOST_RANKS else ""
 
 
 # --- whom
+
+
+def any_rank(dice: random.Random) -> int:
+    """The number of one of the ranks."""
+    return dice.randrange(RANKS)
 
 
 def children(command: Command) -> dict[int, psutil.Process]:

@@ -18,6 +18,7 @@ from faults.strike import (
     Aftermath,
     Fault,
     Struck,
+    any_rank,
     kill_all,
     wait_for_mark,
     wait_for_some_step,
@@ -35,7 +36,7 @@ WORDS = (
 
 def in_a_copy(folder: Path, dice: random.Random) -> Mapping[str, str]:
     """Any rank, while it copies a checkpoint to the run directory."""
-    return injected(**{KILL: f"{dice.randrange(2)}:copying:{EVERY * dice.randrange(2, 7)}:{folder / MARK}"})
+    return injected(**{KILL: f"{any_rank(dice)}:copying:{EVERY * dice.randrange(2, 7)}:{folder / MARK}"})
 
 
 def local_of(home: Path, run: Path) -> LocalRun:

@@ -14,6 +14,7 @@ import numpy as np
 
 from commands import Command
 from faults.strike import Aftermath, Fault, Struck, kill_all, wait_for_some_step
+from runs import layout
 
 CLOSE = 1e-5
 """How far a loss may be from that of another layout, relative: sums are added in another order."""
@@ -125,7 +126,7 @@ def go_on_with(*words: str) -> Callable[[Command, random.Random], Struck]:
     return act
 
 
-def _world_fault(name: str, *words: str, base: tuple[str, ...] = ()) -> Fault:
+def _world_fault(name: str, *words: str, base: tuple[str, ...] = (), ranks: int = 2) -> Fault:
     """With micro-batches of one size everywhere, dropout draws the same masks."""
     return Fault(
         f"goes on with {name}",
@@ -134,6 +135,7 @@ def _world_fault(name: str, *words: str, base: tuple[str, ...] = ()) -> Fault:
         is_further=True,
         base=("train.micro_batch=2", *base),
         tolerance=CLOSE,
+        least_ranks=ranks,
     )
 
 
@@ -154,11 +156,11 @@ FAULTS = (
         expects=tells_change,
     ),
     _world_fault("1 rank", "--nproc", "1"),
-    _world_fault("3 ranks", "--nproc", "3", base=("train.global_batch=12",)),
-    _world_fault("4 ranks", "--nproc", "4"),
-    _world_fault("8 ranks", "--nproc", "8", base=("train.global_batch=16",)),
-    _world_fault("2 ranks that hold the whole model each", "parallel.dp_replicate=2", "parallel.dp_shard=1"),
+    _world_fault("3 ranks", "--nproc", "3", base=("train.global_batch=12",), ranks=3),
+    _world_fault("4 ranks", "--nproc", "4", ranks=4),
+    _world_fault("8 ranks", "--nproc", "8", base=("train.global_batch=16",), ranks=8),
+    _world_fault("2 ranks that hold the whole model each", *layout(2, 1)),
     _world_fault("2 ranks that hold half of each matrix", "parallel.tp=2", "parallel.tp_sequence=false"),
     _world_fault("2 stages of a pipeline", "parallel.pp=2", base=("model.tied=false",)),
-    _world_fault("4 ranks, two copies of two shards", "--nproc", "4", "parallel.dp_replicate=2", "parallel.dp_shard=2"),
+    _world_fault("4 ranks, two copies of two shards", "--nproc", "4", *layout(2, 2), ranks=4),
 )

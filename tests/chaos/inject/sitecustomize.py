@@ -12,7 +12,8 @@ SHARDWAY_TEST_RETRY = SECONDS: after so long a save that failed is tried again.
 SHARDWAY_TEST_KILL = RANK:PHASE:STEP:FILE: it is killed in that phase of the first save from STEP on, or gets what
 SHARDWAY_TEST_STRIKE = SIGNAL names.
 SHARDWAY_TEST_HARM = RANK:KIND:POSITION:FILE: from that position in the samples on its loss is not finite once (nan) or
-always (nans), a bit of its weights flips (flip), it takes all memory (hog), or its loss function raises (raise).
+always (nans), a bit of its weights flips (flip), it takes all memory (hog, or device-hog: what its
+device lets it have), a kernel never ends (spin) or fails (assert), or its loss function raises (raise).
 SHARDWAY_TEST_JUMP = FILE: `time.time` is later by what FILE holds, from the moment that it is there; no other clock is.
 """
 
@@ -229,12 +230,36 @@ def _flip(model: Any) -> None:
     weights.detach().view(torch.int32).flatten()[3] ^= 1 << 20
 
 
+def _hog_device(model: Any) -> None:
+    """Take what the allocator may have, which is little from now on."""
+    import torch
+
+    torch.cuda.set_per_process_memory_fraction(0.02)
+    held = []
+    while True:
+        held.append(torch.empty(64 << 20, dtype=torch.uint8, device="cuda"))
+
+
+def _spin(model: Any) -> None:
+    """A kernel that is busy for ten minutes at 2 GHz."""
+    import torch
+
+    torch.cuda._sleep(1 << 40)
+
+
+def _assert(model: Any) -> None:
+    """A kernel reads beyond the end of a tensor, as with labels that are larger than the vocabulary."""
+    import torch
+
+    torch.zeros(4, device="cuda")[torch.tensor([9], device="cuda")]
+
+
 def _fail(model: Any) -> None:
     raise ValueError("these labels are of another data set")
 
 
 def _harm(kind: str, position: int, mark: Path) -> Callable[[Any], None]:
-    acts = {"hog": _hog, "flip": _flip, "raise": _fail}
+    acts = {"hog": _hog, "flip": _flip, "device-hog": _hog_device, "spin": _spin, "assert": _assert}
 
     def change(module: Any) -> None:
         take = module.take_step
@@ -253,7 +278,7 @@ def _harm(kind: str, position: int, mark: Path) -> Callable[[Any], None]:
                     mark.touch()
                 return replace(found, total=found.total * float("nan"))
 
-            if kind in ("hog", "flip"):
+            if kind in acts:
                 mark.touch()
                 acts[kind](model)
                 return take(parts, model, batch, loss_fn, moment)

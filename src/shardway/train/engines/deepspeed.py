@@ -22,6 +22,7 @@ from torch import nn
 from shardway.checkpoint.state import State
 from shardway.checkpoint.zero import ZeroState
 from shardway.parallel.axes.balance import balance
+from shardway.parallel.host import send
 from shardway.ranks.agreement import read_decision
 from shardway.resolve.deepspeed import Settings, render_settings, resolve_ds_config
 from shardway.rundir.directory import RunDir
@@ -91,7 +92,7 @@ class DeepSpeedEngine:
         with self._ranks.contact("during a step"):
             self._engine.optimizer.override_loss_scale(1.0)  # the passes multiply
             sums = self.passes.train(self._engine, batch, loss_fn, position=moment.position, loss_scale=factor)
-            wished = torch.tensor(moment.wishes.as_numbers(), dtype=torch.float64, device=sums.device)
+            wished = send(moment.wishes.as_numbers(), torch.float64, sums.device)
             total, targets, _, _, *wanted = self._ranks.sum(torch.cat([sums, wished])).tolist()
             per_sample = targets / self.passes.portions.global_batch
             self._engine.optimizer.override_loss_scale(factor * per_sample if targets else math.inf)

@@ -15,6 +15,7 @@ import math
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,6 +41,12 @@ class Tried:
 
     own: torch.Tensor
     summed: torch.Tensor
+
+    @cached_property
+    def numbers(self) -> list[float]:
+        """The summed vector, read once: the host waits for the device here."""
+        found: list[float] = self.summed.tolist()
+        return found
 
 
 @dataclass(frozen=True)
@@ -98,8 +105,8 @@ class Work:
         return self.run()
 
     def read(self, tried: Tried) -> First | None:
-        """The numbers of a run that are not finite; None where they are. The host waits for the device here."""
-        numbers = tried.summed.tolist()
+        """The numbers of a run that are not finite; None where they are."""
+        numbers = tried.numbers
         total, targets, squares = numbers[0], numbers[1], numbers[self.squares_at]
         finite = math.isfinite(squares) and (math.isfinite(total) or not targets)
         return None if finite else First(total, targets, squares)
@@ -158,7 +165,7 @@ def _probe(work: Work, before: Before, first: Tried) -> tuple[Tried, Corruption 
 
 
 def _take_prints(work: Work, tried: Tried) -> list[_Print]:
-    rest = [*tried.summed.tolist(), *sum_bits(work.gradients())]
+    rest = [*tried.numbers, *sum_bits(work.gradients())]
     return work.ranks.gather(_Print(_digest(tried.own.tolist()), _digest(rest)))
 
 

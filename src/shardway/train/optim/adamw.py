@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
+from shardway.parallel.host import send
 from shardway.train.optim.local import LocalOptimizer
 from shardway.train.optim.parts import Part
 
@@ -26,7 +27,7 @@ class AdamW(LocalOptimizer):
         fused = self.can_fuse(parts)
         # Fused kernels want the steps beside the parameters: one copy carries all of them there.
         device = parts[0].parameter.device if fused else torch.device("cpu")
-        steps = torch.tensor([part.step - 1.0 for part in parts], dtype=torch.float32).to(device).unbind()
+        steps = send([part.step - 1.0 for part in parts], torch.float32, device).unbind()
         first, second = group["betas"]
         adamw(
             [part.parameter for part in parts],

@@ -1,0 +1,43 @@
+#!/bin/bash
+# bench/gpu.sh [tests] [faults] [figures]
+# What a machine with a CUDA device can show, part by part, and all of it where no part is named; each part says how
+# long it took. PYTHON (python3) has torch and what Shardway needs; nothing is installed.
+#
+# ONLY   faults whose names fit this expression (pytest -k)
+# JOBS   so many faults at a time (6); they share the device
+# LIMIT  seconds that one command may take (550)
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit
+PYTHON=${PYTHON:-python3}
+export PYTHONPATH=$PWD/src:$PWD/tests${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+
+try() {
+    echo "== $*"
+    local began=$SECONDS
+    timeout "${LIMIT:-550}" "$@"
+    echo "-- exit code $?, $((SECONDS - began)) s"
+}
+
+tests() {
+    try "$PYTHON" -m pytest tests/gpu -rs
+}
+
+faults() {
+    export SHARDWAY_CHAOS_DEVICE=cuda
+    try "$PYTHON" -m pytest -p no:benchmark tests/chaos/test_faults.py -k "${ONLY:-}" -n "${JOBS:-6}" -rs
+}
+
+figures() {
+    local small=(model.dim=768 model.layers=12 model.heads=12 data.kind=synthetic data.samples=4096 model.vocab=50304
+        data.seq_len=1024 train.global_batch=16 precision.compute=bf16)
+    try "$PYTHON" bench/checkpoint/save.py --device cuda --mib 2048 --rounds 5
+    try "$PYTHON" bench/planner/own_runs.py
+    try "$PYTHON" bench/guard.py --rounds 60 run.device=cuda "${small[@]}"
+    try "$PYTHON" bench/loop_overhead.py --pairs 100 run.device=cuda
+    try "$PYTHON" bench/loop_overhead.py --pairs 60 run.device=cuda "${small[@]}"
+    try "$PYTHON" bench/vigilance.py --agent-seconds 10 --agent-ranks 1 run.device=cuda "${small[@]}"
+}
+
+for part in "${@:-tests faults figures}"; do
+    for each in $part; do "$each"; done
+done
