@@ -23,6 +23,7 @@ from shardway.models.transformer import Transformer, TransformerShape
 from shardway.parallel.apply import ParallelModel
 from shardway.ranks.agreement import Wishes
 from shardway.ranks.start import Ranks
+from shardway.train.guards.repeat import Watch
 from shardway.train.loss import IGNORED, LossSum, token_cross_entropy
 from shardway.train.passes import count_rows, cut
 from shardway.train.step import Moment, StepParts, StepResult, take_step
@@ -305,3 +306,25 @@ def test_wishes_come_back_as_the_decision() -> None:
     assert result.decision.stop_reason == "a signal asked for a stop"
     assert result.decision.save
     assert model.sizes == [2, 2]
+
+
+def test_the_device_is_read_once_and_before_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a device works by itself, each read lets it stand still; after the update nothing waits for it."""
+    model, (inputs, targets) = filled(), padded_batch(4)
+    applied = apply_shape(copy.deepcopy(model), lone_rank(), (1, 1))
+    optimizer = torch.optim.SGD(applied.module.parameters(), lr=0.1)
+    parts = StepParts(make_passes(applied, lone_rank(), len(inputs), 2), optimizer, lone_rank(), 1.0)
+    happened: list[str] = []
+
+    def noting(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any, **named: Any) -> Any:
+            happened.append(name)
+            return work(*arguments, **named)
+
+        return noted
+
+    for name in ("tolist", "item", "__float__", "__int__", "__bool__"):
+        monkeypatch.setattr(torch.Tensor, name, noting("read", getattr(torch.Tensor, name)))
+    monkeypatch.setattr(optimizer, "step", noting("update", optimizer.step))
+    take_step(parts, applied.call, (inputs, targets), token_cross_entropy, Moment(watch=Watch(repeat=True)))
+    assert happened == ["read", "update"]
