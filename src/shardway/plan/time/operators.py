@@ -15,7 +15,7 @@ from functools import cached_property
 
 from shardway.plan.case import Case
 from shardway.plan.machine import Machine
-from shardway.plan.memory.parameters import matrix_split
+from shardway.plan.memory.parameters import layer_dense, layer_experts, matrix_split
 from shardway.plan.shapes.architecture import LayerRun
 from shardway.plan.shapes.layer import Attention, LayerShape, Matrix
 from shardway.plan.time.ceilings import Ceilings
@@ -26,6 +26,8 @@ HEAD_WIDTH = 128
 HEAD_LOSS = 0.3
 PADDED_TO = 128
 """Of which a vocabulary that is padded is a multiple."""
+CAST_BYTES = 6
+"""Moved where a number is copied from fp32 to 16 bits, or back."""
 ALIGNED_BYTES = 16
 """What tensor cores read at once: rows of matrices that are no multiples of it take slower kernels."""
 
@@ -166,13 +168,23 @@ class Operators:
         """Norms, residuals, rotations, activations, dropout, casts: forward, and twice that backward."""
         case, c = self.case, self.ceilings
         size = case.value_bytes
-        stream = self._stream_moves(layer) / case.stream_split
-        moved = tokens * size * (c.stream * stream + c.gates * self._gate_moves(layer))
+        stream = case.stream_bytes * c.stream * self._stream_moves(layer) / case.stream_split
+        moved = tokens * (stream + size * c.gates * self._gate_moves(layer)) + CAST_BYTES * self._casts(layer, tokens)
         if case.low_bits:  # read in 16 bits, write in 8, as it is and transposed
             inputs = sum(matrix.met * self._local_inputs(matrix) for matrix in layer.matrices)
             moved += c.gates * size * tokens * inputs
         forward = moved / self.bandwidth
         return Passes(forward, 2 * forward)
+
+    def _casts(self, layer: LayerShape, tokens: int) -> float:
+        """Numbers that are copied to 16 bits where each product makes its own copies; compiled code makes none of
+        them apart."""
+        case = self.case
+        if not case.casts_each or case.compiled:
+            return 0.0
+        inputs = sum(2 if each.latent is not None else 3 for each in layer.attentions) + (2 if layer.gated else 1)
+        weights = layer_dense(layer, case) + layer_experts(layer, case) if case.casts_weights else 0.0
+        return tokens * inputs * layer.hidden + weights
 
     def _stream_moves(self, layer: LayerShape) -> float:
         norm = 2.0 if case_fuses_norms(self.case) else self.ceilings.plain_norm
