@@ -32,15 +32,16 @@ COMMON = (
 )
 SMALL = ("model.dim=768", "model.layers=12", "model.heads=12", "model.vocab=50304", "data.seq_len=1024")
 LARGE = ("model.dim=2048", "model.layers=24", "model.heads=16", "model.vocab=32000", "data.seq_len=2048")
+BATCH = ("train.global_batch=32", "train.micro_batch=16")
 CASES: dict[str, tuple[str, ...]] = {
-    "124M, 8 x 1,024": (*SMALL, "train.global_batch=8"),
-    "124M, 32 x 1,024": (*SMALL, "train.global_batch=32"),
-    "124M, 32 x 1,024, compiled": (*SMALL, "train.global_batch=32", "train.compile=blocks"),
-    "124M, 32 x 1,024, full recompute": (*SMALL, "train.global_batch=32", "recompute.mode=full"),
-    "1.3B, 4 x 2,048": (*LARGE, "train.global_batch=4"),
+    "124M, 8 x 1,024": (*SMALL, "train.global_batch=8", "train.micro_batch=8"),
+    "124M, 32 x 1,024": (*SMALL, *BATCH),
+    "124M, 32 x 1,024, compiled": (*SMALL, "train.global_batch=32", "train.micro_batch=8", "train.compile=blocks"),
+    "124M, 32 x 1,024, full recompute": (*SMALL, *BATCH, "recompute.mode=full"),
+    "1.3B, 4 x 2,048": (*LARGE, "train.global_batch=4", "train.micro_batch=2"),
     "1.3B, 16 x 2,048 by 4": (*LARGE, "train.global_batch=16", "train.micro_batch=4"),
     "1.3B, 8 x 2,048, full recompute, compiled": (
-        *(*LARGE, "train.global_batch=8", "recompute.mode=full", "train.compile=blocks"),
+        *(*LARGE, "train.global_batch=8", "train.micro_batch=4", "recompute.mode=full", "train.compile=blocks"),
     ),
 }
 

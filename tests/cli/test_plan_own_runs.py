@@ -1,4 +1,4 @@
-"""`shardway plan` beside runs of our own engine on one H100 (2026-11-24; docs/numbers.md). Nothing is fitted to them."""
+"""`shardway plan` beside runs of our own engine on one H100 (2026-11-24, docs/numbers.md), to which nothing is fitted."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ ROWS = {
     "124M, 8": ((*SMALL, "train.global_batch=8", "train.micro_batch=8"), Measured(51.7, 9.68, 11.05)),
     "124M, 32": ((*SMALL, "train.global_batch=32", "train.micro_batch=16"), Measured(151.2, 18.12, 21.35)),
     "124M, 32, compiled": (
-        (*SMALL, "train.global_batch=32", "train.micro_batch=16", "train.compile=blocks"),
+        (*SMALL, "train.global_batch=32", "train.micro_batch=8", "train.compile=blocks"),
         Measured(128.5, 9.23, 10.11),
     ),
     "124M, 32, full recompute": (
         (*SMALL, "train.global_batch=32", "train.micro_batch=16", "recompute.mode=full"),
         Measured(194.7, 11.84, 12.38),
     ),
-    "1.3B, 4": ((*LARGE, "train.global_batch=4", "train.micro_batch=4"), Measured(241.7, 31.91, 33.09)),
+    "1.3B, 4": ((*LARGE, "train.global_batch=4", "train.micro_batch=2"), Measured(241.7, 31.91, 33.09)),
     "1.3B, 16 by 4": ((*LARGE, "train.global_batch=16", "train.micro_batch=4"), Measured(829.4, 42.35, 43.94)),
 }
 
