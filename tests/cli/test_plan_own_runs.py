@@ -1,4 +1,4 @@
-"""`shardway plan` beside runs of our own engine on one H100 (2026-11-24, docs/numbers.md), to which nothing is fitted."""
+"""`shardway plan` beside runs of our own engine on one H100 (2026-11-24, docs/numbers.md). Nothing is fitted to it."""
 
 from __future__ import annotations
 
