@@ -1,0 +1,21 @@
+#!/bin/sh
+# Runs commands at once and prints what each has to say when it is done; fails where one of them failed.
+# usage: tools/side_by_side.sh COMMAND...      each in one word, for a shell
+set -u
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+trap 'kill $running 2>/dev/null; exit 130' INT TERM
+
+running="" number=0
+for command in "$@"; do
+    number=$((number + 1))
+    sh -c "$command" >"$folder/$number" 2>&1 &
+    running="$running $!"
+done
+failed=0 number=0
+for each in $running; do
+    number=$((number + 1))
+    wait "$each" || failed=1
+    cat "$folder/$number"
+done
+exit $failed
