@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -22,3 +23,11 @@ def test_a_mistake_is_found(tmp_path: Path) -> None:
     script = tmp_path / "job.sh"
     script.write_text("#!/bin/bash\ncd $1\nif [ $HOME == ]; then echo\n")
     assert "error" in complaints([script])
+
+
+def test_commands_side_by_side_are_told_in_order_and_fail_where_one_does() -> None:
+    both = [str(ROOT / "tools" / "side_by_side.sh"), "sleep 0.2; echo first", "echo second >&2"]
+    ended = subprocess.run(both, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "first\nsecond\n")
+    ended = subprocess.run([*both, "false"], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (1, "first\nsecond\n")

@@ -67,6 +67,7 @@ def end_of_time_at(last: int, attempt: Attempt) -> Callable[[Run, int], None]:
     return look
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_a_deadline_stops_all_ranks_and_the_next_attempt_goes_on_bit_by_bit(rank: int, tmp_path: Path) -> None:
     """Rank 0's clock alone decides; there is no step more and none less than without a stop."""

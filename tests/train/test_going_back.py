@@ -112,6 +112,7 @@ def used(folder: Path, world: int) -> list[int]:
     return [sample for rank in range(world) for event in read_steps(folder, rank) for sample in event["ids"]]
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_a_run_that_goes_back_is_the_run_that_never_saw_the_span(rank: int, tmp_path: Path) -> None:
     """The checkpoint of step 30 begins at position 120. Each sample but those of the span is used exactly once."""

@@ -246,7 +246,8 @@ def test_a_batch_that_was_written_into_is_not_run_again(tmp_path: Path, key: str
 # --- the probe
 
 
-@pytest.mark.parametrize("name", ["replicas", pytest.param("shards", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["replicas", "shards"])
 @ranks(2)
 def test_a_probe_finds_a_flipped_bit_and_goes_on_with_the_majority(rank: int, tmp_path: Path, name: str) -> None:
     words = (*SHORT, *LAYOUTS[name], "guard.probe_every=2 steps")
