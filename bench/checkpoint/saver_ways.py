@@ -66,15 +66,12 @@ def background(bench: Bench) -> None:
     """What a save in the background holds the run up for; steps beside it; a copy, and steps without it."""
     bench.fresh("run")
     bench.directory.create()
-    ranks, on_device = alone(bench), bench.device.type != "cpu"
-    buffers = [
-        torch.zeros_like(each, device="cpu").pin_memory() if on_device else torch.zeros_like(each)
-        for each in flatten(bench.tensors)
-    ]
+    ranks = alone(bench)
+    buffers = [torch.zeros_like(each, device="cpu", pin_memory=each.is_cuda) for each in flatten(bench.tensors)]
     with bench.timed("copy"):
         for buffer, tensor in zip(buffers, flatten(bench.tensors), strict=True):
             buffer.copy_(tensor, non_blocking=True)
-    step, by_itself = make_step(bench.device), Paced()
+    step, by_itself = make_step(bench), Paced()
     for _ in range(10):
         by_itself.take(step)
     by_itself.note(bench, "step")
@@ -91,8 +88,9 @@ def background(bench: Bench) -> None:
     bench.fresh("run")
 
 
-def make_step(device: torch.device) -> Callable[[], None]:
+def make_step(bench: Bench) -> Callable[[], None]:
     """A small training step."""
+    device = bench.device
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(8))).to(device)
     optimizer, inputs = torch.optim.AdamW(model.parameters(), fused=True), torch.randn(256, 256, device=device)
 
@@ -100,8 +98,7 @@ def make_step(device: torch.device) -> Callable[[], None]:
         model(inputs).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        bench.settle()
 
     return step
 

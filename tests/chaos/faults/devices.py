@@ -6,49 +6,25 @@ may have of its memory is not touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from faults.numbers import MARK, harmed
-from faults.strike import FIRST, LAST, Aftermath, Fault, wait_for_mark
+from faults.strike import FIRST, LAST, Fault, starts_again_since, wait_for_mark
 
 
-def starts_again_since(*words: str) -> Callable[[Aftermath], None]:
-    """Once, and the reason has these words."""
-
-    def expects(after: Aftermath) -> None:
-        (restarted,) = after.events("restarted")
-        for each in words:
-            assert each in restarted["reason"], restarted["reason"]
-
-    return expects
+def _device_fault(name: str, kind: str, *reason: str, words: tuple[str, ...] = ()) -> Fault:
+    """The run starts again once, with this in the reason."""
+    return Fault(
+        name,
+        wait_for_mark(MARK),
+        words,
+        harmed(kind, FIRST, LAST),
+        expects=starts_again_since(*reason),
+        is_further=True,
+        device="cuda",
+    )
 
 
 FAULTS = (
-    Fault(
-        "a kernel never ends",
-        wait_for_mark(MARK),
-        ("run.hang_timeout=10s",),
-        harmed("spin", FIRST, LAST),
-        expects=starts_again_since("rank", "in a step"),
-        is_further=True,
-        device="cuda",
-    ),
-    Fault(
-        "an assertion in a kernel fails",
-        wait_for_mark(MARK),
-        (),
-        harmed("assert", FIRST, LAST),
-        expects=starts_again_since("device-side assert"),
-        is_further=True,
-        device="cuda",
-    ),
-    Fault(
-        "memory of the device runs out",
-        wait_for_mark(MARK),
-        (),
-        harmed("device-hog", FIRST, LAST),
-        expects=starts_again_since("ran out of memory on cuda"),
-        is_further=True,
-        device="cuda",
-    ),
+    _device_fault("a kernel never ends", "spin", "rank", "in a step", words=("run.hang_timeout=10s",)),
+    _device_fault("an assertion in a kernel fails", "assert", "device-side assert"),
+    _device_fault("memory of the device runs out", "device-hog", "ran out of memory on cuda"),
 )

@@ -26,6 +26,7 @@ from faults.strike import (
     Struck,
     any_rank,
     children,
+    starts_again_since,
     wait_for_mark,
     wait_for_some_step,
 )
@@ -74,11 +75,8 @@ def _end_all(group: Path) -> None:
     psutil.wait_procs(left, timeout=10)
 
 
-def says_memory(after: Aftermath) -> None:
-    """The kernel has ended a rank, and the run says that it was for want of memory."""
-    (restarted,) = after.events("restarted")
-    assert "the memory of this control group, which may have 2GiB, ran out" in restarted["reason"]
-    assert "by SIGKILL" in restarted["reason"]
+says_memory = starts_again_since("the memory of this control group, which may have 2GiB, ran out", "by SIGKILL")
+"""The kernel has ended a rank, and the run says that it was for want of memory."""
 
 
 def jump(seconds: float) -> Callable[[Command, random.Random], Struck]:

@@ -11,17 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from commands import Command, injected
-from faults.strike import (
-    EVERY,
-    FIRST,
-    LAST,
-    RANKS,
-    Aftermath,
-    Fault,
-    Struck,
-    any_rank,
-    wait_for_mark,
-)
+from faults.strike import EVERY, FIRST, LAST, RANKS, Aftermath, Fault, Struck, any_rank, wait_for_mark
 
 HARM = "SHARDWAY_TEST_HARM"
 """RANK:KIND:POSITION:FILE for `inject/sitecustomize.py`: from the step on that begins at this position in the samples

@@ -72,6 +72,17 @@ def anything(after: Aftermath) -> None:
     """Nothing is asked beyond the numbers of the run."""
 
 
+def starts_again_since(*words: str) -> Callable[[Aftermath], None]:
+    """Once, and the reason has these words."""
+
+    def expects(after: Aftermath) -> None:
+        (restarted,) = after.events("restarted")
+        for each in words:
+            assert each in restarted["reason"], restarted["reason"]
+
+    return expects
+
+
 @dataclass(frozen=True)
 class Fault:
     """A fault: its name in the table, what strikes, what the run needs for it, and what is expected.

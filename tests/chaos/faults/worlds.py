@@ -127,15 +127,15 @@ def go_on_with(*words: str) -> Callable[[Command, random.Random], Struck]:
 
 
 def _world_fault(name: str, *words: str, base: tuple[str, ...] = (), ranks: int = 2) -> Fault:
-    """With micro-batches of one size everywhere, dropout draws the same masks."""
+    """Goes on with so many ranks. With micro-batches of one size everywhere, dropout draws the same masks."""
     return Fault(
         f"goes on with {name}",
-        go_on_with(*words),
+        go_on_with("--nproc", str(ranks), *words),
         restarts_itself=False,
         is_further=True,
         base=("train.micro_batch=2", *base),
         tolerance=CLOSE,
-        least_ranks=ranks,
+        least_ranks=max(2, ranks),
     )
 
 
@@ -155,12 +155,12 @@ FAULTS = (
         is_further=True,
         expects=tells_change,
     ),
-    _world_fault("1 rank", "--nproc", "1"),
-    _world_fault("3 ranks", "--nproc", "3", base=("train.global_batch=12",), ranks=3),
-    _world_fault("4 ranks", "--nproc", "4", ranks=4),
-    _world_fault("8 ranks", "--nproc", "8", base=("train.global_batch=16",), ranks=8),
+    _world_fault("1 rank", ranks=1),
+    _world_fault("3 ranks", base=("train.global_batch=12",), ranks=3),
+    _world_fault("4 ranks", ranks=4),
+    _world_fault("8 ranks", base=("train.global_batch=16",), ranks=8),
     _world_fault("2 ranks that hold the whole model each", *layout(2, 1)),
     _world_fault("2 ranks that hold half of each matrix", "parallel.tp=2", "parallel.tp_sequence=false"),
     _world_fault("2 stages of a pipeline", "parallel.pp=2", base=("model.tied=false",)),
-    _world_fault("4 ranks, two copies of two shards", "--nproc", "4", *layout(2, 2), ranks=4),
+    _world_fault("4 ranks, two copies of two shards", *layout(2, 2), ranks=4),
 )

@@ -151,7 +151,7 @@ def _attention(layer: LayerShape, attention: Attention, how: Saving) -> Iterator
     stream = how.stream_bytes / how.norm_bytes
     yield Saved("input of attention's norm", width * how.norm_bytes, product=stream, second=stream)
     yield from _norm(width, how)
-    copies = (2 if attention.latent else 3) if how.casts_each else 1
+    copies = attention.input_products if how.casts_each else 1
     yield Saved("input of queries, keys, values", copies * width * how.input_bytes, how.region_split)
     if attention.latent is not None:
         latent = attention.latent
@@ -200,7 +200,7 @@ def _feed_forward(layer: LayerShape, how: Saving) -> Iterator[Saved]:
     size = how.value_bytes
     yield Saved("input of feed-forward's norm", layer.hidden * how.norm_bytes)
     yield from _norm(layer.hidden, how)
-    copies = 2 if how.casts_each and layer.gated else 1
+    copies = layer.gate_products if how.casts_each else 1
     yield Saved("input of feed-forward", copies * layer.hidden * how.input_bytes, how.region_split)
     yield from _activation(layer, layer.ffn, 1, how)
     yield Saved(ONLY_PRODUCTS[1], layer.hidden * size, product=1, second=1)

@@ -78,6 +78,11 @@ class Attention:
     """Keys and values come from the encoder."""
 
     @property
+    def input_products(self) -> int:
+        """Products that read what goes in: those of queries, keys and values, or of both latents."""
+        return 3 if self.latent is None else 2
+
+    @property
     def qk_width(self) -> int:
         """Features of all queries, and of keys once they are there for each head."""
         return self.heads * (self.head_dim + (self.latent.rope_dim if self.latent else 0))
@@ -171,6 +176,11 @@ class LayerShape:
         """All of them, in the order in which a token meets them."""
         cross = self.cross.matrices(self.hidden) if self.cross else ()
         return (*self.attention.matrices(self.hidden), *cross, *self._feed_forward())
+
+    @property
+    def gate_products(self) -> int:
+        """Products that read what goes into the feed-forward: up, and the gate."""
+        return 2 if self.gated else 1
 
     @property
     def attentions(self) -> tuple[Attention, ...]:

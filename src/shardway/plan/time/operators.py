@@ -182,7 +182,7 @@ class Operators:
         case = self.case
         if not case.casts_each or case.compiled:
             return 0.0
-        inputs = sum(2 if each.latent is not None else 3 for each in layer.attentions) + (2 if layer.gated else 1)
+        inputs = sum(each.input_products for each in layer.attentions) + layer.gate_products
         weights = layer_dense(layer, case) + layer_experts(layer, case) if case.casts_weights else 0.0
         return tokens * inputs * layer.hidden + weights
 
