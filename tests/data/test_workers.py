@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 
 import psutil
 import pytest
@@ -40,6 +44,50 @@ def test_a_worker_that_aborts_after_the_last_batch_is_no_error() -> None:
 def test_a_worker_that_dies_while_it_is_needed_is_told() -> None:
     with pytest.raises(JobError, match="a loader process died"), ended_workers(Answers()):
         raise RuntimeError("DataLoader worker (pid 17) is killed by signal: Killed.")
+
+
+@dataclass
+class Sending:
+    """An iterator of a DataLoader whose connection to its worker breaks while the worker may be about to die."""
+
+    error: Exception
+    seconds: float = 300.0
+    """Until the worker ends, with exit code 9."""
+    _workers: list[BaseProcess] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._workers = [multiprocessing.get_context("fork").Process(target=_sleep_and_exit, args=(self.seconds,))]
+        self._workers[0].start()
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        raise self.error
+
+
+def _sleep_and_exit(seconds: float) -> None:
+    time.sleep(seconds)
+    os._exit(9)
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError(104, "Connection reset by peer"), EOFError()])
+def test_a_worker_that_dies_while_it_sends_is_told(error: Exception) -> None:
+    """Its connections are closed a moment before the kernel calls it dead, and no signal has come then."""
+    answers = Sending(error, 0.2)
+    with pytest.raises(JobError) as caught, ended_workers(answers) as awaited:
+        next(awaited)
+    pid = answers._workers[0].pid
+    assert str(caught.value).splitlines()[0] == (
+        f"a loader process died: DataLoader worker (pid {pid}) exited unexpectedly with exit code 9"
+    )
+
+
+def test_an_error_of_a_connection_passes_where_no_worker_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dataset may read from a network."""
+    monkeypatch.setattr("shardway.data.workers._DYING_S", 0.05)
+    with pytest.raises(ConnectionResetError), ended_workers(Sending(ConnectionResetError())) as awaited:
+        next(awaited)
 
 
 RANK = """

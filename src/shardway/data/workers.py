@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from types import FrameType
@@ -23,6 +24,8 @@ from shardway.errors import JobError
 from shardway.ranks.parent import end_with_parent
 from shardway.ranks.signals import BrokenOff
 
+_DYING_S = 5.0
+"""How long after its connections a worker may end: its memory is given back in between, by all its threads."""
 _DEAD_WORKER = re.compile(r"DataLoader worker \(pid")
 _DEAD_WORKER_TEXT = """\
 a loader process died: {reason}
@@ -50,9 +53,31 @@ def ended_workers(answers: Iterator[Any], check: Callable[[], None] = lambda: No
         if _DEAD_WORKER.search(str(error)):
             raise JobError(_DEAD_WORKER_TEXT.format(reason=str(error).splitlines()[0])) from error
         raise
+    except (ConnectionError, EOFError) as error:
+        if (dead := _find_dying(workers)) is None:
+            raise
+        reason = f"DataLoader worker (pid {dead.pid}) exited unexpectedly with exit code {dead.exitcode}"
+        raise JobError(_DEAD_WORKER_TEXT.format(reason=reason)) from error
     finally:
         atexit.unregister(end)
         end()
+
+
+def _find_dying(workers: Sequence[BaseProcess]) -> BaseProcess | None:
+    """The worker that ends within a moment, or has ended; None where all live on.
+
+    What a worker was sending breaks off before the kernel calls the worker dead, so that torch, which looks once,
+    takes the error for one of the dataset.
+    """
+    until = time.monotonic() + _DYING_S
+    while workers:
+        for worker in workers:
+            if not worker.is_alive():
+                return worker
+        if time.monotonic() > until:
+            break
+        time.sleep(0.01)
+    return None
 
 
 class _Deaths:
