@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardway.ranks.agent.hang import NOBODY, Behind, Hang, HangFinder, Sighting, find_behind, merge_behind
+from shardway.ranks.agent.hang import NOBODY, Behind, Hang, HangFinder, Sighting, Stopped, find_behind, merge_behind
 from shardway.ranks.agent.page import Entry
 from shardway.ranks.agent.patience import Patience, Span
 from shardway.ranks.progress import Activity
@@ -24,7 +24,7 @@ class Ranks:
         self.patience = Patience(start_s=600.0)
         self.finder = HangFinder(self.patience, longest_tick_s=2 * LOOK_S)
         self.pages = {rank: Entry(1, 10 + rank, Activity.START, 0, self.now) for rank in range(count)}
-        self.stopped: set[int] = set()
+        self.stopped: dict[int, Stopped] = {}
         self.elsewhere = NOBODY
 
     def enter(self, activity: Activity, step: int, *ranks: int) -> None:
@@ -36,7 +36,7 @@ class Ranks:
     def look(self, seconds: float = LOOK_S) -> Hang | None:
         """What the finder says after so long."""
         self.now += seconds
-        seen = {rank: Sighting(page, rank in self.stopped) for rank, page in self.pages.items()}
+        seen = {rank: Sighting(page, self.stopped.get(rank, Stopped.NOBODY)) for rank, page in self.pages.items()}
         return self.finder.look(seen, self.now, self.elsewhere)
 
     def train(self, steps: int) -> None:
@@ -107,10 +107,26 @@ def test_a_rank_that_is_stopped_is_to_blame_wherever_it_is() -> None:
     ranks.train(10)
     ranks.enter(Activity.STEP, 10)
     ranks.enter(Activity.SAVE, 11, 1)
-    ranks.stopped = {1}
+    ranks.stopped = {1: Stopped.RANK}
     hang = ranks.wait_for_hang()
     assert hang.ranks == (1,)
     assert "in a save after step 11, stopped by a signal (more than 5.0 s" in hang.message
+
+
+def test_a_rank_whose_loader_process_is_stopped_is_not_given_the_time_of_slow_storage() -> None:
+    ranks = Ranks(2)
+    for step in range(10):
+        ranks.enter(Activity.DATA, step)
+        ranks.look(0.1)
+        ranks.enter(Activity.STEP, step)
+        assert ranks.look(0.4) is None
+    ranks.enter(Activity.STEP, 10, 0)
+    ranks.enter(Activity.DATA, 10, 1)
+    assert all(ranks.look() is None for _ in range(200))
+    ranks.stopped = {1: Stopped.LOADER}
+    hang = ranks.wait_for_hang(1.0)
+    assert hang.ranks == (1,)
+    assert "while waiting for data after step 10, its loader process stopped by a signal (more than 5" in hang.message
 
 
 def test_ranks_that_wait_for_another_node_do_not_hang() -> None:
@@ -217,7 +233,7 @@ def test_a_hang_is_found_in_time_and_not_before(times: list[float]) -> None:
         ranks.enter(Activity.STEP, step)
         assert ranks.look(seconds) is None
     ranks.enter(Activity.STEP, len(times) + 1)
-    ranks.stopped = {1}
+    ranks.stopped = {1: Stopped.RANK}
     before = ranks.now
     hang = ranks.wait_for_hang(most_s=20.0)
     assert hang.ranks == (1,)

@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from shardway.ranks.agent import recorder, stacks
-from shardway.ranks.agent.hang import Hang, Sighting
+from shardway.ranks.agent.hang import Hang, Sighting, Stopped
 from shardway.ranks.agent.page import VARIABLE, page_path, read_page
 from shardway.ranks.agent.patience import Patience, Span
 from shardway.ranks.agent.stacks import Group, ask_for_stacks, group_stacks, read_crash
@@ -41,6 +42,23 @@ for step in range(10_000_000):
         wait_for_ever(step)
     page.write(Activity.STEP, step, time.monotonic())
     time.sleep(0.02)
+"""
+
+LOADED_RANK = """
+import os, subprocess, sys, time
+from shardway.ranks.agent.join import join_agent
+from shardway.ranks.agent.page import open_page
+from shardway.ranks.progress import Activity
+
+join_agent(os.environ)
+page = open_page(os.environ, 0)
+code = "import time\\nwhile True:\\n    print(flush=True)\\n    time.sleep(0.02)"
+with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as loader:
+    for step in range(10_000_000):
+        page.write(Activity.DATA, step, time.monotonic())
+        assert loader.stdout.readline()
+        page.write(Activity.STEP, step, time.monotonic())
+        time.sleep(0.02)
 """
 
 NEVER = 10_000_000
@@ -134,6 +152,20 @@ def test_a_rank_that_is_stopped_is_told_to_go_on(node: Node) -> None:
     assert [hang.ranks for hang in node.woken] == [(0,)]
     assert watch.found is None
     assert all(rank.poll() is None for rank in node.ranks)
+
+
+def test_a_loader_process_that_is_stopped_is_told_to_go_on(node: Node) -> None:
+    environ = {**os.environ, VARIABLE: str(node.folder), "PYTHONPATH": os.pathsep.join(sys.path)}
+    node.ranks.append(subprocess.Popen([sys.executable, "-c", LOADED_RANK], env=environ))
+    node.wait_for_step(3)
+    (loader,) = psutil.Process(node.ranks[0].pid).children()
+    loader.suspend()
+    stopped_at = node.step(0)
+    with node.watch() as watch:
+        wait_until(lambda: bool(node.woken))
+        node.wait_for_step(stopped_at + 5)
+    assert [(hang.ranks, hang.sighting.stopped) for hang in node.woken] == [((0,), Stopped.LOADER)]
+    assert watch.found is None
 
 
 def test_ranks_are_asked_where_one_of_another_node_hangs_and_go_on(node: Node) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardway.ranks.agent.collectives import Heard
-from shardway.ranks.agent.hang import Behind, Hang, Sighting
+from shardway.ranks.agent.hang import Behind, Hang, Sighting, Stopped
 from shardway.ranks.agent.page import Entry
 from shardway.ranks.agent.record import Call, Line, Record, Team
 from shardway.ranks.agent.stacks import Group
@@ -24,7 +24,12 @@ RANKS = st.lists(WHOLE, max_size=3).map(tuple)
 BEHIND = st.builds(Behind, st.none() | st.tuples(WHOLE, WHOLE), st.booleans())
 ENTRIES = st.builds(Entry, WHOLE, WHOLE, st.sampled_from(list(Activity)), WHOLE, st.floats(0, 1e9))
 HANGS = st.builds(
-    Hang, RANKS, st.floats(0, 1e6), st.floats(0, 1e6), st.builds(Sighting, ENTRIES, st.booleans()), st.booleans()
+    Hang,
+    RANKS,
+    st.floats(0, 1e6),
+    st.floats(0, 1e6),
+    st.builds(Sighting, ENTRIES, st.sampled_from(Stopped)),
+    st.booleans(),
 )
 GROUPS = st.lists(st.builds(Group, RANKS, st.lists(st.text(max_size=9), max_size=2).map(tuple)), max_size=2)
 CALLS = st.builds(Call, WHOLE, st.text(max_size=9), WHOLE, st.text(max_size=9), st.text(max_size=9), st.booleans())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
 from shardway.ranks.agent.page import Entry
 from shardway.ranks.agent.patience import ENOUGH, Patience, Span
@@ -46,12 +47,26 @@ _FIRST_CHANGES = 8
 """Changes of a page with which it is in its first step or the one after: start, load, and twice those of a step."""
 
 
+class Stopped(StrEnum):
+    """Whose process is stopped (state T of proc(5)): nobody's, which is false, the rank's, or that of a loader."""
+
+    NOBODY = ""
+    RANK = "rank"
+    LOADER = "loader"
+
+    @property
+    def why(self) -> str:
+        """What to say of it behind what a rank did."""
+        words = {self.RANK: ", stopped by a signal", self.LOADER: ", its loader process stopped by a signal"}
+        return words.get(self, "")
+
+
 @dataclass(frozen=True)
 class Sighting:
-    """A rank at one moment: its page, and whether its process is stopped (state T of proc(5))."""
+    """A rank at one moment: its page, and what keeps it though it could go on."""
 
     entry: Entry
-    stopped: bool = False
+    stopped: Stopped = Stopped.NOBODY
 
 
 Place = tuple[int, int]
@@ -85,7 +100,7 @@ class Hang:
         entry = self.sighting.entry
         words = WORDS.get(entry.activity, "")
         what = f"did nothing for {self.seconds:.1f} s {words} after step {entry.step}"
-        why = ", stopped by a signal" if self.sighting.stopped else ""
+        why = self.sighting.stopped.why
         if self.all_alike and len(self.ranks) > 1:
             return f"all ranks {what}{why} (more than {self.limit_s:.1f} s means a hang)"
         names = " and ".join(f"rank {rank}" for rank in self.ranks)
@@ -128,7 +143,7 @@ class HangFinder:
             rank: self._follow(self._ranks.get(rank), sighting.entry, tick) for rank, sighting in sightings.items()
         }
         suspects = _find_suspects(sightings, elsewhere)
-        overdue = [rank for rank in suspects if self._is_overdue(rank, stopped=sightings[rank].stopped)]
+        overdue = [rank for rank in suspects if self._is_overdue(rank, stopped=bool(sightings[rank].stopped))]
         return self._blame(sightings, overdue) if overdue else None
 
     def _follow(self, known: _Watched | None, entry: Entry, tick: float) -> _Watched:
@@ -155,7 +170,7 @@ class HangFinder:
         return Hang(
             ranks=tuple(blamed),
             seconds=watched.age,
-            limit_s=self._patience.limit_s(watched.span, stopped=first.stopped),
+            limit_s=self._patience.limit_s(watched.span, stopped=bool(first.stopped)),
             sighting=first,
             all_alike=len(blamed) == len(sightings),
         )

@@ -1,9 +1,10 @@
 """Looks at the pages of the ranks that this process has started, and ends them all where one hangs.
 
-A rank that is only stopped is told to go on first: whoever stopped it, the run loses nothing.
+A rank that is only stopped is told to go on first, and so is a process that loads data for it: whoever stopped it, the
+run loses nothing.
 
-Invariant: signals go to children of this process alone, whatever a page says. This module must not decide what comes
-after: it remembers what it found in `hang`.
+Invariant: signals go to children of this process alone, whatever a page says, and to children of these to go on.
+This module must not decide what comes after: it remembers what it found in `hang`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from types import TracebackType
 
 from shardway.ranks.agent.collectives import NOTHING, Heard, merge_heard
 from shardway.ranks.agent.folders import PAGES, private_folder
-from shardway.ranks.agent.hang import NOBODY, Behind, Hang, HangFinder, Sighting, find_behind, find_place
-from shardway.ranks.agent.page import page_path, read_page
+from shardway.ranks.agent.hang import NOBODY, Behind, Hang, HangFinder, Sighting, Stopped, find_behind, find_place
+from shardway.ranks.agent.page import Entry, page_path, read_page
 from shardway.ranks.agent.patience import Patience
 from shardway.ranks.agent.recorder import ask_for_records
 from shardway.ranks.agent.stacks import Group, ask_for_stacks, group_stacks, merge_groups
+from shardway.ranks.progress import Activity
 
 LOOK_EVERY_S = 0.25
 SHARE_S = 2.0
@@ -32,6 +34,7 @@ SHARE_S = 2.0
 before they lose contact: their agents hear of it within half a second."""
 
 _STOPPED = "T"
+_LOADERS_WAITED_FOR = frozenset((Activity.DATA, Activity.VALIDATE))
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ class Watch:
         entries = {rank: read_page(page_path(self.folder, rank)) for rank in range(self._ranks)}
         states = {rank: _child_state(entry.pid) for rank, entry in entries.items() if entry is not None}
         return {
-            rank: Sighting(entry, stopped=states[rank] == _STOPPED)
+            rank: Sighting(entry, _find_stopped(entry, states[rank]))
             for rank, entry in entries.items()
             if entry is not None and states[rank] not in ("", "Z")
         }
@@ -122,6 +125,8 @@ class Watch:
             return False
         for entry in stopped:
             self._woken[entry.pid] = entry.changes
+            for loader in _list_stopped_children(entry.pid):
+                _send(loader, signal.SIGCONT, of=entry.pid)
             _send(entry.pid, signal.SIGCONT)
         self._finder.forgive()
         self._on_wake(hang)
@@ -137,7 +142,9 @@ class Watch:
             _send(sighting.entry.pid, signal.SIGKILL)
 
     def _ask(self, sightings: dict[int, Sighting]) -> Seen:
-        awake = {rank: sighting.entry.pid for rank, sighting in sightings.items() if not sighting.stopped}
+        awake = {
+            rank: sighting.entry.pid for rank, sighting in sightings.items() if sighting.stopped is not Stopped.RANK
+        }
         stacks = ask_for_stacks(self.folder, awake)
         return Seen(tuple(group_stacks(stacks)), ask_for_records(self.folder, sightings))
 
@@ -167,20 +174,38 @@ def watched(
         yield watch
 
 
-def _send(pid: int, number: signal.Signals) -> None:
-    if _child_state(pid):
+def _find_stopped(entry: Entry, state: str) -> Stopped:
+    if state == _STOPPED:
+        return Stopped.RANK
+    waits = entry.activity in _LOADERS_WAITED_FOR
+    return Stopped.LOADER if waits and state and _list_stopped_children(entry.pid) else Stopped.NOBODY
+
+
+def _list_stopped_children(pid: int) -> list[int]:
+    """Those of a process, whichever of its threads has started them; none where the kernel does not list children."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+            found += map(int, path.read_text().split())
+    return [child for child in found if _child_state(child, pid) == _STOPPED]
+
+
+def _send(pid: int, number: signal.Signals, of: int | None = None) -> None:
+    """A signal to a child of this process, or of the process `of`; nothing where it is gone."""
+    if _child_state(pid, of):
         with contextlib.suppress(OSError):
             os.kill(pid, number)
 
 
-def _child_state(pid: int) -> str:
-    """The state of a child of this process in a letter (proc(5)); empty where there is no such child."""
+def _child_state(pid: int, of: int | None = None) -> str:
+    """The state of a child of this process, or of the process `of`, in a letter (proc(5)); empty where it has no such
+    child."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
     state, parent = text.rpartition(")")[2].split()[:2]
-    return state if int(parent) == os.getpid() else ""
+    return state if int(parent) == (os.getpid() if of is None else of) else ""
 
 
 def _add(ranks: tuple[int, ...], first: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardway.ranks.agent.collectives import Heard
-from shardway.ranks.agent.hang import NOBODY, Behind, Hang, Sighting
+from shardway.ranks.agent.hang import NOBODY, Behind, Hang, Sighting, Stopped
 from shardway.ranks.agent.page import Entry
 from shardway.ranks.agent.record import read_record
 from shardway.ranks.agent.stacks import Group
@@ -156,7 +156,7 @@ def _read_hang(hang: Mapping[str, Any]) -> Hang:
         tuple(map(int, hang["ranks"])),
         float(hang["seconds"]),
         float(hang["limit_s"]),
-        Sighting(seen, bool(hang["sighting"]["stopped"])),
+        Sighting(seen, Stopped(hang["sighting"]["stopped"])),
         bool(hang["all_alike"]),
     )
 
