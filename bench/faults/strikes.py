@@ -18,7 +18,8 @@ from case import Case
 from judge import Record, count_orphaned
 
 FIRST, LAST = 22, 130
-"""Steps between which most faults strike: after the first checkpoint, and with some to come."""
+STRUCK = range(FIRST, LAST)
+"""Steps at which most faults strike: after the first checkpoint, and with some to come."""
 
 EVERY = 20
 ORPHANS_S = 5.0
@@ -26,6 +27,9 @@ ORPHANS_S = 5.0
 
 SLOW = {"FAULT_PACE": "0.15"}
 """So that ranks without a launcher have not trained to the end by then."""
+
+LONG, LATE = {"FAULT_PACE": "0.6"}, range(125, 140)
+"""Steps of a run that has trained for more than a minute, as most have when something happens to them."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,8 @@ class Fault:
     tools: tuple[str, ...] = ()
 
 
-def wait_for_some_step(case: Case, dice: random.Random, last: int = LAST) -> None:
-    step = dice.randrange(FIRST, last)
+def wait_for_some_step(case: Case, dice: random.Random, steps: range = STRUCK) -> None:
+    step = dice.choice(steps)
     case.wait_until(lambda: case.last_step() >= step)
     time.sleep(dice.uniform(0.0, 0.03))
 
@@ -73,12 +77,14 @@ def lives(process: psutil.Process) -> bool:
         return False
 
 
-def signal_rank(number: signal.Signals, rank: int | None = None) -> Callable[[Case, random.Random], Struck]:
-    """A signal to a rank (None: to any)."""
+def signal_rank(
+    number: signal.Signals, rank: int | None = None, steps: range = STRUCK
+) -> Callable[[Case, random.Random], Struck]:
+    """A signal to a rank (None: to any) at one of these steps."""
 
     def act(case: Case, dice: random.Random) -> Struck:
         who = dice.randrange(2) if rank is None else rank
-        wait_for_some_step(case, dice)
+        wait_for_some_step(case, dice, steps)
         return send(case.ranks()[who], number, f"rank {who}")
 
     return act
@@ -86,7 +92,7 @@ def signal_rank(number: signal.Signals, rank: int | None = None) -> Callable[[Ca
 
 def kill_launcher(case: Case, dice: random.Random) -> Struck:
     """Then look how long its ranks live."""
-    wait_for_some_step(case, dice, LAST // 2)
+    wait_for_some_step(case, dice, range(FIRST, LAST // 2))
     before = list(case.ranks().values())
     struck = send(psutil.Process(case.launchers[0].pid), signal.SIGKILL, "launcher")
     while (alive := [process for process in before if lives(process)]) and time.monotonic() < struck.time + ORPHANS_S:
@@ -184,6 +190,11 @@ DAMAGE = r"PytorchStreamReader|invalid load key|Unpickling|EOFError|Error\(|Erro
 FAULTS = (
     Fault("SIGKILL of rank 1", signal_rank(signal.SIGKILL, 1)),
     Fault("SIGKILL of rank 0", signal_rank(signal.SIGKILL, 0)),
+    Fault(
+        "SIGKILL of a rank after more than a minute",
+        signal_rank(signal.SIGKILL, steps=LATE),
+        lambda folder, dice: LONG,
+    ),
     Fault("SIGKILL of the launcher", kill_launcher, lambda folder, dice: SLOW),
     Fault("SIGKILL of the lighthouse", kill_lighthouse, tools=("torchft",)),
     Fault("SIGSTOP of a rank", signal_rank(signal.SIGSTOP)),
