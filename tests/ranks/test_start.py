@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from commands import free_port
 from pool import ranks
 from runs import lone_rank, place, pool_ranks
 from shardway.errors import Bug, JobError, LostContact, ShardwayError, SiteError, UserError
@@ -127,12 +128,6 @@ def test_other_errors_pass_through_contact(error: Exception) -> None:
         raise error
     assert failure.value is error
     assert not is_lost_contact(error)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 OPTIONS = StartOptions("cpu", torch.get_num_threads(), start_timeout_s=0.5, collective_timeout_s=0.4)

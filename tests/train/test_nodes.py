@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from commands import Command, Start, pacing, stalling, training_commands
+from commands import Command, Start, free_port, pacing, stalling, training_commands
 from runs import TINY, read_column, read_named, worst_difference
 from shardway.rundir.attempts import VARIABLE, Ending, Started
 from shardway.rundir.directory import RunDir
@@ -56,13 +55,6 @@ class Crew:
 
 
 Launch = Callable[..., Crew]
-
-
-def free_port() -> int:
-    """A port at which nothing listens now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @pytest.fixture

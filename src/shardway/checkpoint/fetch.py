@@ -17,7 +17,7 @@ from typing import BinaryIO
 import torch
 import torch.distributed as dist
 
-from shardway.checkpoint.seal import BLOCK, Seal, Sealer, say_unreadable
+from shardway.checkpoint.seal import BLOCK, Seal, Sealer
 from shardway.ranks.start import Ranks
 
 
@@ -114,4 +114,4 @@ def _keep(file: BinaryIO, data: memoryview, name: str) -> str:
 
 
 def _say_unkept(name: str, error: OSError) -> str:
-    return f"{name} cannot be kept where it is wanted: {say_unreadable(name, error)}"
+    return f"{name} cannot be kept where it is wanted: {error.strerror}"

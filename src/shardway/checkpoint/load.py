@@ -77,7 +77,7 @@ def load_latest(directory: RunDir, ranks: Ranks, state: State) -> Loaded | None:
 
     Raises JobError where there are checkpoints and none is whole, or where it does not fit the state.
     """
-    steps = ranks.gather(directory.checkpoint_steps() if ranks.is_first else [])[0]
+    steps = ranks.ask_first(directory.checkpoint_steps)
     passed_over: list[PassedOver] = []
     for step in reversed(steps):
         loaded = load_from(SharedStock(find_in_run(directory, step), ranks), ranks, state)

@@ -17,6 +17,7 @@ import xxhash
 from shardway.checkpoint.seal import BLOCK, Seal
 from shardway.errors import JobError, UserError
 from shardway.rundir.atomic import render_json, write_json
+from shardway.rundir.look import check_answers
 
 FORMAT = 2
 NAME = "manifest.json"
@@ -87,6 +88,8 @@ def read_manifest(folder: Path) -> Manifest:
     except FileNotFoundError:
         raise Damaged(folder, [f"its {NAME} is missing"]) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, OSError):
+            check_answers(folder / NAME, error)
         raise Damaged(folder, [f"its {NAME} cannot be read ({error})"]) from None
 
 

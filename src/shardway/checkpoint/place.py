@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardway.errors import ShardwayError
+from shardway.errors import JobError, ShardwayError
 from shardway.ranks.start import Ranks
 from shardway.rundir.directory import RunDir
 from shardway.rundir.line import LOCAL, SHARED
@@ -72,14 +72,19 @@ class Place:
                 "  Nothing that was saved before has changed. To do: make room there, or name another "
                 "checkpoint.local_dir."
             )
-        steps = list_steps(self.folder)
-        last = f"step {steps[-1]} is the last complete checkpoint" if steps else "there is no earlier checkpoint"
         return (
             f"the checkpoint of step {step} could not be saved in {self.folder}: {error}\n"
-            f"  Nothing that was saved before has changed; {last}.\n"
+            f"  Nothing that was saved before has changed; {self._name_last()}.\n"
             "  To do: make room (or lower checkpoint.keep, or choose another disk with --dir), then run the same "
             "command again."
         )
+
+    def _name_last(self) -> str:
+        try:
+            steps = list_steps(self.folder)
+        except JobError:
+            return "which checkpoint is the last cannot be seen now"
+        return f"step {steps[-1]} is the last complete checkpoint" if steps else "there is no earlier checkpoint"
 
 
 def shared_place(run: RunDir, ranks: Ranks) -> Place:

@@ -35,7 +35,7 @@ def retire(directory: RunDir, ranks: Ranks, keep: Keep, newest: int) -> None:
 
     Raises JobError on every rank where it is not what was saved, or another run has taken over: nothing goes then.
     """
-    doomed = ranks.gather(keep.find_doomed(directory.checkpoint_steps()) if ranks.is_first else [])[0]
+    doomed = ranks.ask_first(lambda: keep.find_doomed(directory.checkpoint_steps()))
     if not doomed:
         return
     ranks.together(lambda: _read_back(directory, ranks, newest))

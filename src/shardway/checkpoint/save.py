@@ -27,6 +27,7 @@ from shardway.errors import Bug, Fenced, JobError, LostContact, ShardwayError
 from shardway.ranks.start import Ranks, is_out_of_memory
 from shardway.rundir.atomic import fsync_folder
 from shardway.rundir.directory import RunDir
+from shardway.rundir.look import is_there
 from shardway.rundir.run_id import find_run_id
 from shardway.watch.words import render_size
 
@@ -93,9 +94,10 @@ def save_to(place: Place, ranks: Ranks, state: State, step: int, numbers: Mappin
 def is_saved(place: Place, ranks: Ranks, step: int) -> bool:
     """Whether there is a checkpoint of this step; asked on all ranks together.
 
-    Who leads there looks for all: on a network file system ranks may see different things for a while.
+    Who leads there looks for all: on a network file system ranks may see different things for a while. Raises JobError
+    on every rank where it does not answer.
     """
-    found = ranks.gather(place.path(step).exists() if place.leads else None)
+    found = ranks.gather(ranks.together(lambda: is_there(place.path(step)) if place.leads else None))
     return all(each for each in found if each is not None)
 
 

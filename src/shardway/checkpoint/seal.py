@@ -15,6 +15,8 @@ from pathlib import Path
 
 import xxhash
 
+from shardway.rundir.look import check_answers
+
 BLOCK = 2**24
 """Bytes of a file that share a checksum."""
 
@@ -79,7 +81,7 @@ def find_damage(folder: Path, name: str, seal: Seal) -> str | None:
     try:
         found = seal_file(folder / name)
     except OSError as error:
-        return say_unreadable(name, error)
+        return say_unreadable(folder, name, error)
     if found.bytes != seal.bytes:
         return _say_size(name, found.bytes, seal)
     changed = (i for i, pair in enumerate(zip(found.blocks, seal.blocks, strict=False)) if pair[0] != pair[1])
@@ -91,12 +93,13 @@ def find_short(folder: Path, name: str, seal: Seal) -> str | None:
     try:
         size = (folder / name).stat().st_size
     except OSError as error:
-        return say_unreadable(name, error)
+        return say_unreadable(folder, name, error)
     return None if size == seal.bytes else _say_size(name, size, seal)
 
 
-def say_unreadable(name: str, error: OSError) -> str:
-    """A file that cannot be opened or read."""
+def say_unreadable(folder: Path, name: str, error: OSError) -> str:
+    """A file that cannot be opened or read. Raises JobError where its file system is away: that is no damage."""
+    check_answers(folder / name, error)
     return f"{name} is missing" if isinstance(error, FileNotFoundError) else f"{name} cannot be read ({error.strerror})"
 
 

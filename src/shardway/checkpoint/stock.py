@@ -22,6 +22,7 @@ from shardway.checkpoint.nearby import Nearby, read_nearby
 from shardway.checkpoint.place import Place
 from shardway.errors import JobError
 from shardway.ranks.start import Ranks
+from shardway.rundir.look import list_names
 from shardway.rundir.steps import partial_name
 
 
@@ -81,7 +82,7 @@ class LocalStock:
             leader = lead(rank)
             missing = {name for name in wish if leader not in self.nearby.holders.get(name, ())}
             wanted[leader] = wanted.get(leader, frozenset()) | (missing & self.nearby.holders.keys())
-        there = self.ranks.gather([path.name for path in self.found.folder.iterdir()] if self._leads else [])
+        there = self.ranks.gather(self.ranks.together(lambda: list_names(self.found.folder) if self._leads else []))
         wanted = {leader: missing - set(there[leader]) for leader, missing in wanted.items()}
         transfers = plan_transfers(self.nearby.holders, wanted)
         return self._move(transfers) if transfers else []

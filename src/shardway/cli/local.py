@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn, Protocol
 
@@ -33,11 +34,16 @@ from shardway.rundir.attempts import BY_AGENT, BY_SIGNAL, SECOND_SIGNAL, Attempt
 from shardway.rundir.directory import RunDir
 from shardway.rundir.line import LOCAL, read_line
 from shardway.rundir.local import find_local_run
+from shardway.rundir.look import answers
 from shardway.rundir.run_id import find_run_id
 from shardway.runfile.machine import RunSection
 from shardway.train.ending import find_end
+from shardway.units import render_seconds
 
 ASKED = "a signal asked for a stop"
+AWAY_S, LOOK_EVERY_S = 600.0, 1.0
+"""How long the ranks' start waits for a file system that is away: its failover takes minutes."""
+
 _STOPS = tuple(number.name for number in STOP_SIGNALS)
 """What ends a rank that does not listen yet; one that does, obeys."""
 
@@ -193,6 +199,7 @@ def _run_once(run: RunDir, launch: LocalLaunch, patience: Patience | None, crew:
         return None
     if ended.is_well and error is None:
         return None
+    _await_answer(run)
     if has_come_to_its_end(run, marks[0], ended):
         print(f"{name_trouble(ended)} after the run had come to its end; nothing of it is lost", file=sys.stderr)
         return None
@@ -203,6 +210,17 @@ def _run_once(run: RunDir, launch: LocalLaunch, patience: Patience | None, crew:
         _end_early(run, find_attempt(os.environ))
         return None
     return find_blame(run, ended, marks)
+
+
+def _await_answer(run: RunDir) -> None:
+    """Ranks have failed while their file system is away, perhaps for that. What they said is read, and they start
+    again, once it answers, or after `AWAY_S`, or once a signal asks for a stop."""
+    if answers(run.path):
+        return
+    print(f"the file system of {run.path} is away; waiting {render_seconds(AWAY_S)} for it", file=sys.stderr)
+    until = time.monotonic() + AWAY_S
+    while not answers(run.path) and time.monotonic() < until and find_received() is None:
+        time.sleep(LOOK_EVERY_S)
 
 
 def tell_wake(hang: Hang) -> None:

@@ -13,6 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -21,6 +22,7 @@ from shardway import __version__
 from shardway.cli.verbs import Verbs
 from shardway.errors import Bug, ShardwayError, legible
 from shardway.ranks.leave import LastExit, flush_output
+from shardway.rundir.look import AWAY, unanswered
 
 EXIT_KILLED = 130
 
@@ -97,6 +99,8 @@ def run_guarded(work: Callable[[], object]) -> int:
             raise
         return 0  # nobody reads on (`| head`); typer ends a verb so
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in AWAY and error.filename:
+            return report_error(unanswered(Path(os.fsdecode(error.filename)), error))
         with contextlib.suppress(OSError):
             traceback.print_exc()
         return report_error(Bug(f"{type(error).__name__}: {error}"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Iterator
 from types import TracebackType
 
 from rich.console import Console
@@ -49,28 +50,33 @@ class Display:
         self._thread.join()
 
     def _show(self) -> None:
-        with contextlib.suppress(JobError):  # events that cannot be read: whoever writes them tells that
-            if self._plain:
-                self._show_lines()
-            else:
-                self._show_live()
+        if self._plain:
+            self._show_lines()
+        else:
+            self._show_live()
 
     def _show_lines(self) -> None:
         lines = PlainLines(validations=self._validations)
-        for event in self._events.follow(self._done.is_set, REFRESH_S):
-            for line in lines.lines(event) if event["event"] != "fault" else []:
+        for events in self._new_events():
+            for line in (line for event in events if event["event"] != "fault" for line in lines.lines(event)):
                 self._console.print(line, markup=False)
 
     def _show_live(self) -> None:
         view = LiveView(self._run.path.name, str(self._run.path), validations=self._validations)
         with Live(view.render(), console=self._console, auto_refresh=False) as live:
-            while True:
-                done = self._done.wait(REFRESH_S)
-                for event in self._events.new_events():
+            for events in self._new_events():
+                for event in events:
                     _take(view, event)
                 live.update(view.render(), refresh=True)
-                if done:
-                    return
+
+    def _new_events(self) -> Iterator[list[Event]]:
+        """What was appended, now and then until the end. Where it cannot be read now it comes later: whoever writes
+        there tells of a file system that is away."""
+        ended = False
+        while not ended:
+            ended = self._done.wait(REFRESH_S)
+            with contextlib.suppress(JobError):
+                yield self._events.new_events()
 
 
 def _take(view: LiveView, event: Event) -> None:

@@ -130,7 +130,15 @@ def _find_failed(processes: PContext) -> list[int]:
 def _find_output(processes: PContext, local: int) -> tuple[Path, ...]:
     """Files with what a rank printed, stdout first, of those that are not empty."""
     files = (Path(processes.stdouts[local]), Path(processes.stderrs[local]))
-    return tuple(path for path in files if path.is_file() and path.stat().st_size)
+    return tuple(path for path in files if _has_content(path))
+
+
+def _has_content(path: Path) -> bool:
+    """Whether there is something to read, as far as the file system answers now."""
+    try:
+        return path.is_file() and path.stat().st_size > 0
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager
@@ -172,7 +180,7 @@ def _late_stop_seen(launch: LocalLaunch, asked: Asked) -> Iterator[None]:
     def look() -> None:
         asked_at: float | None = None
         while not done.wait(LOOK_EVERY_S):
-            if asked_at is None and launch.stop_path.exists():
+            if asked_at is None and _is_seen(launch.stop_path):
                 asked_at = time.monotonic()
             if asked_at is not None and time.monotonic() - asked_at > launch.stop_timeout_s + LATER_S:
                 asked.late = True
@@ -185,6 +193,14 @@ def _late_stop_seen(launch: LocalLaunch, asked: Asked) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
+
+
+def _is_seen(path: Path) -> bool:
+    """Whether something stands there, as far as the file system answers now."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager

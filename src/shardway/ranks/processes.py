@@ -70,7 +70,7 @@ def start_program(launch: LocalLaunch, seats: Seats, gates: Sequence[Path] = ())
     ranks = range(launch.ranks)
     waits = {local: {GATE: str(gate)} for local, gate in enumerate(gates)}
     with _signals_left_alone():
-        return start_processes(
+        processes = start_processes(
             name="ranks",
             entrypoint=sys.executable,
             args=dict.fromkeys(ranks, ("-m", launch.module, *launch.arguments)),
@@ -80,6 +80,17 @@ def start_program(launch: LocalLaunch, seats: Seats, gates: Sequence[Path] = ())
             ),
             log_line_prefixes={local: f"{seats.first + local}: " for local in ranks},
         )
+    _let_go_of_output(processes)
+    return processes
+
+
+def _let_go_of_output(processes: PContext) -> None:
+    """Close what only the ranks write to: where the server of these files was away, closing them later would raise, and
+    torch does that between ending one rank and the next."""
+    for handler in handlers_of(processes).values():
+        for name in ("_stdout", "_stderr"):
+            if (file := getattr(handler, name, None)) is not None:
+                file.close()
 
 
 def handlers_of(processes: PContext) -> dict[int, SubprocessHandler]:

@@ -23,6 +23,7 @@ from shardway.rundir.fields import check_sections
 from shardway.rundir.lease import Follower, Means, Tenure
 from shardway.rundir.left_out import LeftOutFile
 from shardway.rundir.lock import Place, WriterLock, find_holder, find_holder_host
+from shardway.rundir.look import is_there, list_names
 from shardway.rundir.steps import list_partials, list_steps, partial_name, step_name
 
 FORMAT = 1
@@ -58,13 +59,11 @@ class RunDir:
 
     def exists(self) -> bool:
         """Whether a run has been here."""
-        return self.status_path.exists() or self.resolved_path.exists() or self._events_folder.exists()
+        return any(map(is_there, (self.status_path, self.resolved_path, self._events_folder)))
 
     def check_no_strangers(self) -> None:
         """Raise UserError where the folder holds files of somebody else's and no run."""
-        if self.exists() or not self.path.is_dir():
-            return
-        strangers = sorted(entry.name for entry in self.path.iterdir() if entry.name not in OWN_NAMES)
+        strangers = [] if self.exists() else sorted(set(list_names(self.path)) - OWN_NAMES)
         if strangers:
             shown = ", ".join(strangers[:3]) + (", ..." if len(strangers) > 3 else "")
             raise UserError(
@@ -178,7 +177,7 @@ class RunDir:
 
     def read_resolved(self) -> dict[str, Any]:
         """The resolved run as plain data; empty where there is none. Raises JobError where it is unreadable."""
-        if not self.resolved_path.exists():
+        if not is_there(self.resolved_path):
             return {}
         try:
             return check_sections(tomllib.loads(self.resolved_path.read_text(encoding="utf-8")))
@@ -212,9 +211,7 @@ class RunDir:
 
     def ranks_with_events(self) -> list[int]:
         """Ranks that have an event file."""
-        if not self._events_folder.is_dir():
-            return []
-        found = (_EVENTS.fullmatch(path.name) for path in self._events_folder.iterdir())
+        found = map(_EVENTS.fullmatch, list_names(self._events_folder))
         return sorted(int(match[1]) for match in found if match)
 
     # --- status
@@ -247,8 +244,10 @@ class RunDir:
                 raise UserError(f"{self.stop_path} cannot be written: {error.strerror}.") from None
 
     def stop_requested(self) -> bool:
-        """Whether somebody asked for a stop."""
-        return (self.stop_path).exists()
+        """Whether somebody asked for a stop, as far as the file system answers now."""
+        with contextlib.suppress(JobError):
+            return is_there(self.stop_path)
+        return False
 
     def stop_reason(self) -> str:
         """What the stop file says, in one line; empty for one that was only touched."""
@@ -303,7 +302,7 @@ class RunDir:
         """A free name for a checkpoint that is "damaged" or "undone", where it is kept and not taken for one."""
         first = self.checkpoints / f"{kind}-{step_name(step)}"
         names = chain([first], (first.with_name(f"{first.name}.{number}") for number in count(2)))
-        return next(path for path in names if not path.exists())
+        return next(path for path in names if not is_there(path))
 
     def partial_checkpoints(self) -> list[Path]:
         """Leftovers of saves that never became complete."""
@@ -327,9 +326,7 @@ class RunDir:
 
     def attempts(self) -> list[Attempt]:
         """Attempts that were prepared or submitted, oldest first."""
-        if not self.attempts_folder.is_dir():
-            return []
-        numbers = sorted(int(path.name) for path in self.attempts_folder.iterdir() if _ATTEMPT.fullmatch(path.name))
+        numbers = sorted(int(name) for name in list_names(self.attempts_folder) if _ATTEMPT.fullmatch(name))
         return [self.attempt(number) for number in numbers]
 
     # --- pictures and logs
@@ -374,7 +371,7 @@ class RunDir:
                 "  To do: name it by its path with --dir."
             )
         number = 1
-        while (target := self.path.with_name(f"{self.path.name}.old-{number}")).exists():
+        while is_there(target := self.path.with_name(f"{self.path.name}.old-{number}")):
             number += 1
         self.path.rename(target)
         with contextlib.suppress(FileNotFoundError):

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 
 from shardway.errors import JobError
 from shardway.rundir.atomic import render_json
+from shardway.rundir.look import check_answers, is_there
 
 Event = dict[str, Any]
 
@@ -35,18 +36,17 @@ class EventWriter:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._path = path
         self._waiting: deque[bytes] = deque()
-        found = os.fstat(self._descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        self._is_sure = False
+        """Whether the file ends with a whole line, and the last write was as it seemed."""
+        self._descriptor = _open_to_append(path)
+        if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
             self.close()
             raise JobError(
                 f"events would be lost in {path}, which is no plain file.\n"
                 "  To do: move away what stands there, then run the same command again; checkpoints are unchanged."
             )
-        size = found.st_size
-        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
-            self._waiting.append(b"\n")
 
     @property
     def waiting(self) -> int:
@@ -67,20 +67,40 @@ class EventWriter:
         self._waiting.append(line.encode() + b"\n")
 
     def flush(self) -> None:
-        """Write what waits. Raises OSError where the file system refuses it."""
+        """Write what waits. Raises OSError where the file system refuses it, or where the file was closed."""
+        if self._descriptor < 0:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         while self._waiting:
-            data = self._waiting[0]
-            written = os.write(self._descriptor, data)
-            if written < len(data):
-                self._waiting[0] = data[written:]
-                raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes of an event could be written")
+            rest = self._waiting[0] if self._is_sure else self._find_rest(self._waiting[0])
+            self._is_sure = False
+            written = os.write(self._descriptor, rest) if rest else 0
+            if written < len(rest):
+                raise OSError(errno.ENOSPC, f"only {written} of {len(rest)} bytes of an event could be written")
             self._waiting.popleft()
+            self._is_sure = True
+
+    def _find_rest(self, line: bytes) -> bytes:
+        """What of a line is not in the file yet, whose end somebody has torn, this writer for one.
+
+        An open file of a server that was away may not come back with it, so it is opened again.
+        """
+        reopened = _open_to_append(self._path)
+        self.close()
+        self._descriptor = reopened
+        size = os.fstat(self._descriptor).st_size
+        most = min(size, len(line))
+        end = os.pread(self._descriptor, most, size - most)
+        if end == line:
+            return b""
+        torn = end.rpartition(b"\n")[2]
+        return line[len(torn) :] if line.startswith(torn) else b"\n" + line
 
     def close(self) -> None:
-        """Close the file; a second call does nothing."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        """Close the file; a second call does nothing. What it was to hold is there already, or still waits."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
 
     def __enter__(self) -> EventWriter:
         return self
@@ -89,6 +109,10 @@ class EventWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _open_to_append(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
 
 
 def parse_event(line: bytes) -> Event | None:
@@ -100,24 +124,27 @@ def parse_event(line: bytes) -> Event | None:
     return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
 
 
-def _open(path: Path) -> contextlib.AbstractContextManager[BinaryIO | None]:
-    """The file, None where there is none. Raises JobError where it cannot be read."""
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[BinaryIO | None]:
+    """The file, None where there is none. Raises JobError where it cannot be opened or read."""
     try:
-        return open(path, "rb")
-    except (FileNotFoundError, NotADirectoryError):
-        return contextlib.nullcontext()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), open(path, "rb") as file:
+            yield file
+            return
     except OSError as error:
+        check_answers(path, error)
         raise JobError(
             f"the events in {path} cannot be read: {error.strerror}.\n"
             "  To do: move away what stands there in place of a file, or see who may read it; to go on, checkpoints do."
         ) from None
+    yield None
 
 
 def read_events(path: Path, names: Sequence[str] = ()) -> Iterator[Event]:
     """Every whole event of a file, in the order written, or those of some names, which is many times as quick; nothing
     where there is no file. Raises JobError where it cannot be read."""
     begins = tuple(f'{{"event": "{name}"'.encode() for name in names) or b""
-    with _open(path) as file:
+    with _reading(path) as file:
         for line in file or ():
             if line.startswith(begins) and line.endswith(b"\n") and (event := parse_event(line)) is not None:
                 yield event
@@ -126,7 +153,7 @@ def read_events(path: Path, names: Sequence[str] = ()) -> Iterator[Event]:
 def read_last_events(path: Path, most_bytes: int) -> list[Event]:
     """The whole events among the last bytes of a file, in the order written; none where there is no file. Raises
     JobError where it cannot be read."""
-    with _open(path) as file:
+    with _reading(path) as file:
         if file is None:
             return []
         file.seek(max(0, os.fstat(file.fileno()).st_size - most_bytes))
@@ -152,20 +179,20 @@ def _step_of(event: Event) -> int:
 
 
 class EventFollower:
-    """Reads what was appended to an event file since the last call."""
+    """Reads what was appended to an event file since the last call. Raises JobError where it cannot be read."""
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
         self._path = path
         self._offset, self._rest = 0, b""
         self._inode: int | None = None
-        if from_end and path.exists():
+        if from_end and is_there(path):
             found = path.stat()
             self._offset, self._inode = found.st_size, found.st_ino
 
     def new_events(self) -> list[Event]:
         """Whole events that were appended since the last call; from its start for a file that took its place. Raises
         JobError where it cannot be read."""
-        with _open(self._path) as file:
+        with _reading(self._path) as file:
             if file is None:
                 self._offset, self._rest = 0, b""
                 return []

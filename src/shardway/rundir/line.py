@@ -19,6 +19,7 @@ from pathlib import Path
 from shardway.errors import JobError
 from shardway.rundir.atomic import write_json
 from shardway.rundir.fields import read_fields
+from shardway.rundir.look import is_there
 
 NAME = "line.json"
 FORMAT = 1
@@ -73,7 +74,7 @@ class Line:
 
 def has_line(run: Path) -> bool:
     """Whether a run has ever saved on the disks of nodes."""
-    return (run / NAME).exists()
+    return is_there(run / NAME)
 
 
 def read_line(run: Path) -> Line:

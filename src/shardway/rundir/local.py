@@ -46,7 +46,7 @@ class LocalRun:
 
     def steps_of(self, node: Path) -> list[int]:
         """Steps that the folder of a node has complete; none where another node of this machine has just removed it."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(JobError):
             return list_steps(node)
         return []
 

@@ -25,6 +25,7 @@ from shardway.errors import Fenced, UserError
 from shardway.rundir.claims import Claim, DiskFiles, Standing, beat_name, survey
 from shardway.rundir.identity import is_gone
 from shardway.rundir.lease import Lease, Means, Tell, render_held, render_holder
+from shardway.rundir.look import is_there
 
 TRIES, PAUSE_S = 5, 0.05
 LEAVE_S = 5.0
@@ -79,7 +80,7 @@ class WriterLock:
 
     def await_free(self, tell: Tell) -> None:
         """Return once `acquire` will not have to wait, unless somebody is faster. Raises UserError as it does."""
-        if not self._place.lock.exists() and not self._place.lease.is_dir():
+        if not is_there(self._place.lock) and not is_there(self._place.lease):
             return
         with _refusals(self._place):
             self._lock(fcntl.LOCK_SH)
@@ -109,9 +110,10 @@ class WriterLock:
                 raise UserError(render_held(self._place.run, render_holder(known)))
 
     def _unlock(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            with contextlib.suppress(OSError):  # of a server that went away meanwhile: the lock went with it
+                os.close(descriptor)
 
 
 class _Beats:

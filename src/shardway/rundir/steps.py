@@ -9,7 +9,10 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from shardway.rundir.look import list_names
+
 _STEP = re.compile(r"step-(\d{9})")
+_PARTIAL = re.compile(r"\.step-.*\.partial")
 _SET_ASIDE = re.compile(r"(?:damaged|undone)-step-(\d{9})(\.\d+)?")
 
 
@@ -30,10 +33,11 @@ def step_of_checkpoint(folder: Path) -> int | None:
 
 
 def list_steps(folder: Path) -> list[int]:
-    """Steps of the complete checkpoints in a folder, oldest first; none where there is no such folder."""
-    if not folder.is_dir():
-        return []
-    return find_steps(path.name for path in folder.iterdir())
+    """Steps of the complete checkpoints in a folder, oldest first; none where there is no such folder.
+
+    Raises JobError where the file system does not answer.
+    """
+    return find_steps(list_names(folder))
 
 
 def find_steps(names: Iterable[str]) -> list[int]:
@@ -43,4 +47,4 @@ def find_steps(names: Iterable[str]) -> list[int]:
 
 def list_partials(folder: Path) -> list[Path]:
     """What stands in a folder and never became complete."""
-    return sorted(folder.glob(".step-*.partial"))
+    return sorted(folder / name for name in list_names(folder) if _PARTIAL.fullmatch(name))

@@ -80,6 +80,6 @@ def _build(run: Run, data: Data) -> nn.Module:
 
     folder = run.session.ranks.first_then_all(lambda: locate_model(section.hf, weights=section.hf_weights))
     model = build_huggingface(folder, vocab=int(facts.vocab or 0), seq_len=facts.sample_shape[0])
-    if not section.hf_weights or run.directory.checkpoint_steps():
+    if not section.hf_weights or run.session.ranks.ask_first(run.directory.checkpoint_steps):
         model.fit = None  # its weights are random, or come from the checkpoint
     return model

@@ -1,6 +1,6 @@
 """What can happen to ranks and their agent, each at a moment that a seed chooses."""
 
-from faults import devices, disks, machines, numbers, pauses, processes, saves, stops, tiers, worlds
+from faults import devices, disks, machines, numbers, pauses, processes, saves, server, stops, tiers, worlds
 from faults.strike import Fault
 
 FAULTS: tuple[Fault, ...] = (
@@ -8,6 +8,7 @@ FAULTS: tuple[Fault, ...] = (
     *pauses.FAULTS,
     *stops.FAULTS,
     *disks.FAULTS,
+    *server.FAULTS,
     *saves.FAULTS,
     *tiers.FAULTS,
     *machines.FAULTS,

@@ -83,7 +83,11 @@ def passes_it_over(after: Aftermath) -> None:
 
 
 def goes_on_from_the_run_directory(after: Aftermath) -> None:
-    assert after.events("started")[-1]["checkpoint_tier"] == "shared"
+    """Or from the start, where the first copy had not come there yet: a busy machine takes its time."""
+    begun = after.events("started")[-1]
+    earlier = [event for event in after.events("saved") if event["time"] < begun["time"]]
+    has_copy = any(event["tier"] == "shared" for event in earlier)
+    assert begun["checkpoint_tier"] in (("shared",) if has_copy else ("shared", None))
     left_nothing(after)
 
 

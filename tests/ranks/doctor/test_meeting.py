@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from made_machines import check, make, make_placement, make_site
 
+from commands import free_port
 from shardway.ranks.doctor import examine as visit
 from shardway.ranks.doctor import wire as wire_module
 from shardway.ranks.doctor.examine import Diagnosis, examine
@@ -27,12 +28,6 @@ from shardway.ranks.doctor.rollcall import Attendance, Point, RollCall, attend, 
 from shardway.ranks.doctor.surroundings import Surroundings, Wanted
 from shardway.ranks.doctor.wire import Wire
 from shardway.ranks.doctor.world import judge_attendance, judge_meeting, list_ranks
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def at(port: int) -> Point:

@@ -78,4 +78,4 @@ class BlockReader:
                         raise OSError(5, "it ends too early")
                     left = left[count:]
         except OSError as error:
-            raise Damaged(self._folder, [say_unreadable(name, error)]) from None
+            raise Damaged(self._folder, [say_unreadable(self._folder, name, error)]) from None

@@ -90,7 +90,7 @@ def _read_file(source: Source, name: str, wanted: Sequence[Range]) -> str | None
     try:
         return read_ranges(source.folder, name, seal, wanted, whole=name in source.whole)
     except OSError as error:
-        return say_unreadable(name, error)
+        return say_unreadable(source.folder, name, error)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Any
 from shardway.checkpoint.manifest import Damaged, Manifest
 from shardway.checkpoint.seal import Seal, find_damage, seal_bytes
 from shardway.rundir.atomic import render_json
+from shardway.rundir.look import check_answers
 
 NAME = "tensors.json"
 
@@ -108,6 +109,8 @@ def read_table(folder: Path, manifest: Manifest) -> Table:
         rows = {name: _read_row(row, files) for name, row in content["tensors"].items()}
         return Table(rows, {name: str(value) for name, value in content["values"].items()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, LookupError) as error:
+        if isinstance(error, OSError):
+            check_answers(folder / NAME, error)
         raise Damaged(folder, [f"{NAME} cannot be read ({error})"]) from None
 
 

@@ -127,7 +127,7 @@ def descend(session: Session, from_step: int, tier: str) -> str:
 
 def note_descent(session: Session, from_step: int, tier: str) -> None:
     """The same where the run saves on no disks of nodes any more, but has: what lies there may be undone by now."""
-    if any(session.ranks.gather(session.ranks.is_first and has_line(session.directory.path))):
+    if session.ranks.ask_first(lambda: has_line(session.directory.path)):
         descend(session, from_step, tier)
 
 

@@ -1,0 +1,69 @@
+"""Whether something stands at a path, where a file system may not answer.
+
+Invariant: "no" means that the file system said so. One that does not answer (a server that is gone, a mount that was
+lost) is an error that says what to do, since what is taken for absent may be made anew, and what is taken for damaged
+set aside. This module must not write.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import uuid
+from pathlib import Path
+
+from shardway.errors import JobError
+
+AWAY = frozenset(
+    (
+        *(errno.ENOTCONN, errno.ESTALE, errno.ESHUTDOWN, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+        *(errno.ENETUNREACH, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EBADFD),
+    )
+)
+"""What a file system says whose server is away, or that has lost what this host knew of it (GlusterFS, Lustre, NFS,
+FUSE). It says nothing of the file; EIO may be of the file, and counts as damage."""
+
+
+def is_there(path: Path) -> bool:
+    """Whether something stands there. Raises JobError where the file system does not answer."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise unanswered(path, error) from error
+    return True
+
+
+def list_names(folder: Path) -> list[str]:
+    """The names in a folder, in no order; none where there is no folder. Raises JobError as `is_there` does."""
+    try:
+        return os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise unanswered(folder, error) from error
+
+
+def answers(folder: Path) -> bool:
+    """Whether the file system of a folder answers now: asked for a name that no cache knows."""
+    try:
+        os.stat(folder / f".shardway-{uuid.uuid4().hex}")
+    except OSError as error:
+        return error.errno not in AWAY
+    return True
+
+
+def check_answers(path: Path, error: OSError) -> None:
+    """Raise JobError where this error, of reading a file, says nothing of the file."""
+    if error.errno in AWAY:
+        raise unanswered(path, error) from error
+
+
+def unanswered(path: Path, error: OSError) -> JobError:
+    """That error of a file system which was only asked."""
+    return JobError(
+        f"{path} cannot be looked at: {error.strerror}.\n"
+        "  Nothing that was saved has changed. To do: look at the file system (is it mounted, does its server answer, "
+        "who may read it), then run the same command again: it goes on from the last checkpoint."
+    )
