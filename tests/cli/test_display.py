@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from rich.console import Console
 
 from shardway.cli import progress
 from shardway.cli.progress import Display
+from shardway.errors import JobError
 from shardway.rundir.directory import RunDir
+from shardway.rundir.events import Event, EventFollower
 
 
 def record(run: RunDir, *, fault: bool = False) -> None:
@@ -121,6 +124,26 @@ def test_the_view_ends_where_the_work_fails(run: RunDir) -> None:
     with pytest.raises(ZeroDivisionError), display:
         raise ZeroDivisionError
     assert not display._thread.is_alive()
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_events_that_could_not_be_read_for_a_while_are_shown_then(
+    run: RunDir, plain: bool, terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, refused = EventFollower.new_events, threading.Event()
+
+    def refuse_once(follower: EventFollower) -> list[Event]:
+        if refused.is_set():
+            return real(follower)
+        refused.set()
+        raise JobError("the server is away")
+
+    monkeypatch.setattr(EventFollower, "new_events", refuse_once)
+    with Display(run, to_stderr=False, plain=plain):
+        assert refused.wait(60)
+        with run.event_writer(0) as events:
+            events.write("finished", step=3, reason="all steps are done")
+    assert "all steps are done" in terminal.getvalue()
 
 
 @pytest.mark.parametrize("plain", [True, False])

@@ -209,6 +209,26 @@ def test_ranks_that_fail_start_again_while_checkpoints_get_newer(run: RunDir, mo
     assert restarts[0]["reason"].startswith("rank 1 (process 4711) was ended by SIGKILL")
 
 
+def test_ranks_that_fail_while_their_file_system_is_away_start_again_once_it_answers(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What ended them is read once it can be."""
+    looks = iter([False, False, False, True, *[True] * 20])
+    monkeypatch.setattr(local, "answers", lambda path: next(looks))
+    monkeypatch.setattr(local, "LOOK_EVERY_S", 0.0)
+    play = Play(failures=[KILLED])
+
+    def finish(run: RunDir, on_stop: Callable[[], None]) -> None:
+        if play.starts == 2:
+            play.failures = []
+            run.write_status(state="finished", reason="all steps are done", step=5)
+
+    play.also = finish
+    assert train(run, play, monkeypatch, overrides=AGAIN)["restarts"] == 1
+    assert f"the file system of {run.path} is away; waiting 10m for it" in capsys.readouterr().err
+    assert next(looks), "it was asked more often than it took"
+
+
 def test_ranks_that_end_well_the_second_time(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     play = Play(failures=[KILLED])
 

@@ -111,6 +111,63 @@ def test_what_waits_is_written_in_order(tmp_path: Path, monkeypatch: pytest.Monk
     assert steps_of(read_events(tmp_path / "a")) == [1, 2, 3]
 
 
+def test_an_open_file_that_did_not_come_back_with_its_server_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_write, broken = os.write, set[int]()
+
+    def write_where_well(descriptor: int, data: bytes) -> int:
+        if descriptor in broken:
+            raise OSError(errno.EBADFD, os.strerror(errno.EBADFD))
+        return real_write(descriptor, data)
+
+    with EventWriter(tmp_path / "a") as writer:
+        writer.write("step", step=1)
+        monkeypatch.setattr(os, "write", write_where_well)
+        broken.add(writer._descriptor)
+        with pytest.raises(OSError, match="bad state"):
+            writer.write("step", step=2)
+        writer.write("step", step=3)
+    assert steps_of(read_events(tmp_path / "a")) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("taken", [0, 1, 9, 1000])
+def test_what_a_refused_write_has_done_all_the_same_is_not_done_twice(
+    taken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer of a server is lost, its effect is not."""
+    real_write = os.write
+
+    def write_and_fail(descriptor: int, data: bytes) -> int:
+        real_write(descriptor, data[:taken])
+        raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+
+    with EventWriter(tmp_path / "a") as writer:
+        writer.write("step", step=1)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", write_and_fail)
+            with pytest.raises(OSError, match="not connected"):
+                writer.write("step", step=2)
+        writer.write("step", step=3)
+    lines = (tmp_path / "a").read_bytes().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+
+
+def test_a_close_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_close = os.close
+
+    def close_and_fail(descriptor: int) -> None:
+        real_close(descriptor)
+        raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+
+    writer = EventWriter(tmp_path / "a")
+    writer.write("step", step=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", close_and_fail)
+        writer.close()
+    assert steps_of(read_events(tmp_path / "a")) == [1]
+
+
 @given(st.integers(0, 200))
 def test_a_file_cut_anywhere_is_read_up_to_there_and_goes_on(
     tmp_path_factory: pytest.TempPathFactory, cut: int

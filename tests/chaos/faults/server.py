@@ -120,7 +120,7 @@ def served(home: Path) -> Iterator[Served]:
         client = _start((*enter, "glusterfs", "-N", "-f", str(home / "client.vol"), *log, str(mount)))
         room = Served(enter, root, MOUNT, server)
         try:
-            _await(lambda: os.stat(room.see(mount)).st_dev != os.stat(mount).st_dev and _is_well(room.see(mount)))
+            _await(lambda: _is_mounted(room.see(mount), os.stat(mount).st_dev))
             yield room
         finally:
             client.kill()
@@ -148,10 +148,11 @@ def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(("setpriv", "--pdeathsig", "KILL", *command))
 
 
-def _is_well(folder: Path) -> bool:
+def _is_mounted(folder: Path, below: int) -> bool:
+    """Whether it is on another device than `below`, and answers."""
     with contextlib.suppress(OSError):
         os.listdir(folder)
-        return True
+        return os.stat(folder).st_dev != below
     return False
 
 
