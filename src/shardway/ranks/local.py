@@ -32,6 +32,7 @@ from shardway.ranks.meeting import LOOPBACK
 from shardway.ranks.oom import mark_oom
 from shardway.ranks.processes import LocalLaunch, Seats, handlers_of, start_program
 from shardway.ranks.signals import STOP_SIGNALS
+from shardway.rundir.look import is_seen
 from shardway.units import render_seconds
 
 LATER_S = 10.0
@@ -180,7 +181,7 @@ def _late_stop_seen(launch: LocalLaunch, asked: Asked) -> Iterator[None]:
     def look() -> None:
         asked_at: float | None = None
         while not done.wait(LOOK_EVERY_S):
-            if asked_at is None and _is_seen(launch.stop_path):
+            if asked_at is None and is_seen(launch.stop_path):
                 asked_at = time.monotonic()
             if asked_at is not None and time.monotonic() - asked_at > launch.stop_timeout_s + LATER_S:
                 asked.late = True
@@ -193,14 +194,6 @@ def _late_stop_seen(launch: LocalLaunch, asked: Asked) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
-
-
-def _is_seen(path: Path) -> bool:
-    """Whether something stands there, as far as the file system answers now."""
-    try:
-        return path.exists()
-    except OSError:
-        return False
 
 
 @contextlib.contextmanager

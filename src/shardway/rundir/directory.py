@@ -23,7 +23,7 @@ from shardway.rundir.fields import check_sections
 from shardway.rundir.lease import Follower, Means, Tenure
 from shardway.rundir.left_out import LeftOutFile
 from shardway.rundir.lock import Place, WriterLock, find_holder, find_holder_host
-from shardway.rundir.look import is_there, list_names
+from shardway.rundir.look import is_seen, is_there, list_names
 from shardway.rundir.steps import list_partials, list_steps, partial_name, step_name
 
 FORMAT = 1
@@ -245,9 +245,7 @@ class RunDir:
 
     def stop_requested(self) -> bool:
         """Whether somebody asked for a stop, as far as the file system answers now."""
-        with contextlib.suppress(JobError):
-            return is_there(self.stop_path)
-        return False
+        return is_seen(self.stop_path)
 
     def stop_reason(self) -> str:
         """What the stop file says, in one line; empty for one that was only touched."""

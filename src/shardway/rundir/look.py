@@ -7,6 +7,7 @@ set aside. This module must not write.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import uuid
@@ -33,6 +34,13 @@ def is_there(path: Path) -> bool:
     except OSError as error:
         raise unanswered(path, error) from error
     return True
+
+
+def is_seen(path: Path) -> bool:
+    """The same as far as the file system answers now: for what is looked for again."""
+    with contextlib.suppress(JobError):
+        return is_there(path)
+    return False
 
 
 def list_names(folder: Path) -> list[str]:

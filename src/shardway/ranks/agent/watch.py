@@ -184,9 +184,10 @@ def _find_stopped(entry: Entry, state: str) -> Stopped:
 def _list_stopped_children(pid: int) -> list[int]:
     """Those of a process, whichever of its threads has started them; none where the kernel does not list children."""
     found: list[int] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
-            found += map(int, path.read_text().split())
+    with contextlib.suppress(OSError):  # a process that has ended meanwhile
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
     return [child for child in found if _child_state(child, pid) == _STOPPED]
 
 
