@@ -216,20 +216,14 @@ def test_ranks_that_fail_while_their_file_system_is_away_start_again_once_it_ans
     looks = iter([False, False, False, True, *[True] * 20])
     monkeypatch.setattr(local, "answers", lambda path: next(looks))
     monkeypatch.setattr(local, "LOOK_EVERY_S", 0.0)
-    play = Play(failures=[KILLED])
-
-    def finish(run: RunDir, on_stop: Callable[[], None]) -> None:
-        if play.starts == 2:
-            play.failures = []
-            run.write_status(state="finished", reason="all steps are done", step=5)
-
-    play.also = finish
+    play = well_the_second_time()
     assert train(run, play, monkeypatch, overrides=AGAIN)["restarts"] == 1
     assert f"the file system of {run.path} is away; waiting 10m for it" in capsys.readouterr().err
     assert next(looks), "it was asked more often than it took"
 
 
-def test_ranks_that_end_well_the_second_time(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def well_the_second_time() -> Play:
+    """A rank is killed, and the next start comes to the end."""
     play = Play(failures=[KILLED])
 
     def finish(run: RunDir, on_stop: Callable[[], None]) -> None:
@@ -238,6 +232,11 @@ def test_ranks_that_end_well_the_second_time(run: RunDir, monkeypatch: pytest.Mo
             run.write_status(state="finished", reason="all steps are done", step=5)
 
     play.also = finish
+    return play
+
+
+def test_ranks_that_end_well_the_second_time(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    play = well_the_second_time()
     ended = train(run, play, monkeypatch, overrides=AGAIN)
     assert (ended["state"], ended["restarts"]) == ("finished", 1)
 
