@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import tomllib
 from functools import partial
 from pathlib import Path
@@ -185,6 +187,26 @@ def test_status_of_one_run(shardway: Shardway, trained: Path) -> None:
     assert lines[1] == "  step        2/2 (100 %)"
     shown = facts(shardway("status", "runs/a", "--json"))
     assert (shown["state"], shown["step"], shown["total_steps"], shown["path"]) == ("finished", 2, 2, "runs/a")
+
+
+def test_a_run_whose_file_system_is_away_is_told_and_the_others_are_shown(
+    shardway: Shardway, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    RunDir(Path("runs/b")).create()
+    real = os.stat
+
+    def fail_for_one(path: Any, *arguments: Any, **named: Any) -> os.stat_result:
+        if not isinstance(path, int) and "runs/b" in os.fsdecode(path):
+            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), os.fsdecode(path))
+        return real(path, *arguments, **named)
+
+    monkeypatch.setattr(os, "stat", fail_for_one)
+    for words in (("status",), ("status", "runs")):
+        shown = shardway(*words)
+        assert shown.out.startswith("runs/a  finished: ")
+        assert "runs/b/status.json cannot be looked at: Transport endpoint is not connected." in shown.err
+    alone = shardway("status", "runs/b")
+    assert (alone.code, alone.out) == (4, "")
 
 
 def test_status_of_a_folder_is_a_list(shardway: Shardway, trained: Path) -> None:

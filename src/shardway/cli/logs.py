@@ -53,13 +53,13 @@ def logs(
 
 def _find(word: str | None) -> Known:
     """The run that a word means; the only one of a folder, or of ./runs where nothing is said."""
-    from shardway.launch.runs.find import find_known, is_run
+    from shardway.launch.runs.find import find_known, is_run, list_runs
     from shardway.launch.runs.registry import Known
 
     folder = Path(word or "runs")
     if word is not None and (is_run(folder) or not folder.is_dir()):
         return find_known(word)
-    runs = [path for path in folder.iterdir() if is_run(path)] if folder.is_dir() else []
+    runs = list_runs(folder)
     return Known(str(runs[0] if len(runs) == 1 else find_run(folder).path))
 
 

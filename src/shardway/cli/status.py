@@ -68,7 +68,7 @@ def status(run: RunWord = None, as_json: JsonOption = False) -> None:
 
 def _choose(word: str | None) -> list[Known]:
     """One run, those of a folder, or where nothing is said those of ./runs and all that were submitted."""
-    from shardway.launch.runs.find import find_all, find_known, is_run
+    from shardway.launch.runs.find import find_all, find_known, is_run, list_runs
     from shardway.launch.runs.registry import Known
 
     if word is None:
@@ -76,7 +76,7 @@ def _choose(word: str | None) -> list[Known]:
     path = Path(word)
     if is_run(path) or not path.is_dir():
         return [find_known(word)]
-    return [Known(str(entry)) for entry in sorted(path.iterdir()) if is_run(entry)]
+    return [Known(str(entry)) for entry in list_runs(path)]
 
 
 def _by_host(chosen: Sequence[Known]) -> list[list[Known]]:

@@ -73,5 +73,5 @@ def unanswered(path: Path, error: OSError) -> JobError:
     return JobError(
         f"{path} cannot be looked at: {error.strerror}.\n"
         "  Nothing that was saved has changed. To do: look at the file system (is it mounted, does its server answer, "
-        "who may read it), then run the same command again: it goes on from the last checkpoint."
+        "who may read it), then run the same command again. A run goes on from its last checkpoint."
     )

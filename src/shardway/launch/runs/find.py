@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from shardway.errors import UserError
+from shardway.errors import JobError, UserError
 from shardway.launch.runs.registry import Known, read_known
 from shardway.rundir.directory import RunDir
+from shardway.rundir.look import is_there, list_names
 
 _REMOTE = re.compile(r"(?P<host>[^/:]+):(?P<run>[/~].*)")
 
@@ -26,7 +27,7 @@ def find_known(word: str, registry: Path | None = None) -> Known:
     named = [
         known
         for known in read_known(registry)
-        if (Path(known.run).name == word or known.run == word) and (known.host or is_run(Path(known.run)))
+        if (Path(known.run).name == word or known.run == word) and (known.host or _may_be_run(Path(known.run)))
     ]
     if len(named) == 1:
         return named[0]
@@ -42,19 +43,32 @@ def find_known(word: str, registry: Path | None = None) -> Known:
 
 def find_all(folder: Path, registry: Path | None = None) -> list[Known]:
     """The runs in a folder here, then those that were submitted from anywhere, each once."""
-    here = sorted(path for path in folder.iterdir() if is_run(path)) if folder.is_dir() else []
+    here = list_runs(folder)
     places = {("", str(path.absolute())) for path in here}
     others = [
         known
         for known in read_known(registry)
-        if (known.host, known.run) not in places and (known.host or is_run(Path(known.run)))
+        if (known.host, known.run) not in places and (known.host or _may_be_run(Path(known.run)))
     ]
     return [*(Known(str(path)) for path in here), *others]
 
 
+def list_runs(folder: Path) -> list[Path]:
+    """The runs in a folder here, by name; none where there is no folder. Raises JobError where it does not answer."""
+    return sorted(folder / name for name in list_names(folder) if _may_be_run(folder / name))
+
+
 def is_run(path: Path) -> bool:
-    """Whether a folder here is a run that was trained or submitted."""
-    return RunDir(path).exists() or RunDir(path).attempts_folder.is_dir()
+    """Whether a folder here is a run that was trained or submitted. Raises JobError where it does not answer."""
+    return RunDir(path).exists() or is_there(RunDir(path).attempts_folder)
+
+
+def _may_be_run(path: Path) -> bool:
+    """The same where a file system may be away: whoever looks at that run tells it, and the others are found."""
+    try:
+        return is_run(path)
+    except JobError:
+        return True
 
 
 def render_known(known: Known) -> str:
