@@ -247,7 +247,6 @@ class Loop:
         batch = self._stream.next() if self._stream is not None else None
         if batch is None:
             return  # all ranks stop before the first step of this attempt
-        self._stopping.look()
         self._session.progress.enter(Activity.SCRIPT, self._counters.step)
         lr = self._set_lr()
         self._result = None

@@ -196,8 +196,9 @@ class Run:
         if self._loop is None or self._engine is None:
             raise UserError("run.step was called before run.optimizer and `for batch in run.steps(loader)`.")
         self._loop.check_awaits_step()
+        moment = self._loop.moment()  # it looks for the stop file: a file system that hangs is no hang of a step
         self._session.progress.take_step(self._loop.counters.step)
-        result = self._engine.step(model, batch, loss_fn, self._loop.moment())
+        result = self._engine.step(model, batch, loss_fn, moment)
         self._loop.note(result)
         return result.loss
 

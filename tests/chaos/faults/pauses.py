@@ -70,7 +70,8 @@ def slows_data(folder: Path, dice: random.Random) -> Mapping[str, str]:
 
 def went_on(after: Aftermath) -> None:
     """Nothing was started again."""
-    assert [event["reason"] for event in after.events("restarted")] == []
+    reasons = [event["reason"] for event in after.events("restarted")]
+    assert not reasons, reasons
 
 
 FAULTS = (

@@ -129,6 +129,22 @@ def test_a_rank_whose_loader_process_is_stopped_is_not_given_the_time_of_slow_st
     assert "while waiting for data after step 10, its loader process stopped by a signal (more than 5" in hang.message
 
 
+def test_the_time_that_a_rank_has_waited_for_another_is_not_held_against_it() -> None:
+    """Who was waited for (for data, say) has come as far, and now both take their time."""
+    ranks = Ranks(2)
+    for step in range(10):
+        ranks.enter(Activity.DATA, step)
+        ranks.look(0.1)
+        ranks.enter(Activity.STEP, step)
+        assert ranks.look(0.4) is None
+    ranks.enter(Activity.STEP, 10, 1)
+    ranks.enter(Activity.DATA, 10, 0)
+    assert all(ranks.look() is None for _ in range(100))
+    ranks.enter(Activity.STEP, 10, 0)
+    assert all(ranks.look() is None for _ in range(20))
+    assert ranks.wait_for_hang(3.0).ranks == (0, 1)
+
+
 def test_ranks_that_wait_for_another_node_do_not_hang() -> None:
     """Those of the other node are a step behind, or one of them is stopped; then they catch up and nobody moves."""
     for waits_for in (Behind((9, 2)), Behind((10, 2), stopped=True)):
@@ -138,7 +154,8 @@ def test_ranks_that_wait_for_another_node_do_not_hang() -> None:
         ranks.elsewhere = waits_for
         assert all(ranks.look() is None for _ in range(400))
         ranks.elsewhere = Behind((10, 2))
-        assert ranks.wait_for_hang(1.0).all_alike
+        assert all(ranks.look() is None for _ in range(20))
+        assert ranks.wait_for_hang(3.0).all_alike
 
 
 def test_who_is_behind_the_other_nodes_is_to_blame() -> None:

@@ -8,7 +8,7 @@ never what two clocks say. This module must not touch processes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from shardway.ranks.agent.page import Entry
@@ -109,8 +109,17 @@ class Hang:
 
 @dataclass
 class _Watched:
+    """`age`: since its page has changed; `alone`: for how long nobody has kept it waiting since, None where somebody
+    does."""
+
     entry: Entry
-    age: float
+    age: float = 0.0
+    alone: float | None = None
+
+    def last(self, tick: float, *, alone: bool) -> _Watched:
+        """The same so much later."""
+        since = 0.0 if self.alone is None else self.alone + tick
+        return replace(self, age=self.age + tick, alone=since if alone else None)
 
     @property
     def span(self) -> Span:
@@ -130,7 +139,7 @@ class HangFinder:
     def forgive(self) -> None:
         """Count from now: something was done about what was found."""
         for watched in self._ranks.values():
-            watched.age = 0.0
+            watched.age, watched.alone = 0.0, None
 
     def look(self, sightings: Mapping[int, Sighting], now: float, elsewhere: Behind = NOBODY) -> Hang | None:
         """The hang that these sightings show, by rank; `now` in monotonic seconds. Ranks that are gone are left out.
@@ -139,18 +148,20 @@ class HangFinder:
         """
         tick = min(now - self._looked_at, self._longest_tick_s) if self._looked_at is not None else 0.0
         self._looked_at = now
-        self._ranks = {
-            rank: self._follow(self._ranks.get(rank), sighting.entry, tick) for rank, sighting in sightings.items()
-        }
         suspects = _find_suspects(sightings, elsewhere)
+        self._ranks = {
+            rank: self._follow(self._ranks.get(rank), sighting.entry, tick, alone=rank in suspects)
+            for rank, sighting in sightings.items()
+        }
         overdue = [rank for rank in suspects if self._is_overdue(rank, stopped=bool(sightings[rank].stopped))]
         return self._blame(sightings, overdue) if overdue else None
 
-    def _follow(self, known: _Watched | None, entry: Entry, tick: float) -> _Watched:
+    def _follow(self, known: _Watched | None, entry: Entry, tick: float, *, alone: bool) -> _Watched:
+        new = _Watched(entry, alone=0.0 if alone else None)
         if known is None:
-            return _Watched(entry, 0.0)
+            return new
         if known.entry.changes == entry.changes:
-            return _Watched(entry, known.age + tick)
+            return known.last(tick, alone=alone)
         # One change apart the page tells how long it took; else it was shorter than a look, or what was seen of it.
         exact = entry.changes == known.entry.changes + 1
         seconds = min(entry.since - known.entry.since, known.age + tick) if exact else known.age
@@ -159,10 +170,11 @@ class HangFinder:
         for _ in range(min(between, ENOUGH)):  # steps that began and ended between two looks
             self._patience.observe(Span(Activity.DATA), tick)
             self._patience.observe(Span(Activity.STEP), tick)
-        return _Watched(entry, 0.0)
+        return new
 
     def _is_overdue(self, rank: int, *, stopped: bool) -> bool:
-        return self._ranks[rank].age > self._patience.limit_s(self._ranks[rank].span, stopped=stopped)
+        watched = self._ranks[rank]
+        return watched.alone is not None and watched.alone > self._patience.limit_s(watched.span, stopped=stopped)
 
     def _blame(self, sightings: Mapping[int, Sighting], overdue: list[int]) -> Hang:
         blamed = [rank for rank in overdue if sightings[rank].stopped] or overdue

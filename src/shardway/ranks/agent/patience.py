@@ -27,7 +27,7 @@ ENOUGH = 3
 """Observations from which on an activity counts as known."""
 
 _KEPT = 1000
-_ON_STORAGE = frozenset((Activity.LOAD, Activity.DATA, Activity.VALIDATE, Activity.SAVE))
+_ON_STORAGE = frozenset((Activity.LOAD, Activity.DATA, Activity.SCRIPT, Activity.VALIDATE, Activity.SAVE))
 _SAME = {Activity.REPEAT: Activity.STEP}
 
 

@@ -53,17 +53,11 @@ class Stopping:
         self.deadline.expect_save_of(parameters / session.ranks.world)
         session.recorder.event("deadline", step=step, **self.deadline.facts())
 
-    def look(self) -> None:
-        """Rank 0 looks for the stop file now and then; where a file system that hangs is no hang of a step."""
-        now = time.monotonic()
-        if self._session.ranks.is_first and now - self._looked_at >= LOOK_EVERY_S:
-            self._looked_at = now
-            self._look_for_stop_file()
-
     def wishes(self, *, save: bool = False, void: bool = False) -> Wishes:
-        """What this rank wants after the current step, by its last `look`; `void`: it waited for data and gave up."""
-        looks = void or self._session.ranks.is_first
-        if void:
+        """What this rank wants to happen after the current step; `void`: it waited for data until it gave up."""
+        now, looks = time.monotonic(), void or self._session.ranks.is_first
+        if void or (looks and now - self._looked_at >= LOOK_EVERY_S):
+            self._looked_at = now
             self._look_for_stop_file()
         signalled = self._session.signals.received is not None
         return Wishes(signalled, self._stop_file is not None, save, looks and self._is_near_deadline(), void)
@@ -73,7 +67,6 @@ class Stopping:
         if self.decision.stop_reason:
             return True
         self._looked_at = -math.inf  # asked seldom enough to look each time
-        self.look()
         wishes = self.wishes(void=void)
         return self.obey(agree(self._session.ranks, replace(wishes, deadline=wishes.deadline and obeys_clock)))
 
@@ -120,6 +113,5 @@ class Stopping:
 
     def _validation_wishes(self, missed: bool) -> Wishes:
         """Whether it fits before the deadline was asked before; what counts now is that the last save still does."""
-        self.look()
         late = self._session.ranks.is_first and self.deadline is not None and self.deadline.has_passed()
         return replace(self.wishes(void=missed), deadline=late)
