@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from shardway.rundir import atomic
-from shardway.rundir.atomic import fsync_folder, render_json, why_refused, write_json, write_whole
+from shardway.rundir.atomic import fsync_folder, remove_folder, render_json, why_refused, write_json, write_whole
 
 
 def names(folder: Path) -> list[str]:
@@ -130,3 +131,19 @@ def test_why_a_folder_refuses(tmp_path: Path) -> None:
     assert why_refused(tmp_path) == ""
     assert list(tmp_path.iterdir()) == []
     assert why_refused(tmp_path / "gone") == "No such file or directory"
+
+
+def test_a_folder_is_left_where_its_file_system_goes_away_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+
+    def refuse(descriptor: int) -> os.stat_result:
+        raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", refuse)
+        remove_folder(tmp_path / "a")
+    assert (tmp_path / "a").exists()
+    remove_folder(tmp_path / "a")
+    assert not (tmp_path / "a").exists()

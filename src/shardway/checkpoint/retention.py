@@ -7,7 +7,6 @@ last that is whole never goes. Nothing is removed that Shardway did not make. Th
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from shardway.checkpoint.manifest import Damaged
 from shardway.checkpoint.verify import verify_checkpoint
 from shardway.errors import JobError
 from shardway.ranks.start import Ranks
+from shardway.rundir.atomic import remove_folder
 from shardway.rundir.directory import RunDir
 
 
@@ -45,7 +45,7 @@ def retire(directory: RunDir, ranks: Ranks, keep: Keep, newest: int) -> None:
 def remove_leftovers(directory: RunDir) -> None:
     """Remove what saves that were cut off have left; called on rank 0 while it holds the writer's lock."""
     for partial in directory.partial_checkpoints():
-        shutil.rmtree(partial, ignore_errors=True)
+        remove_folder(partial)
 
 
 def _read_back(directory: RunDir, ranks: Ranks, step: int) -> None:
@@ -66,7 +66,7 @@ def _remove_all(directory: RunDir, steps: Sequence[int]) -> None:
 def _remove(directory: RunDir, step: int) -> None:
     # Renamed first, so that one that is half deleted is never taken for a checkpoint.
     doomed = directory.partial_checkpoint_path(step)
-    shutil.rmtree(doomed, ignore_errors=True)
+    remove_folder(doomed)
     with contextlib.suppress(OSError):  # one that cannot be removed now is tried again after the next save
         directory.checkpoint_path(step).rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    remove_folder(doomed)

@@ -25,7 +25,7 @@ from shardway.checkpoint.shards.write import write_tensors
 from shardway.checkpoint.state import State, Tensors, count_bytes, random_state
 from shardway.errors import Bug, Fenced, JobError, LostContact, ShardwayError
 from shardway.ranks.start import Ranks, is_out_of_memory
-from shardway.rundir.atomic import fsync_folder
+from shardway.rundir.atomic import fsync_folder, remove_folder
 from shardway.rundir.directory import RunDir
 from shardway.rundir.look import is_there
 from shardway.rundir.run_id import find_run_id
@@ -134,7 +134,7 @@ def make_checkpoint(place: Place, ranks: Ranks, work: Work) -> Saved:
         ranks.together(lambda: _commit(partial, final, manifest, confirm) if place.leads else None)
     except ShardwayError as error:
         if place.leads:
-            shutil.rmtree(partial, ignore_errors=True)
+            remove_folder(partial)
         if isinstance(error, Bug | Fenced | LostContact):
             raise  # nothing that more room would mend
         raise JobError(place.explain(error, work.step)) from error
@@ -165,7 +165,7 @@ def _check_space(place: Place, ranks: Ranks, whole_bytes: int) -> None:
 
 def _clear_and_make(partial: Path) -> None:
     with told_of_files():
-        shutil.rmtree(partial, ignore_errors=True)
+        remove_folder(partial)
         partial.mkdir(exist_ok=True)
 
 

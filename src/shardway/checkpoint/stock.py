@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from shardway.checkpoint.nearby import Nearby, read_nearby
 from shardway.checkpoint.place import Place
 from shardway.errors import JobError
 from shardway.ranks.start import Ranks
+from shardway.rundir.atomic import remove_folder
 from shardway.rundir.look import list_names
 from shardway.rundir.steps import partial_name
 
@@ -126,7 +126,7 @@ def open_local_stock(
         yield LocalStock(Found(folder, nearby.step), ranks, nearby, nodes, manifest, apart, refused)
     finally:
         if place.leads:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_folder(folder)
 
 
 def _try_to_read(nearby: Nearby) -> Manifest | str:
@@ -141,7 +141,7 @@ def _try_to_link(place: Place, folder: Path, here: Mapping[str, str], manifest: 
     """Make the folder that this node reads from; why it cannot be made, or nothing."""
     try:
         place.make()
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)
         folder.mkdir()
         for name, where in here.items():
             os.symlink(Path(where) / name, folder / name)

@@ -11,6 +11,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -108,6 +109,15 @@ def _without_nan(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_without_nan(entry) for entry in value]
     return value
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder and what is in it, as far as the file system lets: what is left is no file of anybody's.
+
+    `shutil.rmtree` raises in spite of `ignore_errors` where a file system goes away while a folder is open.
+    """
+    with contextlib.suppress(OSError):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def fsync_folder(folder: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import stat
 import uuid
 from collections.abc import Collection
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardway.errors import JobError, UserError
+from shardway.rundir.atomic import remove_folder
 from shardway.rundir.steps import list_partials, list_steps, partial_name, step_name
 
 MODE = 0o700
@@ -73,11 +73,11 @@ class LocalRun:
     def remove_partials(self, index: int) -> None:
         """Remove what was never complete in the folder of a node."""
         for partial in list_partials(self.node(index)):
-            shutil.rmtree(partial, ignore_errors=True)
+            remove_folder(partial)
 
     def remove(self) -> None:
         """Remove all of it."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        remove_folder(self.path)
 
     def _check_own(self) -> None:
         """In a folder for all, such as /tmp, anybody can make one of that name: nothing there is read or written."""
@@ -91,7 +91,7 @@ class LocalRun:
             doomed = node / partial_name(step, f"gone-{uuid.uuid4().hex}")
             with contextlib.suppress(OSError):  # another node of this machine was faster, or it is tried again later
                 (node / step_name(step)).rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            remove_folder(doomed)
 
 
 def find_local_run(folder: str, run_id: str) -> LocalRun:
