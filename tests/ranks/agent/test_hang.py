@@ -145,6 +145,21 @@ def test_the_time_that_a_rank_has_waited_for_another_is_not_held_against_it() ->
     assert ranks.wait_for_hang(3.0).ranks == (0, 1)
 
 
+def test_a_rank_in_its_script_may_keep_others_waiting_in_the_step() -> None:
+    """It looks for the stop file there, on a file system that stands still."""
+    ranks = Ranks(2)
+    for step in range(10):
+        for activity in (Activity.DATA, Activity.SCRIPT):
+            ranks.enter(activity, step)
+            ranks.look(0.1)
+        ranks.enter(Activity.STEP, step)
+        assert ranks.look(0.4) is None
+    ranks.enter(Activity.SCRIPT, 10)
+    ranks.enter(Activity.STEP, 10, 1)
+    assert all(ranks.look() is None for _ in range(200))
+    assert ranks.wait_for_hang(20.0).ranks == (0,)
+
+
 def test_ranks_that_wait_for_another_node_do_not_hang() -> None:
     """Those of the other node are a step behind, or one of them is stopped; then they catch up and nobody moves."""
     for waits_for in (Behind((9, 2)), Behind((10, 2), stopped=True)):

@@ -29,14 +29,15 @@ WORDS = {
 
 _ORDER = {
     Activity.DATA: 1,
-    Activity.STEP: 2,
-    Activity.REPEAT: 2,
     Activity.SCRIPT: 2,
-    Activity.VALIDATE: 3,
-    Activity.SAVE: 4,
-    Activity.END: 5,
+    Activity.STEP: 3,
+    Activity.REPEAT: 3,
+    Activity.VALIDATE: 4,
+    Activity.SAVE: 5,
+    Activity.END: 6,
 }
-"""What comes after what once so many steps are done; only rank 0 knows that a step is repeated."""
+"""What comes after what once so many steps are done; only rank 0 knows that a step is repeated. A script comes before its
+step and once more after it: who is in it may keep others waiting in the step."""
 
 _IN_STEP = frozenset((Activity.DATA, Activity.SCRIPT, Activity.STEP, Activity.REPEAT))
 
