@@ -162,13 +162,13 @@ def test_a_rank_in_its_script_may_keep_others_waiting_in_the_step() -> None:
 
 def test_ranks_that_wait_for_another_node_do_not_hang() -> None:
     """Those of the other node are a step behind, or one of them is stopped; then they catch up and nobody moves."""
-    for waits_for in (Behind((9, 2)), Behind((10, 2), stopped=True)):
+    for waits_for in (Behind((9, 3)), Behind((10, 3), stopped=True)):
         ranks = Ranks(2)
         ranks.train(10)
         ranks.enter(Activity.STEP, 10)
         ranks.elsewhere = waits_for
         assert all(ranks.look() is None for _ in range(400))
-        ranks.elsewhere = Behind((10, 2))
+        ranks.elsewhere = Behind((10, 3))
         assert all(ranks.look() is None for _ in range(20))
         assert ranks.wait_for_hang(3.0).all_alike
 
@@ -177,7 +177,7 @@ def test_who_is_behind_the_other_nodes_is_to_blame() -> None:
     ranks = Ranks(2)
     ranks.train(10)
     ranks.enter(Activity.STEP, 10, 0)
-    ranks.elsewhere = Behind((10, 2))
+    ranks.elsewhere = Behind((10, 3))
     assert ranks.wait_for_hang(20.0).ranks == (1,)
 
 

@@ -36,8 +36,8 @@ _ORDER = {
     Activity.SAVE: 5,
     Activity.END: 6,
 }
-"""What comes after what once so many steps are done; only rank 0 knows that a step is repeated. A script comes before its
-step and once more after it: who is in it may keep others waiting in the step."""
+"""What comes after what once so many steps are done; only rank 0 knows that a step is repeated. A script comes before
+its step and once more after it: who is in it may keep others waiting in the step."""
 
 _IN_STEP = frozenset((Activity.DATA, Activity.SCRIPT, Activity.STEP, Activity.REPEAT))
 
