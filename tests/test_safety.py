@@ -29,7 +29,7 @@ REMOVERS = {
     "ranks/spares.py": "the output of spares that were never ranks",
     "ranks/doctor/examine.py": "a file that it wrote to measure a disk",
     "ranks/local.py": "a folder that it has just made to see whether it can",
-    "rundir/atomic.py": "temporary files of its own",
+    "rundir/atomic.py": "temporary files of its own, and for those above and below the folder that they name",
     "rundir/claims.py": "files of older epochs",
     "rundir/local.py": "what this run, by its id, has saved on the disk of a node",
     "train/importing.py": "the hidden, unfinished neighbour of the run directory that it makes",
@@ -51,5 +51,5 @@ def test_nothing_of_the_environment_is_recorded(rank: int, tmp_path: Path) -> No
 
 
 def test_who_removes_files_is_known() -> None:
-    callee = r"(shutil\.)?rmtree|os\.(remove|unlink|rmdir|removedirs)|.*\.(unlink|rmdir)"
+    callee = r"(shutil\.)?rmtree|remove_folder|os\.(remove|unlink|rmdir|removedirs)|.*\.(unlink|rmdir)"
     assert {module.name for module in MODULES if find_calls([module], callee)} == set(REMOVERS)
