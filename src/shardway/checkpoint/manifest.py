@@ -88,8 +88,7 @@ def read_manifest(folder: Path) -> Manifest:
     except FileNotFoundError:
         raise Damaged(folder, [f"its {NAME} is missing"]) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        if isinstance(error, OSError):
-            check_answers(folder / NAME, error)
+        check_answers(folder / NAME, error)
         raise Damaged(folder, [f"its {NAME} cannot be read ({error})"]) from None
 
 

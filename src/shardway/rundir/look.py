@@ -62,9 +62,9 @@ def answers(folder: Path) -> bool:
     return True
 
 
-def check_answers(path: Path, error: OSError) -> None:
+def check_answers(path: Path, error: Exception) -> None:
     """Raise JobError where this error, of reading a file, says nothing of the file."""
-    if error.errno in AWAY:
+    if isinstance(error, OSError) and error.errno in AWAY:
         raise unanswered(path, error) from error
 
 

@@ -39,9 +39,12 @@ class Ranks:
         seen = {rank: Sighting(page, self.stopped.get(rank, Stopped.NOBODY)) for rank, page in self.pages.items()}
         return self.finder.look(seen, self.now, self.elsewhere)
 
-    def train(self, steps: int) -> None:
-        """All ranks take steps, each longer than a look."""
+    def train(self, steps: int, *before: Activity) -> None:
+        """All ranks take steps, each longer than a look, and do these things before each, shorter than one."""
         for step in range(steps):
+            for activity in before:
+                self.enter(activity, step)
+                assert self.look(0.1) is None
             self.enter(Activity.STEP, step)
             assert self.look(0.4) is None
 
@@ -115,11 +118,7 @@ def test_a_rank_that_is_stopped_is_to_blame_wherever_it_is() -> None:
 
 def test_a_rank_whose_loader_process_is_stopped_is_not_given_the_time_of_slow_storage() -> None:
     ranks = Ranks(2)
-    for step in range(10):
-        ranks.enter(Activity.DATA, step)
-        ranks.look(0.1)
-        ranks.enter(Activity.STEP, step)
-        assert ranks.look(0.4) is None
+    ranks.train(10, Activity.DATA)
     ranks.enter(Activity.STEP, 10, 0)
     ranks.enter(Activity.DATA, 10, 1)
     assert all(ranks.look() is None for _ in range(200))
@@ -132,11 +131,7 @@ def test_a_rank_whose_loader_process_is_stopped_is_not_given_the_time_of_slow_st
 def test_the_time_that_a_rank_has_waited_for_another_is_not_held_against_it() -> None:
     """Who was waited for (for data, say) has come as far, and now both take their time."""
     ranks = Ranks(2)
-    for step in range(10):
-        ranks.enter(Activity.DATA, step)
-        ranks.look(0.1)
-        ranks.enter(Activity.STEP, step)
-        assert ranks.look(0.4) is None
+    ranks.train(10, Activity.DATA)
     ranks.enter(Activity.STEP, 10, 1)
     ranks.enter(Activity.DATA, 10, 0)
     assert all(ranks.look() is None for _ in range(100))
@@ -148,12 +143,7 @@ def test_the_time_that_a_rank_has_waited_for_another_is_not_held_against_it() ->
 def test_a_rank_in_its_script_may_keep_others_waiting_in_the_step() -> None:
     """It looks for the stop file there, on a file system that stands still."""
     ranks = Ranks(2)
-    for step in range(10):
-        for activity in (Activity.DATA, Activity.SCRIPT):
-            ranks.enter(activity, step)
-            ranks.look(0.1)
-        ranks.enter(Activity.STEP, step)
-        assert ranks.look(0.4) is None
+    ranks.train(10, Activity.DATA, Activity.SCRIPT)
     ranks.enter(Activity.SCRIPT, 10)
     ranks.enter(Activity.STEP, 10, 1)
     assert all(ranks.look() is None for _ in range(200))

@@ -109,8 +109,7 @@ def read_table(folder: Path, manifest: Manifest) -> Table:
         rows = {name: _read_row(row, files) for name, row in content["tensors"].items()}
         return Table(rows, {name: str(value) for name, value in content["values"].items()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, LookupError) as error:
-        if isinstance(error, OSError):
-            check_answers(folder / NAME, error)
+        check_answers(folder / NAME, error)
         raise Damaged(folder, [f"{NAME} cannot be read ({error})"]) from None
 
 

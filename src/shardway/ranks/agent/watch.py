@@ -177,7 +177,8 @@ def watched(
 def _find_stopped(entry: Entry, state: str) -> Stopped:
     if state == _STOPPED:
         return Stopped.RANK
-    waits = entry.activity in _LOADERS_WAITED_FOR
+    # A rank may have hundreds of threads, each with children of its own: they are looked at where it waits for long.
+    waits = entry.activity in _LOADERS_WAITED_FOR and time.monotonic() - entry.since > 2 * LOOK_EVERY_S
     return Stopped.LOADER if waits and state and _list_stopped_children(entry.pid) else Stopped.NOBODY
 
 
