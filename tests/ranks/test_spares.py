@@ -15,12 +15,14 @@ import psutil
 import pytest
 
 from left_folders import list_left_folders
+from shardway.cli.local import open_reserve
 from shardway.ranks import spares
 from shardway.ranks.agent import folders
 from shardway.ranks.agent.folders import GATES
 from shardway.ranks.agent.hang import NOBODY, Behind
 from shardway.ranks.processes import LocalLaunch, Seats
 from shardway.ranks.spares import MOST_OF_MEMORY, SPARE_BYTES, Reserve
+from shardway.runfile.machine import RunSection
 
 RANK = """
 import os, sys, time
@@ -155,6 +157,20 @@ def test_spares_come_some_time_after_the_first_step(started: list[Started]) -> N
     assert not started[0].gates[0].parent.exists()
 
 
+def test_spares_come_at_once_where_a_rank_that_trained_has_failed(started: list[Started]) -> None:
+    with Reserve(60.0, bounded=False, clock=lambda: 0.0) as reserve:
+        reserve.start(LAUNCH, SEATS)
+        reserve.look(Behind((0, 0)), ends=True)
+        assert started == [], "no step was done: what failed may fail again at once"
+        reserve.look(Behind((40, ORDER)))
+        reserve.look(Behind((41, ORDER)))
+        assert started == []
+        reserve.look(NOBODY, ends=True)
+        reserve.look(NOBODY, ends=True)
+        assert [len(each.gates) for each in started] == [2]
+        assert reserve.start(LAUNCH, SEATS) is started[0]
+
+
 @pytest.mark.parametrize(("left", "count"), [(2 * SPARE_BYTES / MOST_OF_MEMORY, 1), (2 * SPARE_BYTES, 0)])
 def test_spares_need_memory_to_spare(
     started: list[Started], monkeypatch: pytest.MonkeyPatch, left: float, count: int
@@ -172,7 +188,23 @@ def test_no_spares_where_none_are_wanted(started: list[Started]) -> None:
         reserve.start(LAUNCH, SEATS)
         for step in range(10):
             reserve.look(Behind((step, ORDER)))
+        reserve.look(NOBODY, ends=True)
     assert started == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "count"), [({}, 1), ({"spares": "0.5s"}, 1), ({"spares": "off"}, 0), ({"restarts": 0}, 0)]
+)
+def test_spares_are_for_ranks_that_start_again(
+    started: list[Started], monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], count: int
+) -> None:
+    monkeypatch.setattr(spares, "read_memory_left", lambda: 1 << 40)
+    with open_reserve(RunSection(**keys)) as reserve:
+        reserve.start(LAUNCH, SEATS)
+        reserve.look(Behind((0, ORDER)))
+        reserve.look(Behind((1, ORDER)))
+        reserve.look(NOBODY, ends=True)
+    assert len(started) == count
 
 
 def test_a_machine_that_gives_no_more_processes_goes_without(

@@ -74,7 +74,7 @@ class Alone:
         with watched(launch.ranks, patience, tell_wake) as watch:
 
             def look(failed: bool) -> bool:
-                self.reserve.look(watch.behind)
+                self.reserve.look(watch.behind, ends=failed)
                 return False
 
             launch = replace(launch, pages=watch.folder)
@@ -87,9 +87,11 @@ class Alone:
 
 
 def open_reserve(settings: RunSection) -> Reserve:
-    """The spares that a run file asks for."""
-    if settings.spares in ("auto", "off"):
-        return Reserve(AUTO_AFTER_S if settings.spares == "auto" else None)
+    """The spares that a run file asks for; none where ranks do not start again."""
+    if settings.spares == "off" or settings.restarts == 0:
+        return Reserve(None)
+    if settings.spares == "auto":
+        return Reserve(AUTO_AFTER_S)
     return Reserve(float(settings.spares), bounded=False)
 
 

@@ -316,8 +316,9 @@ def run_seats(run: RunDir, launch: LocalLaunch, seats: Seats, here: Here) -> Out
             watch.elsewhere, watch.is_asked = member.elsewhere, member.is_asked(seats.start)
             state = State.HANGS if watch.has_hang else State.RUNNING
             member.say(State.FAILED if failed else state, seats.start, watch.behind)
-            here.reserve.look(watch.behind)
-            return member.is_over(seats.start)
+            is_over = member.is_over(seats.start)
+            here.reserve.look(watch.behind, ends=failed or is_over)
+            return is_over
 
         try:
             launch = replace(launch, pages=watch.folder)

@@ -11,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 
+from shardway.cli.imports import uncollected
 from shardway.cli.main import leave, run_guarded
 from shardway.ranks.agent.join import join_agent
 from shardway.ranks.cores import bind_to_cores
@@ -33,15 +34,17 @@ def read_packed(word: str) -> Request:
 
 
 def import_all() -> None:
-    """What a rank imports until its first step, beforehand."""
-
-    import shardway.train.recipe  # noqa: F401
+    """What a rank imports until its first step, beforehand: torch's compiler too, which optimizers, DDP and FSDP2 ask
+    whether they are being compiled."""
+    with uncollected():
+        import shardway.train.recipe  # noqa: F401
 
 
 def main() -> None:
     """Train as one rank."""
 
     def work() -> None:
+        import_all()
         from shardway.train.recipe import train
 
         train(read_packed(sys.argv[1]))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardway.cli.config import resolution_facts
+from shardway.cli.imports import uncollected
 from shardway.cli.options import DirOption, JsonOption, NprocOption, Words, read_request
 from shardway.errors import Bug, ShardwayError, UserError
 from shardway.ranks.place import Place
@@ -83,7 +84,7 @@ def _train_on_nodes(request: Request, place: Place, telling: Telling, *, dry_run
     if leads:
         _check_free(resolution)
         _check_data(resolution)
-    with _quiet_network():
+    with _quiet_network(), uncollected():
         from shardway.cli.nodes import train_on_nodes
 
     with _display(resolution, as_json, launched=True) if leads else nullcontext():
@@ -214,13 +215,15 @@ def _check_data(resolution: Resolution) -> None:
 
 def _train_here(request: Request, resolution: Resolution) -> dict[str, Any]:
     os.environ.setdefault("OMP_NUM_THREADS", str(resolution.resolved.values.run.threads))
-    from shardway.train.recipe import train as train_run
+    with uncollected():
+        from shardway.train.recipe import train as train_run
 
     return asdict(train_run(request))
 
 
 def _train_local(resolution: Resolution, ranks: int) -> dict[str, Any]:
-    from shardway.cli.local import Alone, build_launch, open_reserve, train_local
+    with uncollected():
+        from shardway.cli.local import Alone, build_launch, open_reserve, train_local
 
     with open_reserve(resolution.resolved.values.run) as reserve:
         return train_local(resolution, build_launch(resolution, ranks), Alone(ranks, reserve))

@@ -88,13 +88,16 @@ class Reserve:
         self._of, self._first, self._trains_since = (launch, seats), None, None
         return taken or start_program(launch, seats)
 
-    def look(self, behind: Behind) -> None:
-        """Now and then, with how far the hindmost rank here is: start spares when it is time."""
-        if self._after_s is None or self._batch is not None or self._of is None or not self._trains(behind):
+    def look(self, behind: Behind, *, ends: bool = False) -> None:
+        """Now and then, with how far the hindmost rank here is: start spares when it is time. When this start `ends`,
+        it is: they import while the ranks that live are ended and it is found out why."""
+        if self._after_s is None or self._batch is not None or self._of is None:
             return
         if self._trains_since is None:
+            if not self._trains(behind):
+                return
             self._trains_since = self._clock()
-        if self._clock() - self._trains_since >= self._after_s:
+        if ends or self._clock() - self._trains_since >= self._after_s:
             self._fill(*self._of)
 
     def _trains(self, behind: Behind) -> bool:
