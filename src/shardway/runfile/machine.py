@@ -32,7 +32,8 @@ class RunSection(Section):
     spares: SecondsField | Auto | Off = key(
         "auto",
         "How long after the first step spare processes are started, which import torch and wait, so that ranks start "
-        "again sooner; auto = a minute, where memory is left; off = none (under an agent).",
+        "again sooner; where a rank fails before that, then; auto = a minute, where memory is left; off = none (under "
+        "an agent).",
     )
     elastic: ElasticField = key(
         "off",
