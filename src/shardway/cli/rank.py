@@ -34,8 +34,7 @@ def read_packed(word: str) -> Request:
 
 
 def import_all() -> None:
-    """What a rank imports until its first step, beforehand: torch's compiler too, which optimizers, DDP and FSDP2 ask
-    whether they are being compiled."""
+    """What a rank imports until its first step, beforehand; torch's compiler too, which optimizers and DDP ask for."""
     with uncollected():
         import shardway.train.recipe  # noqa: F401
 
