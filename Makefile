@@ -1,7 +1,8 @@
 # make run     train the default run on this machine
-# make test    all that is tested on this machine; of long lists of drawn cases those that show every trait once
-# make exhaustive   all there is to test: the whole of those lists too; for a change to layouts or checkpoints
 # make check   what a change must pass: format, lint, types, fast tests (import order is one), under a minute
+# make test    make check, then the slow tests; of long lists of drawn cases those that show every trait once
+# make exhaustive [PART=1/1]   the rest of those lists, or a part of its files; for a change to layouts or checkpoints
+# make durations [MARKS=exhaustive]   measure again which tests are slow (tests/durations.txt), with nothing else running
 # make gpu     tests on a CUDA device: with python3 where that has torch (no install, PYTHONPATH=src), else .venv
 # make cluster tests on a real Slurm of several hosts on this machine; needs root and Debian, installs what is missing
 # make chaos [TIMES=20] [FIRST=0]   each fault at so many random moments, of seeds from FIRST on, and the table of what
@@ -17,27 +18,34 @@ READY := $(VENV)/.ready
 # Tests that are kept compiled are collected in half the time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test exhaustive check gpu cluster chaos bench bench-planner clean
+.PHONY: run test exhaustive durations check gpu cluster chaos bench bench-planner clean
 
 ROWS ?= tests/data/planner/rows.csv
 
 run: $(READY)
 	$(BIN)/shardway train examples/default.toml
 
-test: $(READY)
-	$(BIN)/python -m pytest -m "not exhaustive"
-
-exhaustive: $(READY)
-	$(BIN)/python -m pytest
-
-# The fast tests in two halves that take as long, on a core each: the first has those whose ranks use both.
-HALF := $(addprefix tests/,train checkpoint parallel models plan data mutations simulation \
-    test_pool.py test_example_scripts.py test_safety.py test_traffic_tracer.py)
-FAST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --hypothesis-profile brief
+# All tests run in two processes, each with files that take as long (tests/durations.txt).
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+FAST := -m "not slow and not exhaustive" --hypothesis-profile brief
+SLOW := -m "slow and not exhaustive"
 
 check: $(READY)
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && echo "format, lint: ok"
-	@tools/side_by_side.sh '$(BIN)/mypy' '$(FAST) $(HALF)' '$(FAST) $(addprefix --ignore ,$(HALF))'
+	@tools/side_by_side.sh '$(BIN)/mypy' '$(PYTEST) $(FAST) --part 1/2' '$(PYTEST) $(FAST) --part 2/2'
+
+test: check
+	@tools/side_by_side.sh '$(PYTEST) $(SLOW) --part 1/2' '$(PYTEST) $(SLOW) --part 2/2'
+
+PART ?= 1/1
+
+exhaustive: $(READY)
+	$(PYTEST) -m exhaustive --part $(PART)
+
+MARKS ?= not exhaustive
+
+durations: $(READY)
+	$(PYTEST) -m "$(MARKS)" --write-durations
 
 gpu:
 	@if $(PYTHON) -c "import torch, pytest" 2>/dev/null; then PYTHONPATH=src $(PYTHON) -m pytest tests/gpu -rs; \

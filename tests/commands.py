@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+import warm
 from shardway.rundir.directory import RunDir
 
 PATIENCE_S = 300.0
@@ -148,9 +149,10 @@ def training_commands(folder: Path) -> Iterator[Start]:
         pipe = subprocess.PIPE
         seen = room.see(target)
         before = len(list(RunDir(seen).all_events()))
-        process = subprocess.Popen(
-            command, env={**inherited, **(environ or {})}, cwd=folder, stdout=pipe, stderr=pipe, text=True
-        )
+        with warm.starts():
+            process = subprocess.Popen(
+                command, env={**inherited, **(environ or {})}, cwd=folder, stdout=pipe, stderr=pipe, text=True
+            )
         same = partial(go, name, *words, launcher=launcher, environ=environ, room=room)
         started.append(Command(seen, folder, process, before, same, room))
         return started[-1]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+import durations
+import own_machine
+import warm
 from golden_files import add_option, golden
 from leaks import list_leaks, restore, take_footprint
 from pool import RankPool
@@ -21,9 +25,35 @@ settings.register_profile("brief", settings.get_profile("busy"), max_examples=20
 settings.load_profile("busy")
 
 
+_OWN = pytest.StashKey[Path | None]()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The option that writes golden files again."""
+    """The options that write golden files and durations again, and that of a part."""
     add_option(parser)
+    durations.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any module of tests is imported: the machine is as a test may see it, and the part is known."""
+    config.stash[_OWN] = own_machine.settle_in()
+    if config.getoption("--part") != "1/1":
+        config.pluginmanager.register(durations.Parts(config))
+    if config.getoption("--write-durations"):
+        config.pluginmanager.register(durations.Stopwatch())
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Nothing is left of it."""
+    warm.close()
+    if (own := config.stash.get(_OWN, None)) is not None:
+        shutil.rmtree(own, ignore_errors=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests are slow by what was measured."""
+    durations.mark_slow(items)
 
 
 def pytest_collection_finish() -> None:
@@ -33,8 +63,11 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def leaves_nothing_behind() -> Iterator[None]:
-    """Fail a test that leaks variables, threads, signal handlers, a folder, a process group or torch's settings."""
+def leaves_nothing_behind(pytestconfig: pytest.Config) -> Iterator[None]:
+    """A home of its own; fail a test that leaks variables, threads, signal handlers, a folder, a process group or
+    torch's settings."""
+    if (own := pytestconfig.stash[_OWN]) is not None:
+        own_machine.new_home(own)
     before = take_footprint()
     yield
     leaks = list_leaks(before)
@@ -47,6 +80,13 @@ def leaves_nothing_behind() -> Iterator[None]:
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where runs on one rank are kept that several tests compare with."""
     return tmp_path_factory.mktemp("references")
+
+
+@pytest.fixture
+def warm_starts() -> Iterator[None]:
+    """Processes of this Python start with torch imported; for tests of which these are no more than the means."""
+    with warm.starts():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -93,5 +93,5 @@ def command_environment() -> dict[str, str]:
 
 
 def torchrun(ranks: int, script: Path, *words: str) -> Sequence[str]:
-    """The command that starts a script on local ranks."""
-    return ("torchrun", "--standalone", "--nproc-per-node", str(ranks), str(script), *words)
+    """The words behind `python` that start a script on local ranks."""
+    return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(script), *words)

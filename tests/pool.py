@@ -36,6 +36,7 @@ from typing import Any
 
 import pytest
 
+import warm
 from pool_worker import STACK_SIGNAL, Reply, Task, WarningFilter
 
 START_S = 180.0
@@ -55,8 +56,7 @@ _START_CODE = (
 def ranks(size: int, timeout_s: float = TRIAL_S) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the test on `size` ranks; its first parameter is `rank: int`, the others are fixtures as usual.
 
-    After `timeout_s` seconds the ranks that have not arrived are named with their stacks. Tests of more than two ranks
-    are `slow`: on two cores they wait for each other.
+    After `timeout_s` seconds the ranks that have not arrived are named with their stacks.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
@@ -71,7 +71,7 @@ def ranks(size: int, timeout_s: float = TRIAL_S) -> Callable[[Callable[..., None
         pool = inspect.Parameter("rank_pool", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         on_every_rank.__signature__ = inspect.Signature([pool, *parameters[1:]])  # type: ignore[attr-defined]
         on_every_rank.rank_body = body  # type: ignore[attr-defined]
-        return pytest.mark.slow(on_every_rank) if size > 2 else on_every_rank
+        return on_every_rank
 
     return decorate
 
@@ -302,7 +302,7 @@ class RankPool:
             "sys_path": [str(Path(__file__).parent), *sys.path],
             "serves_store": serves_store,
         }
-        with theirs:
+        with theirs, warm.starts():
             process = subprocess.Popen(
                 [sys.executable, "-u", "-c", _START_CODE, json.dumps(settings)],
                 stdin=subprocess.DEVNULL,

@@ -14,6 +14,7 @@ import ast
 import ctypes
 import faulthandler
 import functools
+import gc
 import importlib.util
 import json
 import os
@@ -109,6 +110,7 @@ def _die_with(parent: int) -> None:
 def _serve_task(connection: Connection, task: Task, stores: dict[int, Any]) -> None:
     call: list[Callable[[], None]] = []
     connection.send(_attempt(task, lambda: call.append(_load_call(task))))
+    gc.freeze()  # modules stay; what the last test left was collected
     before = take_footprint()
     if connection.recv() == "run":
         connection.send(_attempt(task, lambda: _run_in_group(task, stores, call[0])))
@@ -206,27 +208,26 @@ def _run_in_group(task: Task, stores: dict[int, Any], call: Callable[[], None]) 
         raise _LeaksFound("the test leaves behind:\n  a default process group of its own")
 
 
-def _clear_caches(owner: Any) -> None:
-    """Empty what `functools.lru_cache` keeps for the functions of a module or class."""
-    for value in vars(owner).values():
-        function = value.__func__ if type(value) in (staticmethod, classmethod) else value
-        if type(function) is functools._lru_cache_wrapper:
-            function.cache_clear()
+@functools.lru_cache(maxsize=1)
+def _list_caches(modules: tuple[str, ...]) -> list[Any]:
+    """The functions of these modules and their classes that `functools.lru_cache` keeps results of."""
+    loaded = [sys.modules[name] for name in modules]
+    owners = [*loaded, *(each for module in loaded for each in vars(module).values() if type(each) is type)]
+    values = [value for owner in owners for value in vars(owner).values()]
+    functions = [value.__func__ if type(value) in (staticmethod, classmethod) else value for value in values]
+    return [each for each in functions if type(each) is functools._lru_cache_wrapper]
 
 
 def _forget_meshes() -> None:
     """Let go of the groups of this test's meshes: torch caches meshes in many functions, and each group that is kept
     alive so has a thread that spins once its peers have closed their ends."""
-    import gc
-
     from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
     clear_redistribute_planner_cache()
-    for module in [module for name, module in sys.modules.items() if name.startswith("torch.distributed")]:
-        for owner in (module, *(value for value in vars(module).values() if type(value) is type)):
-            _clear_caches(owner)
+    for function in _list_caches(tuple(name for name in sys.modules if name.startswith("torch.distributed"))):
+        function.cache_clear()
     gc.collect()
 
 

@@ -1,4 +1,4 @@
-"""Which rows of a long table of cases `make check` and `make test` run; `make exhaustive` runs every one."""
+"""Which rows of a long table of cases `make test` runs; `make exhaustive` runs every one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 
-def mostly_slow(names: Iterable[str], *fast: str) -> list[Any]:
-    """The cases by name, all marked slow but those of `fast`: one of each mechanism is enough while writing."""
-    cases = list(names)
-    if missing := set(fast) - set(cases):
-        raise ValueError(f"not among the cases: {sorted(missing)}")
-    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow, id=name) for name in cases]
+def picked(cases: Iterable[Any], *kept: Any) -> list[Any]:
+    """The cases, of which those of `kept` are a part of `make test`. Raises ValueError where one is no case."""
+    rows = list(cases)
+    if missing := [each for each in kept if each not in rows]:
+        raise ValueError(f"not among the cases: {missing}")
+    return [pytest.param(row, marks=() if row in kept else pytest.mark.exhaustive) for row in rows]
 
 
 def thin(cases: Iterable[Any], every: int = 3) -> list[Any]:
@@ -27,5 +27,5 @@ def thinned(names: str | tuple[str, ...], cases: Iterable[Any], *, every: int = 
 
 
 def _thin_rows(rows: Iterable[Iterable[Any]], every: int) -> list[Any]:
-    further = (pytest.mark.slow, pytest.mark.exhaustive)
+    further = pytest.mark.exhaustive
     return [pytest.param(*row, marks=further if index % every else ()) for index, row in enumerate(rows)]

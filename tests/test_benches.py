@@ -7,13 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 TINY = ("model.dim=16", "model.layers=1", "model.heads=2", "data.seq_len=12", "train.global_batch=4")
 
 
-@pytest.mark.slow
 def test_the_loop_is_measured_against_a_hand_written_one() -> None:
     command = [sys.executable, "bench/loop_overhead.py", "--pairs", "2", *TINY, "run.device=cpu"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

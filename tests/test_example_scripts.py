@@ -22,6 +22,8 @@ from runs import lone_rank, pool_ranks, read_column, read_named, worst_differenc
 from shardway.rundir.directory import RunDir
 from speed import thinned
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 SHORT = {
     "mnist": ("--epochs", "1"),
     "wikitext2": ("--epochs", "1", "--dim", "32"),
@@ -84,7 +86,6 @@ def _alone(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Cal
     return functools.cache(lambda name: losses(rank_pool, name, folder / name, *STEPS, MICRO))
 
 
-@pytest.mark.slow
 @thinned(("name", "layout"), [(name, layout) for name in PAIRS for layout in LAYOUTS[name]])
 def test_a_layout_gives_the_curve_of_one_rank(
     rank_pool: RankPool, tmp_path: Path, alone: Callable[[str], list[float]], name: str, layout: str
@@ -115,7 +116,6 @@ def test_the_page_of_the_own_loop_names_the_layouts(request: pytest.FixtureReque
     check_table(request, "own-loop.md", "layouts of the examples", [head, *rows])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout"), FIRST)
 def test_a_script_that_died_goes_on_with_the_same_bits(
     rank_pool: RankPool, tmp_path: Path, name: str, layout: str
@@ -128,7 +128,6 @@ def test_a_script_that_died_goes_on_with_the_same_bits(
     assert again == through
 
 
-@pytest.mark.slow
 def test_a_script_goes_on_in_another_layout(
     rank_pool: RankPool, tmp_path: Path, alone: Callable[[str], list[float]]
 ) -> None:
@@ -139,7 +138,6 @@ def test_a_script_goes_on_in_another_layout(
     assert worst_difference(found, alone("fsdp2")) < 1e-4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout"), FIRST[:2])
 def test_a_script_validates_alike_in_a_layout(rank_pool: RankPool, tmp_path: Path, name: str, layout: str) -> None:
     """All that is held out, though the default of a described run is a part of it."""
@@ -152,7 +150,6 @@ def test_a_script_validates_alike_in_a_layout(rank_pool: RankPool, tmp_path: Pat
     assert all("accuracy" in event for event in there) == (name == "mnist")
 
 
-@pytest.mark.slow
 def test_a_run_file_sets_the_layout_of_a_script(
     rank_pool: RankPool, tmp_path: Path, alone: Callable[[str], list[float]]
 ) -> None:
@@ -165,7 +162,6 @@ def test_a_run_file_sets_the_layout_of_a_script(
     assert worst_difference(read_column(tmp_path / "run"), alone("fsdp2")[:4]) < 1e-4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "words", "label", "limit"),
     [
@@ -191,7 +187,7 @@ def start_script(
     name: str, folder: Path, *words: str, world: int = 1, environ: Mapping[str, str] | None = None
 ) -> subprocess.Popen[str]:
     script = EXAMPLES / name / "with_shardway.py"
-    command = torchrun(world, script, *words) if world > 1 else (sys.executable, str(script), *words)
+    command = (sys.executable, *(torchrun(world, script, *words) if world > 1 else (str(script), *words)))
     return subprocess.Popen(
         command,
         cwd=folder,
@@ -207,7 +203,6 @@ def finish(process: subprocess.Popen[str]) -> None:
     assert process.returncode == 0, errors
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "fsdp2" else [pytest.mark.exhaustive]) for name in PAIRS]
 )
@@ -221,7 +216,6 @@ def test_a_user_starts_a_script_alone_and_with_torchrun(tmp_path: Path, name: st
     assert worst_difference(there, alone) < 1e-4
 
 
-@pytest.mark.slow
 def test_a_killed_script_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
     words = ("--epochs", "4", "--dim", "64", "checkpoint.every=5 steps", "run.threads=1")
     # Seconds from the first checkpoint to the end, in which it is killed.
@@ -240,7 +234,6 @@ def test_a_killed_script_goes_on_when_it_is_started_again(tmp_path: Path) -> Non
     assert read_column(run.path) == through
 
 
-@pytest.mark.slow
 def test_the_real_digits_are_learnt(tmp_path: Path) -> None:
     root = os.environ.get("SHARDWAY_TEST_DATA")
     if root is None:

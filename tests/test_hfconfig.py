@@ -201,7 +201,6 @@ def test_the_errors_have_the_names_that_the_client_gives_them() -> None:
     assert list(hfconfig._REFUSALS).index("GatedRepoError") < list(hfconfig._REFUSALS).index("RepositoryNotFoundError")
 
 
-@pytest.mark.slow
 def test_offline_the_cache_alone_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real client, told to stay offline: nothing is there at first, then what a download has left."""
     constants = importlib.import_module("huggingface_hub.constants")

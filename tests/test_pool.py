@@ -22,8 +22,6 @@ import leaks as leaks_module
 from leaks import list_leaks, restore, take_footprint
 from pool import RankPool, ranks
 
-pytestmark = pytest.mark.slow
-
 
 @ranks(2)
 def test_ranks_share_a_group(rank: int) -> None:
@@ -268,7 +266,6 @@ def own_pool() -> Iterator[RankPool]:
     pool.close()
 
 
-@pytest.mark.slow
 def test_a_hang_names_the_ranks_that_did_not_arrive(own_pool: RankPool) -> None:
     own_pool.run(body_passes, 2, {})  # what the first group of a process takes is no hang
     text = fail_text(own_pool, body_sleeps_on_1, timeout_s=4.0)
@@ -279,7 +276,6 @@ def test_a_hang_names_the_ranks_that_did_not_arrive(own_pool: RankPool) -> None:
     assert own_pool.pids == []
 
 
-@pytest.mark.slow
 def test_a_killed_rank_is_named_with_its_signal_and_the_pool_starts_anew(own_pool: RankPool) -> None:
     text = fail_text(own_pool, body_dies_on_1)
     assert text.startswith("body_dies_on_1 on 2 ranks; failed: 1")
@@ -288,7 +284,6 @@ def test_a_killed_rank_is_named_with_its_signal_and_the_pool_starts_anew(own_poo
     assert len(own_pool.pids) == 2
 
 
-@pytest.mark.slow
 def test_a_group_that_was_not_made_to_the_end_spoils_the_pool(own_pool: RankPool) -> None:
     """Names of groups are counted: that of the next one would not be the same on all ranks."""
     own_pool.run(body_passes, 2, {})
@@ -298,13 +293,11 @@ def test_a_group_that_was_not_made_to_the_end_spoils_the_pool(own_pool: RankPool
     assert not set(before) & set(own_pool.pids)
 
 
-@pytest.mark.slow
 def test_the_first_test_of_new_ranks_may_fail(own_pool: RankPool) -> None:
     text = fail_text(own_pool, body_fails_on_1)
     assert text.startswith("body_fails_on_1 on 2 ranks; failed: 1, 0; did not arrive: none"), text
 
 
-@pytest.mark.slow
 def test_a_rank_that_crashed_shows_where_it_was(own_pool: RankPool) -> None:
     text = fail_text(own_pool, body_crashes_on_1)
     assert "rank 1: killed by SIGSEGV\noutput:\nFatal Python error: Segmentation fault" in text
@@ -329,7 +322,6 @@ def body_never_ends(rank: int) -> None:
     time.sleep(3600)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_no_rank_outlives_its_parent(number: signal.Signals) -> None:
     command = [sys.executable, "-c", PARENT, str(Path(__file__).parent)]

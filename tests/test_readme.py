@@ -24,7 +24,6 @@ def _shell(tmp_path: Path) -> dict[str, object]:
     return {"cwd": tmp_path, "env": {**os.environ, "PATH": path}, "capture_output": True, "text": True}
 
 
-@pytest.mark.slow
 def test_every_shell_block_runs(shell: dict[str, object]) -> None:
     script = "\n".join(blocks("sh"))
     assert script.count("shardway train") == 4
@@ -33,7 +32,6 @@ def test_every_shell_block_runs(shell: dict[str, object]) -> None:
     assert "finished" in done.stdout
 
 
-@pytest.mark.slow
 def test_every_python_block_runs_and_learns(shell: dict[str, object], tmp_path: Path) -> None:
     (block,) = blocks("python")
     script = tmp_path / "script.py"

@@ -38,7 +38,6 @@ REMOVERS = {
 """Who removes files or folders, and which. Whoever joins them shows here that it made what it removes."""
 
 
-@pytest.mark.slow
 @ranks(1)
 def test_nothing_of_the_environment_is_recorded(rank: int, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:

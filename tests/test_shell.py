@@ -3,14 +3,11 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from shell_lint import complaints
 
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.slow
 def test_shellcheck_has_nothing_to_say_of_the_project_s_own_scripts() -> None:
     folders = ("tools", "bench", "bench/faults", "bench/planner", "tests/cluster", "tests/cluster/machine")
     scripts = [ROOT / ".ci" / "run", *(path for folder in folders for path in sorted((ROOT / folder).glob("*.sh")))]
@@ -18,7 +15,6 @@ def test_shellcheck_has_nothing_to_say_of_the_project_s_own_scripts() -> None:
     assert complaints(scripts) == ""
 
 
-@pytest.mark.slow
 def test_a_mistake_is_found(tmp_path: Path) -> None:
     script = tmp_path / "job.sh"
     script.write_text("#!/bin/bash\ncd $1\nif [ $HOME == ]; then echo\n")

@@ -15,8 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from pool import ranks
 from traffic_tracer import CollectiveTracer, Sent
 
-pytestmark = pytest.mark.slow
-
 BOTH = (0, 1)
 # torch 2.13 renamed them.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

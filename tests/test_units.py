@@ -38,7 +38,6 @@ SECONDS = st.one_of(
 # --- what is rendered is read back
 
 
-@pytest.mark.slow
 @given(st.integers(0, 2**80))
 @example(9_007_199_254_740_993)  # 2**53 + 1, which no float holds
 def test_bytes_survive(count: int) -> None:

@@ -1,12 +1,12 @@
 #!/bin/sh
-# Runs commands at once and prints what each has to say when it is done; fails where one of them failed.
+# Runs commands at once and prints what each has to say when it is done, and how long all took; fails where one failed.
 # usage: tools/side_by_side.sh COMMAND...      each in one word, for a shell
 set -u
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 trap 'kill $running 2>/dev/null; exit 130' INT TERM
 
-running="" number=0
+running="" number=0 began=$(date +%s)
 for command in "$@"; do
     number=$((number + 1))
     sh -c "$command" >"$folder/$number" 2>&1 &
@@ -18,4 +18,5 @@ for each in $running; do
     wait "$each" || failed=1
     cat "$folder/$number"
 done
+echo "--- $(($(date +%s) - began)) s" >&2
 exit $failed

@@ -24,8 +24,6 @@ from commands import Start, injected, training_commands
 from faults import FAULTS
 from runs import TINY
 
-pytestmark = pytest.mark.slow
-
 WORDS = (
     *("--nproc", str(RANKS), *TINY, "train.steps=160", "checkpoint.every=20 steps", "model.dropout=0.1"),
     *("data.record_ids=true", "train.validate_every=50 steps"),

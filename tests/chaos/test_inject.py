@@ -6,10 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from faults.saves import PHASES
-
-pytestmark = pytest.mark.slow
 
 CHANGE_ALL = """
 import importlib, sys

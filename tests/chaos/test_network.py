@@ -22,7 +22,7 @@ from commands import Command, training_commands
 from runs import TINY, read_named
 from shardway.rundir.directory import RunDir
 
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
+pytestmark = pytest.mark.exhaustive
 
 SEEDS = pytest.mark.parametrize("seed", seeds())
 WORDS = (*TINY, "train.steps=160", "checkpoint.every=20 steps", "data.record_ids=true")

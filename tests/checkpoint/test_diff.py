@@ -94,7 +94,6 @@ def test_files_of_other_libraries_are_compared_by_their_seals() -> None:
     assert find_other_files(first, first) == []
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_a_sharded_checkpoint_is_that_of_one_rank(rank: int, tmp_path: Path) -> None:
     run, alone = RunDir(tmp_path / "two"), RunDir(tmp_path / "one")

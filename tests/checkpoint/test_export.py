@@ -177,7 +177,6 @@ def written(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return save_tiny(tmp_path / "model", request.param, file_size="20KB", pad_token_id=None)
 
 
-@pytest.mark.slow  # transformers takes seconds to import
 @ranks(2)
 def test_a_model_comes_in_is_trained_in_shards_and_goes_out(rank: int, written: Path, tmp_path: Path) -> None:
     """The library, trained alone on the samples of both ranks, ends with the same weights."""
@@ -204,7 +203,6 @@ def test_a_model_comes_in_is_trained_in_shards_and_goes_out(rank: int, written: 
     dist.barrier()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -30,7 +30,6 @@ def made(folder: Path) -> RunDir:
     return directory
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 2), (2, 1)])
 @ranks(2)
 def test_the_files_are_the_same(rank: int, tmp_path: Path, shape: tuple[int, int]) -> None:
@@ -72,7 +71,6 @@ def test_what_went_wrong_is_kept_for_who_asks() -> None:
     assert str(flight.landing.error) == "no space"
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_ranks_apart_talk_beside_the_others(rank: int) -> None:
     """Each rank's two threads gather at the same time, in another order on each rank."""

@@ -19,8 +19,6 @@ from shardway.checkpoint.state import Trained
 from shardway.rundir.directory import RunDir
 from shardway.train.run import Run
 
-pytestmark = pytest.mark.slow
-
 SAVED, ALL = 4, 8
 STEPS = (f"train.steps={ALL}", "optim.schedule=constant", "checkpoint.every=100 steps")
 LAYOUTS = draw_layouts(160)
@@ -41,10 +39,10 @@ def draw_pairs(world: int, count: int) -> list[tuple[Drawn, Drawn]]:
 
 
 def of_world(world: int, count: int) -> pytest.MarkDecorator:
-    """The pairs of a world; the last three quarters of the list are for `make exhaustive`."""
+    """The pairs of a world; the last seven eighths of the list are for `make exhaustive`."""
     cases = [
         pytest.param(before, after, id=f"{before} -> {after}", marks=pytest.mark.exhaustive if late else ())
-        for late, (before, after) in ((4 * index >= count, pair) for index, pair in enumerate(draw_pairs(world, count)))
+        for late, (before, after) in ((8 * index >= count, pair) for index, pair in enumerate(draw_pairs(world, count)))
     ]
     return pytest.mark.parametrize(("before", "after"), cases)
 

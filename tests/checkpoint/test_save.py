@@ -28,8 +28,6 @@ from shardway.ranks.start import Ranks
 from shardway.rundir.directory import RunDir
 from trained import assert_same_bits, make_trained, train_on, whole_state
 
-pytestmark = pytest.mark.slow  # test_core.py holds what `make check` runs of this
-
 LARGER = TransformerShape(vocab=1024, dim=128, layers=1, heads=2, kv_heads=2, ffn_dim=128)
 """2.7 MB with its optimizer state, so that what a file costs beside its tensors hardly counts."""
 

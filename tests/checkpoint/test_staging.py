@@ -27,7 +27,6 @@ def flatten(tensors: Tensors, place: str = "") -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 2), (2, 1)])
 @ranks(2)
 def test_what_is_staged_stays_as_it_was(rank: int, shape: tuple[int, int]) -> None:

@@ -46,7 +46,6 @@ def test_a_state_put_back_gives_the_same_draws(seed: int, rank: int, drawn: int)
     assert [draw() for _ in range(3)] == expected
 
 
-@pytest.mark.slow
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**40), rank=st.integers(0, 5000))
 def test_a_state_has_one_shape_whatever_it_holds(seed: int, rank: int) -> None:

@@ -46,7 +46,6 @@ def order(tensor: torch.Tensor) -> tuple[int, float]:
     return tensor.numel(), float(tensor.double().sum())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("words", [("parallel.tp=2",), ("parallel.pp=2",), ("parallel.cp=2",)])
 @ranks(2)
 def test_a_run_of_any_layout_is_read_by_the_library(rank: int, tmp_path: Path, words: tuple[str, ...]) -> None:
@@ -102,7 +101,6 @@ def test_verify_of_no_run(shardway: Shardway) -> None:
     assert "none holds no checkpoint" in ended.err
 
 
-@pytest.mark.slow
 def test_export_says_what_it_wrote(shardway: Shardway, tmp_path: Path) -> None:
     write_text(tmp_path)
     assert shardway("train", *TINY, "--dir", "runs/a").code == 0

@@ -368,7 +368,6 @@ def test_no_checkpoint_is_whole(
     assert kept(trained) == before
 
 
-@pytest.mark.slow
 def test_a_full_disk(shardway: Shardway, golden: Golden, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = kept(trained)
     usage = shutil.disk_usage(trained)

@@ -17,6 +17,8 @@ from shardway.cli.train import Telling, _failure_told
 from shardway.errors import Bug, JobError, LostContact, ShardwayError, SiteError, UserError
 from shardway.rundir.attempts import VARIABLE, Attempt
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 
 def ending(error: BaseException) -> int:
     def work() -> None:
@@ -145,7 +147,6 @@ def test_the_process_ends_with_the_code() -> None:
     assert done.stderr.startswith("shardway: there is no key train.step;")
 
 
-@pytest.mark.slow
 def test_a_reader_that_went_away_is_no_error() -> None:
     """`shardway config schema | head -1`"""
     reading, writing = os.pipe()
@@ -155,7 +156,6 @@ def test_a_reader_that_went_away_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.slow
 def test_the_error_of_all_ranks_is_told_once(tmp_path: Path, shardway: Shardway) -> None:
     alone = shardway("train", *TINY, "--dir", "alone")
     words = ["train", *TINY, "--nproc", "2", "--dir", "two"]
@@ -164,7 +164,6 @@ def test_the_error_of_all_ranks_is_told_once(tmp_path: Path, shardway: Shardway)
     assert alone.code == 2
 
 
-@pytest.mark.slow
 def test_two_ranks_finish_with_0(tmp_path: Path) -> None:
     write_text(tmp_path)
     done = start("train", *TINY, "--nproc", "2", "--dir", "two", "--json", capture_output=True, cwd=tmp_path)
@@ -198,7 +197,6 @@ main.main()
 """
 
 
-@pytest.mark.slow
 def test_a_thread_that_waits_for_another_node_does_not_change_the_code() -> None:
     """torch's store, and pybind11 around it, end a process with SIGABRT where a call comes back as it ends."""
     ended = subprocess.run([sys.executable, "-c", LEAVES_A_THREAD], capture_output=True, text=True, timeout=120)

@@ -27,7 +27,6 @@ def losses(run: Path) -> list[float]:
     return [event["loss"] for event in RunDir(run).events() if event["event"] == "step"]
 
 
-@pytest.mark.slow
 def test_a_run_is_exported_imported_and_the_same(shardway: Shardway, tmp_path: Path) -> None:
     write_text(tmp_path)
     assert shardway("train", *RUN, "--dir", "a").code == 0
@@ -79,7 +78,6 @@ def test_what_is_refused_is_one_message_and_nothing_is_written(shardway: Shardwa
     assert not (tmp_path / "harm was done").exists()
 
 
-@pytest.mark.slow
 def test_a_model_of_the_library_gives_the_same_logits_and_losses(shardway: Shardway, tmp_path: Path) -> None:
     """Into Shardway's own transformer, in bf16 files that are cut in several, and into the library's."""
     save_tiny(tmp_path / "hub", "llama", file_size="20KB", rms_norm_eps=1e-5)
@@ -110,7 +108,6 @@ def test_a_model_of_the_library_gives_the_same_logits_and_losses(shardway: Shard
     assert losses(tmp_path / "direct") == losses(tmp_path / "imported")  # both begin with a fresh optimizer
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "mixtral", "qwen3_moe"])
 def test_other_families_come_in_as_torch_saves_them(family: str, shardway: Shardway, tmp_path: Path) -> None:
     """Tied embeddings, norms of queries and keys, stacks of experts; half of the range of numbers."""

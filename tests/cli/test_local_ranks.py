@@ -512,7 +512,6 @@ def test_a_second_signal_leaves_no_request_for_the_next_start(run: RunDir, monke
     }
 
 
-@pytest.mark.slow
 def test_a_run_that_was_stopped_says_how_to_go_on(shardway: Shardway, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(run: RunDir, on_stop: Callable[[], None]) -> None:
         run.write_status(state="stopped", reason="SIGINT", step=3)
@@ -532,7 +531,6 @@ def test_a_run_that_was_stopped_says_how_to_go_on(shardway: Shardway, monkeypatc
 PATHS = st.none() | st.sampled_from(["a.toml", "a b/c", "/é"]).map(Path)
 
 
-@pytest.mark.slow
 @settings(max_examples=25)
 @given(st.builds(Request, PATHS, st.lists(st.text(max_size=9), max_size=3).map(tuple), PATHS, st.booleans()))
 def test_a_request_arrives_as_it_was_sent(request_: Request) -> None:

@@ -16,7 +16,6 @@ from shardway.checkpoint.seal import seal_file
 from shardway.checkpoint.shards import table
 from shardway.checkpoint.shards.table import Chunk, Row, Table, shard_name, write_table
 from shardway.rundir.directory import RunDir
-from speed import mostly_slow
 
 BLOCK = """
 import sys
@@ -95,7 +94,7 @@ def is_quick(tries: list[float], libraries: list[float], limit: float) -> bool:
     return bool(tries) and min(tries) < limit * statistics.median(libraries)
 
 
-@pytest.mark.parametrize("name", mostly_slow(ANSWERS, *TIMED))
+@pytest.mark.parametrize("name", ANSWERS)
 def test_a_verb_answers_without_torch(name: str, folder: Path) -> None:
     done, used_s = run_python(folder, CODE, *ANSWERS[name])
     assert (done.returncode, done.stderr) == (0, "")
@@ -110,7 +109,6 @@ def test_a_verb_answers_without_torch(name: str, folder: Path) -> None:
     assert is_quick(tries, libraries, limit)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("word", "told"), [("train.step=5", "did you mean train.steps?"), ("data.path=gone", '"gone" does not exist')]
 )
@@ -120,7 +118,6 @@ def test_a_mistake_is_told_without_torch(word: str, told: str, folder: Path) -> 
     assert told in done.stderr
 
 
-@pytest.mark.slow
 def test_tensors_are_listed_and_not_compared_without_torch(folder: Path) -> None:
     done, _ = run_python(folder, CODE, "checkpoint", "inspect", "runs/b")
     assert (done.returncode, done.stderr) == (0, "")

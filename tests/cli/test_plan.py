@@ -11,7 +11,6 @@ from command_line import Shardway
 
 from golden_files import Golden, golden_names
 from page_tables import check_block
-from speed import mostly_slow
 
 A100 = ("--gpu", "a100-sxm4-80gb")
 EXAMPLE = ("plan", "llama3-8b", "--on", "leonardo-booster", "--nodes", "16", "--tokens", "100e9")
@@ -30,7 +29,6 @@ LABELS = (
 )
 
 
-@pytest.mark.slow
 def test_the_table_on_the_page(shardway: Shardway, request: pytest.FixtureRequest) -> None:
     done = shardway(*EXAMPLE)
     assert (done.code, done.err) == (0, "")
@@ -38,7 +36,6 @@ def test_the_table_on_the_page(shardway: Shardway, request: pytest.FixtureReques
     check_block(request, "plan.md", "the table of a plan", "console", [command, *done.out.splitlines()])
 
 
-@pytest.mark.slow
 def test_every_line_of_the_table_is_explained(shardway: Shardway) -> None:
     page = (Path(__file__).parents[2] / "docs/plan.md").read_text(encoding="utf-8")
     labels = {line.split("  ")[0] for line in shardway(*EXAMPLE).out.splitlines() if line[:1].isalpha()}
@@ -49,7 +46,6 @@ def test_every_line_of_the_table_is_explained(shardway: Shardway) -> None:
     assert told | headings <= explained
 
 
-@pytest.mark.slow
 def test_the_curve_on_the_page(shardway: Shardway, request: pytest.FixtureRequest) -> None:
     words = ("plan", "llama3-8b", "--on", "leonardo-booster", "--nodes", "16", "--curve", "4,16,64,256")
     lines = ["$ shardway " + " ".join(words), *shardway(*words).out.splitlines()]
@@ -57,7 +53,6 @@ def test_the_curve_on_the_page(shardway: Shardway, request: pytest.FixtureReques
     check_block(request, "plan.md", "the curve of a plan", "console", lines)
 
 
-@pytest.mark.slow
 def test_facts_are_those_of_the_table(shardway: Shardway) -> None:
     table, facts = shardway(*EXAMPLE).out, json.loads(shardway(*EXAMPLE, "--json").out)
     plan, run = facts["plan"], facts["run"]
@@ -72,7 +67,6 @@ def test_facts_are_those_of_the_table(shardway: Shardway) -> None:
     assert run["gpu_hours"] == pytest.approx(64 * run["wall_seconds"]["total_seconds"] / 3600)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("topic", ["memory", "time", "layout"])
 def test_an_explanation_adds_up_to_the_table(shardway: Shardway, topic: str) -> None:
     facts = json.loads(shardway("plan", "gpt2-xl", *A100, "--json").out)["plan"]
@@ -84,7 +78,6 @@ def test_an_explanation_adds_up_to_the_table(shardway: Shardway, topic: str) -> 
     }[topic] in told
 
 
-@pytest.mark.slow
 def test_what_does_not_fit_is_told_with_what_would_help(shardway: Shardway) -> None:
     done = shardway("plan", "llama3-70b", *A100, "--no-offload")
     assert done.code == 0
@@ -127,7 +120,6 @@ def make():
 """
 
 
-@pytest.mark.slow
 def test_a_module_of_ones_own_is_counted_once(shardway: Shardway, tmp_path: Path) -> None:
     Path("own.py").write_text(OWN, encoding="utf-8")
     Path("my.toml").write_text("", encoding="utf-8")
@@ -162,14 +154,12 @@ def test_a_layout_is_handed_to_another_library(shardway: Shardway, tmp_path: Pat
     assert "written: to/torchtitan.toml" in done.out
 
 
-@pytest.mark.slow
 def test_a_page_is_written(shardway: Shardway) -> None:
     done = shardway("plan", "gpt2-xl", *A100, "--html", "plan.html")
     assert (done.code, done.err) == (0, "written: plan.html\n")
     assert Path("plan.html").read_text(encoding="utf-8").startswith("<!")
 
 
-@pytest.mark.slow
 def test_what_a_site_measured_stands_before_what_is_shipped(shardway: Shardway) -> None:
     text = (Path(__file__).parents[2] / "src/shardway/sites/leonardo-booster.toml").read_text(encoding="utf-8")
     Path("mine.toml").write_text(text + "\n[measured]\nmatmul = 0.35\n", encoding="utf-8")
@@ -224,7 +214,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(REFUSED, "unknown-gpu", "absurd-sizes", "unknown-words", "no-machine"))
+@pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_is_told_in_a_sentence(shardway: Shardway, golden: Golden, name: str) -> None:
     done = shardway("plan", *REFUSED[name])
     assert done.code in (2, 3)
@@ -247,7 +237,6 @@ def test_no_refusal_is_left_over() -> None:
 H100 = ("--gpu", "h100-sxm5-80gb")
 
 
-@pytest.mark.slow
 def test_a_run_is_planned_for_the_machine_that_is_named_and_not_for_this_one(shardway: Shardway) -> None:
     Path("my.toml").write_text('[run]\ndevice = "cuda"\n[precision]\ncompute = "float8"\n', encoding="utf-8")
     done = shardway("plan", "my.toml", *H100, "--gpus", "2", "--json")
@@ -255,7 +244,6 @@ def test_a_run_is_planned_for_the_machine_that_is_named_and_not_for_this_one(sha
     assert json.loads(done.out)["plan"]["layout"]["precision"] == "fp8"
 
 
-@pytest.mark.slow
 def test_experts_of_a_run_are_split_by_the_tensor_axis_as_the_engine_splits_them(shardway: Shardway) -> None:
     words = ("model.experts=4", "parallel.tp=2", "parallel.dp_shard=4", "parallel.ep=4", "train.global_batch=64")
     Path("my.toml").write_text("", encoding="utf-8")
@@ -268,21 +256,18 @@ def test_experts_of_a_run_are_split_by_the_tensor_axis_as_the_engine_splits_them
         assert (layout["dp_shard"] * layout["cp"]) % layout["ep"] == 0
 
 
-@pytest.mark.slow
 def test_degrees_beside_experts_are_kept(shardway: Shardway) -> None:
     words = ("plan", "mixtral-8x7b", *H100, "--nodes", "4", "--layout", "ep=4,dp_shard=8", "--json")
     layout = json.loads(shardway(*words).out)["plan"]["layout"]
     assert (layout["ep"], layout["dp_shard"]) == (4, 8)
 
 
-@pytest.mark.slow
 def test_a_counted_model_of_tokens_has_as_many_steps_as_its_tokens_take(shardway: Shardway) -> None:
     Path("my.toml").write_text("[data]\nseq_len = 512\n[train]\nglobal_batch = 64\n", encoding="utf-8")
     done = shardway("plan", "my.toml", *A100, "--gpus", "1", "--trace", "--tokens", "1e9", "--json")
     assert json.loads(done.out)["run"]["steps"] == -(-(10**9) // (512 * 64))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -300,7 +285,6 @@ def test_it_answers(shardway: Shardway, words: tuple[str, ...]) -> None:
     assert "does not fit" not in done.out or "cp=8" in words
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "body", ["def make(x): return x", "import nowhere", "def make(:", "def make(): raise KeyError(1)"]
 )

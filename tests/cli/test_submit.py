@@ -25,7 +25,6 @@ from shardway.launch.submission import submit
 from shardway.launch.submission.checks import numbers, words
 from shardway.rundir.directory import RunDir
 from shardway.sites.load import list_sites, load_site
-from speed import mostly_slow
 
 Setup = Callable[[Path], object]
 
@@ -144,13 +143,6 @@ ORDERS = [
     ),
 ]
 CASES = {case.name: case for case in (*NUMBERS, *WORDS, *PLACES, *ORDERS)}
-FAST = (
-    "walltime-over-limit",
-    "secret-in-the-run-file",
-    "script-that-is-no-python",
-    "many-mistakes",
-    "all-in-one-round",
-)
 REFUSALS = ("refused-account", "no-sbatch", "still-queued")
 
 
@@ -171,7 +163,7 @@ def tell(folder: Path, words: tuple[str, ...], said: str, code: int) -> str:
     return f"$ shardway {quoted}\n{said}exit code {code}\n".replace(str(folder), "/home/alice/work")
 
 
-@pytest.mark.parametrize("name", mostly_slow(CASES, *FAST))
+@pytest.mark.parametrize("name", CASES)
 def test_a_mistake_is_told_before_the_queue(name: str, shardway: Shardway, golden: Golden, tmp_path: Path) -> None:
     case = CASES[name]
     case.setup(tmp_path)
@@ -266,7 +258,6 @@ def test_the_dry_run_is_the_script(slurm: Path, shardway: Shardway) -> None:
     assert dry.out.replace(tokens[0][1], "TOKEN") == kept.replace(tokens[1][1], "TOKEN")  # type: ignore[index]
 
 
-@pytest.mark.slow
 def test_a_second_submission_meets_the_first(slurm: Path, shardway: Shardway, golden: Golden) -> None:
     assert shardway(*SUBMIT).code == 0
     ended = shardway(*SUBMIT)
@@ -274,7 +265,6 @@ def test_a_second_submission_meets_the_first(slurm: Path, shardway: Shardway, go
     assert (slurm / "taken").read_text() == "x\n"
 
 
-@pytest.mark.slow
 def test_a_refusal_is_explained(slurm: Path, shardway: Shardway, golden: Golden) -> None:
     said = "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified\n"
     (slurm / "refuse").write_text(said)
@@ -283,7 +273,6 @@ def test_a_refusal_is_explained(slurm: Path, shardway: Shardway, golden: Golden)
     assert not RunDir(slurm / "run").attempt(1).path.exists()
 
 
-@pytest.mark.slow
 def test_no_sbatch_is_told(slurm: Path, shardway: Shardway, golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ls", "mkdir", "rm", "test", "sed", "find"):
         (slurm / "tools" / name).symlink_to(f"/usr/bin/{name}")
@@ -306,7 +295,6 @@ def test_a_scheduler_that_is_down_is_told_while_it_is_tried_again(
     assert json.loads(ended.out)["job"] == "1"
 
 
-@pytest.mark.slow
 def test_two_people_at_once_submit_one_job(slurm: Path) -> None:
     """Two processes; the one that is late is told."""
     ended = []
@@ -351,7 +339,6 @@ def words_for(site: str, runtime: str) -> list[str]:
     return ["submit", "--on", site, "--dry-run", "--walltime", "1h", "site.account=proj1", *image, *starter]
 
 
-@pytest.mark.slow
 def test_dry_runs_of_every_site_and_container_need_no_torch(tmp_path: Path) -> None:
     lines = [line for site in list_sites() for runtime in RUNTIMES if (line := words_for(site, runtime))]
     done, _ = run_python(tmp_path, ALL, json.dumps(lines))
@@ -359,7 +346,6 @@ def test_dry_runs_of_every_site_and_container_need_no_torch(tmp_path: Path) -> N
     assert done.stdout.count("#!/bin/bash\n") == len(lines) > 60
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("site", "runtime"), [("jupiter", "none"), ("aspire2a-plus", "enroot")])
 def test_a_dry_run_is_quick(site: str, runtime: str, tmp_path: Path) -> None:
     tries, libraries = list[float](), list[float]()

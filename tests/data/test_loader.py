@@ -34,6 +34,8 @@ from shardway.data.sources.base import Source
 from shardway.errors import Bug, JobError, UserError
 from shardway.runfile.schema import DataSection
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 IN_PROCESS = LoaderOptions()
 WORKERS = LoaderOptions(workers=2, prefetch=1)
 
@@ -120,7 +122,6 @@ def test_the_order_of_samples_does_not_depend_on_the_world(world: int, samples: 
     assert found == expected_ids(order, 12, 24, 9)
 
 
-@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     samples=st.integers(1, 60),
@@ -255,7 +256,6 @@ def test_a_dataset_that_cannot_be_sent_to_a_worker_is_refused() -> None:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("world", "prefetch"), [(1, 1), (3, 4)])
 def test_workers_read_the_same_and_are_gone_when_the_iterator_is(world: int, prefetch: int) -> None:
     source, order, options = make_source(), Order(40, 1), LoaderOptions(workers=2, prefetch=prefetch)
@@ -273,7 +273,6 @@ def test_workers_read_the_same_and_are_gone_when_the_iterator_is(world: int, pre
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.slow
 def test_signals_of_the_job_do_not_end_workers() -> None:
     with_workers = StepLoader(Numbers(400), Order(400, 0), Share(4), WORKERS).batches(0)
     next(with_workers)
@@ -286,7 +285,6 @@ def test_signals_of_the_job_do_not_end_workers() -> None:
     assert list_workers() == []
 
 
-@pytest.mark.slow
 def test_what_a_dataset_draws_depends_on_the_position_not_on_the_worker() -> None:
     def draws(options: LoaderOptions, position: int, steps: int) -> list[list[float]]:
         loader = StepLoader(Augmented(40), Order(40, 0), Share(4), options)
@@ -299,7 +297,6 @@ def test_what_a_dataset_draws_depends_on_the_position_not_on_the_worker() -> Non
     assert len({tuple(step[1]) for step in whole}) == 6
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("of_torch", [True, False])
 def test_a_dead_worker_is_told_where_its_batch_is_waited_for_and_nowhere_else(
     of_torch: bool, monkeypatch: pytest.MonkeyPatch
@@ -323,7 +320,6 @@ def test_a_dead_worker_is_told_where_its_batch_is_waited_for_and_nowhere_else(
     assert list_workers() == []
 
 
-@pytest.mark.slow
 def test_a_dead_worker_ends_the_job_with_a_sentence() -> None:
     loader = StepLoader(Faulty(40, "die"), Order(40, 0, shuffle=False), Share(4), WORKERS)
     with pytest.raises(JobError) as caught:
@@ -334,7 +330,6 @@ def test_a_dead_worker_ends_the_job_with_a_sentence() -> None:
     assert list_workers() == []
 
 
-@pytest.mark.slow
 def test_an_error_in_a_worker_arrives_as_it_is(tmp_path: Path) -> None:
     loader = StepLoader(Faulty(40, "raise"), Order(40, 0, shuffle=False), Share(4), WORKERS)
     with pytest.raises(LookupError, match="sample 11 is bad"):
@@ -363,7 +358,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "pass", "raise SystemExit(0)"])
 def test_no_worker_outlives_its_rank(tmp_path: Path, end: str) -> None:
     script = tmp_path / "rank.py"

@@ -14,6 +14,8 @@ from shardway.data.sources.base import Slice, Source
 from shardway.errors import UserError
 from shardway.runfile.schema import DataSection
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 
 @pytest.fixture
 def tokens(tmp_path: Path) -> Path:
@@ -147,7 +149,6 @@ def test_a_file_that_the_system_refuses_is_one_problem(tokens: Path, monkeypatch
     )
 
 
-@pytest.mark.slow
 def test_data_is_opened_without_torch_and_without_tokenizers(tokens: Path) -> None:
     script = (
         "import sys; sys.modules.update(dict.fromkeys(['torch', 'tokenizers', 'sentencepiece']))\n"

@@ -48,7 +48,7 @@ def test_keys_are_those_of_splitmix64() -> None:
     assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
-@pytest.mark.parametrize("samples", [*SIZES[:-1], pytest.param(SIZES[-1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("samples", SIZES)
 def test_an_epoch_is_every_sample_once(samples: int) -> None:
     order = Order(samples, seed=5)
     for epoch in (0, 3):

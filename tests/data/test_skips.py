@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,7 +63,6 @@ def test_any_attempts_of_any_worlds_read_the_rest_in_order(
     assert position == kept[-1] + 1
 
 
-@pytest.mark.slow
 @settings(max_examples=60)
 @given(batch=st.integers(1, 9), pairs=PAIRS, later=PAIRS, cuts=CUTS)
 def test_a_span_that_is_added_jumps_over_what_lies_ahead_alone(

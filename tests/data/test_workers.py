@@ -17,6 +17,8 @@ import pytest
 from shardway.data.workers import ended_workers, isolation
 from shardway.errors import JobError
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 
 class Answers:
     """An iterator of a DataLoader whose workers abort while they are shut down."""
@@ -105,7 +107,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
 def test_a_worker_that_is_stopped_goes_with_its_rank_all_the_same() -> None:
     """It cannot see that the rank is gone."""
     with subprocess.Popen([sys.executable, "-c", RANK], stdout=subprocess.PIPE, text=True) as rank:

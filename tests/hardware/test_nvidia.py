@@ -73,7 +73,6 @@ def test_a_field_that_is_unknown_voids_no_other(install) -> None:  # type: ignor
     assert "throttle_now" not in state.columns
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("listed", "pending", "answer", "said"),
     [
@@ -118,7 +117,6 @@ def test_amd_devices_are_nodes_with_simd_units(tmp_path: Path) -> None:
     assert has_device_files(tmp_path)
 
 
-@pytest.mark.slow
 def test_commands_run_side_by_side_and_their_children_end_with_them(tmp_path: Path) -> None:
     child = tmp_path / "child"
     commands = [

@@ -14,7 +14,6 @@ from shardway.launch.schedulers.local import query
 from shardway.launch.submission.prepare import Order, prepare
 from shardway.resolve.request import Request
 from shardway.rundir.attempts import Submission
-from speed import mostly_slow
 
 
 class Hand:
@@ -34,7 +33,7 @@ class Hand:
         return Ran(process.returncode, out, self.job.folder.read_result())
 
 
-@pytest.mark.parametrize("scheduler", mostly_slow(["slurm", "local"], "slurm"))
+@pytest.mark.parametrize("scheduler", ["slurm", "local"])
 def test_a_script_that_was_printed_runs_once(scheduler: str, tmp_path: Path) -> None:
     hand = Hand(tmp_path, scheduler)
     first = hand.start()
@@ -62,7 +61,6 @@ def test_an_attempt_that_was_submitted_is_not_begun_by_hand(tmp_path: Path) -> N
     assert hand.start("6").state == "finished"
 
 
-@pytest.mark.slow
 def test_without_a_snapshot_the_code_itself_runs(tmp_path: Path) -> None:
     """Only where nothing was submitted: a snapshot that is gone is an error."""
     hand = Hand(tmp_path, "slurm")
@@ -90,7 +88,6 @@ def test_a_printed_script_knows_the_code_that_it_is_of(tmp_path: Path) -> None:
     assert f"cd {project} && say" in prepared.script
 
 
-@pytest.mark.slow
 def test_a_run_directory_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     hand = Hand(tmp_path, "slurm")
     hand.job.run.write_text("a file")

@@ -23,7 +23,6 @@ from shardway.launch.schedulers.local import query
 from shardway.rundir.attempts import Attempt, Ending, Result, Submission, parse_result, parse_started, parse_submission
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import EventWriter
-from speed import mostly_slow
 
 
 @dataclass
@@ -94,14 +93,12 @@ def test_an_attempt_that_finishes_needs_no_successor(chain: Chain) -> None:
     assert started.deadline - started.started == 2 * 3600
 
 
-@pytest.mark.slow
 def test_ranks_that_only_end_well_have_finished(chain: Chain) -> None:
     ran = chain.run(1, "exit 0")
     assert ran.result is not None
     assert (ran.code, ran.state, ran.result.by, ran.result.exit_code) == (0, "finished", "job script", 0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
 def test_a_crash_is_told_with_its_exit_code(scheduler: str, tmp_path: Path) -> None:
     chain = begin_chain(tmp_path, scheduler)
@@ -112,14 +109,12 @@ def test_a_crash_is_told_with_its_exit_code(scheduler: str, tmp_path: Path) -> N
     assert chain.submitted == 1
 
 
-@pytest.mark.slow
 def test_what_a_rank_wrote_stays(chain: Chain) -> None:
     ran = chain.run(1, chain.says(1, "crashed", failure="NaN", step=3) + "; exit 9")
     assert ran.result is not None
     assert (ran.code, ran.result.failure, ran.result.step, ran.result.by) == (9, "NaN", 3, "rank 0")
 
 
-@pytest.mark.slow
 def test_no_folder_to_run_in_is_a_crash(chain: Chain) -> None:
     text = chain.attempt(1).job_script.read_text()
     chain.attempt(1).job_script.write_text(text.replace(f"cd {chain.job.run} ", "cd /gone "))
@@ -128,7 +123,6 @@ def test_no_folder_to_run_in_is_a_crash(chain: Chain) -> None:
     assert "there is no folder to run in" in ran.said
 
 
-@pytest.mark.slow
 def test_the_end_of_the_wall_time_is_slurms(chain: Chain) -> None:
     chain.cluster.write("end", "2031-02-03T04:05:06\n")
     chain.run(1, "exit 0")
@@ -152,7 +146,6 @@ def walk(chain: Chain, programs: list[str], most: int = 9) -> tuple[list[str], s
     return states, said
 
 
-@pytest.mark.slow
 def test_the_same_failure_twice_stops_the_chain(chain: Chain) -> None:
     crash = [chain.says(number, "crashed", "IndexError", 4) + "; exit 1" for number in (1, 2)]
     states, said = walk(chain, [*crash, "exit 0"])
@@ -162,7 +155,6 @@ def test_the_same_failure_twice_stops_the_chain(chain: Chain) -> None:
     assert not chain.attempt(4).path.exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "word"),
     [
@@ -182,7 +174,6 @@ def test_a_chain_that_stops_says_that_memory_was_short_where_slurm_knows(chain: 
     assert third.state == "not_needed"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "saved", "state"), [(6, True, "not_needed"), (7, False, "not_needed"), (7, True, "crashed")]
 )
@@ -221,7 +212,6 @@ def test_the_step_of_an_end_is_that_of_the_last_event(tmp_path: Path) -> None:
     assert told() == "8"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second", "goes_on"),
     [
@@ -251,7 +241,6 @@ def test_when_a_chain_goes_on(
     assert ran.code == 0
 
 
-@pytest.mark.slow
 def test_a_script_without_steps_may_reach_its_deadline_again(tmp_path: Path) -> None:
     """Nobody can say whether it moved; only --max-attempts bounds it."""
     chain = begin_chain(tmp_path, own=False)
@@ -259,7 +248,6 @@ def test_a_script_without_steps_may_reach_its_deadline_again(tmp_path: Path) -> 
     assert states == ["deadline", "deadline", "deadline", "finished"]
 
 
-@pytest.mark.slow
 def test_the_last_attempt_queues_nobody(tmp_path: Path) -> None:
     chain = begin_chain(tmp_path, most=1)
     ran = chain.run(1, "exit 3")
@@ -267,7 +255,6 @@ def test_the_last_attempt_queues_nobody(tmp_path: Path) -> None:
     assert "attempt 0001 is the last that was asked for" in ran.said
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
 def test_a_successor_that_is_refused_leaves_nothing(scheduler: str, tmp_path: Path) -> None:
     chain = begin_chain(tmp_path, scheduler)
@@ -278,7 +265,6 @@ def test_a_successor_that_is_refused_leaves_nothing(scheduler: str, tmp_path: Pa
     assert "`shardway resume` queues it" in ran.said
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("scheduler", "job_id"), [("slurm", "102"), ("pbs", "102.server")])
 def test_how_the_successor_is_submitted(scheduler: str, job_id: str, tmp_path: Path) -> None:
     chain = begin_chain(tmp_path, scheduler)
@@ -292,7 +278,7 @@ def test_how_the_successor_is_submitted(scheduler: str, job_id: str, tmp_path: P
     assert submission.scheduler == scheduler
 
 
-@pytest.mark.parametrize("scheduler", mostly_slow(["slurm", "pbs"], "slurm"))
+@pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
 def test_a_successors_script_is_the_one_that_python_renders(scheduler: str, tmp_path: Path) -> None:
     """It differs in the four places that name the attempt, whatever stands in the arguments."""
     cluster = Cluster.make(tmp_path)
@@ -318,7 +304,6 @@ def test_a_successors_script_is_the_one_that_python_renders(scheduler: str, tmp_
 # --- stops
 
 
-@pytest.mark.slow
 def test_a_stop_while_queued_runs_nothing(chain: Chain) -> None:
     (chain.job.run / "stop").write_text("stopped by a person\n")
     ran = chain.run(1)
@@ -336,7 +321,6 @@ def test_what_a_person_has_resumed_meanwhile_is_let_be(chain: Chain) -> None:
     assert resumed.read_result() is None
 
 
-@pytest.mark.slow
 def test_a_stop_by_a_person_cancels_later_attempts(chain: Chain) -> None:
     ran = chain.run(1, 'echo stopped > "$SHARDWAY_STOP_FILE"; ' + chain.says(1, "stopped", step=2))
     assert (ran.code, ran.state, chain.cancelled) == (0, "stopped", ["102"])
@@ -345,7 +329,6 @@ def test_a_stop_by_a_person_cancels_later_attempts(chain: Chain) -> None:
     assert second.state == Ending.NOT_NEEDED
 
 
-@pytest.mark.slow
 def test_a_signal_that_only_its_stop_file_tells_of_is_no_persons_wish(chain: Chain) -> None:
     """Ranks were killed before they could say so themselves: the chain goes on, or the scheduler knows better."""
     ran = chain.run(1, 'echo "signal asked for a stop" > "$SHARDWAY_STOP_FILE"; exit 137')
@@ -377,7 +360,6 @@ def send(chain: Chain, number: int, program: str, what: signal.Signals) -> Ran:
 WAIT_FOR_STOP = 'while [ ! -e "$SHARDWAY_STOP_FILE" ]; do sleep 0.02; done; '
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("told", "goes_on"), [("PREEMPTED", True), ("NODE_FAIL", True), ("CANCELLED by 0", False)])
 def test_after_sigterm_the_scheduler_says_what_it_meant(chain: Chain, told: str, goes_on: bool) -> None:
     obey = '[ "$SLURM_PROCID" = 0 ] || { rm "$SHARDWAY_STOP_FILE"; exit 1; }; '  # one rank after the other here
@@ -393,7 +375,6 @@ def test_after_sigterm_the_scheduler_says_what_it_meant(chain: Chain, told: str,
     assert second.state == ("finished" if goes_on else "not_needed")
 
 
-@pytest.mark.slow
 def test_the_warning_before_the_wall_time_is_a_deadline(tmp_path: Path) -> None:
     chain = begin_chain(tmp_path, own=False)
     ran = send(chain, 1, WAIT_FOR_STOP + "exit 0", signal.SIGUSR2)
@@ -402,7 +383,6 @@ def test_the_warning_before_the_wall_time_is_a_deadline(tmp_path: Path) -> None:
     assert chain.run(2, "exit 0").state == "finished"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("told", "scheduler", "expected"),
     [
@@ -452,7 +432,6 @@ def test_an_exit_code_is_not_lost_to_a_signal_that_is_answered_meanwhile() -> No
 # --- two jobs of one attempt
 
 
-@pytest.mark.slow
 def test_a_second_job_of_an_attempt_does_nothing(chain: Chain) -> None:
     chain.run(1, "exit 3", job_id="101")
     before = chain.attempt(1).result_path.read_text()
@@ -463,7 +442,6 @@ def test_a_second_job_of_an_attempt_does_nothing(chain: Chain) -> None:
     assert len(chain.cluster.list_ranks()) == 2
 
 
-@pytest.mark.slow
 def test_a_requeued_job_goes_on(chain: Chain) -> None:
     """Its id is the same; the successor that it queued the first time is there."""
     chain.cluster.write("program", 'touch "$FAKES/running"; sleep 300')
@@ -519,7 +497,6 @@ def test_shell_reads_what_python_writes(tmp_path: Path) -> None:
     assert found == {"state": "crashed", "step": "12", "failure": "KeyError: 'x'", "reason": "a, b", "job": "7"}
 
 
-@pytest.mark.slow
 def test_python_reads_what_shell_writes(chain: Chain) -> None:
     chain.run(1, "exit 3")
     texts = {path.name: path.read_text() for path in chain.attempt(1).path.glob("*.json")}
@@ -573,7 +550,6 @@ def list_processes(mark: str) -> list[str]:
     return found
 
 
-@pytest.mark.slow
 def test_a_chain_of_this_machine(local: Local) -> None:
     """The first attempt reaches its deadline, the second finishes, the third is not needed."""
     first, second = (local.chain.says(1, "deadline", step=1), local.chain.says(2, "finished", step=2))
@@ -593,7 +569,6 @@ exec /bin/sleep "$@"
 """
 
 
-@pytest.mark.slow
 def test_the_wall_time_of_this_machine_ends(tmp_path: Path) -> None:
     """It ends when the ranks run: a job that is ended before it has begun says nothing."""
     chain = begin_chain(tmp_path, "local", most=1)

@@ -23,7 +23,6 @@ from shardway.sites import load as site_loading
 from shardway.sites.load import list_sites
 from shardway.sites.schema import ContainerRules, StartRules
 from shell_lint import complaints
-from speed import mostly_slow
 
 FOLDER = "job_scripts"
 FUNCTIONS = "# --- how an attempt begins and ends\n"
@@ -121,7 +120,7 @@ def prepare_for_site(site: str, monkeypatch: pytest.MonkeyPatch, *further: str) 
 MACHINE = Machine("laptop", None, 8, 8, 16 * 2**30, (), "3.11", "Linux")
 
 
-@pytest.mark.parametrize("site", mostly_slow(list_sites(), "aspire2a-plus", "jupiter"))
+@pytest.mark.parametrize("site", list_sites())
 def test_script_of_a_shipped_site(site: str, golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
     golden(head(prepare_for_site(site, monkeypatch)), f"{FOLDER}/site-{site}.sh")
 
@@ -159,7 +158,6 @@ def write_scripts(folder: Path, scripts: dict[str, str]) -> list[str]:
     return sorted(str(path) for path in folder.glob("*.sh"))
 
 
-@pytest.mark.slow
 def test_bash_reads_every_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = write_scripts(tmp_path, all_scripts(monkeypatch))
     check = 'for script in "$@"; do bash -n "$script" || echo "$script"; done'
@@ -167,7 +165,6 @@ def test_bash_reads_every_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (done.stdout, done.stderr) == ("", "")
 
 
-@pytest.mark.slow
 def test_shellcheck_has_nothing_to_say(tmp_path: Path) -> None:
     """Of a script for each scheduler that holds all functions; shorter ones only set what they do not use."""
     jobs = {name: make_job(name) for name in ("slurm", "pbs", "local")}
@@ -176,7 +173,6 @@ def test_shellcheck_has_nothing_to_say(tmp_path: Path) -> None:
     assert complaints(paths) == ""
 
 
-@pytest.mark.slow
 def test_every_block_of_shell_is_in_a_script() -> None:
     """A function that no script holds is dead."""
     named = {

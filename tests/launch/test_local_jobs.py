@@ -87,7 +87,6 @@ def test_a_job_lives_as_long_as_what_it_started(folder: Path) -> None:
     wait_until(lambda: look(job)[0].phase is Phase.ENDED)  # though its clock goes on
 
 
-@pytest.mark.slow
 def test_a_job_is_ended_with_all_that_it_started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(query, "GRACE_S", 1)
     job = submit(write(folder / "job.sh", KEEPS_ON.format(folder)))
@@ -113,7 +112,6 @@ def test_a_number_that_is_another_process_by_now_is_left_alone(folder: Path) -> 
 WAITS = "# local base.0002.x\nafter=0001\n" + "while kill -0 ${1%.*} 2>/dev/null; do sleep 0.1; done\n"
 
 
-@pytest.mark.slow
 def test_a_job_that_follows_another_waits(folder: Path) -> None:
     first = submit(write(folder / "first.sh", f"echo $$ > {folder}/first.pid; sleep 300\n"))
     second = submit(write(folder / "job.sh", WAITS), first)

@@ -39,7 +39,6 @@ def test_what_the_doctor_prints_is_in_its_file(cluster: Cluster) -> None:
     assert sorted(said.splitlines()) == ["disk warn from 0", "disk warn from 1"]
 
 
-@pytest.mark.slow
 def test_what_ranks_print_is_kept_where_pbs_cannot_name_the_log(cluster: Cluster) -> None:
     cluster.write("program", 'echo "loss of $NODE"')
     said = run(make_job("pbs"), cluster, "it's 100%").said
@@ -60,8 +59,8 @@ here=$PWD secrets=/nonexistent nodes=(a b) carried=(PATH)
     ("program", "code"),
     [
         ("exit 0", 0),
-        pytest.param("exit $((NODE * 3))", 3, marks=pytest.mark.slow),
-        pytest.param('[ "$NODE" = 1 ] && sleep 60 || exit 127', 127, marks=pytest.mark.slow),
+        pytest.param("exit $((NODE * 3))", 3),
+        ('[ "$NODE" = 1 ] && sleep 60 || exit 127', 127),
     ],
 )
 def test_how_the_nodes_ended_is_their_own_word(program: str, code: int, tmp_path: Path) -> None:
@@ -83,7 +82,7 @@ export -f module
 """
 
 
-@pytest.mark.parametrize("starter", ["torchrun", pytest.param("mpirun", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("starter", ["torchrun", "mpirun"])
 def test_what_modules_set_is_carried_to_every_node(starter: str, cluster: Cluster) -> None:
     job = make_job("pbs", starter)
     job = replace(job, around=replace(job.around, modules=("torch/2.5",), secret_names=("HF_TOKEN",)))
@@ -99,7 +98,6 @@ def test_what_modules_set_is_carried_to_every_node(starter: str, cluster: Cluste
     assert not [word for word in words if "_ModuleTable" in word or "hf_secret" in word]
 
 
-@pytest.mark.slow
 def test_open_mpi_starts_its_daemons_from_here_and_as_they_are_found_here(cluster: Cluster, tmp_path: Path) -> None:
     found = {"PATH": f"{cluster.path}/bin:/usr/bin:/bin", "LD_LIBRARY_PATH": "/mpi/lib", "TMPDIR": str(tmp_path)}
     assert run(make_job("pbs", "mpirun"), cluster, "it's 100%", **found).state == "finished"
@@ -113,7 +111,6 @@ def test_open_mpi_starts_its_daemons_from_here_and_as_they_are_found_here(cluste
     assert (cluster.path / "of-the-job").read_text() == "-mca a b\n"
 
 
-@pytest.mark.slow
 def test_mpirun_tells_every_node_where_containers_are(cluster: Cluster) -> None:
     use = ContainerUse("enroot", "/i.sqsh", (), ContainerRules(by_scheduler=True, data_path="/raid/$PBS_JOBID"))
     assert run(make_job("pbs", "mpirun", "enroot", container=use), cluster).state == "finished"
@@ -121,7 +118,6 @@ def test_mpirun_tells_every_node_where_containers_are(cluster: Cluster) -> None:
     assert ("-x", "ENROOT_DATA_PATH") in list(pairwise(words))
 
 
-@pytest.mark.slow
 def test_enroot_has_a_folder_to_run_in_where_the_one_of_the_login_is_not(cluster: Cluster) -> None:
     cluster.write("program", 'echo "$XDG_RUNTIME_DIR"')
     (cluster.path / "bin/enroot").unlink()
@@ -136,7 +132,7 @@ def test_enroot_has_a_folder_to_run_in_where_the_one_of_the_login_is_not(cluster
 # --- enroot refuses a name that is there, and keeps containers in the home folder unless told otherwise
 
 
-@pytest.mark.parametrize("scheduler", ["slurm", pytest.param("pbs", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
 def test_each_node_has_a_container_of_its_own(scheduler: str, cluster: Cluster) -> None:
     (cluster.path / "bin/uname").write_text('#!/bin/bash\necho "node${NODE-$SLURM_NODEID}"\n')
     (cluster.path / "bin/uname").chmod(0o755)

@@ -176,7 +176,6 @@ def test_a_snapshot_arrives_with_its_record_and_its_diff(desk: Desk) -> None:
     assert "+odd: \ufffd\ufffd it's\n".encode() in diff
 
 
-@pytest.mark.slow
 def test_all_that_a_snapshot_here_has_is_there_too(desk: Desk) -> None:
     there = desk.send().prepared.job.folder.path
     here = send(replace(desk.order(), request=Request(None, ("site.venv=none",), desk.path / "here")), LocalHost())
@@ -197,7 +196,6 @@ def test_the_attempts_are_listed_once(desk: Desk) -> None:
     assert desk.host.count("ls") == 1
 
 
-@pytest.mark.slow
 def test_an_interrupted_submission_is_found_with_one_listing(desk: Desk) -> None:
     desk.lose("silent")
     sent = desk.send()
@@ -205,7 +203,6 @@ def test_an_interrupted_submission_is_found_with_one_listing(desk: Desk) -> None
     assert (desk.host.count("ls"), desk.host.count("sbatch")) == (1, 0)
 
 
-@pytest.mark.slow
 def test_one_that_did_not_get_through_is_submitted_under_its_number(desk: Desk) -> None:
     desk.lose()
     dry = prepare(desk.order(), desk.host)
@@ -224,7 +221,6 @@ def test_one_that_did_not_get_through_is_submitted_under_its_number(desk: Desk) 
     assert (submission.job, submission.token) == ("101", sent.prepared.job.token)
 
 
-@pytest.mark.slow
 def test_what_is_still_queued_is_not_submitted_again(desk: Desk) -> None:
     desk.send()
     with pytest.raises(UserError, match="has attempt 1 queued as job 101"):

@@ -264,7 +264,6 @@ def test_run_directories_are_linked_and_never_copied(project: Path) -> None:
     assert links(plan) == {"runs/first": "run directory", "runs/second": "run directory"}
 
 
-@pytest.mark.slow
 def test_submodules_and_clones_inside_are_copied(project: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     put(other / "lib.py")
@@ -462,7 +461,6 @@ def test_files_are_copied_where_bytes_cannot_be_shared(
     assert (tmp_path / "1" / "code" / "train.py").read_bytes() == (project / "train.py").read_bytes()
 
 
-@pytest.mark.slow
 def test_five_thousand_files_take_no_longer_than_a_copy_of_their_repository(project: Path, tmp_path: Path) -> None:
     """In processor time of this process and of git: half of it. Other work that shares a core makes both slower."""
     for number in range(5000):

@@ -94,7 +94,6 @@ class Impatient(LocalHost):
         return Done(tuple(words), 128 + signal.SIGTERM, "", "", timed_out=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["lost", "hang"])
 def test_a_lost_answer_is_found_by_name(bench: Bench, lost: str) -> None:
     bench.answers(lost)
@@ -121,7 +120,6 @@ def test_a_host_that_is_no_login_node_is_named(bench: Bench) -> None:
         Submitter(Box()).submit(bench.job, {})
 
 
-@pytest.mark.slow
 def test_down_with_its_accounting_is_asked_again_too(bench: Bench) -> None:
     """A controller that could not be reached has certainly taken nothing."""
     bench.answers("down")
@@ -130,7 +128,6 @@ def test_down_with_its_accounting_is_asked_again_too(bench: Bench) -> None:
     assert bench.queue == ["101"]
 
 
-@pytest.mark.slow
 def test_nothing_is_handed_over_again_while_nobody_knows(bench: Bench) -> None:
     """The answer is lost, and then squeue and sacct are silent: a second sbatch could double the job."""
     bench.answers("lost")
@@ -140,7 +137,6 @@ def test_nothing_is_handed_over_again_while_nobody_knows(bench: Bench) -> None:
     assert (bench.queue, bench.noted(), len(bench.pauses)) == (["101"], "", 5)
 
 
-@pytest.mark.slow
 def test_the_same_command_later_finds_the_lost_job(bench: Bench) -> None:
     test_nothing_is_handed_over_again_while_nobody_knows(bench)
     last = read_ledger(LocalHost(), bench.job.run).last
@@ -155,7 +151,6 @@ def test_the_same_command_later_finds_the_lost_job(bench: Bench) -> None:
     assert (found.job, found.found, bench.noted()) == ("101", True, "101")
 
 
-@pytest.mark.slow
 def test_the_same_command_later_starts_again_where_nothing_got_through(bench: Bench) -> None:
     bench.answers(*["down"] * 6)
     with pytest.raises(SiteError, match="Slurm's controller does not answer"):
@@ -174,7 +169,6 @@ def test_a_refusal_leaves_nothing(bench: Bench) -> None:
     assert (bench.job.folder.path.exists(), bench.queue, bench.pauses) == (False, [], [])
 
 
-@pytest.mark.slow
 def test_a_missing_sbatch_is_told(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tools = tmp_path / "tools"
     tools.mkdir()
@@ -198,7 +192,6 @@ def test_an_interrupt_while_the_folder_is_filled_leaves_nothing(bench: Bench) ->
 # --- two at once
 
 
-@pytest.mark.slow
 def test_of_many_at_once_one_submits(bench: Bench) -> None:
     ended: list[object] = []
 
@@ -240,7 +233,6 @@ def test_one_that_is_being_submitted_is_left_alone(bench: Bench, written: bool) 
     assert (seen, bench.queue) == (["looked"], ["101"])
 
 
-@pytest.mark.slow
 def test_one_that_died_long_ago_is_cleared_away(bench: Bench) -> None:
     bench.job.folder.make()
     os.utime(bench.job.folder.path, (1e9, 1e9))
@@ -269,7 +261,6 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-@pytest.mark.slow
 def test_a_full_disk_leaves_nothing(bench: Bench, full_disk: Path) -> None:
     job = replace(bench.job, run=full_disk / "run")
     with pytest.raises(UserError, match="cannot be written: No space left on device"):
@@ -286,7 +277,6 @@ class FullAfterwards(LocalHost):
         super().write_files(files, executable=executable)
 
 
-@pytest.mark.slow
 def test_a_job_whose_id_cannot_be_noted_is_not_lost(bench: Bench) -> None:
     with pytest.raises(UserError, match=r"job 101 was submitted, but its id could not be noted: .*No space"):
         Submitter(FullAfterwards(), pause=bench.pauses.append).submit(bench.job, {})
@@ -306,7 +296,6 @@ def test_a_run_directory_that_cannot_be_made_is_told(bench: Bench) -> None:
         bench.submitter.submit(bench.job, {})
 
 
-@pytest.mark.slow
 def test_a_chain_ahead_is_submitted_link_by_link(bench: Bench) -> None:
     job = chained(bench.job, most=3, ahead=True)
     first = bench.submitter.submit(job, {})

@@ -177,7 +177,6 @@ Submitter(LocalHost()).submit(make_job("slurm", run=Path(sys.argv[2])), {}, fill
 """
 
 
-@pytest.mark.slow
 def test_a_submitter_that_is_killed_in_the_middle_is_followed_at_once(scene: Scene) -> None:
     words = [sys.executable, "-c", DIES, str(Path(__file__).parent), str(scene.job.run)]
     assert subprocess.run(words, check=False).returncode == -signal.SIGKILL

@@ -20,7 +20,7 @@ from shardway.launch.hosts.local import LocalHost
 from shardway.launch.job import ContainerUse, Job, Mount, Program
 from shardway.launch.script import quote, quote_expanding, quote_place
 from shardway.launch.submission.secrets import Secrets, read_secrets
-from speed import mostly_slow
+from speed import picked
 
 AWKWARD = (
     "",
@@ -57,15 +57,12 @@ LOOP = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 COMBINATIONS = {f"{s}-{starter}-{runtime}": (s, starter, runtime) for s, starter, runtime in list_combinations()}
-FAST = ("slurm-srun-podman",)
 
 
-def cases(*fast: str) -> list[Any]:
-    """All combinations; with a container ft_launcher is a further draw of torchrun, whose lines it has."""
-    further = re.compile(r"-ft_launcher-(?!none)")
-    marks = {name: (pytest.mark.exhaustive, pytest.mark.slow) for name in COMBINATIONS if further.search(name)}
-    drawn = [pytest.param(name, marks=marks[name], id=name) for name in marks]
-    return [*mostly_slow((name for name in COMBINATIONS if name not in marks), *fast), *drawn]
+def cases() -> list[Any]:
+    """All combinations; for `make test` each scheduler with each starter, and each container with one of them."""
+    usual = ("slurm-srun-", "pbs-mpirun-", "local-agent-")
+    return picked(COMBINATIONS, *(name for name in COMBINATIONS if name.endswith("-none") or name.startswith(usual)))
 
 
 Run = Callable[..., tuple[Ran, list[Rank], Cluster]]
@@ -149,7 +146,7 @@ def agents_know_each_other(ranks: list[Rank], job: Job) -> None:
         assert len(words[3].split()) == job.shape.nodes
 
 
-@pytest.mark.parametrize("name", cases(*FAST))
+@pytest.mark.parametrize("name", cases())
 def test_words_and_values_arrive_everywhere(name: str, run: Run) -> None:
     words, values = list(AWKWARD), {f"VALUE_{number}": value for number, value in enumerate(AWKWARD)}
     job = make_job(*COMBINATIONS[name])
@@ -167,7 +164,6 @@ def test_words_and_values_arrive_everywhere(name: str, run: Run) -> None:
         assert {rank.folder for rank in ranks} == {path / "attempts/0001/code"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", ["slurm", "pbs", "local"])
 @LOOP
 @given(words=WORDS, values=st.lists(TEXTS, max_size=4), folder=TEXTS, program=st.booleans())
@@ -186,7 +182,6 @@ def test_any_word_arrives(
         assert {name: rank.variables[name] for name in named} == named
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["pyxis", "apptainer", "podman", "charliecloud", "enroot"])
 def test_mounts_and_images_arrive(runtime: str, run: Run) -> None:
     image = "/my images/it's.sqsh"
@@ -210,7 +205,7 @@ SECRET_VALUES = st.text(
 ) | st.sampled_from(AWKWARD_SECRETS)
 
 
-@pytest.mark.parametrize("name", cases("pbs-torchrun-none"))
+@pytest.mark.parametrize("name", cases())
 def test_a_secret_reaches_the_ranks_and_nobody_else(name: str, run: Run) -> None:
     """It is in no file of the run and in no word of a process, also where the run names the same variable."""
     job = make_job(*COMBINATIONS[name])

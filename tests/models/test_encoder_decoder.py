@@ -92,7 +92,6 @@ def test_the_plan_fits_and_offers_no_cut():
     assert plan.last == ()
 
 
-@pytest.mark.slow
 def test_a_tiny_batch_is_learnt_by_heart():
     model, inputs = build(), tokens(4, 13)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

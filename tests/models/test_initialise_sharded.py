@@ -124,7 +124,6 @@ def apply_both(model, mesh) -> None:
     apply_fsdp(model, mesh["dp_shard"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3, 16])
 def test_a_fully_sharded_transformer_has_the_weights_of_a_whole_one(world):
     expected = reference_weights()
@@ -137,7 +136,6 @@ def test_a_fully_sharded_transformer_has_the_weights_of_a_whole_one(world):
                 assert torch.equal(value.to_local(), part), name
 
 
-@pytest.mark.slow
 def test_splits_over_tensor_and_shard_axes_keep_the_weights():
     expected = reference_weights()
     for rank in range(4):

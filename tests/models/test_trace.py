@@ -18,8 +18,6 @@ from shardway.plan.shapes.measured import Measured, measured_from_json
 from shardway.plan.shapes.section import shape_of_section
 from shardway.runfile.schema import ModelSection
 
-pytestmark = pytest.mark.slow
-
 SEQ, IMAGE = 24, (3, 8, 12)
 SIZES: dict[str, Any] = {"dim": 16, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 4, "ffn_dim": 32, "vocab": 40}
 LATENT = {"kv_heads": 4, "kv_rank": 8, "q_rank": 6, "rope_head_dim": 2, "value_head_dim": 6}
@@ -254,7 +252,6 @@ def test_a_module_that_cannot_be_copied_is_told() -> None:
 # --- models of the library
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "changes"),
     [

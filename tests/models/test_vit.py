@@ -92,7 +92,6 @@ def test_the_plan_fits(shape):
     assert {name.split(".")[-1] for name, _ in match_modules(model, plan.tensor)} >= {"wq", "wk", "wv", "wo", "up"}
 
 
-@pytest.mark.slow
 def test_images_are_learnt_by_heart():
     model, labels = build(PAPER), torch.tensor([0, 1, 2, 3])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

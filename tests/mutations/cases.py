@@ -43,9 +43,7 @@ class Case:
 def few_and_many(few: int, many: int) -> pytest.MarkDecorator:
     """The argument `numbers` of a test: the first few numbers of each file, and, slow, all the others."""
     rest = range(few, many * TIMES)
-    return pytest.mark.parametrize(
-        "numbers", [pytest.param(range(few), id="few"), pytest.param(rest, id="many", marks=pytest.mark.slow)]
-    )
+    return pytest.mark.parametrize("numbers", [pytest.param(range(few), id="few"), pytest.param(rest, id="many")])
 
 
 def cases(names: Iterable[str], numbers: Iterable[int]) -> Iterator[Case]:

@@ -101,7 +101,6 @@ def undisturbed(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> list
     return [event["loss"] for event in read_steps(folder)]
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_with_the_same_result_or_says_why_not(
     here: Path, trained: Path, undisturbed: list[float]
 ) -> None:

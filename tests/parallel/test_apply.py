@@ -24,8 +24,6 @@ from shardway.ranks.start import Ranks
 from shardway.runfile.schema import ParallelSection
 from trained import FP32, assert_same_bits, make_parallel, whole, whole_state
 
-pytestmark = pytest.mark.slow  # test_core.py holds what `make check` runs of this
-
 
 class Layer(nn.Module):
     def __init__(self, width: int = 8) -> None:

@@ -22,7 +22,6 @@ from shardway.runfile.schema import ParallelSection
 from shardway.train.loss import IGNORED, token_cross_entropy
 from shardway.train.passes import Passes, Portions
 from shardway.train.step import Moment, StepParts, StepResult, take_step
-from speed import mostly_slow
 from trained import FP32, plain, whole
 
 DENSE = TransformerShape(vocab=24, dim=16, layers=4, heads=4, kv_heads=2, ffn_dim=32, tied=False)
@@ -118,7 +117,7 @@ def check(shape: TransformerShape, keys: dict[str, Any]) -> None:
         assert error < 1e-6, (name, float(error))
 
 
-@pytest.mark.parametrize("name", mostly_slow(ALONE, "shard", "tensor, sequence", "pipeline 1f1b"))
+@pytest.mark.parametrize("name", ALONE)
 @ranks(2)
 def test_an_axis_alone_gives_the_true_gradient(rank: int, name: str) -> None:
     check(*ALONE[name])

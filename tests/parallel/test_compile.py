@@ -50,8 +50,8 @@ def is_compiled(module: nn.Module) -> bool:
     ("mode", "model_is", "blocks_are"),
     [
         ("off", False, False),
-        pytest.param("blocks", False, True, marks=pytest.mark.slow),
-        pytest.param("model", True, False, marks=pytest.mark.slow),
+        ("blocks", False, True),
+        ("model", True, False),
     ],
 )
 def test_a_mode_says_what_is_compiled(mode: str, model_is: bool, blocks_are: bool) -> None:
@@ -63,7 +63,6 @@ def test_a_mode_says_what_is_compiled(mode: str, model_is: bool, blocks_are: boo
     assert list(model.state_dict()) == names
 
 
-@pytest.mark.slow
 def test_a_model_without_blocks_is_one_block() -> None:
     model = nn.Linear(2, 2)
     apply_compile(model, [], CompileOptions("blocks"))
@@ -80,7 +79,6 @@ def _graphs_and_errors(model: nn.Module, parts: list[nn.Module], mode: str, expe
     return counter.frame_count, max(float((found[name] - plain[name]).abs().max()) for name in plain)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("mode", ["blocks", "model"])
 def test_it_is_one_graph_and_the_same_gradients(mode: str) -> None:
@@ -88,7 +86,6 @@ def test_it_is_one_graph_and_the_same_gradients(mode: str) -> None:
     assert _graphs_and_errors(model, list(model.blocks), mode, build_stack(10)) == (1, 0.0)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 def test_blocks_of_torchs_own_classes_are_compiled_too() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
@@ -103,7 +100,6 @@ def test_blocks_of_torchs_own_classes_are_compiled_too() -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.slow
 @ranks(2, timeout_s=120.0)
 def test_compiled_before_it_is_replicated_or_sharded(rank: int) -> None:
     """Both ranks take the same batch, so the mean of their gradients is that of one."""
@@ -172,7 +168,6 @@ def test_the_cache_folder_is_that_of_the_xdg_specification(tmp_path: Path, monke
     assert find_cache_folder() == tmp_path / ".cache"
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler's backend for CPUs needs g++")
 @pytest.mark.usefixtures("fresh_compiler")
 def test_what_was_compiled_is_found_again(tmp_path: Path) -> None:

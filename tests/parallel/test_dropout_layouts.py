@@ -10,8 +10,6 @@ from drawn_layouts import SMALL
 from pool import ranks
 from runs import pool_ranks, read_column, train_alone, train_tiny, worst_difference
 
-pytestmark = pytest.mark.slow
-
 DROPPING = ("model.dropout=0.3", "model.tied=false", "train.micro_batch=2", "train.steps=8")
 
 

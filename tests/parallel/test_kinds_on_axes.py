@@ -13,8 +13,7 @@ import pytest
 
 from pool import ranks
 from runs import COMMON, pool_ranks, read_column, read_named, train_alone, train_tiny, worst_difference
-
-pytestmark = pytest.mark.slow
+from speed import picked
 
 TOLERANCE = 1e-5
 STEPS = 5
@@ -89,9 +88,15 @@ CASES = [
     Case("mlp", "pp"),
     Case("encoder_decoder", "dp_shard"),
 ]
+KEPT = [
+    *map(Case, TRANSFORMERS, ("tp", "tp, whole sequence", "cp", "pp", "cp")),
+    *(Case("vit", "tp"), Case("vit, mean", "pp"), Case("vit of 4 blocks", "pp, zbv")),
+    *CASES[-4:],
+]
+"""Every kind and every axis once, for `make test`."""
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", picked(CASES, *KEPT), ids=str)
 @ranks(2)
 def test_the_loss_is_that_of_one_rank(rank: int, tmp_path: Path, case: Case) -> None:
     base = (*COMMON, *SHORT)

@@ -11,8 +11,6 @@ from page_tables import check_table
 from pool import ranks
 from runs import pool_ranks, read_column, train_alone, train_tiny, worst_difference
 
-pytestmark = pytest.mark.slow
-
 LOSS_TOLERANCE = 1e-4
 NORM_TOLERANCE = 1e-3
 LAYOUTS = draw_layouts(160)

@@ -80,10 +80,10 @@ def test_the_grid_of_torch_has_the_same_coordinates(rank: int, degrees: dict[str
 @pytest.mark.parametrize(
     ("degrees", "dims"),
     [
-        pytest.param({"dp_replicate": 2}, ("dp_replicate",), marks=pytest.mark.slow),
-        pytest.param({"dp_shard": 2}, (SHARD,), marks=pytest.mark.slow),
-        pytest.param({"cp": 2}, (SHARD,), marks=pytest.mark.slow),
-        pytest.param({"tp": 2}, ("tp",), marks=pytest.mark.slow),
+        ({"dp_replicate": 2}, ("dp_replicate",)),
+        ({"dp_shard": 2}, (SHARD,)),
+        ({"cp": 2}, (SHARD,)),
+        ({"tp": 2}, ("tp",)),
         ({"pp": 2}, ("pp",)),
     ],
 )

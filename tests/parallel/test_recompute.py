@@ -142,7 +142,6 @@ def test_an_unknown_operator_is_told(name: str) -> None:
         find_operators([name])
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("keys", [{"mode": "full"}, {"mode": "selective"}], ids=str)
 def test_compiled_blocks_recompute_in_one_graph(keys: dict[str, Any]) -> None:

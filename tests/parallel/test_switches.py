@@ -86,7 +86,6 @@ def test_a_deterministic_run_refuses_an_operation_without_one_result() -> None:
         values.put_(torch.tensor([0, 0]), torch.tensor([1.0, 2.0]), accumulate=False)
 
 
-@pytest.mark.slow
 def test_two_deterministic_runs_on_a_cpu_are_the_same_bits() -> None:
     apply_backend_switches(run_file(train={"deterministic": True}), CPU)
     first, second = (_train() for _ in range(2))
@@ -119,7 +118,6 @@ def _kept_bytes(budget: float) -> int:
     return sum(tensor.nbytes for tensor in kept if tensor.data_ptr() not in weights)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 def test_a_smaller_budget_keeps_less() -> None:

@@ -166,7 +166,6 @@ def build(model: ModelSection) -> nn.Module:
     return build_model(model, vocab=int(model.vocab), sample_shape=(8192,))
 
 
-@pytest.mark.slow
 @thinned("rank", [WORLD - 1, 0, 515])
 @pytest.mark.parametrize("name", CASES)
 def test_a_rank_holds_its_part_alone(name: str, rank: int) -> None:

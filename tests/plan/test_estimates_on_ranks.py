@@ -179,7 +179,6 @@ def formats(compute: str, mode: str) -> tuple[str, str]:
     return f"precision.compute={compute}", f"recompute.mode={mode}"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_one_rank_holds_what_the_plan_says(compute: str, train: Any) -> None:
     for mode in MODES:
@@ -188,14 +187,12 @@ def test_one_rank_holds_what_the_plan_says(compute: str, train: Any) -> None:
         check_activations(pairs)
 
 
-@pytest.mark.slow
 @thinned(("name", "compute", "mode"), itertools.product(ONE, ["fp32", "bf16"], MODES), every=4)
 def test_one_rank_keeps_what_the_plan_says(name: str, compute: str, mode: str, train: Any) -> None:
     check_activations(train(1, *ONE[name], *formats(compute, mode)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
+@thinned("name", LAYOUTS)
 def test_every_rank_has_the_states_of_the_plan(name: str, train: Any) -> None:
     ranks, words = LAYOUTS[name]
     check_states(train(ranks, *words, *formats("fp32", "none")))
@@ -209,8 +206,7 @@ KEPT = [
 ]
 
 
-@pytest.mark.slow
-@thinned(("name", "compute", "mode"), KEPT)
+@thinned(("name", "compute", "mode"), KEPT, every=6)
 def test_every_rank_keeps_what_the_plan_says(name: str, compute: str, mode: str, train: Any) -> None:
     ranks, words = LAYOUTS[name]
     check_activations(train(ranks, *words, *formats(compute, mode)))

@@ -14,6 +14,8 @@ import pytest
 
 from shardway.ranks.gate import VARIABLE, Gate, find_released, wait_at_gate
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 PATIENCE_S = 60.0
 
 SPARE = """

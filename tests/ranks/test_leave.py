@@ -27,8 +27,8 @@ def run(line: str) -> subprocess.CompletedProcess[str]:
     ("error", "code"),
     [
         ("KeyError(3)", 1),
-        pytest.param("UserError('wrong')", UserError.exit_code, marks=pytest.mark.slow),
-        pytest.param("KeyboardInterrupt", 130, marks=pytest.mark.slow),
+        ("UserError('wrong')", UserError.exit_code),
+        ("KeyboardInterrupt", 130),
     ],
 )
 def test_a_rank_among_others_leaves_at_once(error: str, code: int) -> None:
@@ -39,7 +39,6 @@ def test_a_rank_among_others_leaves_at_once(error: str, code: int) -> None:
     assert ended.stderr.startswith(interrupted if code == 130 else "Traceback (most recent call last):")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "code"),
     [
@@ -75,8 +74,8 @@ print("before", end=" ")
     [
         ("last.leave_with(0)", 0, ""),
         ("last.leave_with(3)", 3, ""),
-        pytest.param("pass", -6, "", marks=pytest.mark.slow),
-        pytest.param("raise KeyError(3)", -6, "KeyError: 3", marks=pytest.mark.slow),
+        ("pass", -6, ""),
+        ("raise KeyError(3)", -6, "KeyError: 3"),
     ],
 )
 def test_the_end_of_a_rank_comes_before_destructors_and_after_all_else(line: str, code: int, said: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.usefixtures("warm_starts")
 
 PATIENCE_S = 120.0
 """Guards against a hang alone: each start imports torch."""

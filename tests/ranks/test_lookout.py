@@ -144,7 +144,6 @@ def test_a_signal_that_comes_while_the_main_thread_is_in_a_library(quick: None, 
     assert watch.received == "SIGTERM"
 
 
-@pytest.mark.slow
 def test_a_wait_is_broken_off_once_a_stop_is_asked_for(quick: None, watch: SignalWatch) -> None:
     asked = threading.Event()
     with Lookout(watch, Duties()) as out:

@@ -24,6 +24,8 @@ from shardway.ranks.processes import LocalLaunch, Seats
 from shardway.ranks.spares import MOST_OF_MEMORY, SPARE_BYTES, Reserve
 from shardway.runfile.machine import RunSection
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 RANK = """
 import os, sys, time
 from pathlib import Path
@@ -71,7 +73,6 @@ print(json.dumps(ends))
 """Two starts of two ranks, each of which ends once spares for the next one are ready."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 2], ids=["the same ranks", "other ranks"])
 def test_ranks_that_start_again_are_spares(tmp_path: Path, first: int) -> None:
     (tmp_path / "a_rank_of_a_test.py").write_text(RANK)

@@ -16,8 +16,6 @@ from shardway.errors import Bug, JobError, LostContact, ShardwayError, SiteError
 from shardway.ranks.agreement import WISH_SLOTS, Decision, Wishes, read_decision
 from shardway.ranks.start import StartOptions, is_lost_contact, start_ranks
 
-pytestmark = pytest.mark.slow  # ranks that wait for others that do not come
-
 
 @ranks(4)
 def test_values_are_gathered_in_order_and_summed(rank: int) -> None:

@@ -69,7 +69,6 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-@pytest.mark.slow
 @given(st.fixed_dictionaries({}, optional=VALUES), st.sampled_from([1, 2, 6, 8, 12, 16]))
 @settings(max_examples=40, deadline=None)
 def test_what_is_found_is_taken_where_it_is_written_out(values: dict[str, Any], ranks: int) -> None:
@@ -91,13 +90,12 @@ def test_what_is_found_is_taken_where_it_is_written_out(values: dict[str, Any], 
 SMALLEST = ("model.layers=4", "train.global_batch=16")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
         (),
-        pytest.param(("model.dim=3072", "model.heads=24"), marks=pytest.mark.slow),
-        pytest.param(("data.seq_len=4096",), marks=pytest.mark.slow),
+        ("model.dim=3072", "model.heads=24"),
+        ("data.seq_len=4096",),
     ],
 )
 def test_no_other_layout_is_faster(words: tuple[str, ...]) -> None:
@@ -150,7 +148,6 @@ def test_what_is_set_is_kept_and_not_told_as_derived() -> None:
         assert (render_value(value_of(resolved, key)).strip('"'), resolved.origins[key]) == (value, "command line")
 
 
-@pytest.mark.slow
 def test_an_auto_that_is_written_down_is_open() -> None:
     words = ("parallel.dp_shard=auto", "train.micro_batch=auto", "parallel.reshard_after_forward=auto")
     assert (
@@ -159,7 +156,6 @@ def test_an_auto_that_is_written_down_is_open() -> None:
     )
 
 
-@pytest.mark.slow
 def test_a_resolved_run_is_not_searched_again(tmp_path: Path) -> None:
     resolved = resolve_on(H100, *EIGHT_BILLION, AUTO)
     path = tmp_path / "resolved.toml"
@@ -169,7 +165,6 @@ def test_a_resolved_run_is_not_searched_again(tmp_path: Path) -> None:
     assert resolve(load_run(path), nowhere).values.parallel == resolved.values.parallel
 
 
-@pytest.mark.slow
 def test_a_vocabulary_that_only_the_data_know_is_not_split() -> None:
     """It could turn out to be one that the tensor axis does not divide, when all ranks have started."""
     unknown = [word for word in EIGHT_BILLION if not word.startswith(("model.vocab", "data.kind"))]
@@ -270,7 +265,6 @@ def test_where_nothing_fits_the_nearest_and_what_helps_are_told(words: tuple[str
     assert told[2].startswith(f"      to do: {help_}")
 
 
-@pytest.mark.slow
 def test_what_is_proposed_helps() -> None:
     words = (*EIGHT_BILLION, "model.layers=80", "model.dim=8192", "model.heads=64", "model.ffn_dim=28672", AUTO)
     told = refusal_on(*words)
@@ -305,7 +299,6 @@ def test_a_format_that_the_accelerator_lacks_is_told() -> None:
     ]
 
 
-@pytest.mark.slow
 def test_a_hugging_face_model_is_laid_out_by_its_config() -> None:
     facts = replace(DENSE, dim=4096, heads=32, layers=32, ffn_dim=14336, vocab=128256, tied=False, max_positions=8192)
     words = ("model.hf=org/name", "data.kind=synthetic", "data.seq_len=8192", "precision.compute=bf16", AUTO)

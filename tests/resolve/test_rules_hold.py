@@ -145,7 +145,6 @@ def test_what_a_message_proposes_is_taken(case: Refuses) -> None:
     assert count >= (case.rule not in NOTHING_TO_PROPOSE)
 
 
-@pytest.mark.slow
 @given(RUNS, RANKS)
 def test_whatever_is_proposed_is_taken(values: dict[str, Any], ranks: int) -> None:
     check_proposals(text_of(values), ranks)

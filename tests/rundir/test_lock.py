@@ -238,7 +238,6 @@ def test_without_locks_a_holder_that_beats_refuses_others(tmp_path: Path) -> Non
         mine.release()
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("no_locks")
 def test_a_holder_that_was_stopped_is_overtaken_and_writes_nothing_more(tmp_path: Path) -> None:
     with holding(tmp_path, locks=False, beat_s=0.05) as other:
@@ -259,7 +258,6 @@ def test_a_holder_that_was_stopped_is_overtaken_and_writes_nothing_more(tmp_path
         mine.release()
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("no_locks")
 def test_a_silence_that_somebody_saw_is_not_watched_again(tmp_path: Path) -> None:
     with holding(tmp_path, locks=False, beat_s=0.05) as other:

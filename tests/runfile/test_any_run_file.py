@@ -56,7 +56,6 @@ def render_inline(value: Any) -> str:
     return render_value(value)
 
 
-@pytest.mark.slow
 @given(TABLES)
 @settings(max_examples=60)
 def test_any_table(run_file: Path, table: dict[str, Any]) -> None:

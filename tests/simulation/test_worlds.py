@@ -35,13 +35,11 @@ def test_whatever_happens_there_is_one_writer_and_the_run_ends(workers: Workers)
     assert all(record.commits[-1].step == WHOLE.steps for record in records)
 
 
-@pytest.mark.slow
 def test_whatever_happens_to_many_runs(workers: Workers) -> None:
     for seed in range(FEW, MANY):
         tell(seed, WHOLE, workers)
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 def test_whatever_happens_to_most_runs(workers: Workers) -> None:
     for seed in range(MANY, MOST):
@@ -84,7 +82,6 @@ def test_a_look_that_is_a_while_old_is_not_enough_either(workers: Workers) -> No
     assert "had begun to load" in find_break(workers, plan, range(40))
 
 
-@pytest.mark.slow
 def test_a_holder_that_does_not_doubt_itself_writes_events_beside_another(workers: Workers) -> None:
     assert "wrote an event" in find_break(workers, replace(WHOLE, make_lease=Unsure), range(100, 800))
 

@@ -135,7 +135,6 @@ def test_a_printed_profile_has_a_name_of_its_own(site: str, name: str) -> None:
     assert sites._free_name(site) == name
 
 
-@pytest.mark.slow
 def test_sites_are_shown_without_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; from shardway.cli.main import main; main()"
     words = [sys.executable, "-c", code, "sites", "list"]

@@ -19,7 +19,7 @@ from runs import TINY, read_named
 from shardway.rundir.attempts import VARIABLE, Attempt, Ending, Result, Started
 from shardway.rundir.directory import RunDir
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.usefixtures("warm_starts")
 
 ENDLESS = (*TINY, "train.steps=1000000")
 PATIENCE_S = 120.0

@@ -67,7 +67,6 @@ def end_of_time_at(last: int, attempt: Attempt) -> Callable[[Run, int], None]:
     return look
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_a_deadline_stops_all_ranks_and_the_next_attempt_goes_on_bit_by_bit(rank: int, tmp_path: Path) -> None:
     """Rank 0's clock alone decides; there is no step more and none less than without a stop."""
@@ -94,7 +93,6 @@ def test_a_deadline_stops_all_ranks_and_the_next_attempt_goes_on_bit_by_bit(rank
         assert read_column(tmp_path / "cut") == read_column(tmp_path / "through")
 
 
-@pytest.mark.slow
 def test_the_clock_is_told_once_at_the_start(tmp_path: Path, quiet_threads: None) -> None:
     """With an estimate first; the next attempt knows how long the last save took."""
     first = begin(tmp_path, left_s=3600.0)
@@ -109,7 +107,6 @@ def test_the_clock_is_told_once_at_the_start(tmp_path: Path, quiet_threads: None
     assert two["margin_s"] == pytest.approx(2 * took + 30.0)
 
 
-@pytest.mark.slow
 def test_a_deadline_that_has_passed_lets_one_step_be_taken(tmp_path: Path, quiet_threads: None) -> None:
     """So that a chain of attempts that are too short still comes to its end."""
     for number in (1, 2):
@@ -125,7 +122,6 @@ def test_a_job_without_a_deadline_runs_to_its_end(tmp_path: Path, quiet_threads:
     assert read_named(tmp_path, "deadline") == []
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_a_validation_that_would_not_end_in_time_is_not_begun(rank: int, tmp_path: Path) -> None:
     """On all ranks, by the clock of rank 0; the next one is."""
@@ -193,7 +189,6 @@ def test_a_request_in_the_last_moment_holds_the_successor(tmp_path: Path, quiet_
     assert not RunDir(tmp_path).stop_requested()
 
 
-@pytest.mark.slow
 def test_a_signal_is_a_stop_and_what_the_job_script_knows_of_it_wins(tmp_path: Path, quiet_threads: None) -> None:
     one = begin(tmp_path)
     train_tiny(tmp_path, lone_rank(), *SHORT, before_step=signal_at(2), attempt=one)
@@ -233,7 +228,6 @@ def test_memory_that_is_gone_is_told_apart(tmp_path: Path, quiet_threads: None) 
     assert (result_of(attempt).state, result_of(attempt).step) == (Ending.OUT_OF_MEMORY, 1)
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_the_rank_with_the_cause_speaks(rank: int, tmp_path: Path) -> None:
     """Also where another one notices first that it has lost contact."""

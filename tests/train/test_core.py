@@ -16,7 +16,7 @@ from shardway.rundir.directory import RunDir
 SHORT = ("train.steps=10", "data.samples=40", "train.global_batch=6")
 
 
-@pytest.mark.parametrize("shape", [pytest.param((2, 1), marks=pytest.mark.slow), (1, 2)], ids=["replicas", "shards"])
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)], ids=["replicas", "shards"])
 @ranks(2)
 def test_two_ranks_give_the_curve_of_one(rank: int, tmp_path: Path, shape: tuple[int, int]) -> None:
     train_alone(rank, tmp_path / "alone", *SHORT)

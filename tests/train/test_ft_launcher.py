@@ -31,7 +31,6 @@ from shardway.rundir.attempts import Ending, Result
 from shardway.rundir.directory import RunDir
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.exhaustive,
     pytest.mark.skipif(find_spec("nvidia_resiliency_ext") is None, reason="nvidia-resiliency-ext is not installed"),
 ]

@@ -112,7 +112,6 @@ def used(folder: Path, world: int) -> list[int]:
     return [sample for rank in range(world) for event in read_steps(folder, rank) for sample in event["ids"]]
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_a_run_that_goes_back_is_the_run_that_never_saw_the_span(rank: int, tmp_path: Path) -> None:
     """The checkpoint of step 30 begins at position 120. Each sample but those of the span is used exactly once."""
@@ -133,7 +132,6 @@ def test_a_run_that_goes_back_is_the_run_that_never_saw_the_span(rank: int, tmp_
     assert skipped["reason"] == "guard.on_spike left out 16 samples between positions 120 and 140"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("background", [True, False])
 def test_what_was_saved_in_the_spike_is_set_aside(tmp_path: Path, quiet_threads: None, background: bool) -> None:
     """Step 33 is saved while nobody knows yet that it begins a spike, and no older one is removed for it."""
@@ -158,7 +156,6 @@ def wait_until_step_33_is_saved(run: Run, step: int) -> None:
         run._loop._saver.settle()  # type: ignore[union-attr]
 
 
-@pytest.mark.slow
 def test_a_run_goes_back_as_often_as_it_may_and_then_ends(tmp_path: Path, quiet_threads: None) -> None:
     """Four bad steps: two are left out, and the other two come next."""
     words = (*BACK, "checkpoint.every=5 steps")
@@ -204,7 +201,6 @@ def test_a_run_without_a_checkpoint_from_before_says_so(tmp_path: Path, quiet_th
 # --- ends in between
 
 
-@pytest.mark.slow
 def test_a_stop_at_the_moment_of_going_back_saves_nothing_of_the_spike(tmp_path: Path, quiet_threads: None) -> None:
     words = (*BACK, "checkpoint.every=3 steps")
     train(tmp_path / "back", *words, before_step=signal_at(34))
@@ -219,7 +215,6 @@ def test_a_stop_at_the_moment_of_going_back_saves_nothing_of_the_spike(tmp_path:
     assert len(read_named(tmp_path / "back", "rolled_back")) == 1
 
 
-@pytest.mark.slow
 def test_a_checkpoint_that_turns_out_to_be_damaged_is_passed_over(tmp_path: Path, quiet_threads: None) -> None:
     """The span is that of the decision; the steps between the older checkpoint and it are taken again."""
 
@@ -236,7 +231,6 @@ def test_a_checkpoint_that_turns_out_to_be_damaged_is_passed_over(tmp_path: Path
     assert_same_run(tmp_path / "back", tmp_path / "told")
 
 
-@pytest.mark.slow
 def test_a_run_that_goes_on_within_a_spike_still_finds_it(tmp_path: Path, quiet_threads: None) -> None:
     """The window and the steps in a row stand in the checkpoint of step 33, the first of the spike."""
     words = (*BACK, "checkpoint.every=1 steps")
@@ -256,10 +250,9 @@ DEATHS = {
 }
 
 
-FURTHER = [pytest.mark.slow, pytest.mark.exhaustive]
+FURTHER = [pytest.mark.exhaustive]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "place", [pytest.param(place, marks=FURTHER if place != "before anything is set aside" else ()) for place in DEATHS]
 )
@@ -290,7 +283,6 @@ def die_in(patch: pytest.MonkeyPatch, place: str) -> None:
     patch.setattr(DEATHS[place], die)
 
 
-@pytest.mark.slow
 def test_a_list_that_was_lost_is_read_from_a_checkpoint(tmp_path: Path, quiet_threads: None) -> None:
     """With a bound of two batches, that of step 31 lies before the span that is left out."""
     words = (*BACK, "guard.max_left_out=2", "checkpoint.every=1 steps", "checkpoint.keep=9")
@@ -305,7 +297,6 @@ def test_a_list_that_was_lost_is_read_from_a_checkpoint(tmp_path: Path, quiet_th
     assert_same_bits(found, train(tmp_path / "told", "checkpoint.every=1 steps", "data.skip=[[128, 136]]"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dies", [False, True])
 def test_what_nodes_saved_in_the_spike_is_not_taken(tmp_path: Path, quiet_threads: None, dies: bool) -> None:
     """Neither by the process that goes back, nor by the next one where it dies once that was decided."""
@@ -337,7 +328,6 @@ class Second:
             raise Died
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_a_way_back_to_what_other_ranks_saved_is_that_of_a_new_process(rank: int, tmp_path: Path) -> None:
     """One rank has no random state of two ranks' checkpoint: its generators begin as they did before it was loaded."""
@@ -374,7 +364,6 @@ class Late(Net):
         return super().forward(x) + (self.late(x) if self.is_late else 0.0)
 
 
-@pytest.mark.slow
 def test_a_parameter_that_was_first_used_in_the_span_has_no_state_again(tmp_path: Path, quiet_threads: None) -> None:
     def look(run: Run, step: int) -> None:
         opened, net = run._loop._open_step, run._model  # type: ignore[union-attr]

@@ -17,8 +17,6 @@ from runs import Died, die_at, layout, pool_ranks, read_column, read_named, trai
 from shardway.rundir.directory import RunDir
 from shardway.train.run import Run
 
-pytestmark = pytest.mark.slow
-
 LAYOUTS = {
     "shards": layout(1, 2),
     "shards that stay whole": (*layout(1, 2), "parallel.reshard_after_forward=false", "train.micro_batch=2"),

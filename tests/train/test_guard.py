@@ -113,7 +113,6 @@ def train_net(
         return whole_state(net, optimizer)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backward", [True, False], ids=["gradient", "loss"])
 @ranks(2)
 def test_a_transient_fault_leaves_no_trace_in_the_weights(rank: int, tmp_path: Path, backward: bool) -> None:
@@ -142,7 +141,6 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.slow
 @thinned("name", LAYOUTS, every=2)
 @ranks(2)
 def test_a_transient_fault_leaves_no_trace_in_any_layout(rank: int, tmp_path: Path, name: str) -> None:
@@ -155,7 +153,6 @@ def test_a_transient_fault_leaves_no_trace_in_any_layout(rank: int, tmp_path: Pa
     assert read_column(tmp_path / "hurt", "grad_norm") == read_column(tmp_path / "well", "grad_norm")
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_a_step_whose_data_are_no_numbers_changes_nothing(rank: int, tmp_path: Path) -> None:
     """Sample 21 is one of step 3, on rank 1."""
@@ -173,7 +170,6 @@ def test_a_step_whose_data_are_no_numbers_changes_nothing(rank: int, tmp_path: P
     assert [event["loss"] is None for event in read_steps(tmp_path)] == [False, False, True, False, False]
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_too_many_skipped_steps_end_the_run_and_no_checkpoint_is_harmed(rank: int, tmp_path: Path) -> None:
     words = ("train.steps=8", "checkpoint.every=2 steps", "guard.max_skips=2", "guard.non_finite=skip", *layout(2, 1))
@@ -246,7 +242,6 @@ def test_a_batch_that_was_written_into_is_not_run_again(tmp_path: Path, key: str
 # --- the probe
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["replicas", "shards"])
 @ranks(2)
 def test_a_probe_finds_a_flipped_bit_and_goes_on_with_the_majority(rank: int, tmp_path: Path, name: str) -> None:
@@ -261,7 +256,6 @@ def test_a_probe_finds_a_flipped_bit_and_goes_on_with_the_majority(rank: int, tm
     assert not read_named(tmp_path / "well", "corruption")
 
 
-@pytest.mark.slow
 @thinned("name", LAYOUTS, every=2)
 @ranks(2)
 def test_a_sound_machine_passes_every_probe(rank: int, tmp_path: Path, name: str) -> None:
@@ -307,7 +301,6 @@ def flip_weight_at(step: int, rank: int) -> Callable[[Run, int], None]:
     return look
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_a_flipped_bit_of_a_copy_is_found(rank: int, tmp_path: Path) -> None:
     words = (*SHORT, *layout(2, 1), "checkpoint.every=1 steps", "guard.compare_every=2 steps", "checkpoint.keep=9")

@@ -30,7 +30,6 @@ TOLERANCE = {"bf16": 2e-2, "fp16": 3e-3}
 """Relative difference of losses from fp32 over 20 steps: the formats have 8 and 11 bits."""
 
 
-@pytest.mark.slow
 @thinned(("name", "compute"), itertools.product(LAYOUTS, TOLERANCE))
 @ranks(2)
 def test_half_formats_follow_fp32(rank: int, tmp_path: Path, name: str, compute: str) -> None:
@@ -42,7 +41,6 @@ def test_half_formats_follow_fp32(rank: int, tmp_path: Path, name: str, compute:
         assert 0 < worst_difference(found, expected) < TOLERANCE[compute]
 
 
-@pytest.mark.slow
 @thinned("name", LAYOUTS)
 @ranks(2)
 def test_a_scale_that_is_too_large_is_lowered_in_every_layout(rank: int, tmp_path: Path, name: str) -> None:
@@ -61,7 +59,6 @@ def test_a_scale_that_is_too_large_is_lowered_in_every_layout(rank: int, tmp_pat
         assert steps[-1]["loss"] < steps[0]["loss"]
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(rank: int) -> None:
     for shape in ((2, 1), (1, 2)):
@@ -84,7 +81,6 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(rank: int) -> None:
             assert parameter.grad is None
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_the_scale_leaves_no_trace_in_gradient_and_norm(rank: int) -> None:
     results = []

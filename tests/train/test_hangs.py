@@ -10,7 +10,7 @@ import pytest
 from commands import Start, stalling, training_commands
 from runs import TINY, read_named
 
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
+pytestmark = pytest.mark.exhaustive
 
 
 @pytest.fixture

@@ -27,6 +27,8 @@ from shardway.train.export import _resolve as resolve_export
 from shardway.train.export import export_on
 from shardway.train.importing import Imported, Wanted, import_on, resolve_import
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 SAVING = ("checkpoint.every=2 steps", "train.steps=4", "model.tied=false")
 
 
@@ -66,7 +68,6 @@ def itself(run: Path, target: Path) -> Path:
     return run
 
 
-@pytest.mark.slow
 @ranks(1)
 def test_weights_come_back_bit_for_bit_from_every_form(rank: int, tmp_path: Path) -> None:
     first = tmp_path / "first"
@@ -110,7 +111,6 @@ def test_a_run_begins_with_them_and_a_fresh_optimizer(rank: int, tmp_path: Path)
     assert not same(after, later)
 
 
-@pytest.mark.slow
 @ranks(1)
 def test_the_whole_state_goes_on_as_if_nothing_had_been(rank: int, tmp_path: Path) -> None:
     first, target, words = tmp_path / "first", tmp_path / "run", (*SAVING, "model.dropout=0.1", "optim.warmup=1 steps")
@@ -128,7 +128,6 @@ def test_the_whole_state_goes_on_as_if_nothing_had_been(rank: int, tmp_path: Pat
     assert not (tmp_path / "other").exists()
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_every_layout_begins_with_what_any_number_of_ranks_imported(rank: int, tmp_path: Path) -> None:
     words = ("train.steps=2", "optim.warmup=1 steps")
@@ -147,7 +146,6 @@ def test_every_layout_begins_with_what_any_number_of_ranks_imported(rank: int, t
     pool_ranks().barrier()
 
 
-@pytest.mark.slow
 @ranks(1)
 def test_what_exists_is_not_touched_and_what_does_not_fit_writes_nothing(rank: int, tmp_path: Path) -> None:
     first, other = tmp_path / "first", tmp_path / "other"
@@ -167,7 +165,6 @@ def test_what_exists_is_not_touched_and_what_does_not_fit_writes_nothing(rank: i
     assert {path: path.stat().st_mtime_ns for path in first.rglob("*")} == before
 
 
-@pytest.mark.slow
 @ranks(1)
 def test_damage_found_while_reading_leaves_nothing(rank: int, tmp_path: Path) -> None:
     first = tmp_path / "first"
@@ -214,7 +211,6 @@ bring(pathlib.Path({source!r}), pathlib.Path({target!r}), lone_rank())
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "patch",
     [
@@ -243,7 +239,6 @@ def test_a_kill_in_the_middle_leaves_nothing_that_is_loaded(patch: str, tmp_path
     assert same(weights(target, 0), weights(tmp_path / "first", 4))
 
 
-@pytest.mark.slow
 def test_the_request_is_kept_without_the_keys_of_the_import(tmp_path: Path) -> None:
     train_tiny(tmp_path / "first", lone_rank(), *SAVING)
     bring(tmp_path / "first", tmp_path / "run", lone_rank(), "recompute.mode=full")

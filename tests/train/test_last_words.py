@@ -11,6 +11,8 @@ import pytest
 from shardway.rundir.attempts import Attempt, Ending
 from shardway.rundir.directory import RunDir
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 CODE = """
 import os, signal, sys, time
 from pathlib import Path
@@ -61,7 +63,6 @@ def end(
     return subprocess.run([*words, ",".join(signals), str(limit_s)], capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.slow
 def test_a_stop_that_takes_too_long_is_a_failure_that_may_go_on(run: RunDir) -> None:
     run.request_stop()
     ended = end(run, "SIGTERM")
@@ -94,14 +95,12 @@ def test_the_job_is_told_and_its_script_still_sees_that_a_stop_was_asked_for(run
     assert run.stop_requested()
 
 
-@pytest.mark.slow
 def test_another_rank_leaves_the_status_alone(run: RunDir) -> None:
     assert end(run, "SIGTERM", rank=1).returncode == 4
     assert run.read_status()["state"] == "running"
     assert [event["kind"] for event in run.all_events(1)] == ["LateStop"]
 
 
-@pytest.mark.slow
 def test_a_second_ctrl_c_that_nobody_obeys(run: RunDir) -> None:
     ended = end(run, "SIGINT", "SIGINT", limit_s=600.0)
     assert (ended.returncode, ended.stderr) == (130, "shardway: ended at once by a second signal\n")

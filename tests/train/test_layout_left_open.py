@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from pool import ranks
 from runs import pool_ranks, read_steps, train_tiny
 from shardway.plan.site import machine_of_site
@@ -16,7 +14,6 @@ from shardway.sites.load import load_site
 from shardway.train.evenly import lay_evenly
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_two_ranks_train_a_run_whose_layout_is_open(rank: int, tmp_path: Path) -> None:
     outcome = train_tiny(tmp_path, pool_ranks(), "parallel.layout=auto", "train.steps=2", "optim.warmup=0 steps")

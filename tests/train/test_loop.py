@@ -38,8 +38,6 @@ from shardway.train.stops import stopping
 from shardway.train.validate import Validation, validate
 from trained import apply_shape, make_passes
 
-pytestmark = pytest.mark.slow  # test_core.py holds what `make check` runs of this
-
 SHORT = ("train.steps=6", "optim.warmup=0 steps")
 SCRIPT = ("run.device=cpu", "run.threads=1", "checkpoint.every=off", "checkpoint.background=false")
 

@@ -24,6 +24,8 @@ from shardway.train.recipe import train_run
 from shardway.train.run import open_run
 from trained import make_parallel
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 NO_MEMORY = RuntimeError(
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
     "4294967296 bytes. Error code 12 (Cannot allocate memory)"
@@ -74,7 +76,6 @@ def test_tied_weights_are_held_once() -> None:
     assert count_held(model, None, "cpu")["parameters"] == 4 * 64
 
 
-@pytest.mark.slow
 def test_eight_bit_states_are_counted_as_they_are_stored() -> None:
     states = pytest.importorskip("torchao.optim.subclass_8bit")
     model, elements = nn.Linear(256, 256, bias=False), 256 * 256
@@ -84,7 +85,6 @@ def test_eight_bit_states_are_counted_as_they_are_stored() -> None:
     assert count_held(model, optimizer, "cpu")["optimizer state"] == codes + scales + table
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_a_rank_counts_its_own_shards(rank: int) -> None:
     model = make_parallel(make_pair(), pool_ranks(), (1, 2))
@@ -190,7 +190,6 @@ def test_it_is_written_down_as_what_it_is(tmp_path: Path, monkeypatch: pytest.Mo
     assert '"kind": "JobError"' in (tmp_path / "run/events/rank-00000.jsonl").read_text()
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_the_other_ranks_lose_contact_alone(rank: int) -> None:
     def work() -> None:
@@ -221,7 +220,6 @@ SCRIPT = """
 """
 
 
-@pytest.mark.slow
 def test_a_machine_without_memory(tmp_path: Path) -> None:
     """Logits of 8 x 2048 x 16384 numbers take a GiB, where 256 MiB are left."""
     command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path), *TINY]

@@ -21,8 +21,6 @@ from runs import TINY, read_column, read_named, worst_difference
 from shardway.rundir.attempts import VARIABLE, Ending, Started
 from shardway.rundir.directory import RunDir
 
-pytestmark = pytest.mark.slow
-
 WORDS = (*TINY, "checkpoint.every=20 steps", "train.steps=120", "train.global_batch=12", "data.record_ids=true")
 
 

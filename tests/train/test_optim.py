@@ -109,7 +109,6 @@ def test_without_torchao_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPa
         build_optimizer(OptimSection(name="adamw8bit"), nn.Linear(2, 2), 0.1)
 
 
-@pytest.mark.slow
 def test_eight_bits_follow_adamw_and_a_schedule() -> None:
     pytest.importorskip("torchao")
     torch.manual_seed(0)

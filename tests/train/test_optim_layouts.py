@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from pool import ranks
 from shardway.runfile.schema import OptimSection
 from shardway.train.optim import build_optimizer
-from speed import mostly_slow, thinned
+from speed import thinned
 
 
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -33,22 +33,21 @@ NAMES = ("adamw bf16", "adafactor", "muon")
 MOVES = (("hybrid", "plain"), ("hybrid", "shard"), ("shard x tensor", "shard"), ("mixed", "shard x tensor"))
 
 
-@pytest.mark.parametrize("layout", mostly_slow(["shard", "mixed"], "mixed"))
-@pytest.mark.parametrize("name", mostly_slow(SECTIONS, "muon"))
+@pytest.mark.parametrize("layout", ["shard", "mixed"])
+@pytest.mark.parametrize("name", SECTIONS)
 @ranks(2)
 def test_two_ranks_step_as_one_does(rank: int, layout: str, name: str) -> None:
     section = SECTIONS[name]
     assert_close(everything(*train_laid_out(layout, section)), everything(*train_laid_out("plain", section)))
 
 
-@thinned(("name", "layout"), itertools.product(NAMES, ["shard", "hybrid", "shard x tensor", "mixed"]))
+@thinned(("name", "layout"), itertools.product(NAMES, ["shard", "hybrid", "shard x tensor", "mixed"]), every=6)
 @ranks(4)
 def test_four_ranks_step_as_one_does(rank: int, layout: str, name: str) -> None:
     section = SECTIONS[name]
     assert_close(everything(*train_laid_out(layout, section)), everything(*train_laid_out("plain", section)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
 @ranks(2)
 def test_bf16_weights_are_rounded_alike(rank: int, name: str) -> None:
@@ -83,18 +82,17 @@ def save_and_load(folder: Path, section: OptimSection, before: str, after: str) 
     assert_close(everything(other, resumed), everything(model, optimizer))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
-    [pytest.param("shard", "plain", marks=(pytest.mark.slow, pytest.mark.exhaustive)), ("mixed", "shard")],
+    [pytest.param("shard", "plain", marks=pytest.mark.exhaustive), ("mixed", "shard")],
 )
-@pytest.mark.parametrize("name", mostly_slow(SECTIONS, "muon"))
+@pytest.mark.parametrize("name", SECTIONS)
 @ranks(2)
 def test_a_checkpoint_fits_another_layout(rank: int, tmp_path: Path, name: str, before: str, after: str) -> None:
     save_and_load(tmp_path, SECTIONS[name], before, after)
 
 
-@thinned(("name", "layouts"), itertools.product(NAMES, MOVES))
+@thinned(("name", "layouts"), itertools.product(NAMES, MOVES), every=6)
 @ranks(4)
 def test_a_checkpoint_of_two_shards_fits_one_and_four(
     rank: int, tmp_path: Path, name: str, layouts: tuple[str, str]
@@ -115,7 +113,6 @@ def train_eight_bits(*shape: int, split: bool, steps: int = 3) -> tuple[nn.Modul
     return model, optimizer
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_eight_bits_move_where_blocks_are_cut_alike(rank: int, tmp_path: Path) -> None:
     pytest.importorskip("torchao")
@@ -132,7 +129,6 @@ def test_eight_bits_move_where_blocks_are_cut_alike(rank: int, tmp_path: Path) -
         assert torch.equal(found[name].full_tensor().dequantize(), expected[name].dequantize())
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_eight_bits_are_refused_where_blocks_are_cut_otherwise(rank: int, tmp_path: Path) -> None:
     pytest.importorskip("torchao")

@@ -17,7 +17,6 @@ from shardway.runfile.schema import OptimSection
 from shardway.train.optim import build_optimizer
 from shardway.train.optim.parts import Part, split_rows
 from shardway.train.optim.widen import noise_of, round_stochastically, update_widened
-from speed import mostly_slow
 
 
 def part_of(shape: tuple[int, ...], step: int = 1, states: int = 1) -> Part:
@@ -99,7 +98,6 @@ def decay_states(parts: Sequence[Part]) -> None:
 # --- in pieces
 
 
-@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     shapes=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=5),
@@ -132,7 +130,7 @@ def test_pieces_are_no_larger_than_asked() -> None:
 # --- in an optimizer
 
 
-@pytest.mark.parametrize("name", mostly_slow(["adamw", "sgd", "muon"], "adamw"))
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
 def test_narrow_states_follow_those_in_fp32(name: Any) -> None:
     ends = []
     for dtype in ("fp32", "bf16"):
@@ -149,7 +147,7 @@ def test_narrow_states_follow_those_in_fp32(name: Any) -> None:
     }
 
 
-@pytest.mark.parametrize("name", mostly_slow(["adamw", "sgd", "muon"], "adamw"))
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
 def test_small_updates_of_bf16_weights_are_not_lost(name: Any) -> None:
     """Steps of about 1/2000 of a weight: to the nearest each would vanish, and none would ever arrive."""
     linear = nn.Linear(64, 64, bias=False)

@@ -25,8 +25,6 @@ from runs import (
 )
 from shardway.models.build import build_model
 
-pytestmark = pytest.mark.slow  # test_core.py holds what `make check` runs of this
-
 LOSS_TOLERANCE = 1e-5
 NORM_TOLERANCE = 1e-4
 

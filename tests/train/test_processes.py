@@ -18,8 +18,6 @@ from commands import PATIENCE_S, Command, Start, killing_in_save, stalling, trai
 from runs import TINY, read_column, read_named, read_steps, worst_difference
 from shardway.rundir.directory import RunDir
 
-pytestmark = pytest.mark.slow
-
 SAVED = ("checkpoint.every=20 steps", "checkpoint.background=true")
 LONG = (*TINY, *SAVED, "train.steps=160", "model.dropout=0.1", "data.record_ids=true")
 ENDLESS = (*TINY, "train.steps=1000000", "checkpoint.every=off")

@@ -33,8 +33,6 @@ from shardway.train.loss import token_cross_entropy
 from shardway.train.optim import build_optimizer
 from trained import assert_same_bits, whole_state
 
-pytestmark = pytest.mark.slow  # test_core.py holds what `make check` runs of this
-
 RUN = ("train.steps=8", "checkpoint.every=3 steps", "model.dropout=0.2", "train.micro_batch=2")
 
 

@@ -35,8 +35,6 @@ from shardway.train.run import Run
 from shardway.train.validate import Validation
 from trained import assert_same_bits, whole, whole_state
 
-pytestmark = pytest.mark.slow  # test_core.py holds what `make check` runs of this
-
 SCRIPT = (
     "run.device=cpu",
     "run.threads=1",

@@ -16,8 +16,6 @@ from shardway.resolve.request import Request
 from shardway.rundir.directory import RunDir
 from shardway.train.session import open_session
 
-pytestmark = pytest.mark.slow  # test_core.py holds what `make check` runs of this
-
 SHORT = ("train.steps=6", "optim.warmup=0 steps", "checkpoint.every=3 steps")
 
 

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from pool import ranks
 from runs import layout, lone_rank, pool_ranks, read_column, read_named, read_steps, train_tiny
@@ -31,7 +30,6 @@ def order_of(positions: list[int]) -> list[int]:
     return Order(96, 0).ids(np.array(positions)).tolist()
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_two_ranks_take_the_undisturbed_order_without_the_span(rank: int, tmp_path: Path) -> None:
     """A span within an epoch, one across its end: epochs begin at the positions at which they always do."""
@@ -44,7 +42,6 @@ def test_two_ranks_take_the_undisturbed_order_without_the_span(rank: int, tmp_pa
         assert told == [(3, 11), (10, 11)]
 
 
-@pytest.mark.slow
 def test_a_run_that_goes_on_elsewhere_in_a_span_keeps_its_bits(tmp_path: Path, quiet_threads: None) -> None:
     words = (*WORDS, "data.skip=[[14, 30]]", "model.dropout=0.2", "optim.schedule=constant", "optim.warmup=0 steps")
     train_tiny(tmp_path / "through", lone_rank(), *words)
@@ -56,7 +53,6 @@ def test_a_run_that_goes_on_elsewhere_in_a_span_keeps_its_bits(tmp_path: Path, q
     assert (manifest["numbers"]["samples"], manifest["numbers"]["position"]) == (24, 40)
 
 
-@pytest.mark.slow
 def test_a_span_that_is_added_later_jumps_over_what_lies_ahead(tmp_path: Path, quiet_threads: None) -> None:
     words = (*WORDS, "checkpoint.every=4 steps", "optim.schedule=constant")
     train_tiny(tmp_path, lone_rank(), *words, "train.steps=4")

@@ -20,6 +20,8 @@ from shardway.train.recipe import train_run
 from shardway.watch.account import Account
 from shardway.watch.summary import summarise
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 WORDS = ("train.steps=8", "optim.warmup=0 steps", "optim.schedule=constant", "checkpoint.every=2 steps")
 NAP_S = 0.05
 
@@ -98,7 +100,6 @@ def train(folder: Path, *words: str, environ: Mapping[str, str] | None = None) -
     return subprocess.Popen(command, env={**os.environ, **(environ or {})}, stdout=pipe, stderr=pipe, text=True)
 
 
-@pytest.mark.slow
 def test_the_account_of_a_run_that_was_killed_is_its_wall_time(tmp_path: Path) -> None:
     """SIGKILL between two saves, a pause, and on from the last one: within a second by a clock outside of it."""
     folder, words = tmp_path / "run", ("train.steps=4000", "checkpoint.every=100 steps", "checkpoint.keep=1")

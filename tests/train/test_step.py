@@ -136,7 +136,6 @@ def test_one_rank_takes_the_true_gradient(accumulation: int) -> None:
     check_against_float64(Way(lone_rank(), accumulation=accumulation), 5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rows", [8, 5])
 @ranks(2)
 def test_two_ranks_take_the_true_gradient(rank: int, rows: int) -> None:
@@ -151,7 +150,6 @@ def test_hybrid_ranks_take_the_true_gradient(rank: int) -> None:
         check_against_float64(Way(pool_ranks(), (2, 2), accumulation), rows)
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_a_clipped_step_is_that_of_clip_grad_norm(rank: int) -> None:
     model, batch = filled(), padded_batch(8)
@@ -164,7 +162,6 @@ def test_a_clipped_step_is_that_of_clip_grad_norm(rank: int) -> None:
             assert_close(stepped.gradient, [g * factor for g in gradient])
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_a_batch_without_a_target_leaves_the_weights(rank: int) -> None:
     model, (inputs, targets) = filled(), padded_batch(4)
@@ -204,7 +201,7 @@ def numbers(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(rows, 3, generator=generator), torch.randn(rows, 2, generator=generator)
 
 
-@pytest.mark.parametrize("rows", [pytest.param(8, marks=pytest.mark.slow), 7])
+@pytest.mark.parametrize("rows", [8, 7])
 @ranks(2)
 def test_a_mean_and_its_sum_give_one_step(rank: int, rows: int) -> None:
     exact = Line().double()
@@ -220,7 +217,6 @@ def test_a_mean_and_its_sum_give_one_step(rank: int, rows: int) -> None:
             assert_close(stepped.gradient, [p.grad for p in exact.parameters()], 1e-6)
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_ranks_may_pad_to_different_lengths(rank: int) -> None:
     """Rank 0 pads to 3 tokens, rank 1 to 9; the true gradient is that of all pairs of token and target."""
@@ -250,7 +246,6 @@ def dict_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     return (batch["weight"] * ((model(batch["parts"][0]) - batch["parts"][1]) ** 2).mean(-1)).mean()
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_a_batch_may_be_any_tree_of_tensors(rank: int) -> None:
     x, y = numbers(8)

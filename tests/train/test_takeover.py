@@ -14,8 +14,6 @@ import pytest
 from commands import Command, Start, training_commands
 from runs import TINY, read_named, read_steps
 
-pytestmark = pytest.mark.slow
-
 WORDS = ("--nproc", "2", *TINY, "train.steps=1000000", "checkpoint.every=20 steps", "data.samples=4096")
 NO_LOCKS = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "no_locks"), os.environ.get("PYTHONPATH", "")])}
 WATCH = "of this host held this run; watching for 15 s whether it still does"

@@ -71,13 +71,12 @@ STATIC = ("parallel.dp_replicate=2", "parallel.static_graph=true")
 
 
 @pytest.mark.parametrize("words", [STATIC, ("parallel.dp_shard=2",)], ids=lambda words: words[-1])
-@pytest.mark.parametrize("micro_batch", [pytest.param(4, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("micro_batch", [4, 2])
 @ranks(2)
 def test_it_trains_as_on_one_rank(rank: int, tmp_path: Path, words: tuple[str, ...], micro_batch: int) -> None:
     train_both(rank, tmp_path, *words, f"train.micro_batch={micro_batch}")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch", [4, 2])
 @ranks(2)
 def test_copies_that_wait_for_all_gradients_tell_at_once(rank: int, tmp_path: Path, micro_batch: int) -> None:
@@ -92,7 +91,6 @@ def test_copies_that_wait_for_all_gradients_tell_at_once(rank: int, tmp_path: Pa
     )
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_frozen_parameters_are_no_idle_ones(rank: int, tmp_path: Path) -> None:
     model = Idle()

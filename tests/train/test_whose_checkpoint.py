@@ -51,7 +51,6 @@ def test_all_checkpoints_of_a_run_have_its_id_and_an_import_a_new_one(rank: int,
         assert find_run_id(target) not in ("", find_run_id(run))
 
 
-@pytest.mark.slow
 @ranks(1)
 def test_another_runs_checkpoint_is_set_aside(rank: int, tmp_path: Path) -> None:
     run, other, alone = tmp_path / "a", tmp_path / "b", tmp_path / "c"
@@ -71,7 +70,6 @@ def test_another_runs_checkpoint_is_set_aside(rank: int, tmp_path: Path) -> None
     assert RunDir(run).checkpoints.joinpath(told["kept_as"]).exists()
 
 
-@pytest.mark.slow
 @ranks(1)
 def test_where_there_is_no_other_nothing_is_loaded_or_changed(rank: int, tmp_path: Path) -> None:
     run, other = tmp_path / "a", tmp_path / "b"
@@ -84,7 +82,6 @@ def test_where_there_is_no_other_nothing_is_loaded_or_changed(rank: int, tmp_pat
     assert RunDir(run).checkpoint_steps() == [4]
 
 
-@pytest.mark.slow
 @ranks(1)
 def test_copies_and_older_runs_go_on(rank: int, tmp_path: Path) -> None:
     run, alone = tmp_path / "a", tmp_path / "alone"

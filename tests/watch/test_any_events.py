@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -78,7 +77,6 @@ def _run_with(events: list[Event]) -> Iterator[RunDir]:
         yield run
 
 
-@pytest.mark.slow
 @given(st.lists(any_event, max_size=12))
 def test_summary(events: list[Event]) -> None:
     with _run_with(events) as run:
@@ -90,7 +88,6 @@ def test_summary(events: list[Event]) -> None:
     assert plain["state"] in ("new", "finished", "stopped", "failed")
 
 
-@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.lists(any_event, max_size=12))
 def test_report(events: list[Event]) -> None:
@@ -99,7 +96,6 @@ def test_report(events: list[Event]) -> None:
     assert [html.count(f"<h2>{title}</h2>") for title in ("Curves", "Attempts", "Resolved run", "Machine")] == [1] * 4
 
 
-@pytest.mark.slow
 @given(st.lists(any_event, max_size=12), st.integers(20, 120))
 def test_live_view_and_plain_lines(events: list[Event], width: int) -> None:
     view, plain = LiveView("run", "runs/run", clock=lambda: 0.0), PlainLines(clock=lambda: 0.0)

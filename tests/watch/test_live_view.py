@@ -6,7 +6,6 @@ import time
 import timeit
 from collections.abc import Callable
 
-import pytest
 from rich.console import Console, RenderableType
 from rich.table import Table
 from watch_events import BEGIN, event, started, step
@@ -148,14 +147,12 @@ def test_broken_losses_are_shown_but_not_drawn() -> None:
     assert "▁" in text
 
 
-@pytest.mark.slow
 def test_height_stays_the_same_from_start_to_end() -> None:
     events = _running()
     heights = {_text(_view(events[:count], now=20.0).render()).count("\n") for count in range(len(events) + 1)}
     assert len(heights) == 1
 
 
-@pytest.mark.slow
 def test_a_render_costs_less_than_half_a_table_of_twenty_rows() -> None:
     """A few milliseconds of this process's own time, the best of ten rounds of each: other work that shares a core
     makes both slower."""

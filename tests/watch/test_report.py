@@ -105,7 +105,6 @@ def test_curves_and_marks(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-@pytest.mark.slow
 def test_long_curves_are_thinned_and_smoothed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [step(number, number * 0.1, loss=99.0 if number == 4321 else 1.0) for number in range(1, 6001)]
     saves = [event("saved", number, number * 0.1, name="", bytes=1) for number in range(10, 6001, 10)]

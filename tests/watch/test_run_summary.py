@@ -221,7 +221,6 @@ def test_find_runs(tmp_path: Path) -> None:
     assert find_runs(tmp_path / "missing") == []
 
 
-@pytest.mark.slow
 def test_a_long_run_is_summarised_quickly(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """20,000 steps in 0.4 s of processor time, Python's start included, where to read the lines alone takes 0.11: other
     work that shares a core makes both slower."""

@@ -42,7 +42,6 @@ def _read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     return read
 
 
-@pytest.mark.slow
 def test_many_small_tensors_cost_one_reading_of_each_block(tmp_path: Path, read: list[tuple[str, int, int]]) -> None:
     """Names whose order is not that of the file, and tensors that lie across the end of a block."""
     tensors = {f"{number * 7919 % 1000:03d}": torch.arange(17.0) + number for number in range(300)}

@@ -121,7 +121,6 @@ def test_what_a_kill_left_long_ago_is_removed(folder: Path, tmp_path: Path) -> N
     assert new.exists()
 
 
-@pytest.mark.slow
 def test_processes_that_prepare_at_once_agree(folder: Path, tmp_path: Path) -> None:
     (folder / "big.py").write_bytes(os.urandom(3_000_000))
     script = textwrap.dedent(f"""

@@ -40,7 +40,7 @@ ODD = [
 ]
 
 
-@pytest.fixture(params=["local", pytest.param("ssh", marks=pytest.mark.slow)])
+@pytest.fixture(params=["local", "ssh"])
 def host(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     """This machine, and this machine behind a fake ssh; the home folder has no profile."""
     home = tmp_path / "home"
@@ -59,7 +59,6 @@ def test_words_arrive_unchanged(host: Host) -> None:
     assert (done.code, done.ok, done.words) == (0, True, ("printf", "%s\\0", *ODD))
 
 
-@pytest.mark.slow
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lists=st.lists(st.lists(WORDS, min_size=1, max_size=4), min_size=1, max_size=6))
 def test_any_words_arrive_unchanged(host: Host, lists: list[list[str]]) -> None:
@@ -98,7 +97,6 @@ def test_a_first_word_is_never_an_assignment_or_a_keyword(host: Host) -> None:
     assert [host.run([word, "x"]).code for word in ("A=B", "if")] == [MISSING] * 2
 
 
-@pytest.mark.slow
 def test_a_command_out_of_time_is_ended(host: Host, tmp_path: Path) -> None:
     for limit_s in (1.0, 5.0, 25.0):  # a busy machine may not begin in the first of them
         begin = time.monotonic()
@@ -136,7 +134,6 @@ def undying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         process.wait()
 
 
-@pytest.mark.slow
 def test_a_command_that_nothing_ends_is_left_behind(undying: Path) -> None:
     begin = time.monotonic()
     done = LocalHost().run(["sh", "-c", f"printf begun; touch {undying}; exec sleep 300"], timeout_s=0.2)
@@ -186,7 +183,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", disk], check=True)
 
 
-@pytest.mark.slow
 def test_a_full_disk_leaves_the_old_file_and_nothing_else(host: Host, small_disk: Path, tmp_path: Path) -> None:
     (small_disk / "job.sh").write_text("old")
     with pytest.raises(UserError, match=r"job.sh( on there)? cannot be written: No space left on device"):

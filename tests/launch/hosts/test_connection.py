@@ -189,7 +189,6 @@ BEGUN = 60
 """Bytes that hold the first mark of an answer and not the second."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("length", "what"), [(20, "before it answered"), (BEGUN, "in the middle of an answer")])
 def test_a_cut_answer_is_never_a_code_of_the_command(tmp_path: Path, length: int, what: str) -> None:
     fake = make_fake(tmp_path / "fake", serve=CUT.format(bytes=length))

@@ -15,7 +15,6 @@ from shardway.launch.hosts.connection import Surroundings
 from shardway.launch.hosts.ssh import SshHost
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(find_sshd() is None or shutil.which("ssh") is None, reason="openssh-server is not installed"),
 ]
 

@@ -45,9 +45,7 @@ def left_over(tmp_path: Path) -> list[str]:
     return [path.name for folder in folders for path in folder.iterdir()]
 
 
-@pytest.mark.parametrize(
-    ("runtime", "name"), [("enroot", "x!.sqsh"), pytest.param("apptainer", "x!.sif", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("runtime", "name"), [("enroot", "x!.sqsh"), ("apptainer", "x!.sif")])
 def test_an_image_is_fetched(fakes: Fakes, tmp_path: Path, runtime: str, name: str) -> None:
     made, _ = make(make_order(runtime), tmp_path)
     assert made == Made(PurePosixPath(tmp_path / "it's out" / name), len("fetched\n"))
@@ -60,7 +58,7 @@ def test_an_image_is_fetched(fakes: Fakes, tmp_path: Path, runtime: str, name: s
     assert fakes.calls == [[runtime, *words[runtime]]]
 
 
-@pytest.mark.parametrize("runtime", [pytest.param("enroot", marks=pytest.mark.slow), "apptainer"])
+@pytest.mark.parametrize("runtime", ["enroot", "apptainer"])
 def test_an_image_is_built(fakes: Fakes, tmp_path: Path, runtime: str) -> None:
     """Its script runs inside, and every word of it arrives."""
     order = make_order(runtime, recipe=ADDED, way=PROXY)
@@ -79,11 +77,11 @@ def test_an_image_is_built(fakes: Fakes, tmp_path: Path, runtime: str) -> None:
 
 
 FAILURES = [
-    pytest.param("enroot", "enroot import", marks=pytest.mark.slow),
-    pytest.param("enroot", "enroot create", marks=pytest.mark.slow),
+    ("enroot", "enroot import"),
+    ("enroot", "enroot create"),
     ("enroot", "enroot start"),
-    pytest.param("enroot", "enroot export", marks=pytest.mark.slow),
-    pytest.param("apptainer", "apptainer build", marks=pytest.mark.slow),
+    ("enroot", "enroot export"),
+    ("apptainer", "apptainer build"),
 ]
 
 
@@ -96,7 +94,6 @@ def test_nothing_is_left_of_an_image_that_failed(fakes: Fakes, tmp_path: Path, r
     assert left_over(tmp_path) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("why", ["time", "interrupt"])
 def test_nothing_is_left_of_an_image_that_was_stopped(fakes: Fakes, tmp_path: Path, why: str) -> None:
     (fakes.folder / "wait").touch()

@@ -42,7 +42,7 @@ def why_not() -> str:
     return f"there is no {', '.join(missing)}" if missing else ""
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")]
+pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")]
 
 
 @pytest.fixture

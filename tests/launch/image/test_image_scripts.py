@@ -58,7 +58,6 @@ def test_every_kept_text_is_of_a_case() -> None:
     assert golden_names("images") == {f"{name}.sh" for name in SCRIPTS} | texts
 
 
-@pytest.mark.slow
 def test_shellcheck_has_nothing_to_say(tmp_path: Path) -> None:
     for name, make in SCRIPTS.items():
         (tmp_path / f"{name}.sh").write_text(make().script, encoding="utf-8")

@@ -40,7 +40,6 @@ def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     return run
 
 
-@pytest.mark.slow
 def test_import_says_what_a_run_file_needs(image: Verb, fakes: Fakes, tmp_path: Path) -> None:
     code, out, _ = image("import", PYTORCH)
     path = tmp_path / "here/pytorch-25.04-py3.sqsh"
@@ -91,7 +90,6 @@ def test_mistakes_are_explained(image: Verb, fakes: Fakes, words: tuple[str, ...
     assert said in err
 
 
-@pytest.mark.slow
 def test_without_internet_it_is_printed_how_to_bring_it_over(image: Verb, fakes: Fakes) -> None:
     (fakes.folder / "bin/apptainer").rename(fakes.folder / "bin/singularity")
     _, _, err = image("import", PYTORCH, "--on", "marenostrum5-acc", "--to", "/gpfs/projects/x/t.sif")

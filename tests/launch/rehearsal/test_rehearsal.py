@@ -59,7 +59,6 @@ def test_an_attempt_is_started_as_a_job_starts_it(tmp_path: Path) -> None:
     assert again.attempt.read_started().deadline == 0.0  # type: ignore[union-attr]
 
 
-@pytest.mark.slow
 def test_nothing_outlives_its_deadline(tmp_path: Path) -> None:
     """Nor what the command has started, nor what ignores SIGTERM."""
     script = "trap '' TERM; sleep 300 & echo $! > child; wait; sleep 300"
@@ -99,7 +98,6 @@ def check_names(checks: list[Check]) -> None:
     assert [check.name for check in checks] in (GOOD, TWICE)
 
 
-@pytest.mark.slow
 def test_a_run_that_goes_on_as_it_should(tmp_path: Path) -> None:
     """It is shorter than the deadline that was asked for: the deadline falls into it all the same. Into the second
     attempt as well, where that starts more slowly than the run before."""
@@ -108,13 +106,11 @@ def test_a_run_that_goes_on_as_it_should(tmp_path: Path) -> None:
     assert checks[-1].found == "loss, grad_norm, lr of 60 steps are the same bit for bit"
 
 
-@pytest.mark.slow
 def test_a_long_run_is_cut_as_often_as_its_deadline_says(tmp_path: Path) -> None:
     """What runs without a break is stopped after as long, and compared as far as it came."""
     check_names(checks_of(tmp_path, words(steps=100000), deadline=2.0, whole=False))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flaw", "last", "found"),
     [
@@ -143,7 +139,6 @@ def test_a_command_that_does_not_train_fails_at_once(tmp_path: Path) -> None:
     assert checks[0].found.endswith("no such model")
 
 
-@pytest.mark.slow
 def test_a_command_that_writes_no_events_is_seen_from_outside(tmp_path: Path) -> None:
     for deadline_s in (1.0, 5.0, 25.0):  # a busy machine may not start it in the first of them
         folder = tmp_path / f"{deadline_s:g}"
@@ -159,7 +154,6 @@ def test_a_command_that_writes_no_events_is_seen_from_outside(tmp_path: Path) ->
     ]
 
 
-@pytest.mark.slow
 def test_a_command_that_obeys_nothing(tmp_path: Path) -> None:
     checks = list(rehearse(Piece(lambda run: ["sleep", "300"], 0.2, patience_s=0.2), tmp_path))
     assert verdicts(checks) == [("obeys the stop file", FAIL)]

@@ -226,7 +226,6 @@ def test_a_lock_is_asked_for_ever_more_rarely_and_not_while_events_come(held: He
 # --- for real
 
 
-@pytest.mark.slow
 def test_a_real_job_of_this_machine_that_is_killed_ends_its_followers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,7 +247,6 @@ def test_a_real_job_of_this_machine_that_is_killed_ends_its_followers(
     assert "is over: lost: " in told[0]
 
 
-@pytest.mark.slow
 def test_a_job_that_says_its_last_word_ends_its_followers_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,7 +63,6 @@ def chain(tmp_path: Path) -> Iterator[Path]:
     Stopper(LocalHost()).cancel(read(run))
 
 
-@pytest.mark.slow
 def test_a_run_that_is_killed_was_stopped_by_a_person(chain: Path) -> None:
     assert [standing.word for standing in stand(chain)] == ["running", "queued"]
     assert "      It starts after attempt 0001." in render_attempts(stand(chain))
@@ -76,7 +75,6 @@ def test_a_run_that_is_killed_was_stopped_by_a_person(chain: Path) -> None:
         assert standing.why is None
 
 
-@pytest.mark.slow
 def test_what_only_waits_is_taken_out_of_the_queue(chain: Path) -> None:
     stopping = Stopper(LocalHost()).ask(read(chain))
     assert [entry.number for entry in stopping.asked] == [1]
@@ -84,7 +82,6 @@ def test_what_only_waits_is_taken_out_of_the_queue(chain: Path) -> None:
     assert [standing.word for standing in stand(chain)] == ["running", "stopped"]
 
 
-@pytest.mark.slow
 def test_what_a_job_wrote_itself_stays(chain: Path) -> None:
     RunDir(chain).attempt(1).write_result(Result(Ending.CRASHED, exit_code=3, by="job script"))
     Stopper(LocalHost()).cancel(read(chain))

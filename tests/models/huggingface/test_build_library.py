@@ -14,8 +14,6 @@ from shardway.models.huggingface import build as build_module
 from shardway.models.huggingface.build import build_huggingface
 from tiny_hf import save_tiny
 
-pytestmark = pytest.mark.slow  # transformers takes seconds to import
-
 
 def write_config(folder: Path, **changes: Any) -> Path:
     from transformers import LlamaConfig

@@ -15,8 +15,6 @@ from shardway.models.huggingface.model import HuggingFaceModel
 from shardway.train.loss import token_cross_entropy
 from tiny_hf import TOKENS, load_reference, logits_of, save_tiny
 
-pytestmark = pytest.mark.slow  # transformers takes seconds to import
-
 
 def build(folder: Path, seq_len: int = 16) -> HuggingFaceModel:
     model = build_huggingface(folder, vocab=50, seq_len=seq_len)

@@ -193,7 +193,6 @@ def written(tmp_path: Path) -> Path:
     return write(tmp_path / "weights", values())
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_a_sharded_model_reads_each_rank_its_part(rank: int, written: Path) -> None:
     with torch.device("meta"):

@@ -98,7 +98,6 @@ def test_names_are_those_of_the_library() -> None:
     assert translate("embedding.weight") == "model.embed_tokens.weight"
 
 
-@pytest.mark.slow  # transformers takes seconds to import
 @pytest.mark.parametrize(
     ("family", "changes"),
     [

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from pool import ranks
 from shardway.errors import UserError
 from shardway.parallel.axes.context import Chunks, ContextAttention
-from speed import mostly_slow
 
 
 def whole_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -39,8 +38,8 @@ def compare_with_one_rank(rank: int, method: str, kv_heads: int, dtype: torch.dt
         torch.testing.assert_close(part.grad, own(tensor.grad), rtol=0, atol=8 * tolerance)
 
 
-@pytest.mark.parametrize("dtype", mostly_slow(["float64", "float32", "bfloat16"], "float64"))
-@pytest.mark.parametrize("kv_heads", [pytest.param(4, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("kv_heads", [4, 1])
 @pytest.mark.parametrize("method", ["ring", "gather"])
 @ranks(2)
 def test_two_ranks_attend_as_one(rank: int, method: str, kv_heads: int, dtype: str) -> None:

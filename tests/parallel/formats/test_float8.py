@@ -18,7 +18,6 @@ from shardway.parallel.formats.linear import linear_with
 from small_stack import PlannedStack, Stack, build_stack, gradients, stack_loss, token_batch
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.slow  # importing torchao takes seconds
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
 
 

@@ -20,7 +20,6 @@ from shardway.runfile.schema import RecomputeSection
 from small_stack import PlannedStack, build_stack, gradients, stack_loss, token_batch
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.slow  # importing torchao on every rank takes seconds
 
 
 def emulated(recipe: str = "tensorwise", **options: Any) -> Float8Options:

@@ -36,7 +36,6 @@ def test_bf16_weights_round_once_and_batch_norms_keep_fp32() -> None:
     assert {buffer.dtype for buffer in model.buffers()} == {torch.float32, torch.int64}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @ranks(2)
 def test_split_weights_are_cast_too(rank: int, device: str) -> None:

@@ -44,14 +44,12 @@ def test_what_was_said_is_kept() -> None:
     assert not any("--seq-len" in told or "--global-batch" in told for told in found.assumed)
 
 
-@pytest.mark.slow
 def test_what_was_not_said_is_told() -> None:
     told = " ".join(plan().assumed)
     for option in ("--nodes", "--seq-len", "--global-batch", "--tokens"):
         assert option in told
 
 
-@pytest.mark.slow
 def test_several_formats_are_tried() -> None:
     shape, h100 = small(), machine_of_part("h100-sxm5-80gb")
     both = answer(ask(Said(precisions=("bf16", "fp8")), shape, h100))
@@ -59,7 +57,6 @@ def test_several_formats_are_tried() -> None:
     assert both.shown.time.seconds == pytest.approx(min(each.time.seconds for each in alone))
 
 
-@pytest.mark.slow
 def test_the_run_is_cut_into_jobs_of_the_queue() -> None:
     terms = Terms(queue="day", wall_seconds=86400, most_nodes=1, price=Price(per_gpu_hour=2, currency="EUR"))
     found = plan(terms, nodes=2, length=Span(1e12, "tokens"))
@@ -71,7 +68,6 @@ def test_the_run_is_cut_into_jobs_of_the_queue() -> None:
     assert "takes 1 nodes" in found.warnings[0]
 
 
-@pytest.mark.slow
 def test_half_the_wall_time_gives_twice_the_jobs() -> None:
     runs = [plan(Terms(wall_seconds=seconds), length=Span(1e12, "tokens")).run for seconds in (86400.0, 43200.0)]
     assert runs[0] is not None
@@ -79,7 +75,6 @@ def test_half_the_wall_time_gives_twice_the_jobs() -> None:
     assert runs[1].slots == pytest.approx(2 * runs[0].slots, rel=0.05)
 
 
-@pytest.mark.slow
 def test_each_change_helps_by_itself() -> None:
     shape = find_named("llama3-70b")
     assert isinstance(shape, Architecture)
@@ -106,7 +101,6 @@ def test_each_setting_that_helps_is_offered() -> None:
     assert told[:2] == ["a micro-batch of 16", "recompute full"]
 
 
-@pytest.mark.slow
 def test_the_curve_keeps_the_batch() -> None:
     found = plan(gpus=2, global_batch=128)
     points = answer_curve(found)

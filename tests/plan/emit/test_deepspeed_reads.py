@@ -19,8 +19,6 @@ from shardway.plan.case import Case
 from shardway.plan.emit.emitted import Emitted
 from shardway.plan.emit.table import emit
 
-pytestmark = pytest.mark.slow  # importing deepspeed takes a second or two
-
 
 @pytest.fixture(scope="module", autouse=True)
 def deepspeed() -> Iterator[None]:

@@ -20,8 +20,6 @@ from shardway.plan.emit.emitted import Emitted
 from shardway.plan.emit.table import EMITTERS, emit
 from shardway.plan.stages import layers_of_stages
 
-pytestmark = pytest.mark.slow
-
 FILES = {
     "torchtitan": ("torchtitan.toml", "torchtitan_job.py"),
     "megatron": ("megatron.sh",),

@@ -21,8 +21,6 @@ from shardway.plan.emit.torchtitan_job import fp4_parts
 from shardway.plan.shapes.architecture import Architecture, LayerRun
 from shardway.plan.stages import layers_of_stages
 
-pytestmark = pytest.mark.slow
-
 WHOLE = {"stage", "overlap_comm", "stage3_param_persistence_threshold", "stage3_max_reuse_distance"}
 """Of ZeRO 3 as such."""
 DENSE = GOLDEN_CASES["fsdp-8b-64"]

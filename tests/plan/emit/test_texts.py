@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 
 from shardway.plan.emit.texts import literal, write_call, write_flags, write_toml, write_yaml
 
-pytestmark = pytest.mark.slow
-
 NAMES = st.from_regex(r"[a-z][a-z0-9_]{0,6}", fullmatch=True)
 TEXTS = st.text(max_size=6)
 NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.booleans()

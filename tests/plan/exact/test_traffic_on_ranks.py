@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,15 @@ from traffic_layouts import CASES, Report, report_step
 
 from page_tables import check_table
 from pool import RankPool
+from speed import picked
 from traffic_tracer import Sent
 
-pytestmark = pytest.mark.slow
-
-Reports = Mapping[str, Sequence[Report]]
+Reports = Callable[[str], Sequence[Report]]
+PICKED = (
+    *("replicate, 2 micro-batches", "shard, reshard always", "hybrid", "tensor, sequence split"),
+    *("pipeline, interleaved", "context, ring", "experts x tensor"),
+)
+"""One of each axis, for `make test`."""
 
 
 def leave_report(rank: int, name: str, folder: Path) -> None:
@@ -26,23 +31,24 @@ def leave_report(rank: int, name: str, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def reports(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    """What every rank of every case reports."""
-    found = {}
-    for name, case in CASES.items():
-        folder = tmp_path_factory.mktemp("case")
-        rank_pool.run(leave_report, case.ranks, {"name": name, "folder": folder}, 120.0)
-        found[name] = [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(case.ranks)]
-    return found
+    """What every rank of a case reports."""
+
+    @cache
+    def report(name: str) -> Sequence[Report]:
+        folder, size = tmp_path_factory.mktemp("case"), CASES[name].ranks
+        rank_pool.run(leave_report, size, {"name": name, "folder": folder}, 120.0)
+        return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(size)]
+
+    return report
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", picked(CASES, *PICKED))
 def test_every_rank_sends_what_the_formulas_say(name: str, reports: Reports) -> None:
     """To the byte. Of tokens that go to experts, only the sum over a group does not depend on the routers."""
-    for report in reports[name]:
+    every = reports(name)
+    for report in every:
         assert without_tokens(report.tally) == without_tokens(report.expected())
-    assert sum_tokens(report.tally for report in reports[name]) == sum_tokens(
-        report.expected() for report in reports[name]
-    )
+    assert sum_tokens(report.tally for report in every) == sum_tokens(report.expected() for report in every)
 
 
 def without_tokens(tally: Mapping[Sent, int]) -> dict[Sent, int]:
@@ -56,9 +62,10 @@ def sum_tokens(tallies: Iterable[Mapping[Sent, int]]) -> Counter[Sent]:
     return total
 
 
+@pytest.mark.exhaustive
 def test_the_page_shows_it(reports: Reports, request: pytest.FixtureRequest) -> None:
     head = ("layout", "ranks", "collective", "over", "what", "formula", "counted")
-    rows = [row for name in CASES for row in page_rows(name, reports[name])]
+    rows = [row for name in CASES for row in page_rows(name, reports(name))]
     check_table(request, "communication.md", "bytes of a step", [head, *rows])
 
 

@@ -15,8 +15,6 @@ from shardway.plan.memory.breakdown import estimate_memory
 from shardway.plan.memory.overheads import load_overheads
 from shardway.plan.memory.saved import kept_bytes, whole_bytes
 
-pytestmark = pytest.mark.slow
-
 BRIEF = settings.get_profile("brief")
 
 

@@ -16,8 +16,6 @@ from shardway.plan.page.pipeline import Action, Box, Simulated, StageSeconds, si
 from shardway.plan.shapes.named import find_named
 from shardway.plan.stages import kept_micro_batches
 
-pytestmark = pytest.mark.slow
-
 MODEL = find_named("llama3-405b")
 SPLIT = ("zero_bubble", "zbv")
 

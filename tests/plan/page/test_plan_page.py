@@ -27,8 +27,6 @@ from shardway.plan.stages import list_stages
 from shardway.plan.time.step import BUBBLE, GRADIENTS, OPTIMIZER, REST, STAGES, WEIGHTS
 from shardway.units import Span
 
-pytestmark = pytest.mark.slow
-
 GIB = 2**30
 
 

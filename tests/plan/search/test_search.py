@@ -54,7 +54,6 @@ def question(world: int = 16, fixed: Mapping[str, Any] | None = None, **changes:
 # --- Llama 3 405B
 
 
-@pytest.mark.slow
 def test_it_takes_a_moment(timed: Timed) -> None:
     """Half a second of one core of 2.5 GHz; four times that is a search that has grown."""
     assert timed.seconds < 2
@@ -85,7 +84,6 @@ def all_found(timed: Timed) -> Iterator[Found]:
     yield search(question(world=8, model=expert_model(8, 8), seq_len=2048))
 
 
-@pytest.mark.slow
 def test_what_is_offered_fits_and_the_best_is_the_fastest(timed: Timed) -> None:
     for found in all_found(timed):
         assert found.candidates
@@ -114,12 +112,10 @@ def test_the_others_say_what_they_lose(timed: Timed) -> None:
     assert all("%" in each.reason or each.reason == "as fast, with more axes" for each in others)
 
 
-@pytest.mark.slow
 def test_the_same_question_has_the_same_answer() -> None:
     assert search(question()) == search(question())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "fixed",
     [
@@ -145,7 +141,6 @@ def test_what_is_set_is_kept(fixed: dict[str, Any]) -> None:
         assert values == fixed
 
 
-@pytest.mark.slow
 def test_what_is_set_is_no_faster_than_what_is_free() -> None:
     free = search(question()).best
     assert free is not None
@@ -167,7 +162,6 @@ def test_where_nothing_fits_the_nearest_is_told() -> None:
     assert found.looked_at > 0
 
 
-@pytest.mark.slow
 def test_a_larger_device_is_no_slower() -> None:
     seconds = []
     for size in (40, 80, 160):
@@ -180,7 +174,6 @@ def test_a_larger_device_is_no_slower() -> None:
 # --- what is legal
 
 
-@pytest.mark.slow
 @BRIEF
 @given(st.integers(1, 12).map(lambda power: 2**power), st.sampled_from([8192, 131072]), st.booleans())
 def test_degrees_are_legal_and_listed_once(world: int, seq: int, mixed: bool) -> None:

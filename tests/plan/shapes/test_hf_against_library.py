@@ -11,8 +11,6 @@ from library_counts import build_on_meta, count, make_config
 
 from shardway.plan.shapes.hf import FAMILIES, shape_of_config
 
-pytestmark = pytest.mark.slow  # transformers takes seconds to import
-
 V: dict[str, Any] = {"vocab_size": 100}
 S = {**V, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4}
 GROUPED = {**S, "num_key_value_heads": 2}

@@ -203,7 +203,6 @@ def test_an_unknown_name_is_told_with_those_like_it() -> None:
         find_named("?")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", load_named())
 def test_parameters_are_those_of_the_library(name: str) -> None:
     assert find_named(name).parameters == count(build_on_meta(make_config(load_named()[name].config)))

@@ -50,7 +50,6 @@ def test_no_page_where_nobody_wants_one_or_none_can_be_made(tmp_path: Path) -> N
     assert open_page({VARIABLE: str(tmp_path / "gone")}, 0) is None
 
 
-@pytest.mark.slow
 def test_a_page_is_whole_at_any_moment(tmp_path: Path) -> None:
     """A rank writes as fast as it can: since = step, so that a torn entry would show."""
     code = """

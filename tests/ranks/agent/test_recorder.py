@@ -19,7 +19,7 @@ from shardway.ranks.agent.page import VARIABLE
 from shardway.ranks.agent.record import Record
 from shardway.ranks.agent.recorder import SIZE, answer_with_record, ask_for_records, choose_recording
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.usefixtures("warm_starts")
 
 RANK = """
 import ctypes, os, sys, time

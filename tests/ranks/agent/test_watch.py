@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import warm
 from shardway.ranks.agent import recorder, stacks
 from shardway.ranks.agent.hang import Hang, Sighting, Stopped
 from shardway.ranks.agent.page import VARIABLE, page_path, read_page
@@ -21,7 +22,7 @@ from shardway.ranks.agent.stacks import Group, ask_for_stacks, group_stacks, rea
 from shardway.ranks.agent.watch import Seen, Unwatched, Watch, watched
 from shardway.ranks.progress import Activity
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.usefixtures("warm_starts")
 
 RANK = """
 import os, sys, time
@@ -155,7 +156,7 @@ def test_a_rank_that_is_stopped_is_told_to_go_on(node: Node) -> None:
 
 
 def test_a_loader_process_that_is_stopped_is_told_to_go_on(node: Node) -> None:
-    environ = {**os.environ, VARIABLE: str(node.folder), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environ = {**os.environ, VARIABLE: str(node.folder), "PYTHONPATH": os.pathsep.join(sys.path), warm.COLD: "1"}
     node.ranks.append(subprocess.Popen([sys.executable, "-c", LOADED_RANK], env=environ))
     node.wait_for_step(3)
     (loader,) = psutil.Process(node.ranks[0].pid).children()

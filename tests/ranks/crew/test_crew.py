@@ -224,7 +224,6 @@ ACTS = st.lists(
 )
 
 
-@pytest.mark.slow
 @settings(max_examples=60)
 @given(ACTS)
 def test_whatever_the_others_do_a_start_comes_to_an_end(acts: list[tuple[str, int, int]]) -> None:

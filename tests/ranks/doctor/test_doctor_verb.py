@@ -112,7 +112,6 @@ def test_made_up_gpus_are_of_the_catalogue() -> None:
     assert make_nvidia(2).visible == 2
 
 
-@pytest.mark.slow
 def test_a_login_node_needs_no_torch(bare: Path) -> None:
     words = ["shardway", "doctor", "--site", "juwels-booster", "--all"]
     code = f"import sys; sys.modules['torch'] = None; sys.argv = {words}"

@@ -29,6 +29,8 @@ from shardway.ranks.doctor.surroundings import Surroundings, Wanted
 from shardway.ranks.doctor.wire import Wire
 from shardway.ranks.doctor.world import judge_attendance, judge_meeting, list_ranks
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 
 def at(port: int) -> Point:
     return Point("127.0.0.1", port, "launch")
@@ -77,7 +79,6 @@ def test_a_clock_that_is_ahead_is_measured(monkeypatch: pytest.MonkeyPatch) -> N
     assert clock.error_s < 0.05
 
 
-@pytest.mark.slow
 def test_the_rank_that_never_comes_is_named() -> None:
     point = at(free_port())
     call = RollCall(point, 3)
@@ -130,7 +131,6 @@ STRANGERS = (
 )
 
 
-@pytest.mark.slow
 def test_strangers_are_let_go_and_ranks_of_other_launches_too() -> None:
     """One after another, and the rank that is waited for comes last."""
     point = at(free_port())
@@ -279,7 +279,6 @@ def test_torch_is_tried_where_all_came(monkeypatch: pytest.MonkeyPatch) -> None:
     check(together(lonely)["torch.start"], "n/a", "ranks are missing")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [(0,), (0, 1)])
 def test_processes_of_which_one_may_never_come(ranks: tuple[int, ...], tmp_path: Path) -> None:
     """As a job starts them: each says who is missing, or all sum a tensor by torch."""

@@ -12,13 +12,18 @@ from pool import ranks
 from runs import Died, die_at, pool_ranks, read_column, read_named, train_tiny, worst_difference
 from shardway.rundir.directory import RunDir
 
-pytestmark = [needs_deepspeed, pytest.mark.slow]
+pytestmark = needs_deepspeed
 
 LARGE_ENOUGH = ("model.dim=128", "model.heads=2", "model.ffn_dim=512", "model.vocab=2048")
 """DeepSpeed leaves parts below 1 MiB in memory."""
 
 
-@pytest.mark.parametrize(("number", "params"), [(1, "none"), (2, "none"), (3, "none"), (3, "cpu")])
+FURTHER = [(1, "none"), (2, "none"), (3, "cpu")]
+
+
+@pytest.mark.parametrize(
+    ("number", "params"), [(3, "none"), *(pytest.param(*row, marks=pytest.mark.exhaustive) for row in FURTHER)]
+)
 @ranks(2, timeout_s=180.0)
 def test_cpu(rank: int, tmp_path: Path, number: int, params: str) -> None:
     offloaded = (*stage(number), "deepspeed.offload_optimizer=cpu", f"deepspeed.offload_params={params}")
@@ -29,6 +34,7 @@ def test_cpu(rank: int, tmp_path: Path, number: int, params: str) -> None:
 
 
 @pytest.mark.skipif(bool(what_nvme_lacks()), reason=what_nvme_lacks())
+@pytest.mark.exhaustive
 @ranks(2, timeout_s=1200.0)
 def test_nvme(rank: int, tmp_path: Path) -> None:
     """DeepSpeed compiles its access to disks at the first start on a machine, which takes minutes."""

@@ -11,12 +11,12 @@ from zero_runs import needs_deepspeed, stage, train_both
 
 from pool import ranks
 from runs import read_column, read_named, read_steps, worst_difference
-from speed import thinned
+from speed import picked
 
-pytestmark = [needs_deepspeed, pytest.mark.slow]
+pytestmark = needs_deepspeed
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("number", picked([1, 2, 3], 3))
 @ranks(2, timeout_s=180.0)
 def test_the_curve_is_that_of_torch(rank: int, tmp_path: Path, number: int) -> None:
     watched = ("train.validate_every=4", "data.record_ids=true")
@@ -45,7 +45,8 @@ MODELS = {
 }
 
 
-@thinned(("kind", "number"), itertools.product(MODELS, [1, 3]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("kind", "number"), list(itertools.product(MODELS, [1, 3])))
 @ranks(2, timeout_s=180.0)
 def test_other_models(rank: int, tmp_path: Path, kind: str, number: int) -> None:
     ours, theirs = train_both(tmp_path, *MODELS[kind], zero=stage(number))

@@ -18,9 +18,9 @@ from shardway.checkpoint.verify import verify_checkpoint
 from shardway.errors import JobError, UserError
 from shardway.rundir.directory import RunDir
 from shardway.train.run import Run
-from speed import thinned
+from speed import picked
 
-pytestmark = [needs_deepspeed, pytest.mark.slow]
+pytestmark = needs_deepspeed
 
 RUN = ("checkpoint.every=3 steps", "model.dropout=0.2")
 
@@ -31,7 +31,7 @@ def train(directory: Path, *words: str, last: int | None = None) -> None:
         train_tiny(directory, pool_ranks(), *RUN, *words, base=UNEVEN, before_step=die_at(last) if last else None)
 
 
-@thinned("number", [3, 1, 2], every=2)
+@pytest.mark.parametrize("number", picked([3, 1, 2], 3))
 @ranks(2, timeout_s=180.0)
 def test_a_run_that_died_goes_on_with_the_same_bits(rank: int, tmp_path: Path, number: int) -> None:
     train(tmp_path / "through", *stage(number))
@@ -43,6 +43,7 @@ def test_a_run_that_died_goes_on_with_the_same_bits(rank: int, tmp_path: Path, n
             assert read_column(tmp_path / "died", column) == read_column(tmp_path / "through", column), column
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [2, 3])
 @ranks(2, timeout_s=180.0)
 def test_settings_of_the_optimizer_are_those_of_today(rank: int, tmp_path: Path, number: int) -> None:
@@ -64,7 +65,8 @@ def convert(checkpoint: Path, out: Path) -> None:
     subprocess.run(command, cwd=checkpoint, check=True, capture_output=True, timeout=170)
 
 
-@thinned("number", [3, 1, 2])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", [3, 1, 2])
 @ranks(2, timeout_s=240.0)
 def test_the_tool_of_deepspeed_reads_a_checkpoint(rank: int, tmp_path: Path, number: int) -> None:
     weights: list[dict[str, torch.Tensor]] = []

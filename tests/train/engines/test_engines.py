@@ -19,6 +19,8 @@ from shardway.errors import UserError
 from shardway.runfile.schema import TrainSection
 from shardway.train.engines import ENGINES
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 
 def test_every_name_of_the_run_file_is_an_engine() -> None:
     assert set(get_args(TrainSection.model_fields["engine"].annotation)) == set(ENGINES)
@@ -30,7 +32,6 @@ def test_a_package_that_is_missing_is_named() -> None:
         replace(ENGINES["deepspeed"], package="no_such_engine").check_installed()
 
 
-@pytest.mark.slow
 def test_the_table_loads_no_engine() -> None:
     code = "import sys, shardway.train.engines; print('deepspeed' in sys.modules)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
@@ -38,7 +39,6 @@ def test_the_table_loads_no_engine() -> None:
 
 
 @needs_deepspeed
-@pytest.mark.slow
 @ranks(2, timeout_s=180.0)
 def test_settings_that_deepspeed_does_not_take(rank: int, tmp_path: Path) -> None:
     before = dict(os.environ)
@@ -54,7 +54,6 @@ def test_settings_that_deepspeed_does_not_take(rank: int, tmp_path: Path) -> Non
 
 
 @needs_deepspeed
-@pytest.mark.slow
 @ranks(2, timeout_s=180.0)
 def test_settings_reach_deepspeed(rank: int, tmp_path: Path) -> None:
     words = ("train.steps=4", "deepspeed.settings={zero_optimization={sub_group_size=4321}}")
@@ -64,7 +63,6 @@ def test_settings_reach_deepspeed(rank: int, tmp_path: Path) -> None:
 
 
 @needs_deepspeed
-@pytest.mark.slow
 def test_a_process_alone_trains_quietly(tmp_path: Path) -> None:
     words = (*UNEVEN, *stage(1), "train.steps=4")
     command = [sys.executable, "-m", "shardway", "train", "--dir", str(tmp_path / "run"), *words]

@@ -71,7 +71,6 @@ def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "write_checkpoint", write)
 
 
-@pytest.mark.slow
 def test_the_curve_is_that_of_saves_that_are_waited_for(tmp_path: Path, quiet_threads: None, in_turn: None) -> None:
     words = (*SHORT, "checkpoint.every=1 steps", "model.dropout=0.1")
     train_tiny(tmp_path / "waited", lone_rank(), *words, "checkpoint.background=false")
@@ -101,7 +100,6 @@ def test_one_that_is_due_while_another_is_under_way_is_left_out(
     assert RunDir(tmp_path).checkpoint_steps() == [2, 6]
 
 
-@pytest.mark.slow
 def test_the_last_save_waits_for_the_one_under_way(tmp_path: Path, quiet_threads: None, gate: Gate) -> None:
     timer = threading.Timer(0.3, gate.open.set)
 
@@ -134,7 +132,6 @@ def test_a_full_disk_costs_no_step(tmp_path: Path, quiet_threads: None, monkeypa
     assert RunDir(tmp_path / "full").read_status()["save_failed"] == ""
 
 
-@pytest.mark.slow
 def test_a_run_that_ends_badly_waits_for_what_is_under_way(tmp_path: Path, quiet_threads: None, gate: Gate) -> None:
     def look(run: Run, step: int) -> None:
         if step == 4:
@@ -181,7 +178,6 @@ def test_ranks_save_while_they_train(rank: int, tmp_path: Path) -> None:
         assert [event["step"] for event in saved] == RunDir(tmp_path / "flown").checkpoint_steps()
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_all_go_on_when_one_cannot_write(rank: int, tmp_path: Path) -> None:
     def write(directory: RunDir, on: Any, content: Any) -> Any:
@@ -201,7 +197,6 @@ def test_all_go_on_when_one_cannot_write(rank: int, tmp_path: Path) -> None:
         assert RunDir(tmp_path).checkpoint_steps() == [4, 6]
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_where_memory_does_not_suffice_saves_are_waited_for(rank: int, tmp_path: Path) -> None:
     with mock.patch.object(background, "has_room", return_value=rank == 0):

@@ -94,7 +94,6 @@ def test_a_run_saves_at_the_interval_that_costs_least(
     assert {event["next_in_s"] for event in events(tmp_path, "saved")} == {0.0}
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_all_ranks_go_on_when_one_cannot_write(rank: int, tmp_path: Path) -> None:
     disk = Disk(3)

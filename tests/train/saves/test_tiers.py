@@ -103,7 +103,6 @@ def test_a_run_that_died_goes_on_from_what_its_node_saved(tmp_path: Path, quiet_
     assert list((tmp_path / "disk").iterdir()) == []
 
 
-@pytest.mark.slow
 def test_a_run_that_stops_leaves_what_its_node_has(tmp_path: Path, quiet_threads: None) -> None:
     train_tiny(tmp_path / "run", lone_rank(), *words(tmp_path), before_step=settled(signal_at(5)))
     assert RunDir(tmp_path / "run").checkpoint_steps() == [5]
@@ -139,7 +138,6 @@ HARMS: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("reason", HARMS)
 def test_what_is_damaged_on_a_node_is_passed_over(tmp_path: Path, quiet_threads: None, reason: str) -> None:
     train(tmp_path, last=11)
@@ -153,7 +151,6 @@ def test_what_is_damaged_on_a_node_is_passed_over(tmp_path: Path, quiet_threads:
     assert read_column(tmp_path / "run") == well(tmp_path)
 
 
-@pytest.mark.slow
 def test_where_nothing_on_a_node_holds_the_run_directory_does(tmp_path: Path, quiet_threads: None) -> None:
     train(tmp_path, last=11)
     for step in (8, 10):
@@ -167,7 +164,6 @@ def test_where_nothing_on_a_node_holds_the_run_directory_does(tmp_path: Path, qu
     assert read_column(tmp_path / "run") == well(tmp_path)
 
 
-@pytest.mark.slow
 def test_a_disk_that_was_lost_costs_the_steps_since_the_last_copy(tmp_path: Path, quiet_threads: None) -> None:
     train(tmp_path, last=9)
     shutil.rmtree(tmp_path / "disk")
@@ -176,7 +172,6 @@ def test_a_disk_that_was_lost_costs_the_steps_since_the_last_copy(tmp_path: Path
     assert read_column(tmp_path / "run") == well(tmp_path)
 
 
-@pytest.mark.slow
 def test_two_failures_from_one_local_checkpoint_drop_the_tier_for_the_next_start(
     tmp_path: Path, quiet_threads: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -197,7 +192,6 @@ def test_two_failures_from_one_local_checkpoint_drop_the_tier_for_the_next_start
     assert read_column(tmp_path / "run") == well(tmp_path)
 
 
-@pytest.mark.slow
 def test_what_was_saved_before_a_start_without_the_tier_is_not_taken(tmp_path: Path, quiet_threads: None) -> None:
     train(tmp_path, last=9)
     train(tmp_path, "checkpoint.local_every=off", last=7)
@@ -207,7 +201,6 @@ def test_what_was_saved_before_a_start_without_the_tier_is_not_taken(tmp_path: P
     assert told["reason"] == "the run went on from step 6 after it was saved"
 
 
-@pytest.mark.slow
 def test_a_run_that_went_on_from_its_node_and_stops_at_once_is_saved(tmp_path: Path, quiet_threads: None) -> None:
     """Nothing was learnt since, but the run directory lacks that step."""
     train(tmp_path, last=9)
@@ -218,7 +211,6 @@ def test_a_run_that_went_on_from_its_node_and_stops_at_once_is_saved(tmp_path: P
     assert RunDir(tmp_path / "run").read_status()["state"] == "stopped"
 
 
-@pytest.mark.slow
 def test_a_run_that_died_right_before_its_last_save_makes_it(tmp_path: Path, quiet_threads: None) -> None:
     train(tmp_path, last=9)
     train(tmp_path, "train.steps=8")
@@ -227,7 +219,6 @@ def test_a_run_that_died_right_before_its_last_save_makes_it(tmp_path: Path, qui
     assert list((tmp_path / "disk").iterdir()) == []
 
 
-@pytest.mark.slow
 def test_another_model_is_refused_where_only_nodes_have_saved(tmp_path: Path, quiet_threads: None) -> None:
     train(tmp_path, last=5)
     assert RunDir(tmp_path / "run").checkpoint_steps() == []
@@ -242,7 +233,6 @@ def test_a_variable_that_is_not_set_is_told(tmp_path: Path, quiet_threads: None)
         train(tmp_path, "checkpoint.local_dir=$NO_SUCH_DISK")
 
 
-@pytest.mark.slow
 def test_saves_by_the_clock(tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LeastCost, "interval_s", lambda cost, save_s: 0.0)
     train(tmp_path, "checkpoint.local_every=auto", "checkpoint.every=off", "train.steps=4")
@@ -259,7 +249,6 @@ def test_what_the_clock_asks_for_in_the_run_directory_is_copied_once(tmp_path: P
     assert [step for step, tier in saved(tmp_path) if tier == SHARED] == [3, 12]
 
 
-@pytest.mark.slow
 def test_saves_that_are_waited_for(tmp_path: Path, quiet_threads: None) -> None:
     train(tmp_path, "checkpoint.background=false", last=9)
     assert saved(tmp_path) == [(2, "local"), (4, "local"), (6, "shared"), (8, "local")]
@@ -267,7 +256,6 @@ def test_saves_that_are_waited_for(tmp_path: Path, quiet_threads: None) -> None:
     assert started(tmp_path)[-1] == (8, "local")
 
 
-@pytest.mark.slow
 def test_what_a_copy_of_the_run_saved_on_the_same_node_is_not_taken(tmp_path: Path, quiet_threads: None) -> None:
     """It has the same id, so that both use one folder."""
     train(tmp_path, last=9)
@@ -297,7 +285,6 @@ class FullDisk:
         return self._usage(path)._replace(free=100) if here else self._usage(path)
 
 
-@pytest.mark.slow
 def test_a_full_disk_of_a_node_costs_no_save_in_the_run_directory(tmp_path: Path, quiet_threads: None) -> None:
     disk = FullDisk(tmp_path / "disk", 5, 7)
     with mock.patch.object(shutil, "disk_usage", disk.usage):
@@ -309,7 +296,6 @@ def test_a_full_disk_of_a_node_costs_no_save_in_the_run_directory(tmp_path: Path
     assert read_column(tmp_path / "run") == well(tmp_path)
 
 
-@pytest.mark.slow
 def test_a_damaged_file_is_not_copied(tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saving, "RETRY_S", 0.0)
     copy, struck = carry._carry, []
@@ -333,7 +319,6 @@ def test_a_damaged_file_is_not_copied(tmp_path: Path, quiet_threads: None, monke
     assert read_column(tmp_path / "run") == well(tmp_path)
 
 
-@pytest.mark.slow
 def test_nodes_save_on_while_a_slow_file_system_is_written(
     tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,7 +343,6 @@ def test_nodes_save_on_while_a_slow_file_system_is_written(
     assert read_column(tmp_path / "run") == well(tmp_path)
 
 
-@pytest.mark.slow
 def test_what_is_due_while_nodes_still_write_is_copied_right_after(
     tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,7 +372,6 @@ def two_nodes() -> Ranks:
     return Ranks(place, torch.device("cpu"), grouped=True)
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_ranks_go_on_from_what_their_node_saved(rank: int, tmp_path: Path) -> None:
     layout = ("parallel.dp_replicate=1", "parallel.dp_shard=2")
@@ -419,7 +402,6 @@ def on_two_disks(rank: int, tmp_path: Path, *more: str, between: Callable[[], No
         assert [list((tmp_path / f"disk-{node}").glob("*")) for node in range(2)] == [[], []]
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_files_of_another_node_are_fetched(rank: int, tmp_path: Path) -> None:
     """Replicated parameters lie partly on one node and partly on the other."""
@@ -431,7 +413,6 @@ def test_files_of_another_node_are_fetched(rank: int, tmp_path: Path) -> None:
         assert started(tmp_path) == [(0, None), (8, "local")]
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_two_nodes_may_be_on_one_machine(rank: int, tmp_path: Path) -> None:
     """They see each other's folders, and both remove."""
@@ -449,7 +430,6 @@ def test_two_nodes_may_be_on_one_machine(rank: int, tmp_path: Path) -> None:
         assert list((tmp_path / "disk").iterdir()) == []
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_a_node_that_lost_its_disk_brings_all_back_to_the_run_directory(rank: int, tmp_path: Path) -> None:
     on_two_disks(rank, tmp_path, "parallel.dp_replicate=2", between=lambda: shutil.rmtree(tmp_path / "disk-1"))
@@ -459,7 +439,6 @@ def test_a_node_that_lost_its_disk_brings_all_back_to_the_run_directory(rank: in
         assert told["reason"] == "no node has rank-00001.bin"
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_fewer_ranks_read_what_more_have_saved_where_their_node_has_all(rank: int, tmp_path: Path) -> None:
     train(tmp_path, "parallel.dp_replicate=1", "parallel.dp_shard=2", last=9, on=pool_ranks())

@@ -128,7 +128,6 @@ class _Undone:
         self.close = patch.undo
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("words", [layout(1, 2), further("parallel.tp=2"), PIPELINE, further("parallel.cp=2")], ids=str)
 @ranks(2)
 def test_a_validation_is_broken_off_on_all_ranks_and_made_again(
@@ -186,7 +185,6 @@ WAYS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("words", WAYS.values(), ids=WAYS)
 @ranks(2)
 def test_all_ranks_void_a_step_that_one_has_no_batch_for(rank: int, words: tuple[str, ...], tmp_path: Path) -> None:
@@ -201,7 +199,6 @@ def test_all_ranks_void_a_step_that_one_has_no_batch_for(rank: int, words: tuple
     assert_alike(tmp_path / "stopped", tmp_path / "through", on)
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_a_first_batch_that_does_not_come_ends_the_run_without_a_save(rank: int, tmp_path: Path) -> None:
     with stalled("training_batches", 0, on=rank == 1):
@@ -212,7 +209,6 @@ def test_a_first_batch_that_does_not_come_ends_the_run_without_a_save(rank: int,
         assert RunDir(tmp_path).checkpoint_steps() == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 2])
 @ranks(2)
 def test_a_batch_of_a_validation_that_does_not_come(rank: int, number: int, tmp_path: Path) -> None:
@@ -227,7 +223,6 @@ def test_a_batch_of_a_validation_that_does_not_come(rank: int, number: int, tmp_
     assert_alike(tmp_path / "stopped", tmp_path / "through", on)
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_the_last_batches_of_a_validation_are_not_counted_where_one_did_not_come(rank: int, tmp_path: Path) -> None:
     """The ranks do not ask each other again before its end."""
@@ -290,7 +285,6 @@ def test_a_stop_that_was_asked_for_before_the_start_is_obeyed_before_the_first_s
     assert not RunDir(tmp_path).stop_requested()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("base", [TINY, TINY_IMAGES], ids=["tokens", "images"])
 def test_a_second_ctrl_c_in_a_save_ends_the_run_at_once(
     base: tuple[str, ...], tmp_path: Path, quiet_threads: None

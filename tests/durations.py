@@ -1,0 +1,167 @@
+"""How long tests take, as measured, and what follows from it: which are `slow`, and which files a part of a run has.
+
+tests/durations.txt holds a line for each test of SLOW_S or more, and one a file for all its others together:
+
+    KIND SECONDS WHAT        KIND is slow, exhaustive (left out of `make test`), or fast (a file)
+
+`make durations` writes it again, on a machine with nothing else to do. A test that is not in it, a new one, is fast.
+
+Invariant: no test says itself that it is slow. The parts of a run are whole files, take about as long, and are all of
+it. This module must not import torch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TABLE = Path(__file__).with_name("durations.txt")
+SLOW_S = 0.2
+"""The tests below it, some six thousand, take a minute of one core together: `make check`."""
+LONG_S = 20.0
+FILE_S = 0.1
+"""What a file takes to be imported, and all that is known of one that was not measured."""
+
+WHY = {
+    "tests/test_readme.py::test_every_shell_block_runs": "what a newcomer types: every process starts cold",
+    "tests/train/test_processes.py::test_what_was_killed_goes_on_with_the_same": "two kills, four starts, 320 steps",
+}
+"""Why a test may take LONG_S or more, by what its name begins with."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table."""
+
+    kind: str
+    seconds: float
+    what: str
+
+    @property
+    def file(self) -> str:
+        """The file, from the root of the project."""
+        return self.what.partition("::")[0]
+
+
+@cache
+def read_rows() -> tuple[Row, ...]:
+    """The table."""
+    lines = (line.split(" ", 2) for line in TABLE.read_text(encoding="utf-8").splitlines())
+    return tuple(Row(kind, float(seconds), what) for kind, seconds, what in lines)
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """The options that are about how long tests take."""
+    parser.addoption("--part", default="1/1", help="K/N: the files of the Kth of N parts that take as long")
+    parser.addoption("--write-durations", action="store_true", help="write tests/durations.txt again")
+
+
+def mark_slow(items: Iterable[pytest.Item]) -> None:
+    """Mark what the table says is slow."""
+    slow = {row.what for row in read_rows() if row.kind != "fast"}
+    for item in items:
+        if item.nodeid in slow:
+            item.add_marker(pytest.mark.slow)
+
+
+def choose_files(part: str, kinds: frozenset[str], files: Iterable[str]) -> frozenset[str]:
+    """Those of a part K/N of a run of these kinds of tests: each in turn, the longest first, to the part that has least
+    by then. Raises UsageError."""
+    number, count = _read_part(part)
+    seconds = defaultdict(lambda: FILE_S)
+    for row in read_rows():
+        if row.kind in kinds:
+            seconds[row.file] += row.seconds
+    loads, chosen = [0.0] * count, [set[str]() for _ in range(count)]
+    for file in sorted(files, key=lambda file: (-seconds[file], file)):
+        least = loads.index(min(loads))
+        loads[least] += seconds[file]
+        chosen[least].add(file)
+    return frozenset(chosen[number - 1])
+
+
+def _read_part(text: str) -> tuple[int, int]:
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise pytest.UsageError(f"--part is {text}; K/N, with K from 1 to N")
+    return int(number), int(count)
+
+
+def kinds_of(marks: str) -> frozenset[str]:
+    """The kinds of tests that an expression of marks (-m) lets through."""
+    kinds = {
+        "not slow and not exhaustive": {"fast"},
+        "slow and not exhaustive": {"slow"},
+        "not exhaustive": {"fast", "slow"},
+        "exhaustive": {"exhaustive"},
+    }
+    return frozenset(kinds.get(marks, {"fast", "slow", "exhaustive"}))
+
+
+class Parts:
+    """Leaves out the files that are not of this part."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._root = config.rootpath
+        self._part, self._kinds = config.getoption("--part"), kinds_of(config.getoption("markexpr"))
+        _read_part(self._part)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        """True for a file of another part."""
+        if not (collection_path.name.startswith("test_") and collection_path.suffix == ".py"):
+            return None
+        return True if self._name(collection_path) not in self._files() else None
+
+    @cache  # noqa: B019
+    def _files(self) -> frozenset[str]:
+        found = [self._name(path) for path in Path(__file__).parent.rglob("test_*.py")]
+        return choose_files(self._part, self._kinds, found)
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self._root).as_posix()
+
+
+class Stopwatch:
+    """Writes the table, with what was run measured anew and all else as it was."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._kinds: dict[str, str] = {}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Note which tests are exhaustive; others than those that are run as well."""
+        for item in items:
+            self._kinds[item.nodeid] = "exhaustive" if item.get_closest_marker("exhaustive") else "slow"
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Add up start, test and end."""
+        self._seconds[report.nodeid] += report.duration
+
+    def pytest_sessionfinish(self, session: Any, exitstatus: int) -> None:
+        """Write, unless tests failed."""
+        if exitstatus == pytest.ExitCode.OK:
+            rows = render_rows(self._seconds, self._kinds, read_rows() if TABLE.exists() else ())
+            TABLE.write_text("".join(f"{line}\n" for line in rows), encoding="utf-8")
+
+
+def render_rows(seconds: Mapping[str, float], kinds: Mapping[str, str], before: Iterable[Row]) -> Iterator[str]:
+    """The lines of the table: what was measured, and of `before` what still exists and was not."""
+    rows = [Row(kinds[test], taken, test) for test, taken in seconds.items() if taken >= SLOW_S]
+    rows += [row for row in before if row.kind != "fast" and row.what not in seconds and row.what in kinds]
+    others: dict[str, float] = defaultdict(float)
+    for test, taken in seconds.items():
+        if taken < SLOW_S and kinds[test] != "exhaustive":
+            others[test.partition("::")[0]] += taken
+    for row in before:
+        if row.kind == "fast" and row.what not in others and any(test.startswith(f"{row.what}::") for test in kinds):
+            others[row.what] = row.seconds
+    rows += [Row("fast", taken, file) for file, taken in others.items() if taken >= 0.005]
+    for row in sorted(rows, key=lambda row: (row.what, row.kind)):
+        yield f"{row.kind} {row.seconds:.2f} {row.what}"

@@ -1,0 +1,62 @@
+"""What a test sees of the machine it runs on: usual programs, a home of its own, and no variables of a person or job.
+
+A laptop with enroot in /usr/local/bin, a login node with Slurm, a shell inside a job: the tests are the same on each.
+Where a real component is tested (a cluster, a GPU) the machine is left as it is.
+
+Invariant: what is not named here is not there. This module must not import torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+PROGRAMS = (  # noqa: SIM905
+    "[ awk base64 basename bash cat chgrp chmod chown cmp comm cp cut date dd df dirname du echo env expr false find "
+    "flock fold free getconf grep gzip head hostname id install join kill ln logger ls mkdir mkfifo mktemp mv nice nl "
+    "nohup nproc od paste pgrep pkill printenv printf ps pwd readlink realpath renice rm rmdir sed seq setsid sh "
+    "sha256sum sleep sort split stat stdbuf stty sync tail tar taskset tee test timeout touch tr true truncate tty "
+    "uname uniq unlink wc which who whoami xargs yes zcat "
+    "cc c++ gcc g++ clang clang++ ld as ar nm make cmake ninja pkg-config "
+    "git ssh ssh-keygen ssh-agent ssh-add scp dash zsh fish csh tcsh ksh script gawk mawk "
+    "ip mount umount losetup mkfs.ext4 mksquashfs unsquashfs newuidmap newgidmap nsenter setpriv unshare "
+    "glusterfs glusterfsd strace gdb"
+).split()
+"""Of a usual Linux with a compiler, as far as they are there. No scheduler, launcher, container, driver of a device."""
+
+VARIABLES = {
+    *("LANG", "LC_ALL", "TMPDIR", "TERM", "USER", "LOGNAME", "SHELL", "TZ", "CI"),
+    *("OMP_NUM_THREADS", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE"),
+}
+PREFIXES = ("OPENBLAS_", "SHARDWAY_CHAOS", "SHARDWAY_TEST_", "PYTEST_", "COV_", "CPU_")
+"""Of this process's variables, those that a test may see."""
+
+KEEPS_MACHINE = ("SHARDWAY_CLUSTER", "SHARDWAY_GPU")
+"""A session with one of these set tests what the machine really has."""
+
+
+def settle_in() -> Path | None:
+    """Give this process, and all that it starts, a PATH, a HOME and variables of its own; the folder with them."""
+    if any(name in os.environ for name in KEEPS_MACHINE):
+        return None
+    folder = Path(tempfile.mkdtemp(prefix="shardway-tests-"))
+    programs = folder / "bin"
+    programs.mkdir()
+    for name in PROGRAMS:
+        if path := shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin:/usr/bin:/bin"):
+            (programs / name).symlink_to(path)
+    (programs / "python3").symlink_to(os.path.realpath(sys.executable))
+    for name in set(os.environ) - VARIABLES:
+        if not name.startswith(PREFIXES):
+            del os.environ[name]
+    os.environ["PATH"] = str(programs)
+    new_home(folder)
+    return folder
+
+
+def new_home(folder: Path) -> None:
+    """The home of one test, empty."""
+    os.environ["HOME"] = tempfile.mkdtemp(prefix="home-", dir=folder)

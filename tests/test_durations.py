@@ -1,0 +1,68 @@
+"""The table of durations, and the parts that it gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import durations
+from durations import LONG_S, SLOW_S, WHY, Row, choose_files, kinds_of, read_rows, render_rows
+
+TESTS = Path(__file__).parent
+FILES = sorted(path.relative_to(TESTS.parent).as_posix() for path in TESTS.rglob("test_*.py"))
+
+
+def test_rows_are_of_files_that_are_there() -> None:
+    rows = read_rows()
+    assert {row.file for row in rows} <= set(FILES)
+    assert {row.kind for row in rows} <= {"slow", "exhaustive", "fast"}
+    assert [row.what for row in rows if row.kind != "fast" and row.seconds < SLOW_S] == []
+
+
+def test_a_long_test_says_why() -> None:
+    long = [row.what for row in read_rows() if row.kind == "slow" and row.seconds >= LONG_S]
+    assert [name for name in long if not any(name.startswith(each) for each in WHY)] == []
+
+
+@pytest.mark.parametrize("marks", ["not slow and not exhaustive", "slow and not exhaustive", "exhaustive", ""])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_parts_are_all_files_once(marks: str, count: int) -> None:
+    parts = [choose_files(f"{number}/{count}", kinds_of(marks), FILES) for number in range(1, count + 1)]
+    assert sorted(file for part in parts for file in part) == FILES
+
+
+def test_the_parts_take_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = tuple(
+        Row("slow", float(seconds), f"{name}::test") for name, seconds in zip("abcde", (9, 5, 4, 1, 1), strict=True)
+    )
+    monkeypatch.setattr(durations, "read_rows", lambda: (*rows, Row("fast", 50.0, "b")))
+    assert choose_files("1/2", frozenset({"slow"}), "abcde") == {"a", "d"}
+    assert choose_files("2/2", frozenset({"slow"}), "abcde") == {"b", "c", "e"}
+
+
+@pytest.mark.parametrize("part", ["0/2", "3/2", "2", "a/b", "-1/2"])
+def test_a_part_that_there_is_not_is_refused(part: str) -> None:
+    with pytest.raises(pytest.UsageError, match="K/N"):
+        choose_files(part, frozenset({"slow"}), FILES)
+
+
+def test_the_table_keeps_what_was_not_measured() -> None:
+    kinds = {"a::one": "slow", "a::two": "slow", "b::one": "slow", "c::far": "exhaustive", "a::far": "exhaustive"}
+    before = [
+        Row("slow", 3.0, "a::one"),
+        Row("slow", 4.0, "b::one"),
+        Row("exhaustive", 5.0, "c::far"),
+        Row("slow", 6.0, "gone::one"),
+        Row("fast", 0.7, "b"),
+        Row("fast", 0.7, "gone"),
+    ]
+    rows = list(render_rows({"a::one": 0.05, "a::two": 0.5, "a::far": 9.0}, kinds, before))
+    assert rows == [
+        "fast 0.05 a",
+        "exhaustive 9.00 a::far",
+        "slow 0.50 a::two",
+        "fast 0.70 b",
+        "slow 4.00 b::one",
+        "exhaustive 5.00 c::far",
+    ]

@@ -1,0 +1,126 @@
+"""A process that starts warm is what exec would have made of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import warm
+
+TELL = """
+import json, os, sys
+def lines(name):
+    return open(f"/proc/self/{name}").read().split(chr(0))
+print(json.dumps({
+    "pid": os.getpid(), "parent": os.getppid(), "leads": os.getsid(0) == os.getpid(), "folder": os.getcwd(),
+    "argv": sys.argv, "command": lines("cmdline")[:-1], "shown": "COLOUR=blue" in lines("environ"),
+    "environ": dict(os.environ), "first": sys.path[0], "main": sys.modules["__main__"].__name__,
+    "open": sorted(int(each) for each in os.listdir("/proc/self/fd")), "warm": "torch" in sys.modules,
+    "shardway": "shardway" in sys.modules, "name": __name__, "file": globals().get("__file__"),
+    "handler": str(__import__("signal").getsignal(2)),
+}))
+"""
+NESTED = f"import subprocess, sys; print(subprocess.run([sys.executable, '-c', {TELL!r}, 'inner']).args[1])"
+
+
+@pytest.fixture(autouse=True)
+def warm_starts() -> Iterator[None]:
+    if warm.COLD in os.environ:
+        pytest.skip(f"{warm.COLD} is set")
+    with warm.starts():
+        yield
+
+
+def tell(*words: str, **options: Any) -> dict[str, Any]:
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120, check=True, **options)
+    return dict(json.loads(done.stdout.splitlines()[0]))
+
+
+def test_it_is_a_child_with_its_own_words_folder_and_variables(tmp_path: Path) -> None:
+    environ = {**os.environ, "COLOUR": "blue"}
+    told = tell("-c", TELL, "a b", "", cwd=tmp_path, env=environ, start_new_session=True)
+    assert told["warm"]
+    assert not told["shardway"]
+    assert told["parent"] == os.getpid()
+    assert told["leads"]
+    assert told["folder"] == str(tmp_path)
+    assert told["argv"] == ["-c", "a b", ""]
+    assert told["command"] == [sys.executable, "-c", TELL, "a b", ""]
+    assert told["shown"]
+    assert told["environ"] == environ
+    assert (told["first"], told["main"], told["name"]) == ("", "__main__", "__main__")
+    assert "default_int_handler" in told["handler"]
+
+
+def test_it_has_no_descriptors_but_those_it_was_given(tmp_path: Path) -> None:
+    with open(tmp_path / "kept", "w") as kept, open(tmp_path / "other", "w"):
+        told, own = tell("-c", TELL, pass_fds=[kept.fileno()]), {0, 1, 2, kept.fileno()}
+    assert own < set(told["open"])
+    assert len(told["open"]) == len(own) + 2, "the list of them is one, the wire to its template another"
+
+
+def test_cold_and_warm_say_the_same(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TELL)
+    varying = {"pid", "warm", "open", "environ"}
+    for words in (("-c", TELL, "x"), (str(script), "x"), ("script.py",), ("-m", "script", "x"), ("-u", "script.py")):
+        told = tell(*words, cwd=tmp_path, env={**os.environ, "COLOUR": "blue"})
+        cold = tell(*words, cwd=tmp_path, env={**os.environ, "COLOUR": "blue", warm.COLD: "1"})
+        assert told["warm"]
+        assert not cold["warm"]
+        assert {name: told[name] for name in told.keys() - varying} == {
+            name: cold[name] for name in cold.keys() - varying
+        }
+
+
+def test_what_it_starts_is_its_child_and_warm_as_well() -> None:
+    with subprocess.Popen([sys.executable, "-c", NESTED], stdout=subprocess.PIPE, text=True) as outer:
+        told = json.loads(outer.communicate(timeout=120)[0].splitlines()[0])
+    assert told["parent"] == outer.pid
+    assert told["warm"]
+    assert told["argv"] == ["-c", "inner"]
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [("raise SystemExit(7)", 7), ("raise KeyError(3)", 1), ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL)],
+)
+def test_how_it_ends_is_seen(code: str, expected: int) -> None:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == expected
+    assert ("KeyError: 3" in done.stderr) is (expected == 1)
+
+
+def test_what_it_reads_and_prints_goes_through_pipes() -> None:
+    code = "import sys; print(sys.stdin.read().upper()); print('err', file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], input="é\n", capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("É\n\n", "err\n")
+
+
+def test_variables_that_python_reads_when_it_starts_make_it_cold() -> None:
+    told = tell("-c", TELL, env={**os.environ, "PYTHONHASHSEED": "3"})
+    assert not told["warm"]
+    assert told["parent"] == os.getpid()
+
+
+def test_no_template_outlives_the_process_that_it_serves() -> None:
+    code = "import time; print(1, flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+    assert len(children) == 1
+    deadline = time.monotonic() + 30
+    while psutil.wait_procs(children, timeout=0.1)[1]:
+        assert time.monotonic() < deadline
