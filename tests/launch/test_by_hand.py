@@ -84,8 +84,9 @@ def test_a_printed_script_knows_the_code_that_it_is_of(tmp_path: Path) -> None:
     words = ("site.venv=none", "site.ranks_per_node=1")
     order = Order(Request(None, words, tmp_path / "run"), command=("python", "train.py"), here=project)
     prepared = prepare(order, LocalHost())
-    assert (prepared.job.around.source, prepared.job.around.workdir) == (project, prepared.job.folder.code)
-    assert f"cd {project} && say" in prepared.script
+    around, run = prepared.job.around, prepared.job.run
+    assert (around.source, around.code, around.workdir) == (project, prepared.job.folder.code, run / "work")
+    assert f"enter_work {run}/attempts/0001/code {run}/work {project}\n" in prepared.script
 
 
 def test_a_run_directory_that_cannot_be_written_is_told(tmp_path: Path) -> None:

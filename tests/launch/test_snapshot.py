@@ -130,6 +130,18 @@ def test_a_folder_below_is_the_start_folder(project: Path) -> None:
     assert plan_snapshot(project).start_folder(Path("/x/code")) == Path("/x/code")
 
 
+def test_folders_with_nothing_in_them_come_along(project: Path, tmp_path: Path) -> None:
+    """A program that writes into one of them does not make it first."""
+    for name in ("checkpoints", "pkg/out", "data", "data/cache"):
+        (project / name).mkdir()
+    put(project / "full" / "a.txt")
+    plan = plan_snapshot(project)
+    assert (set(plan.folders), set(links(plan))) == ({"checkpoints", "pkg/out"}, {"data"})
+    take_snapshot(plan, tmp_path / "0001" / "code")
+    assert list((tmp_path / "0001/code/checkpoints").iterdir()) == []
+    assert (tmp_path / "0001/code/pkg/out").is_dir()
+
+
 def test_what_git_ignores_is_linked_and_caches_are_not(project: Path, tmp_path: Path) -> None:
     put(project / "data" / "deep" / "a.bin", "data\n")
     put(project / "pkg" / "run.log")

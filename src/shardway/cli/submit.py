@@ -127,5 +127,7 @@ def _print_sent(sent: Sent, as_json: bool) -> None:
     found = " (it had got through before)" if sent.found else ""
     typer.echo(f"job            {sent.job}{where}, attempt {job.attempt}{found}")
     typer.echo(f"run directory  {job.run}")
+    if job.around.code is not None:
+        typer.echo(f"works in       {job.around.workdir}, for all attempts: what it writes there, the next one finds")
     reference = quote(sent.reference)
     typer.echo(f"to watch       shardway status {reference}   shardway logs -f {reference}")

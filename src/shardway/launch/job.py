@@ -126,6 +126,9 @@ class Surroundings:
     secrets_file: str = SECRETS
     source: Path | None = None
     """The folder that `workdir` is a snapshot of, for a job that is submitted by hand; None where it is not here."""
+    code: Path | None = None
+    """The snapshot that `workdir`, the working folder of the run, takes its code from; None where it is the snapshot
+    itself, or a folder of the person."""
     secret_names: tuple[str, ...] = ()
     """Names, never values, of what the secrets file sets: some runtimes pass on only what is named."""
 

@@ -77,6 +77,7 @@ _IN_EVERY_SCRIPT = (
     *("say", "field", "in_json", "whole", "step_now", "write_result", "ask_to_stop", "cancel_later"),
     *("claim", "note_submission", "note_start", "read_stop", "check_stop", "fail", "wait_for", "say_next", "finish"),
 )
+_OF_A_WORKING_FOLDER = ("same", "under_link", "give_way", "refresh_work", "enter_work")
 _OF_A_CHAIN = ("leave", "settle", "state_of", "cause_of", "say_alike", "same_end", "has_saved", "check_chain")
 
 
@@ -140,6 +141,7 @@ def _functions(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
         *(read_block("control", name) for name in control),
         *(read_block(scheduler.shell, name) for name in scheduler.functions(job)),
         *(read_block("addresses", name) for name in ("address", "meet")),
+        *(read_block("work", name) for name in (_OF_A_WORKING_FOLDER if job.around.code is not None else ())),
         read_block("secret_lines", "read_secrets"),
     )
 
@@ -187,6 +189,9 @@ def _around(job: Job) -> tuple[Line, ...]:
 def _enter(around: Surroundings) -> str:
     """The way into the snapshot; there is none of a script that was submitted by hand."""
     workdir, gone = quote(str(around.workdir)), "fail 'there is no folder to run in'"
+    if around.code is not None:
+        words = (around.code, around.workdir, around.source or "")
+        return wrap_command(("enter_work", *(quote(str(word)) for word in words)))
     if around.source is None:
         return f"cd {workdir} || {gone}"
     source = quote(str(around.source))

@@ -39,6 +39,7 @@ OWN_NAMES = frozenset(
     (
         *("run.toml", "resolved.toml", "ds_config.json", "events", "checkpoints", "status.json", "writer.lock"),
         *("run-id", "lease", "logs", "attempts", "report.html", "stop", "left_out.json", "line.json"),
+        *("work", "work.attempt", "work.new"),
     )
 )
 """What a run directory consists of."""
@@ -328,6 +329,14 @@ class RunDir:
         return [self.attempt(number) for number in numbers]
 
     # --- pictures and logs
+
+    @property
+    def work(self) -> Path:
+        """Where a program that is not Shardway's works: it lasts over attempts, with what the program writes there.
+
+        `work.attempt` beside it names the attempt whose code it has.
+        """
+        return self.path / "work"
 
     @property
     def report_path(self) -> Path:

@@ -61,6 +61,7 @@ def list_repository(top: Path, limits: SnapshotLimits) -> Listing:
     )
     diff, cut = _read_diff(top, limits.diff_bytes) if status.changed and status.commit else ("", False)
     untracked = [path for path in status.untracked if not path.endswith("/")]
+    folders = os.fsdecode(_git(top, "ls-files", "--others", "--directory", "-z")).split("\0")
     listing = Listing(
         files=(*tracked, *untracked),
         outside=tuple(
@@ -71,11 +72,20 @@ def list_repository(top: Path, limits: SnapshotLimits) -> Listing:
         revision=Revision(
             status.commit, status.branch, status.changed or bool(status.untracked), len(untracked), diff, cut
         ),
+        folders=tuple(path.rstrip("/") for path in folders if path.endswith("/") and _is_empty(top / path)),
     )
     clones = [path.rstrip("/") for path in status.untracked if path.endswith("/")]
     for path in (*submodules, *clones):
         listing = _add_inner(listing, top, path, limits)
     return listing
+
+
+def _is_empty(folder: Path) -> bool:
+    try:
+        with os.scandir(folder) as entries:
+            return next(entries, None) is None
+    except OSError:
+        return False
 
 
 def parse_stage(output: bytes) -> tuple[tuple[str, ...], tuple[str, ...]]:

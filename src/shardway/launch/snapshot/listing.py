@@ -27,6 +27,8 @@ class Listing:
     left_out: tuple[LeftOut, ...] = ()
     revision: Revision | None = None
     notes: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
+    """Folders with nothing in them, which a program may want to write into."""
 
 
 def nest(listing: Listing, path: str) -> Listing:
@@ -36,6 +38,7 @@ def nest(listing: Listing, path: str) -> Listing:
         files=tuple(f"{path}/{file}" for file in listing.files),
         outside=tuple(replace(entry, path=f"{path}/{entry.path}") for entry in listing.outside),
         left_out=tuple(replace(entry, path=f"{path}/{entry.path}") for entry in listing.left_out),
+        folders=tuple(f"{path}/{folder}" for folder in listing.folders),
     )
 
 
@@ -53,4 +56,5 @@ def join(outer: Listing, inner: Listing, path: str) -> Listing:
         outer.left_out + nested.left_out,
         revision,
         outer.notes + nested.notes,
+        outer.folders + nested.folders,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import posixpath
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 from shardway.errors import UserError
@@ -45,6 +46,7 @@ def plan_snapshot(root: Path, limits: SnapshotLimits | None = None, *, links: bo
         files=tuple(sorter.files),
         links=linked,
         left_out=left_out,
+        folders=tuple(folder for folder in listing.folders if folder not in {link.path for link in linked}),
         notes=(*listing.notes, *sorter.notes, *_say_large(sorter.large, left_out, limits, links)),
     )
 
@@ -64,7 +66,7 @@ def _list(folder: Path, limits: SnapshotLimits) -> tuple[Path, str, Listing]:
             "  To do: go to the folder of your project, or put the code into a git repository."
         )
     listing = list_folder(folder, limits)
-    return folder, "", Listing(listing.files, listing.outside, listing.left_out, None, (*notes, *listing.notes))
+    return folder, "", replace(listing, notes=(*notes, *listing.notes))
 
 
 def _is_too_wide(folder: Path) -> bool:

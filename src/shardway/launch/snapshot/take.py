@@ -59,7 +59,7 @@ def take_snapshot(plan: SnapshotPlan, target: Path) -> Snapshot:
 def _copy_all(plan: SnapshotPlan, target: Path) -> tuple[list[CopiedFile], list[LeftOut]]:
     """Copy every file; those that were, and those that could not be read."""
     source, there = str(plan.root), str(target)
-    folders = {os.path.dirname(file.path) for file in plan.files}
+    folders = {*plan.folders, *(os.path.dirname(file.path) for file in plan.files)}
     for folder in sorted(folders):
         os.makedirs(f"{there}/{folder}", exist_ok=True)
     copied, lost = [], []

@@ -98,6 +98,8 @@ class SnapshotPlan:
     links: tuple[LinkedPath, ...]
     left_out: tuple[LeftOut, ...]
     notes: tuple[str, ...]
+    folders: tuple[str, ...] = ()
+    """Folders with nothing in them, relative to `root`."""
 
     @property
     def bytes(self) -> int:

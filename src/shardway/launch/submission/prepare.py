@@ -100,7 +100,8 @@ def prepare(order: Order, host: Host, *, look: bool = False) -> Prepared:
         loaded=loaded,
         profile=profile,
         run=run,
-        workdir=snapshot.start_folder(folder.code) if snapshot else _folder_without_code(order, host, run),
+        workdir=_work_folder(order, host, snapshot, folder),
+        code=folder.code if snapshot and order.command else None,
         program=program,
         chain=_chain(order, profile, number),
         project=snapshot.root if snapshot and snapshot.links else None,
@@ -260,8 +261,13 @@ def _plan_snapshot(order: Order, host: Host) -> tuple[SnapshotPlan | None, tuple
     return plan, plan.notes
 
 
-def _folder_without_code(order: Order, host: Host, run: Path) -> Path:
-    return run if host.name else order.here
+def _work_folder(order: Order, host: Host, snapshot: SnapshotPlan | None, folder: Attempt) -> Path:
+    """Where the ranks work: a training in the snapshot, any other program in the folder of the run that keeps what it
+    writes there; without a snapshot in the folder that submits, or where that is on another host, in the run directory.
+    """
+    if snapshot is None:
+        return folder.run_path if host.name else order.here
+    return snapshot.start_folder(RunDir(folder.run_path).work if order.command else folder.code)
 
 
 def _train_program(run_file: Path, run: Path) -> Program:

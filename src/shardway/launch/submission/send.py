@@ -52,6 +52,7 @@ class Sent:
             "site": job.site,
             "scheduler": job.scheduler,
             "script": str(job.folder.job_script),
+            "work": str(job.around.workdir),
             "found": self.found,
             "further": list(self.further),
         }

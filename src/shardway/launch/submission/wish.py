@@ -78,6 +78,8 @@ class Wish:
     """The folder that a snapshot was taken of, where links in the snapshot lead back to it."""
     source: Path | None = None
     """The folder that `workdir` is a snapshot of, where it lies on the host of the job."""
+    code: Path | None = None
+    """The snapshot that the working folder of the run takes its code from; see `Surroundings`."""
 
     @property
     def section(self) -> SiteSection:
@@ -236,6 +238,7 @@ def _around(wish: Wish) -> Surroundings:
     return Surroundings(
         workdir=wish.workdir,
         source=wish.source,
+        code=wish.code,
         venv=_venv(wish),
         modules=(*profile.modules.load, *section.modules),
         purge_modules=profile.modules.purge,
