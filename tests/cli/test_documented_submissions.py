@@ -47,7 +47,7 @@ def test_a_documented_submission_is_accepted_as_it_is_printed(
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setattr(sys, "prefix", sys.base_prefix)
     monkeypatch.setattr(hosts, "find_host", lambda name: Login() if name else LocalHost())
-    (tmp_path / "train.py").write_text("import torch\n", encoding="utf-8")
+    (tmp_path / "train.py").write_text("import torch.distributed\n", encoding="utf-8")
     words = shlex.split(command)
     for name in (word for word in words if word.endswith(".toml")):
         assert shardway("init", name).code == 0

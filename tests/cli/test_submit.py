@@ -132,7 +132,11 @@ ORDERS = [
     Case("wrong-key-and-unknown-site", ("submit", "--on", "jupyter", "train.stps=3", "--dry-run")),
     Case("secrets-that-are-none", JUPITER, secrets_file("HF_TOKEN=a\nhf_verysecret\nA B=hf_verysecret\n")),
     Case("launcher-as-command", (*JUPITER, "--", "torchrun", "--nproc-per-node=4", "train.py")),
-    Case("python-without-a-script", (*JUPITER, "--", "python", "-c", "1")),
+    Case("python-without-a-script", (*JUPITER, "--", "python", "-u")),
+    Case(
+        "launcher-in-a-wrapper",
+        (*JUPITER, "--", "uv", "run", "accelerate", "launch", "--num_processes=4", "--mixed_precision", "bf16", "x.py"),
+    ),
     Case("attempts-without-a-chain", ("submit", "--max-attempts", "3")),
     Case("many-mistakes", ("submit", "--on", "jupiter", "--walltime", "99h", "site.ranks_per_node=9", "--dry-run")),
     Case("unknown-site", ("submit", "--on", "jupyter", "--dry-run")),

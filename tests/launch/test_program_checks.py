@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -47,6 +49,9 @@ def refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Refuse:
     (tmp_path / "code/package").mkdir(parents=True)
     (tmp_path / "code/package/__init__.py").touch()
     make_program(tmp_path / "code/program", "")
+
+    for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        monkeypatch.delenv(name, raising=False)
 
     def ask(*command: str, keys: tuple[str, ...] = (), host: LocalHost | None = None) -> str:
         order = Order(Request(None, keys, tmp_path / "run"), command=command, here=tmp_path / "code")
@@ -150,3 +155,168 @@ def test_what_a_snapshot_holds(tmp_path: Path) -> None:
     assert f"leads out of {tmp_path}/project" in reasons["../../b.py"]
     assert replace(code, snapshot=None).why_missing("../../b.py") == ""
     assert os.fspath(code.here) not in replace(code, is_there=False).why_missing("c.py")
+
+
+# --- what the words of a command name
+
+
+def git_init(folder: Path) -> None:
+    subprocess.run(["git", "init", "-q", str(folder)], check=True)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("../d/x.txt",),
+        ("--data=../d/x.txt",),
+        ("--out", "../not-there-yet"),
+        ("..",),
+        ("package/../../d/x.txt",),
+    ],
+)
+def test_a_path_that_leads_out_of_the_code_is_told(words: tuple[str, ...], refuse: Refuse, tmp_path: Path) -> None:
+    """Without a repository the copy is that of the folder alone."""
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d/x.txt").touch()
+    told = refuse("python", "-m", "package.main", *words)
+    assert "leads out of /code, and the job runs in a copy of that folder" in told
+    assert "to do: name it by its whole path: " in told
+
+
+@pytest.mark.parametrize(
+    "words", [("https://x/../y",), ("a..b",), ("package/..",), ("--x=./package",), ("-1",), ("x" * 5000 + "/",), ("*",)]
+)
+def test_other_words_are_left_alone(words: tuple[str, ...], refuse: Refuse) -> None:
+    assert refuse("python", "-m", "package.main", *words) == ""
+
+
+def test_a_path_within_the_repository_means_what_it_meant(
+    refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in the copy too, above the folder in which the job works."""
+    monkeypatch.setenv("HOME", "/nowhere")  # and not below the repository, which then would be a home folder's
+    git_init(tmp_path)
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d/x.txt").touch()
+    assert refuse("python", "-m", "package.main", "../d/x.txt") == ""
+    assert "leads out of , and" in refuse("python", "-m", "package.main", "../../x.txt")
+
+
+def test_a_file_that_the_job_will_not_have_is_told(refuse: Refuse, tmp_path: Path) -> None:
+    (tmp_path / "code/.env").touch()
+    (tmp_path / "code/data.bin").touch()
+    told = refuse("python", "-m", "package.main", "--env", ".env")
+    assert ".env is not in the snapshot that the job runs in (secret by its name)" in told
+    assert "name it by its whole path: /code/.env" in told
+    assert refuse("python", "-m", "package.main", "data.bin") == ""  # which is linked
+    git_init(tmp_path)
+    (tmp_path / ".gitignore").write_text("data.bin\n")
+    told = refuse("python", "-m", "package.main", "data.bin", keys=("site.venv=none",), host=Elsewhere())
+    assert "data.bin is not in the snapshot" in told
+    assert "not carried to another host" in told
+
+
+def test_scripts_behind_wrappers_and_of_shells_are_looked_for(refuse: Refuse, tmp_path: Path) -> None:
+    assert "there is no file gone.py in /code" in refuse("env", "A=1", "python", "gone.py")
+    assert "there is no file gone.py in /code" in refuse("nice", "-n", "5", "python", "-u", "gone.py")
+    assert "there is no /gone/x.py on this machine" in refuse("nice", "python", "/gone/x.py")
+    (tmp_path / "code/bad.py").write_text("if x\n")
+    assert "bad.py, line 1 is no Python" in refuse("python", "-u", "bad.py")
+
+
+def test_an_interpreter_is_looked_into(refuse: Refuse, venv: Path, tmp_path: Path) -> None:
+    """Who starts its ranks has torch: itself, or the Python of the environment."""
+    bare, keys = make_program(tmp_path / "bare/python", f'"{sys.executable}" "$@" | sed s/^$/torch/'), ("site.nodes=1",)
+    told = refuse(str(bare), "-m", "package.main", keys=(f"site.venv={venv}", *keys))
+    assert "  site.venv (command line): /venv has no torch" in told
+    assert refuse(sys.executable, "-m", "package.main", keys=(f"site.venv={venv}",)) == ""
+    told = refuse(sys.executable, "-m", "no_module.main", keys=("site.venv=none",))
+    assert f"there is no module no_module in the code or for {sys.executable}" in told
+    assert "there is no /gone/python on this machine" in refuse("/gone/python", "-m", "package.main")
+
+
+# --- what is worth a sentence
+
+Warn = Callable[..., str]
+
+
+@pytest.fixture
+def warn(refuse: Refuse, tmp_path: Path) -> Warn:
+    """What is said beside the job of a command, whose folder holds these files."""
+
+    def ask(*command: str, keys: tuple[str, ...] = (), files: Mapping[str, str] = MappingProxyType({})) -> str:
+        for name, text in files.items():
+            path = tmp_path / "code" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        keys = ("site.venv=none", "site.ranks_per_node=2", *keys)
+        order = Order(Request(None, keys, tmp_path / "run"), command=command, here=tmp_path / "code")
+        return "\n".join(prepare(order, LocalHost()).warnings).replace(str(tmp_path), "")
+
+    return ask
+
+
+ALONE = {
+    "train.py": "import numpy\nfrom lib.net import Net\nfrom . import more\nclass Trainer: pass\n",
+    "lib/__init__.py": "",
+    "lib/net.py": "from transformers import AutoModel\n",
+}
+
+
+@pytest.mark.parametrize(
+    "command", [("python", "train.py"), ("python", "-u", "train.py"), ("env", "A=1", "python", "train.py")]
+)
+def test_ranks_that_would_each_do_all_of_the_work_are_told(command: tuple[str, ...], warn: Warn) -> None:
+    told = warn(*command, files=ALONE)
+    assert "2 ranks will each run all of train.py: nothing in it and the 2 files that it imports looks for" in told
+    assert "torch.distributed, accelerate, lightning, deepspeed, horovod, mpi4py" in told
+    assert "site.ranks_per_node=1" in told
+    assert "ranks will" not in warn(*command, keys=("site.ranks_per_node=1",))
+
+
+def test_those_of_modules_and_of_shells_too(warn: Warn) -> None:
+    files = {"train.py": "x = 1\n", "lib/main.py": "x = 1\n", "run.sh": "python train.py\n"}
+    assert "each run all of lib/main.py" in warn("python", "-m", "lib.main", files=files)
+    assert "each run all of train.py" in warn("bash", "run.sh")
+    assert "each run all of train.py" in warn("bash", "-c", "python train.py")
+    assert "ranks will" not in warn("bash", "-c", "RANK=0 python train.py")
+    assert "ranks will" not in warn("./program")
+    assert "ranks will" not in warn("python", "-m", "json.tool")
+
+
+@pytest.mark.parametrize(
+    "sign",
+    [
+        "import torch.distributed as dist",
+        "from torch import nn, distributed",
+        "from torch.nn.parallel import DistributedDataParallel as DDP",
+        "import os; rank = int(os.environ['RANK'])",
+        "world = int(os.getenv('WORLD_SIZE', 1))",
+        "from accelerate import Accelerator",
+        "import lightning as L",
+        "from pytorch_lightning.callbacks import Timer",
+        "import deepspeed",
+        "import horovod.torch as hvd",
+        "from mpi4py import MPI",
+        "from transformers import (AutoModel,\n    Seq2SeqTrainer)",
+        "import transformers; t = transformers.Trainer(m)",
+        "from trl import SFTTrainer",
+        "import shardway",
+    ],
+)
+def test_a_program_that_knows_of_ranks_is_not_told(sign: str, warn: Warn) -> None:
+    assert "ranks will" not in warn("python", "train.py", files={"train.py": f"{sign}\n"})
+    files = {"train.py": "from lib import net\n", "lib/__init__.py": "", "lib/net.py": f"{sign}\n"}
+    assert "ranks will" not in warn("python", "train.py", files=files)
+
+
+def test_what_lies_in_the_person_s_own_folder_is_told(warn: Warn, tmp_path: Path) -> None:
+    (tmp_path / "code/.env").touch()
+    for number in range(5):
+        (tmp_path / f"code/{number}.pt").touch()
+    told = warn("python", f"{tmp_path}/code/train.py", files={"train.py": "import torch.distributed\n"})
+    assert (
+        "linked, not copied: 0.pt, 1.pt, 2.pt and 3 more; what the command writes there, it writes into /code" in told
+    )
+    assert "not in the copy that the job runs in, being secret by name: .env" in told
+    assert "the job runs that file as it is by then, and not the copy of this moment: to run the copy, name it" in told

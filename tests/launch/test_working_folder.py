@@ -212,7 +212,7 @@ def test_an_attempt_that_died_while_the_code_came_loses_nothing(attempts: Attemp
     attempts.begin()
     (attempts.work / "log.txt").write_text("head\n1\n")
     (attempts.work / "train.py").write_text("tw")  # half of what the second attempt brought
-    (attempts.run.path / "work.new").mkdir()
+    (attempts.run.path / "attempts/work.new").mkdir()
     attempts.write(train_py="two")
     attempts.begin()
     assert read(attempts.run.attempt(2).path / "replaced") == {"train.py": "tw"}

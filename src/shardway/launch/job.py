@@ -98,6 +98,8 @@ class ContainerUse:
 class Program:
     """What every rank runs: a Python script or module with its arguments, or, with `python` False, any program.
 
+    `interpreter`: the Python that such a program is, where it is another one than the environment's.
+
     `meets_by_itself`: it finds its rank and the others in the variables of any starter (Shardway's own verbs do);
     other programs get torch's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
     """
@@ -105,6 +107,7 @@ class Program:
     words: tuple[str, ...]
     python: bool = True
     meets_by_itself: bool = False
+    interpreter: str = ""
 
     @property
     def is_training(self) -> bool:

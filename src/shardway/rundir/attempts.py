@@ -8,6 +8,8 @@
       started.json      written by the job when it starts: job id, nodes, deadline
       result.json       written once: by rank 0, else by the job script, else by whoever looks later
       log/ code/        output of the job and of its ranks; the snapshot of the code
+      replaced/         what a program had changed where it works, and newer code took the place of
+    attempts/in_work    the attempt whose code that folder has
 
 Invariant: `result.json` is written at most once and appears whole, so that two who know how an attempt ended never
 mix their words. JSON here has one key a line: job scripts read it with sed. This module must not decide what an

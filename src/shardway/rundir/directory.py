@@ -38,8 +38,7 @@ WAITS = "waits"
 OWN_NAMES = frozenset(
     (
         *("run.toml", "resolved.toml", "ds_config.json", "events", "checkpoints", "status.json", "writer.lock"),
-        *("run-id", "lease", "logs", "attempts", "report.html", "stop", "left_out.json", "line.json"),
-        *("work", "work.attempt", "work.new"),
+        *("run-id", "lease", "logs", "attempts", "report.html", "stop", "left_out.json", "line.json", "work"),
     )
 )
 """What a run directory consists of."""
@@ -332,10 +331,7 @@ class RunDir:
 
     @property
     def work(self) -> Path:
-        """Where a program that is not Shardway's works: it lasts over attempts, with what the program writes there.
-
-        `work.attempt` beside it names the attempt whose code it has.
-        """
+        """Where a program that is not Shardway's works; it lasts over attempts, and so does what is written there."""
         return self.path / "work"
 
     @property

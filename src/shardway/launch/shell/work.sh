@@ -20,11 +20,11 @@ give_way() {
 refresh_work() {
   local code=$1 work=$run/work base="" path number replaced=() put=()
   [ -d "$code" ] || return 1
-  number=$(cat "$run/work.attempt" 2>/dev/null)
+  number=$(cat "$run/attempts/in_work" 2>/dev/null)
   [ -z "$number" ] || base=$run/attempts/$number/code
   if [ ! -e "$work" ]; then
-    rm -rf "$work.new"
-    cp -a "$code" "$work.new" && mv -T "$work.new" "$work" || return 1
+    rm -rf "$run/attempts/work.new"
+    cp -a "$code" "$run/attempts/work.new" && mv -T "$run/attempts/work.new" "$work" || return 1
   elif [ "$base" != "$code" ]; then
     while IFS= read -r -d '' path; do # what was taken out of the code, unless the program has changed it
       [ -e "$code/$path" ] || [ -L "$code/$path" ] || under_link "$path" || ! same "$base/$path" "$work/$path" ||
@@ -58,7 +58,7 @@ refresh_work() {
     fi
   fi
   path=${code%/code}
-  printf '%s\n' "${path##*/}" | whole "$run/work.attempt"
+  printf '%s\n' "${path##*/}" | whole "$run/attempts/in_work"
   [ "${#replaced[@]}" = 0 ] ||
     say "of what the program had changed, ${#replaced[@]} gave way to newer code (${replaced[0]}): see $here/replaced"
 }

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from shardway.launch.job import Job
 from shardway.launch.schedulers.base import SchedulerScript
-from shardway.launch.script import quote_all, quote_shell
+from shardway.launch.script import quote, quote_all, quote_shell
 from shardway.launch.starters.base import Started, name_cores
 
 SHOWN_RANKS = 16
@@ -40,16 +40,26 @@ def program_words(job: Job) -> tuple[str, ...]:
     return tuple(quote_all([word]) for word in words)
 
 
+def _choose_python(job: Job, module: str) -> tuple[str, ...]:
+    """The lines of shell that find who starts ranks of another interpreter: itself where it has the launcher, so that
+    both have the same torch, else the Python of the environment."""
+    if not job.program.interpreter:
+        return ()
+    look = f"import importlib.util as u, sys; sys.exit(u.find_spec('{module.split('.')[0]}') is None)"
+    return (f'  python={quote(job.program.interpreter)}; "$python" -c "{look}" || python=python3',)
+
+
 def _agent(job: Job, index: str, module: str, further: tuple[str, ...]) -> str:
     """What the shell of one node runs; the program follows as its arguments."""
-    shape = job.shape
+    shape, python = job.shape, '"$python"' if job.program.interpreter else "python3"
     shown = "--tee=3" if shape.ranks <= SHOWN_RANKS else "--redirects=3 --tee=0:3"
     lines = (
         f"node={index}; addresses=($SHARDWAY_NODES); host=false",
         "  [ $node != 0 ] || host=true",
         *(f"  {line}" for line in name_cores(job)),
         '  export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="\\${rank}: "',
-        f"  exec python3 -m {module} --nnodes={shape.nodes} --nproc-per-node={shape.ranks_per_node} \\",
+        *_choose_python(job, module),
+        f"  exec {python} -m {module} --nnodes={shape.nodes} --nproc-per-node={shape.ranks_per_node} \\",
         '    --rdzv-backend=c10d --rdzv-id="$SHARDWAY_JOB" --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" \\',
         '    --rdzv-conf="is_host=$host" --local-addr="${addresses[$node]}" \\',
         *(f"    {line} \\" for line in further),

@@ -12,9 +12,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NoReturn
 
-from shardway.errors import Bug, Problem, UserError, render_problems
+from shardway.errors import Bug, UserError
 from shardway.launch.hosts.base import Host
 from shardway.launch.job import SECRETS, Chain, Job, Program
 from shardway.launch.job_script import render_job_script
@@ -22,6 +21,7 @@ from shardway.launch.runs.ledger import Ledger, read_ledger
 from shardway.launch.snapshot import SnapshotPlan, plan_snapshot
 from shardway.launch.submission.checks import commands, numbers, places, run_file, same_run, words
 from shardway.launch.submission.checks.code import Code
+from shardway.launch.submission.command import CommandRead, read_command
 from shardway.launch.submission.findings import Findings
 from shardway.launch.submission.secrets import read_secrets
 from shardway.launch.submission.wish import Wish, build_job, with_site_defaults
@@ -40,7 +40,7 @@ OPEN_CHAIN = 100
 """Most attempts of a chain whose length nobody said; each link submits the next, so that none waits in vain."""
 
 
-_REFUSED = Program(("-m", "torch"))
+_REFUSED = CommandRead(Program(("-m", "torch")))
 """Stands for a command that was refused, so that the rest of the job can be judged."""
 
 
@@ -93,9 +93,11 @@ def prepare(order: Order, host: Host, *, look: bool = False) -> Prepared:
     number = ledger.next_number
     folder = RunDir(run).attempt(number)
     secrets = read_secrets(host, secrets_path)
-    program = _train_program(folder.run_file, run)
+    program, read = _train_program(folder.run_file, run), None
     if order.command:
-        program = findings.collect("the command", lambda: read_program(order.command), _REFUSED)
+        nodes = loaded.values.site.nodes
+        read = findings.collect("the command", lambda: read_command(order.command, order.here, nodes), _REFUSED)
+        program = read.program
     wish = Wish(
         loaded=loaded,
         profile=profile,
@@ -103,6 +105,7 @@ def prepare(order: Order, host: Host, *, look: bool = False) -> Prepared:
         workdir=_work_folder(order, host, snapshot, folder),
         code=folder.code if snapshot and order.command else None,
         program=program,
+        read=read,
         chain=_chain(order, profile, number),
         project=snapshot.root if snapshot and snapshot.links else None,
         source=order.here if snapshot and not host.name else None,
@@ -123,7 +126,7 @@ def prepare(order: Order, host: Host, *, look: bool = False) -> Prepared:
         loaded, copies = _carry_site(loaded, folder)
         files |= copies
         files[folder.run_file] = render_run(loaded.values, loaded.origins, _is_set(loaded))
-    warnings = (*notes, *secrets.warnings, *numbers.list_warnings(wish))
+    warnings = (*notes, *secrets.warnings, *numbers.list_warnings(wish), *commands.list_warnings(wish, code))
     return Prepared(wish, build_job(wish, number), files, snapshot, warnings, ledger)
 
 
@@ -179,31 +182,6 @@ def parse_order(text: str, run: Path, run_file: Path | None) -> Order | None:
         return None
     request = Request(run_file, () if run_file else known.overrides, run)
     return Order(request, known.site, known.command, known.until_done, known.max_attempts, Path(known.here))
-
-
-def read_program(command: tuple[str, ...]) -> Program:
-    """What stands after `--` as a program: `python train.py --lr 3e-4`, `train.py ...`, `python -m x`, `./program`.
-
-    Raises UserError for a launcher's own command, which the job script brings itself, and for one without a program.
-    """
-    first, rest = os.path.basename(command[0]), command[1:]
-    if not command[0].strip():
-        _refuse("its first word, the program, is an empty text", remedy="look whether a variable in it is set")
-    if first in ("torchrun", "ft_launcher", "srun", "mpirun", "mpiexec", "accelerate", "deepspeed"):
-        remedy = f"leave {first} and its options out; site.nodes, site.ranks_per_node and site.starter say them"
-        _refuse(f"it begins with {first}, and the job script starts the ranks itself", remedy=remedy)
-    if first.startswith("python"):
-        words = rest[1:] if rest[:1] == ("-m",) else rest
-        if not words or not words[0].strip() or words[0].startswith("-"):
-            allowed = "python SCRIPT ARGUMENTS..., python -m MODULE ARGUMENTS..., or a program of its own"
-            _refuse(f"{' '.join(command)!r} names no script", allowed=allowed)
-        return Program(rest)
-    return Program(command) if first.endswith(".py") else Program(command, python=False)
-
-
-def _refuse(what: str, allowed: str = "", remedy: str = "") -> NoReturn:
-    problem = Problem("the command", what, "command line", allowed, remedy)
-    raise UserError(render_problems("the command", [problem]), [problem])
 
 
 def _load(order: Order) -> tuple[Loaded, SiteProfile]:

@@ -28,6 +28,7 @@ from shardway.launch.job import (
     Surroundings,
 )
 from shardway.launch.job_script import LAUNCHERS
+from shardway.launch.submission.command import CommandRead
 from shardway.runfile.load import Loaded
 from shardway.runfile.schema import SiteSection
 from shardway.sites.schema import CPU, Queue, SiteProfile
@@ -70,6 +71,8 @@ class Wish:
     run: Path
     workdir: Path
     program: Program
+    read: CommandRead | None = None
+    """What the command of a person was found to be; None for a run file."""
     chain: Chain = field(default_factory=Chain)
     token: str = "0000"
     here: str = ""

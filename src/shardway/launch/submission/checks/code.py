@@ -28,7 +28,11 @@ class Code:
             return ""
         if not (self.here / path).exists():
             return f"there is no file {path} in {self.here}"
-        if self.snapshot is None:
+        return self.why_lost(path)
+
+    def why_lost(self, path: str) -> str:
+        """Why a relative path does not lead in the job where it leads here; "" where it does, or nobody can know."""
+        if not self.is_there or self.snapshot is None:
             return ""
         name = posixpath.normpath(posixpath.join(self.snapshot.below, path))
         if name == ".." or name.startswith("../"):

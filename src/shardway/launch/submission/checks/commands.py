@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Iterator
+import posixpath
+import shutil
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
 
 from shardway.errors import Problem
+from shardway.launch.containers.base import all_mounts
 from shardway.launch.hosts.base import Done, Host
-from shardway.launch.job import AGENTS
+from shardway.launch.job import AGENTS, SECRETS
+from shardway.launch.snapshot import SnapshotPlan
 from shardway.launch.submission.checks.code import Code
+from shardway.launch.submission.checks.copies import list_copies
 from shardway.launch.submission.checks.look import Look, always, test_exists
-from shardway.launch.submission.wish import Wish, build_job, runtime_of, starter_of
+from shardway.launch.submission.command import CommandRead, find_launcher
+from shardway.launch.submission.wish import Wish, build_job, runtime_of, shape_of, starter_of
 
 _KEY, _ORIGIN = "the command", "command line"
 
@@ -26,16 +34,122 @@ _ON_PATH = 'PATH=${1:+$1/bin:}$PATH; type -P -- "$0"'
 
 
 def list_local_problems(wish: Wish, code: Code) -> Iterator[Problem]:
-    """What is wrong with the script or program of a command in the folder that is submitted."""
-    word, python = wish.program.words[0], wish.program.python
-    if wish.program.meets_by_itself or word == "-m" or word.startswith("/") or not (python or "/" in word):
+    """What is wrong with a command in the folder that is submitted: its script or program, other files that its words
+    name, and what a shell of it starts."""
+    read = wish.read
+    if read is None:
         return
-    if why := code.why_missing(word):
+    words = read.program.words
+    yield from _list_missing_program(read, code)
+    for word in dict.fromkeys(words[1:] if not read.program.python else words):
+        if word != read.script and not any(word == text for _, text in read.texts):
+            yield from _list_lost_paths(word, code)
+    yield from _list_launchers_of_shells(wish)
+
+
+def _list_missing_program(read: CommandRead, code: Code) -> Iterator[Problem]:
+    script, first = read.script, read.program.words[0]
+    if script and not script.startswith(("/", "~")):
+        if why := code.why_missing(script):
+            yield Problem(_KEY, why, _ORIGIN, remedy="correct its path")
+        elif script.endswith(".py") and (code.here / script).is_file():
+            yield from _read_script(code, script)
+    if read.program.python or first == script or first.startswith("/") or "/" not in first:
+        return
+    if why := code.why_missing(first):
         yield Problem(_KEY, why, _ORIGIN, remedy="correct its path")
-    elif python and word.endswith(".py") and (code.here / word).is_file():
-        yield from _read_script(code, word)
-    elif not python and code.is_there and not os.access(code.here / word, os.X_OK):
-        yield Problem(_KEY, f"{word} is not executable", _ORIGIN, remedy=f"`chmod +x {word}`, or name what runs it")
+    elif code.is_there and not os.access(code.here / first, os.X_OK):
+        yield Problem(_KEY, f"{first} is not executable", _ORIGIN, remedy=f"`chmod +x {first}`, or name what runs it")
+
+
+def _list_lost_paths(word: str, code: Code) -> Iterator[Problem]:
+    """A relative path among the words (as it stands, or behind `--option=`) that means nothing where the job runs."""
+    if code.snapshot is None or not code.is_there:
+        return
+    for path in dict.fromkeys((word, word.partition("=")[2])):
+        climbs = path == ".." or path.startswith("../") or "/../" in path
+        looks_like_one = climbs or ((("/" in path) or ("." in path)) and not path.startswith(("/", "~", "-", ".. ")))
+        if not path or "\n" in path or "://" in path or path.startswith(("/", "-")) or not looks_like_one:
+            continue
+        if not (climbs and path.startswith("..")) and not _is_there(code, path):
+            continue
+        if why := code.why_lost(path):
+            whole = posixpath.normpath(posixpath.join(code.here, path))
+            yield Problem(_KEY, why, _ORIGIN, remedy=f"name it by its whole path: {whole}")
+            return
+
+
+def _is_there(code: Code, path: str) -> bool:
+    try:
+        return (code.here / path).exists()
+    except OSError:  # a word that is too long to be a path
+        return False
+
+
+def _list_launchers_of_shells(wish: Wish) -> Iterator[Problem]:
+    """A shell that starts ranks of its own, in each of several ranks of a node: every one of them would be a world."""
+    ranks = shape_of(wish).ranks_per_node
+    for where, text in wish.read.texts if wish.read is not None and ranks > 1 else ():
+        if launcher := find_launcher(text):
+            what = f"{where} starts {launcher}, and the job script would do so in each of {ranks} ranks of a node"
+            remedy = "set site.ranks_per_node=1, or name what it starts: `-- python train.py`"
+            yield Problem(_KEY, what, _ORIGIN, remedy=remedy)
+
+
+def list_warnings(wish: Wish, code: Code) -> Iterator[str]:
+    """What of a command may be meant so, but is worth a sentence."""
+    read = wish.read
+    if read is None:
+        return
+    yield from list_copies(wish, code)
+    if not code.is_there:
+        return
+    if read.program.python and (python := _find_activated(wish)):
+        yield (
+            f"`python` is {python} in this shell, and the job takes that of {_folder_of_venv(wish) or 'its PATH'} "
+            f"(site.venv): name it by its path, or set site.venv={posixpath.dirname(posixpath.dirname(python))}"
+        )
+    if code.snapshot is not None:
+        yield from _list_own_files(read, code.snapshot)
+
+
+def _list_own_files(read: CommandRead, plan: SnapshotPlan) -> Iterator[str]:
+    """What the job does not have as a copy of its own."""
+    if read.script.startswith("/") and Path(read.script).is_relative_to(plan.root):
+        yield (
+            f"{read.script} is named by its whole path, so the job runs that file as it is by then, and not the copy "
+            f"of this moment: to run the copy, name it as {Path(os.path.relpath(read.script, plan.root / plan.below))}"
+        )
+    secret = [entry.path for entry in plan.left_out if "secret" in entry.reason]
+    if secret:
+        yield (
+            f"not in the copy that the job runs in, being secret by name: {_name_few(secret)}; the job has what stands "
+            f"in {SECRETS}"
+        )
+    linked = [link.path for link in plan.links if not any(word in link.reason for word in _NO_OUTPUT)]
+    if linked:
+        yield f"linked, not copied: {_name_few(linked)}; what the command writes there, it writes into {plan.root}"
+
+
+_NO_OUTPUT = ("run directory", "environment", "installed packages", "leads out")
+"""Reasons of links into which no program writes, or of which their person knows."""
+
+
+def _name_few(paths: Sequence[str]) -> str:
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    return f"{', '.join(paths[:3])}{more}"
+
+
+def _find_activated(wish: Wish) -> str:
+    """The `python` of an environment that the person has activated, where the job would take that of another one."""
+    if runtime_of(wish) != "none" or wish.loaded.values.site.venv != "auto" or _is_surrounded(wish, "PATH"):
+        return ""
+    active = os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX") or ""
+    python = shutil.which("python") or shutil.which("python3") or ""
+    if not active or os.path.dirname(os.path.dirname(python)) != os.path.normpath(active):
+        return ""
+    venv = _folder_of_venv(wish)
+    return python if venv is None or not venv or os.path.realpath(venv) != os.path.realpath(active) else ""
 
 
 def _read_script(code: Code, script: str) -> Iterator[Problem]:
@@ -51,6 +165,7 @@ def list_looks(wish: Wish, host: Host, code: Code) -> Iterator[Look]:
     """Looks at the host for the program and for the environment of its Python."""
     yield from _look_for_conda(wish, host)
     if runtime_of(wish) != "none":
+        yield from _look_into_container(wish, host)
         return
     yield from _look_for_program(wish, host)
     yield from _look_for_modules(wish, code)
@@ -59,10 +174,12 @@ def list_looks(wish: Wish, host: Host, code: Code) -> Iterator[Look]:
 def _look_for_program(wish: Wish, host: Host) -> Iterator[Look]:
     """A program by its path, or by its name on the PATH, where nothing of the job changes that."""
     word, where, venv = wish.program.words[0], host.name or "this machine", _folder_of_venv(wish)
-    if word.startswith("/"):
-        gone = Problem(_KEY, f"there is no {word} on {where}", _ORIGIN, remedy="correct its path")
-        yield Look(_KEY, _ORIGIN, lambda _: test_exists(word), always(gone))
-    elif not wish.program.python and "/" not in word and not _is_surrounded(wish, "PATH") and venv is not None:
+    script = wish.read.script if wish.read is not None else ""
+    for path in dict.fromkeys((word, script)):
+        if path.startswith("/"):
+            gone = Problem(_KEY, f"there is no {path} on {where}", _ORIGIN, remedy="correct its path")
+            yield Look(_KEY, _ORIGIN, partial(_test_path, path), always(gone))
+    if not wish.program.python and "/" not in word and not _is_surrounded(wish, "PATH") and venv is not None:
         what = f"there is no program {word} on the PATH of {where}"
         gone = Problem(_KEY, what, _ORIGIN, remedy=f"correct its name; a file of the code is named by path: ./{word}")
 
@@ -73,9 +190,44 @@ def _look_for_program(wish: Wish, host: Host) -> Iterator[Look]:
         yield Look(_KEY, _ORIGIN, lambda at: ("bash", "-c", _ON_PATH, word, at), judge, venv)
 
 
+def _test_path(path: str, _: str) -> tuple[str, ...]:
+    return test_exists(path)
+
+
+def _look_into_container(wish: Wish, host: Host) -> Iterator[Look]:
+    """A program or script of the host that the image cannot have: it is outside of what is mounted, and of folders
+    that images have themselves."""
+    job = build_job(wish, 1)
+    seen = [mount.target for mount in all_mounts(job)]
+    seen += ["~"] if runtime_of(wish) == "apptainer" else []  # which shows the home folder unless a site forbids it
+    script = wish.read.script if wish.read is not None else ""
+    for path in dict.fromkeys((wish.program.words[0], script)):
+        places = [os.path.expanduser(place) for place in seen if not place.startswith("$")]
+        inside = any(Path(path).is_relative_to(place) for place in (*_OF_IMAGES, *places))
+        if not path.startswith("/") or inside or len(places) < len(seen):
+            continue
+        where = host.name or "this machine"
+        what = f"{path} is a path of {where}, which the container does not see: it is in none of its mounts"
+        remedy = f'mount its folder, site.mounts=["{posixpath.dirname(path)}"], or name what is in the image'
+        hidden = Problem(_KEY, what, _ORIGIN, remedy=remedy)
+        yield Look(_KEY, _ORIGIN, partial(_test_path, path), partial(_where_it_is_there, hidden))
+
+
+def _where_it_is_there(problem: Problem, done: Done) -> Iterator[Problem]:
+    if done.ok:
+        yield problem
+
+
+_OF_IMAGES = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/opt", "/etc", "/root")
+"""Folders that an image has of its own; whether it has a path there is not seen from outside."""
+
+
 def _look_for_modules(wish: Wish, code: Code) -> Iterator[Look]:
     """What the program needs of its virtual environment; one Python finds all of it and imports nothing."""
     venv, names = _folder_of_venv(wish), _list_modules(wish, code)
+    named = wish.program.interpreter
+    if named.startswith("/"):
+        yield from _look_into_interpreter(wish, code, named)
     if not venv or not names or _is_surrounded(wish, "PYTHONPATH"):
         return
 
@@ -84,16 +236,37 @@ def _look_for_modules(wish: Wish, code: Code) -> Iterator[Look]:
             yield _tell_module(wish, venv, name)
 
     def words(python: str) -> tuple[str, ...]:
-        return ("timeout", "10", python, "-c", _FIND, *names)  # seconds: nobody waits for a slow file system
+        find = ("timeout", "10", python, "-c", _FIND, *names)  # seconds: nobody waits for a slow file system
+        # the Python of the environment starts another one's ranks only where that cannot
+        return ("bash", "-c", _OTHER, named, *find) if named else find
 
     yield Look("site.venv", wish.loaded.origins["site.venv"], words, judge, f"{venv}/bin/python3")
 
 
+_OTHER = 'found=$(timeout 10 "$0" "${@:4}") && [ -z "$found" ] || exec "$@"'
+"""Looks with the first Python, and with the second where that one lacks something."""
+
+
+def _look_into_interpreter(wish: Wish, code: Code, python: str) -> Iterator[Look]:
+    """The module of `-m`, in an interpreter that was named."""
+    module = wish.read.module.split(".")[0] if wish.read is not None else ""
+    if not module.isidentifier() or code.holds_module(module) or _is_surrounded(wish, "PYTHONPATH"):
+        return
+    what = f"there is no module {module} in the code or for {python}"
+    gone = Problem(_KEY, what, _ORIGIN, remedy="correct its name, or install it there")
+
+    def judge(done: Done) -> Iterator[Problem]:
+        if done.ok and done.out.split():
+            yield gone
+
+    yield Look(_KEY, _ORIGIN, lambda _: ("timeout", "10", python, "-c", _FIND, module), judge)
+
+
 def _list_modules(wish: Wish, code: Code) -> tuple[str, ...]:
     """torch for torchrun and what is like it, Shardway for its own runs, and the module of `python -m`."""
-    own, words = wish.program.meets_by_itself, wish.program.words
-    named = words[1].split(".")[0] if wish.program.python and words[0] == "-m" and len(words) > 1 else ""
-    named = "" if own or code.holds_module(named) else named
+    own = wish.program.meets_by_itself
+    named = wish.read.module.split(".")[0] if wish.read is not None and not wish.program.interpreter else ""
+    named = "" if code.holds_module(named) else named
     return (
         *(("torch",) if own or starter_of(wish) in AGENTS else ()),
         *(("nvidia_resiliency_ext",) if starter_of(wish) == "ft_launcher" else ()),
