@@ -108,3 +108,25 @@ def test_a_command_that_is_not_there_is_told(shardway: Shardway, tmp_path: Path)
     ended = shardway("rehearse", "--", "no-such-program")
     assert ended.code == 2
     assert ended.err.startswith("shardway: the command cannot be started: No such file or directory (no-such-program)")
+
+
+def test_a_command_is_rehearsed_in_copies_of_its_folder(
+    shardway: Shardway, played: list[Piece], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its outputs, which it may have from before, are not those of the rehearsal."""
+    monkeypatch.setenv("HOME", "/nowhere")
+    (tmp_path / "train.py").write_text("x = 1\n")
+    assert shardway("rehearse", "--", "python", "train.py").code == 0
+    (piece,) = played
+    (tmp_path / "scratch").mkdir()
+    first, second = piece.place(tmp_path / "scratch/through"), piece.place(tmp_path / "scratch/cut-1")
+    assert (first, second) == (tmp_path / "scratch/through/work", tmp_path / "scratch/cut-1/work")
+    assert first is not None
+    (first / "model.pt").touch()
+    assert piece.place(tmp_path / "scratch/through") == first
+    assert sorted(path.name for path in first.iterdir()) == ["model.pt", "train.py"]
+    assert second is not None
+    assert [path.name for path in second.iterdir()] == ["train.py"]
+    ended = shardway("rehearse", "--", "python", "train.py", "--data", "../x.txt")
+    assert (ended.code, len(played)) == (2, 1)
+    assert "../x.txt leads out of" in ended.err

@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardway.cli.options import JsonOption, NprocOption, read_request
-from shardway.errors import JobError, UserError
+from shardway.errors import JobError, UserError, check_no_problems
 from shardway.units import parse_seconds
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _read_piece(words: list[str], deadline_s: float, nproc: int | None, steps: i
     if _is_command(words):
         if nproc or steps:
             raise UserError("--nproc and --steps belong to a run file; a command says so itself, after `--`.")
-        return Piece(lambda folder: words, deadline_s), Path("runs")
+        return Piece(lambda folder: words, deadline_s, place=_plan_copies(words)), Path("runs")
     from shardway.resolve.request import resolve_request
 
     words = [*words, f"train.steps={steps}"] if steps else words
@@ -86,6 +86,20 @@ def _read_piece(words: list[str], deadline_s: float, nproc: int | None, steps: i
     ranks = ["--nproc", str(nproc)] if nproc else []
     train = [sys.executable, "-m", "shardway", "train", *words, *ranks, "--dir"]
     return Piece(lambda folder: [*train, str(folder)], deadline_s, steps is not None), resolution.directory.path.parent
+
+
+def _plan_copies(words: Sequence[str]) -> Callable[[Path], Path]:
+    """Where a command works: in copies of the folder in which it was typed. Raises UserError where none can be made,
+    and for words that would mean something else there."""
+    from shardway.launch.snapshot import plan_snapshot
+    from shardway.launch.snapshot.work import work_in_copies
+    from shardway.launch.submission.checks.code import Code
+    from shardway.launch.submission.checks.commands import list_lost_paths
+
+    plan = plan_snapshot(Path.cwd())
+    code = Code(Path.cwd(), plan)
+    check_no_problems("the command", [problem for word in words for problem in list_lost_paths(word, code)])
+    return work_in_copies(plan)
 
 
 def _is_command(words: Sequence[str]) -> bool:

@@ -158,3 +158,10 @@ def test_a_command_that_obeys_nothing(tmp_path: Path) -> None:
     checks = list(rehearse(Piece(lambda run: ["sleep", "300"], 0.2, patience_s=0.2), tmp_path))
     assert verdicts(checks) == [("obeys the stop file", FAIL)]
     assert "stop` of the run directory" in checks[0].remedy
+
+
+def test_a_trial_works_where_it_is_told_and_knows_its_stop_file(tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    run = RunDir(tmp_path / "run")
+    trial = run_trial(["sh", "-c", 'pwd; echo "$SHARDWAY_STOP_FILE"'], run, Limits(), tmp_path / "work")
+    assert trial.last_words().splitlines() == [str(tmp_path / "work"), str(run.stop_path)]

@@ -46,6 +46,8 @@ class Piece:
     deadline_s: float
     whole: bool = False
     patience_s: float = 60.0
+    place: Callable[[Path], Path | None] = lambda run: None
+    """The folder in which a run directory's attempts work; None for the one that rehearses."""
 
 
 def rehearse(piece: Piece, folder: Path) -> Iterator[Check]:
@@ -56,9 +58,9 @@ def rehearse(piece: Piece, folder: Path) -> Iterator[Check]:
     through = RunDir(folder / "through")
     stop_when = _never if piece.whole else _trained_for(piece.deadline_s)
     limits = Limits(stop_when=stop_when, patience_s=piece.patience_s)
-    reference = run_trial(piece.words(through.path), through, limits)
+    reference = run_trial(piece.words(through.path), through, limits, piece.place(through.path))
     if not reference.named("started") and (reference.asked_s is not None or not reference.code):
-        yield from rehearse_foreign(piece.words, piece.deadline_s, folder, reference)
+        yield from rehearse_foreign(piece.words, piece.place, piece.deadline_s, folder, reference)
         return
     for check in _rehearse(piece, folder, reference):
         yield check
@@ -76,7 +78,7 @@ def _rehearse(piece: Piece, folder: Path, reference: Trial) -> Iterator[Check]:
     yield check_stop(before)
     yield check_save(before, cut.checkpoint_steps())
     for limit in (deadline, None):
-        trial = run_trial(piece.words(cut.path), cut, Limits(limit, stop_when=_reached(last)))
+        trial = run_trial(piece.words(cut.path), cut, Limits(limit, stop_when=_reached(last)), piece.place(cut.path))
         yield check_resume(before, trial)
         if trial.last_step >= last:
             break
@@ -96,7 +98,8 @@ def _cut_once(piece: Piece, folder: Path, reference: Trial) -> tuple[RunDir, Tri
     deadline = min(max(piece.deadline_s, timing.least_s), timing.middle_s)
     for number in range(1, TRIES + 1):
         cut = RunDir(folder / f"cut-{number}")
-        trial = run_trial(piece.words(cut.path), cut, Limits(deadline, stop_when=_reached(last)))
+        limits = Limits(deadline, stop_when=_reached(last))
+        trial = run_trial(piece.words(cut.path), cut, limits, piece.place(cut.path))
         if trial.says_deadline:
             break
         if trial.killed:

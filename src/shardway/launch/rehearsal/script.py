@@ -23,7 +23,11 @@ ON_TIME = (
 
 
 def rehearse_foreign(
-    words: Callable[[Path], Sequence[str]], deadline_s: float, folder: Path, first: Trial
+    words: Callable[[Path], Sequence[str]],
+    place: Callable[[Path], Path | None],
+    deadline_s: float,
+    folder: Path,
+    first: Trial,
 ) -> Iterator[Check]:
     """The checks of a command of which `first` is an attempt that was asked to stop after `deadline_s` seconds."""
     obeyed = check_stop_file(first)
@@ -31,8 +35,10 @@ def rehearse_foreign(
     if obeyed.verdict is Verdict.FAIL:
         return
     run = RunDir(folder / "cut")
-    yield check_deadline(run_trial(words(run.path), run, Limits(deadline_s)))
-    again = run_trial(words(run.path), run, Limits(stop_when=lambda events, seconds: seconds >= deadline_s))
+    where = place(run.path)
+    yield check_deadline(run_trial(words(run.path), run, Limits(deadline_s), where))
+    limits = Limits(stop_when=lambda events, seconds: seconds >= deadline_s)
+    again = run_trial(words(run.path), run, limits, where)
     yield check_second_start(again)
     yield Check(
         "same losses",

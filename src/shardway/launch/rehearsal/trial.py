@@ -14,6 +14,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -25,6 +26,8 @@ POLL_S = 0.1
 KILL_AFTER_S = 10.0
 """What schedulers leave between SIGTERM and SIGKILL (OpenPBS: kill_delay 10 s; Slurm: KillWait 30 s)."""
 JOB = "rehearsal"
+STOP_VARIABLE = "SHARDWAY_STOP_FILE"
+"""Environment variable in which a job tells a program which file asks it to save and leave."""
 LAST_LINES = 5
 
 
@@ -93,8 +96,11 @@ class Trial:
         return "\n".join(said.rstrip().splitlines()[-LAST_LINES:])
 
 
-def run_trial(words: Sequence[str], run: RunDir, limits: Limits) -> Trial:
-    """Run a command as the next attempt of `run` until it ends. Raises OSError where it cannot be started."""
+def run_trial(words: Sequence[str], run: RunDir, limits: Limits, where: Path | None = None) -> Trial:
+    """Run a command as the next attempt of `run`, in the folder `where`, until it ends.
+
+    Raises OSError where it cannot be started.
+    """
     attempt = run.attempt(len(run.attempts()) + 1)
     attempt.make()
     follower = run.follow_events(0, from_end=True)
@@ -103,7 +109,7 @@ def run_trial(words: Sequence[str], run: RunDir, limits: Limits) -> Trial:
     attempt.write_started(Started(f"{JOB}-{attempt.number}", socket.gethostname(), started=now, deadline=deadline))
     events: list[Event] = []
     asked, killed, began = None, False, time.monotonic()
-    with _started(words, attempt) as process:
+    with _started(words, attempt, where) as process:
         while process.poll() is None:
             time.sleep(POLL_S)
             events += follower.new_events()
@@ -126,11 +132,18 @@ def _is_overdue(limits: Limits, seconds: float, asked: float | None) -> bool:
 
 
 @contextlib.contextmanager
-def _started(words: Sequence[str], attempt: Attempt) -> Iterator[subprocess.Popen[bytes]]:
-    environ = {**os.environ, VARIABLE: str(attempt.path.resolve())}
+def _started(words: Sequence[str], attempt: Attempt, where: Path | None) -> Iterator[subprocess.Popen[bytes]]:
+    stop = RunDir(attempt.run_path.resolve()).stop_path
+    environ = {**os.environ, VARIABLE: str(attempt.path.resolve()), STOP_VARIABLE: str(stop)}
     with open(attempt.job_log, "wb") as log:
         process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environ, start_new_session=True
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environ,
+            cwd=where,
+            start_new_session=True,
         )
     try:
         yield process

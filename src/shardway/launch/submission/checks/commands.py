@@ -43,7 +43,7 @@ def list_local_problems(wish: Wish, code: Code) -> Iterator[Problem]:
     yield from _list_missing_program(read, code)
     for word in dict.fromkeys(words[1:] if not read.program.python else words):
         if word != read.script and not any(word == text for _, text in read.texts):
-            yield from _list_lost_paths(word, code)
+            yield from list_lost_paths(word, code)
     yield from _list_launchers_of_shells(wish)
 
 
@@ -62,7 +62,7 @@ def _list_missing_program(read: CommandRead, code: Code) -> Iterator[Problem]:
         yield Problem(_KEY, f"{first} is not executable", _ORIGIN, remedy=f"`chmod +x {first}`, or name what runs it")
 
 
-def _list_lost_paths(word: str, code: Code) -> Iterator[Problem]:
+def list_lost_paths(word: str, code: Code) -> Iterator[Problem]:
     """A relative path among the words (as it stands, or behind `--option=`) that means nothing where the job runs."""
     if code.snapshot is None or not code.is_there:
         return
