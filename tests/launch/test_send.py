@@ -287,6 +287,16 @@ def test_what_was_there_before_a_refusal_stays(desk: Desk) -> None:
     assert [known.run for known in read_known()] == [str(desk.path / "run")]
 
 
+def test_another_command_in_the_folder_of_a_run_is_told(desk: Desk) -> None:
+    """It would go on with what the first one wrote."""
+    folder = desk.send().prepared.job.folder
+    folder.write_result(Result(Ending.FINISHED))
+    assert not [told for told in prepare(desk.order(), desk.host).warnings if "another command" in told]
+    (told,) = prepare(desk.order(command=("python", "train.py", "--lr=2")), desk.host).warnings
+    assert told.startswith(f"{desk.path}/run ran another command, `python train.py`, and this one finds what it wrote")
+    assert "another run (run.name, --dir)" in told
+
+
 def test_a_run_refused_before_its_folder_is_not_remembered(desk: Desk) -> None:
     with pytest.raises(UserError, match="there is no /gone"):
         send(desk.order("site.venv=/gone"), desk.host)

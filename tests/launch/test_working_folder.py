@@ -208,6 +208,16 @@ def test_an_output_that_is_linked_by_now_stays(attempts: Attempts) -> None:
     assert (attempts.project / "model.pt").read_text() == "at home"
 
 
+def test_the_run_itself_is_not_in_its_working_folder(tmp_path: Path, attempts: Attempts) -> None:
+    attempts.run = RunDir(attempts.project / "runs/mine")
+    other = RunDir(attempts.project / "runs/other").attempt(1)
+    other.make()
+    attempts.begin()
+    attempts.begin()
+    assert (attempts.run.attempt(2).code / "runs/mine").is_symlink()
+    assert os.listdir(attempts.work / "runs") == ["other"]
+
+
 def test_an_attempt_that_died_while_the_code_came_loses_nothing(attempts: Attempts) -> None:
     attempts.begin()
     (attempts.work / "log.txt").write_text("head\n1\n")

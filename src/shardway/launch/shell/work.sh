@@ -44,6 +44,8 @@ refresh_work() {
     while IFS= read -r -d '' path; do
       if same "$base/$path" "$code/$path" || same "$code/$path" "$work/$path"; then
         continue # nothing new: whatever the program made of it, or that it is gone, holds
+      elif [ -L "$code/$path" ] && [ "$(readlink "$code/$path")" = "$run" ]; then
+        continue # this run, in the person's folder: it would hold itself
       elif [ -e "$work/$path" ] || [ -L "$work/$path" ]; then
         if ! same "$base/$path" "$work/$path"; then
           [ ! -L "$code/$path" ] || continue # a link to data is no code: what the program wrote in its place stays

@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from shardway.errors import Bug, UserError
 from shardway.launch.hosts.base import Host
 from shardway.launch.job import SECRETS, Chain, Job, Program
 from shardway.launch.job_script import render_job_script
 from shardway.launch.runs.ledger import Ledger, read_ledger
+from shardway.launch.script import quote_all
 from shardway.launch.snapshot import SnapshotPlan, plan_snapshot
 from shardway.launch.submission.checks import commands, numbers, places, run_file, same_run, words
 from shardway.launch.submission.checks.code import Code
@@ -126,7 +127,10 @@ def prepare(order: Order, host: Host, *, look: bool = False) -> Prepared:
         loaded, copies = _carry_site(loaded, folder)
         files |= copies
         files[folder.run_file] = render_run(loaded.values, loaded.origins, _is_set(loaded))
-    warnings = (*notes, *secrets.warnings, *numbers.list_warnings(wish), *commands.list_warnings(wish, code))
+    warnings = (
+        *(*notes, *secrets.warnings, *numbers.list_warnings(wish)),
+        *(*commands.list_warnings(wish, code), *_tell_other_command(order, host, ledger)),
+    )
     return Prepared(wish, build_job(wish, number), files, snapshot, warnings, ledger)
 
 
@@ -237,6 +241,19 @@ def _plan_snapshot(order: Order, host: Host) -> tuple[SnapshotPlan | None, tuple
     if not order.command and plan.revision is None:
         return None, ()
     return plan, plan.notes
+
+
+def _tell_other_command(order: Order, host: Host, ledger: Ledger) -> Iterator[str]:
+    """Whether the run had another command, whose outputs this one would find in the folder where it works."""
+    paths = [PurePosixPath(entry.attempt.order_path) for entry in ledger.entries] if order.command else []
+    texts = host.read_files(paths) if paths else {}
+    last = next((texts[path] for path in reversed(paths) if path in texts), "")
+    before = parse_order(last, ledger.run.path, None)
+    if before is not None and before.command and before.command != order.command:
+        yield (
+            f"{ledger.run.path} ran another command, `{quote_all(before.command)}`, and this one finds what it wrote: "
+            "both work in its folder `work`; where that is not meant, name another run (run.name, --dir)"
+        )
 
 
 def _work_folder(order: Order, host: Host, snapshot: SnapshotPlan | None, folder: Attempt) -> Path:
