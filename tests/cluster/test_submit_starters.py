@@ -86,7 +86,7 @@ def test_a_plain_script_of_pytorch_runs_unedited(commands: dict[str, Submitted],
     run = commands[starter]
     result = run.ended()
     assert (result.state, result.exit_code, result.by) == ("finished", 0, "job script"), run.printed()
-    folder = run.directory.attempt(1).code
+    folder = run.directory.work
     told = json.loads((folder / "told.json").read_text())
     assert told == {"words": list(WORDS), "equal": True, "local": "0", "value": VALUE}
 

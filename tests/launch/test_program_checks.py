@@ -173,6 +173,7 @@ def git_init(folder: Path) -> None:
         ("..",),
         ("package/../../d/x.txt",),
     ],
+    ids=" ".join,
 )
 def test_a_path_that_leads_out_of_the_code_is_told(words: tuple[str, ...], refuse: Refuse, tmp_path: Path) -> None:
     """Without a repository the copy is that of the folder alone."""
@@ -181,6 +182,14 @@ def test_a_path_that_leads_out_of_the_code_is_told(words: tuple[str, ...], refus
     told = refuse("python", "-m", "package.main", *words)
     assert "leads out of /code, and the job runs in a copy of that folder" in told
     assert "to do: name it by its whole path: " in told
+
+
+def test_paths_in_what_a_shell_runs_are_looked_at(refuse: Refuse, tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    for text in ("cat ../d", "A=../d/x ./program", "./program <../d/x"):
+        assert "leads out of /code" in refuse("bash", "-c", text)
+    for text in ("cd package && cat ../program", "cat a../b", "./program package/../program"):
+        assert refuse("bash", "-c", text) == ""
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import os
 import posixpath
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -44,6 +45,10 @@ def list_local_problems(wish: Wish, code: Code) -> Iterator[Problem]:
     for word in dict.fromkeys(words[1:] if not read.program.python else words):
         if word != read.script and not any(word == text for _, text in read.texts):
             yield from list_lost_paths(word, code)
+    for where, text in read.texts:
+        if where.endswith(" -c") and not re.search(r"\b(cd|pushd)\b", text):  # it stays in the folder of the job
+            for word in re.findall(r"(?<![^\s=\"'<>();|&])\.\./[^\s;&|<>\"']*", text):
+                yield from list_lost_paths(word, code)
     yield from _list_launchers_of_shells(wish)
 
 
@@ -63,17 +68,15 @@ def _list_missing_program(read: CommandRead, code: Code) -> Iterator[Problem]:
 
 
 def list_lost_paths(word: str, code: Code) -> Iterator[Problem]:
-    """A relative path among the words (as it stands, or behind `--option=`) that means nothing where the job runs."""
-    if code.snapshot is None or not code.is_there:
-        return
+    """A relative path among the words (as it stands, or behind `--option=`) that means nothing where the job runs.
+
+    One that begins with `../` is a path in any case, any other word where there is a file of that name.
+    """
     for path in dict.fromkeys((word, word.partition("=")[2])):
-        climbs = path == ".." or path.startswith("../") or "/../" in path
-        looks_like_one = climbs or ((("/" in path) or ("." in path)) and not path.startswith(("/", "~", "-", ".. ")))
-        if not path or "\n" in path or "://" in path or path.startswith(("/", "-")) or not looks_like_one:
+        if not path or path.startswith(("/", "-")) or "://" in path or "\n" in path:
             continue
-        if not (climbs and path.startswith("..")) and not _is_there(code, path):
-            continue
-        if why := code.why_lost(path):
+        is_path = path == ".." or path.startswith("../") or (("/" in path or "." in path) and _is_there(code, path))
+        if is_path and (why := code.why_lost(path)):
             whole = posixpath.normpath(posixpath.join(code.here, path))
             yield Problem(_KEY, why, _ORIGIN, remedy=f"name it by its whole path: {whole}")
             return
