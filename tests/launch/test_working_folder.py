@@ -102,6 +102,16 @@ def test_newer_code_wins_and_outputs_stay(attempts: Attempts) -> None:
     assert read(attempts.work) == {"train.py": "two", "lib/more.py": "more", "log.txt": "head\n", "model.pt": "step 5"}
 
 
+def test_an_edit_that_kept_the_time_of_its_file_is_seen(attempts: Attempts) -> None:
+    """As files from an archive may have it."""
+    before = (attempts.project / "train.py").stat()
+    attempts.begin()
+    attempts.write(train_py="other")
+    os.utime(attempts.project / "train.py", ns=(before.st_atime_ns, before.st_mtime_ns))
+    attempts.begin()
+    assert (attempts.work / "train.py").read_text() == "other"
+
+
 def test_a_program_that_appends_to_a_file_of_the_code_goes_on_with_it(attempts: Attempts) -> None:
     attempts.begin()
     (attempts.work / "log.txt").write_text("head\n1\n")

@@ -1,13 +1,15 @@
-#: same PATH PATH: whether two files, or two links, say the same; a time that is the same to the nanosecond is enough
-same() {
+#: untouched PATH PATH: whether two files have one size and one time, to the nanosecond, or two links say the same
+untouched() {
   if [ -L "$1" ] || [ -L "$2" ]; then
     [ -L "$1" ] && [ -L "$2" ] && [ "$(readlink "$1")" = "$(readlink "$2")" ]
-  elif [ -f "$1" ] && [ -f "$2" ]; then
-    { [ ! "$1" -nt "$2" ] && [ ! "$1" -ot "$2" ]; } || cmp -s "$1" "$2"
   else
-    return 1
+    [ -f "$1" ] && [ -f "$2" ] && [ "${size[$1]-}" = "${size[$2]-${size[$1]-}}" ] &&
+      [ ! "$1" -nt "$2" ] && [ ! "$1" -ot "$2" ]
   fi
 }
+
+#: same PATH PATH: whether two files, or two links, say the same
+same() { untouched "$1" "$2" || { [ -f "$1" ] && [ ! -L "$1" ] && [ ! -L "$2" ] && cmp -s "$1" "$2"; }; }
 
 #: give_way PATH: something in the working folder, to the folder `replaced` of the attempt; nothing of it is lost
 give_way() {
@@ -18,7 +20,8 @@ give_way() {
 #: refresh_work CODE: the working folder of the run lasts over attempts, and so does what the program wrote there; of the
 # code that was submitted comes what has changed since the last time. Nothing is written through a link.
 refresh_work() {
-  local code=$1 work=$run/work base="" path number replaced=() put=()
+  local code=$1 work=$run/work base=$run/attempts/none path number replaced=() put=()
+  local -A size=()
   [ -d "$code" ] || return 1
   number=$(cat "$run/attempts/in_work" 2>/dev/null)
   [ -z "$number" ] || base=$run/attempts/$number/code
@@ -26,6 +29,9 @@ refresh_work() {
     rm -rf "$run/attempts/work.new"
     cp -a "$code" "$run/attempts/work.new" && mv -T "$run/attempts/work.new" "$work" || return 1
   elif [ "$base" != "$code" ]; then
+    while IFS= read -r -d '' path && IFS= read -r -d '' number; do
+      size[$path]=$number
+    done < <(find "$code" -type f -printf '%p\0%s\0'; [ ! -d "$base" ] || find "$base" -type f -printf '%p\0%s\0')
     while IFS= read -r -d '' path; do # what was taken out of the code, unless the program has changed it
       [ -e "$code/$path" ] || [ -L "$code/$path" ] || under_link "$path" || ! same "$base/$path" "$work/$path" ||
         rm -f "$work/$path"
@@ -39,19 +45,22 @@ refresh_work() {
       elif [ -L "$work/$path" ] || { [ -e "$work/$path" ] && [ ! -d "$work/$path" ]; }; then
         give_way "$path" || return 1
       fi
-      mkdir -p "$work/$path" || return 1
+      [ -d "$work/$path" ] || mkdir -p "$work/$path" || return 1
     done < <(find "$code" -mindepth 1 -type d -printf '%P\0')
     while IFS= read -r -d '' path; do
-      if same "$base/$path" "$code/$path" || same "$code/$path" "$work/$path"; then
-        continue # nothing new: whatever the program made of it, or that it is gone, holds
-      elif [ -L "$code/$path" ] && [ "$(readlink "$code/$path")" = "$run" ]; then
-        continue # this run, in the person's folder: it would hold itself
-      elif [ -e "$work/$path" ] || [ -L "$work/$path" ]; then
-        if ! same "$base/$path" "$work/$path"; then
+      if untouched "$base/$path" "$work/$path"; then
+        ! untouched "$base/$path" "$code/$path" || continue
+      else
+        # nothing new: whatever the program made of it, or that it is gone, holds
+        ! same "$base/$path" "$code/$path" || continue
+        if { [ -e "$work/$path" ] || [ -L "$work/$path" ]; } && ! same "$base/$path" "$work/$path"; then
           [ ! -L "$code/$path" ] || continue # a link to data is no code: what the program wrote in its place stays
+          [ -L "$work/$path" ] || ! cmp -s "$code/$path" "$work/$path" || continue # an attempt that died had brought it
           give_way "$path" || return 1
         fi
       fi
+      # this run itself, in the person's folder: it would hold itself
+      [ ! -L "$code/$path" ] || [ "$(readlink "$code/$path")" != "$run" ] || continue
       put+=("$path")
     done < <(find "$code" ! -type d -printf '%P\0')
     if [ "${#put[@]}" -gt 0 ]; then

@@ -224,7 +224,9 @@ def _run_path(order: Order, loaded: Loaded) -> Path:
         return order.request.directory
     run, name = loaded.values.run, loaded.values.run.name
     if name == "auto":
-        named = [word for word in order.command if word.endswith(".py")] or list(order.command[:1])
+        module = order.command[order.command.index("-m") + 1 :][:1] if "-m" in order.command else ()
+        named = [word for word in order.command if word.endswith(".py")] or [word.rpartition(".")[2] for word in module]
+        named = named or list(order.command[:1])
         name = Path(named[0]).stem if named else (loaded.path.stem if loaded.path else "default")
     return Path(run.root) / name
 

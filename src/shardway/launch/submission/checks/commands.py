@@ -19,7 +19,7 @@ from shardway.errors import Problem
 from shardway.launch.containers.base import all_mounts
 from shardway.launch.hosts.base import Done, Host
 from shardway.launch.job import AGENTS, SECRETS
-from shardway.launch.snapshot import SnapshotPlan
+from shardway.launch.snapshot import LinkedPath, SnapshotPlan
 from shardway.launch.submission.checks.code import Code
 from shardway.launch.submission.checks.copies import list_copies
 from shardway.launch.submission.checks.look import Look, always, test_exists
@@ -129,9 +129,14 @@ def _list_own_files(read: CommandRead, plan: SnapshotPlan) -> Iterator[str]:
             f"not in the copy that the job runs in, being secret by name: {_name_few(secret)}; the job has what stands "
             f"in {SECRETS}"
         )
-    linked = [link.path for link in plan.links if not any(word in link.reason for word in _NO_OUTPUT)]
+    linked = [link.path for link in plan.links if not _is_no_output(link, plan.root)]
     if linked:
         yield f"linked, not copied: {_name_few(linked)}; what the command writes there, it writes into {plan.root}"
+
+
+def _is_no_output(link: LinkedPath, root: Path) -> bool:
+    hidden = posixpath.basename(link.path).startswith(".") or (root / link.path / "pyvenv.cfg").is_file()
+    return hidden or any(word in link.reason for word in _NO_OUTPUT)
 
 
 _NO_OUTPUT = ("run directory", "environment", "installed packages", "leads out")
