@@ -131,6 +131,7 @@ INSTEAD = {
     "/opt/a/bin/torchrun --standalone x.py": "-- /opt/a/bin/python x.py",
     "torchrun --no-python ./a.out": "-- ./a.out",
     "python -m torch.distributed.run --nproc-per-node 2 x.py": "site.ranks_per_node=2 -- python x.py",
+    "python -m torch.distributed.launch --nproc_per_node=2 --use_env x.py": "site.ranks_per_node=2 -- python x.py",
     "/opt/a/bin/python -m torch.distributed.launch x.py": "-- /opt/a/bin/python x.py",
     "accelerate launch x.py": "-- python x.py",
     "accelerate launch --multi_gpu --num_processes 8 --num_machines 2 x.py": (
@@ -177,6 +178,8 @@ def test_what_a_line_leaves_out_is_told(here: Path) -> None:
     ("typed", "what", "remedy"),
     [
         ("A=1 python x.py", "it begins with A=1, which only a shell sets", "`-- env A=1 python x.py`"),
+        ("module load CUDA", "module is a word of the shell", "`-- bash -c 'module load CUDA'`"),
+        (". venv/bin/activate", ". is a word of the shell", "bash -c"),
         ("sbatch job.sh", "sbatch submits a job of its own", "name what its script starts"),
         ("shardway train my.toml --nproc 2", "it begins with shardway", "`shardway submit my.toml --nproc 2`"),
         ("python -m shardway report", "it begins with shardway", "`shardway submit my.toml`"),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from job_cases import Cluster, make_job
 
 from shardway.launch.blocks import read_block, read_blocks
 from shardway.launch.snapshot import plan_snapshot, take_snapshot
@@ -258,3 +259,23 @@ def test_by_hand_it_runs_in_the_working_tree(attempts: Attempts) -> None:
     attempts.begin()
     shutil.rmtree(attempts.run.attempt(2).code)
     assert "failed: there is no folder to run in" in attempts.enter(attempts.run.attempt(2), attempts.run.attempt(2))
+
+
+def test_ranks_of_a_job_work_there_and_the_next_job_finds_what_they_wrote(tmp_path: Path) -> None:
+    """Through the whole script, with a path that shells take apart."""
+    cluster = Cluster.make(tmp_path / "cluster")
+    cluster.write("program", 'cat out.txt 2>/dev/null; echo "$SLURM_PROCID" >> out.txt')
+    run = tmp_path / "my $HOME's runs"
+    job = make_job("slurm", "srun", run=run)
+    for number in (1, 2):
+        attempt = RunDir(run).attempt(number)
+        around = replace(job.around, venv="", code=attempt.code, workdir=RunDir(run).work / "a b")
+        now = replace(job, attempt=number, around=around)
+        cluster.prepare(now)
+        (attempt.code / "a b").mkdir(parents=True)
+        (attempt.code / "a b/x.py").write_text(str(number))
+        ran = cluster.run(now, str(100 + number))
+        assert ran.state == "finished", ran.said
+    assert {rank.folder for rank in cluster.list_ranks()} == {RunDir(run).work / "a b"}
+    assert read(RunDir(run).work)["a b/x.py"] == "2"
+    assert len(read(RunDir(run).work)["a b/out.txt"].split()) == 2 * job.shape.ranks

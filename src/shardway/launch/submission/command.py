@@ -38,6 +38,7 @@ _PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)*)?[dt]?(\.exe)?")
 _PLAIN_PYTHON = ("python", "python3")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _GLUED = re.compile(r"(-[a-zA-Z])(\d+)")
+_OF_THE_SHELL = frozenset((".", "source", "cd", "exec", "export", "eval", "module", "set", "ulimit"))
 _MOVE = word_set("-C --chdir --directory --cwd --project")
 """Options of wrappers that run a command in another folder."""
 _FEW = 4
@@ -68,6 +69,10 @@ def read_command(command: Sequence[str], here: Path, nodes: int = 1) -> CommandR
         _refuse("its first word, the program, is an empty text", remedy="look whether a variable in it is set")
     if _ASSIGNMENT.fullmatch(words[0]) and "/" not in words[0].partition("=")[0]:
         _refuse(f"it begins with {words[0]}, which only a shell sets", remedy=f"`-- env {quote_all(words)}`")
+    if words[0] in _OF_THE_SHELL:
+        _refuse(
+            f"{words[0]} is a word of the shell, and no program", remedy=f"`-- bash -c {quote_all([' '.join(words)])}`"
+        )
     if len(words) == 1 and re.search(r"\s", words[0]) and not (here / words[0]).exists():
         _refuse(f'"{words[0]}" is one word', remedy=f"leave its quotes out: `-- {words[0]}`")
     start = _find_inner(words)

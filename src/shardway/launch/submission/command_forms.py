@@ -64,13 +64,13 @@ RANKS, NODES, TOTAL = "site.ranks_per_node", "site.nodes", "ranks in all"
 _OF_TORCHRUN = CommandForm(
     names=("torchrun",),
     role=Role.LAUNCHER,
-    flags=word_set("--standalone --no-python --run-path -m --module --signals-to-handle"),
+    flags=word_set("--standalone --no-python --run-path -m --module --use-env"),
     takes_values=True,
     counts=MappingProxyType({"--nproc-per-node": RANKS, "--nnodes": NODES}),
     runs="script",
     silent=word_set(
-        "--standalone --no-python -m --module --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --node-rank "
-        "--master-addr --master-port --local-addr --monitor-interval --start-method --max-restarts"
+        "--standalone --no-python -m --module --use-env --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf "
+        "--node-rank --master-addr --master-port --local-addr --monitor-interval --start-method --max-restarts"
     ),
 )
 _OF_ACCELERATE = CommandForm(
