@@ -124,17 +124,38 @@ def test_a_program_that_appends_to_a_file_of_the_code_goes_on_with_it(attempts: 
     assert read(attempts.project)["log.txt"] == "head\n"
 
 
-def test_where_both_have_changed_a_file_the_new_code_is_used_and_the_other_kept(attempts: Attempts) -> None:
+def test_where_both_have_changed_code_the_new_one_is_used_and_the_other_kept(attempts: Attempts) -> None:
     attempts.begin()
-    (attempts.work / "log.txt").write_text("head\n1\n")
+    (attempts.work / "lib/part.py").write_text("of the program")
     (attempts.work / "new.py").write_text("of the program")
-    attempts.write(log_txt="other head\n", new_py="of the person")
+    attempts.write(lib__part_py="of the person", new_py="of the person")
     said = attempts.begin()
     replaced = attempts.run.attempt(2).path / "replaced"
-    assert read(replaced) == {"log.txt": "head\n1\n", "new.py": "of the program"}
-    assert f"2 gave way to newer code (log.txt): see {replaced}" in said.replace("(new.py)", "(log.txt)")
-    assert (attempts.work / "log.txt").read_text() == "other head\n"
-    assert (attempts.work / "new.py").read_text() == "of the person"
+    assert read(replaced) == dict.fromkeys(("lib/part.py", "new.py"), "of the program")
+    assert "2 gave way to newer code (" in said
+    assert f"see {replaced}" in said
+    assert read(attempts.work) == {
+        **dict.fromkeys(("lib/part.py", "new.py"), "of the person"),
+        "train.py": "one",
+        "log.txt": "head\n",
+    }
+
+
+def test_where_both_have_changed_what_is_no_code_that_of_the_program_stays(attempts: Attempts, tmp_path: Path) -> None:
+    """The person has trained at home meanwhile, in a repository that does not ignore what that leaves."""
+    subprocess.run(["git", "init", "-q", str(attempts.project)], check=True)
+    attempts.begin()
+    outputs = ("log.txt", "model.pt", "out/step-5/state.json")
+    (attempts.work / "out/step-5").mkdir(parents=True)
+    (attempts.project / "out/step-5").mkdir(parents=True)
+    for name in outputs:
+        (attempts.work / name).write_text("of the run")
+        (attempts.project / name).write_text("at home")
+    (attempts.project / "out/step-5/more.json").write_text("at home")
+    said = attempts.begin()
+    assert {(attempts.work / name).read_text() for name in outputs} == {"of the run"}
+    assert "3 stay though you have newer ones (" in said
+    assert not (attempts.run.attempt(2).path / "replaced").exists()
 
 
 def test_a_file_that_the_person_removed_stays_where_the_program_has_changed_it(attempts: Attempts) -> None:

@@ -77,7 +77,7 @@ _IN_EVERY_SCRIPT = (
     *("say", "field", "in_json", "whole", "step_now", "write_result", "ask_to_stop", "cancel_later"),
     *("claim", "note_submission", "note_start", "read_stop", "check_stop", "fail", "wait_for", "say_next", "finish"),
 )
-_OF_A_WORKING_FOLDER = ("untouched", "same", "under_link", "give_way", "refresh_work", "enter_work")
+_OF_A_WORKING_FOLDER = ("untouched", "same", "under_link", "give_way", "is_code", "refresh_work", "enter_work")
 _OF_A_CHAIN = ("leave", "settle", "state_of", "cause_of", "say_alike", "same_end", "has_saved", "check_chain")
 
 

@@ -20,7 +20,7 @@ give_way() {
 #: refresh_work CODE: the working folder of the run lasts over attempts, and so does what the program wrote there; of the
 # code that was submitted comes what has changed since the last time. Nothing is written through a link.
 refresh_work() {
-  local code=$1 work=$run/work base=$run/attempts/none path number replaced=() put=()
+  local code=$1 work=$run/work base=$run/attempts/none path number replaced=() kept=() put=()
   local -A size=()
   [ -d "$code" ] || return 1
   number=$(cat "$run/attempts/in_work" 2>/dev/null)
@@ -54,8 +54,12 @@ refresh_work() {
         # nothing new: whatever the program made of it, or that it is gone, holds
         ! same "$base/$path" "$code/$path" || continue
         if { [ -e "$work/$path" ] || [ -L "$work/$path" ]; } && ! same "$base/$path" "$work/$path"; then
-          [ ! -L "$code/$path" ] || continue # a link to data is no code: what the program wrote in its place stays
-          [ -L "$work/$path" ] || ! cmp -s "$code/$path" "$work/$path" || continue # an attempt that died had brought it
+          # an attempt that died had brought it
+          [ -L "$work/$path" ] || [ ! -f "$work/$path" ] || ! cmp -s "$code/$path" "$work/$path" || continue
+          if [ -L "$code/$path" ] || ! is_code "$path"; then # what the program wrote in its place stays
+            kept+=("$path")
+            continue
+          fi
           give_way "$path" || return 1
         fi
       fi
@@ -72,6 +76,18 @@ refresh_work() {
   printf '%s\n' "${path##*/}" | whole "$run/attempts/in_work"
   [ "${#replaced[@]}" = 0 ] ||
     say "of what the program had changed, ${#replaced[@]} gave way to newer code (${replaced[0]}): see $here/replaced"
+  [ "${#kept[@]}" = 0 ] ||
+    say "of what the program wrote, ${#kept[@]} stay though you have newer ones (${kept[0]}): yours are in $code"
+}
+
+#: is_code PATH: whether its name says that people write such files, and programs do not
+is_code() {
+  case ${1##*/} in
+    *.py | *.pyi | *.pyx | *.c | *.cc | *.cpp | *.cxx | *.cu | *.cuh | *.h | *.hpp | *.hip | *.rs | *.go | *.js | *.ts) ;;
+    *.sh | *.bash | *.toml | *.yaml | *.yml | *.cfg | *.ini | *.conf | *.gin | *.jinja | *.j2 | *.proto | *.sql) ;;
+    Makefile | Dockerfile) ;;
+    *) return 1 ;;
+  esac
 }
 
 #: under_link PATH: whether the way to it in the working folder leads through a link, and so out of it
