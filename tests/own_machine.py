@@ -15,11 +15,13 @@ import tempfile
 from pathlib import Path
 
 PROGRAMS = (  # noqa: SIM905
-    "[ awk base64 basename bash cat chgrp chmod chown cmp comm cp cut date dd df dirname du echo env expr false find "
-    "flock fold free getconf grep gzip head hostname id install join kill ln logger ls mkdir mkfifo mktemp mv nice nl "
-    "nohup nproc od paste pgrep pkill printenv printf ps pwd readlink realpath renice rm rmdir sed seq setsid sh "
-    "sha256sum sleep sort split stat stdbuf stty sync tail tar taskset tee test timeout touch tr true truncate tty "
-    "uname uniq unlink wc which who whoami xargs yes zcat "
+    "[ arch awk b2sum base32 base64 basename bash cat chgrp chmod chown chroot cksum cmp comm cp csplit cut date "
+    "dd df diff diff3 dir dirname du echo egrep env expand expr factor false fgrep find flock fmt fold free "
+    "getconf grep groups gunzip gzip head hostid hostname id install join kill link ln logger logname ls md5sum "
+    "mkdir mkfifo mknod mktemp mv nice nl nohup nproc numfmt od paste pathchk pgrep pkill pr printenv printf ps "
+    "pwd readlink realpath renice rm rmdir sed seq setsid sh sha1sum sha256sum sha512sum shred shuf sleep sort "
+    "split stat stdbuf stty sum sync tac tail tar taskset tee test timeout touch tr true truncate tsort tty uname "
+    "unexpand uniq unlink users wc which who whoami xargs xz yes zcat "
     "cc c++ gcc g++ clang clang++ ld as ar nm make cmake ninja pkg-config "
     "git ssh ssh-keygen ssh-agent ssh-add scp dash zsh fish csh tcsh ksh script gawk mawk "
     "ip mount umount losetup mkfs.ext4 mksquashfs unsquashfs newuidmap newgidmap nsenter setpriv unshare "
