@@ -21,6 +21,7 @@ def test_the_public_names() -> None:
         "SiteError",
         "UserError",
         "__version__",
+        "causal_lm_loss",
         "class_cross_entropy",
         "start",
         "token_cross_entropy",

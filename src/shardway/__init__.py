@@ -12,7 +12,7 @@ from shardway.errors import Bug, JobError, ShardwayError, SiteError, UserError
 from shardway.version import __version__
 
 if TYPE_CHECKING:
-    from shardway.train.loss import LossSum, class_cross_entropy, token_cross_entropy
+    from shardway.train.loss import LossSum, causal_lm_loss, class_cross_entropy, token_cross_entropy
     from shardway.train.run import Run, start
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "SiteError",
     "UserError",
     "__version__",
+    "causal_lm_loss",
     "class_cross_entropy",
     "start",
     "token_cross_entropy",
@@ -35,7 +36,7 @@ def __getattr__(name: str) -> Any:
         from shardway.train import run
 
         return getattr(run, name)
-    if name in ("LossSum", "class_cross_entropy", "token_cross_entropy"):
+    if name in ("LossSum", "causal_lm_loss", "class_cross_entropy", "token_cross_entropy"):
         from shardway.train import loss
 
         return getattr(loss, name)

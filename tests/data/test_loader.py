@@ -185,14 +185,15 @@ def test_a_dataset_that_gathers_whole_batches_is_asked_so() -> None:
 
 
 @pytest.mark.parametrize("samples", [make_source(), Numbers(40)])
-def test_an_empty_share_has_empty_batches_of_the_same_shape(samples: Any) -> None:
+def test_an_empty_share_has_a_sample_that_does_not_count(samples: Any) -> None:
+    """No model is called with a batch without rows."""
     order = Order(40, 0)
     full = next(StepLoader(samples, order, Share(2)).batches(4))
     empty = next(StepLoader(samples, order, Share(2, rank=0, ranks=4)).batches(4))
     assert empty.ids.shape == (0,)
     assert empty.position == 4
     found, expected = list_tensors(empty.data), list_tensors(full.data)
-    assert [(tensor.dtype, *tensor.shape) for tensor in found] == [(t.dtype, 0, *t.shape[1:]) for t in expected]
+    assert [(tensor.dtype, *tensor.shape) for tensor in found] == [(t.dtype, 1, *t.shape[1:]) for t in expected]
 
 
 def list_tensors(data: Any) -> list[torch.Tensor]:

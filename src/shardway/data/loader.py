@@ -11,21 +11,24 @@ is left as it was. This module must not keep a position of its own nor know step
 
 from __future__ import annotations
 
-import copy
+import functools
 import itertools
 import pickle
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data._utils.signal_handling import _error_if_any_worker_fails
 
+from shardway.data.batch_tree import move_batch, pin_batch
+from shardway.data.collate import collate_samples
 from shardway.data.order import Ids, Order, Words, derive_keys, position_share
+from shardway.data.samplers import AnyOrder, BatchOrder
 from shardway.data.skips import Skips
 from shardway.data.sources.base import Source
 from shardway.data.workers import ended_workers, isolation
@@ -54,6 +57,8 @@ class LoaderOptions:
     workers: int = 0
     prefetch: int = 2
     pin_memory: bool = False
+    worker_init: Callable[[int], object] | None = None
+    """Called in each worker with its number before it reads, as torch's `worker_init_fn`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +67,8 @@ class Batch:
 
     `data` is {"inputs": tensor, "targets": tensor} from a source, or what the user's dataset collates to; `ids`
     are the samples in it, int64; `position` is that of the step's first sample over all ranks, and the next step begins
-    at `next_position` (more than a batch later where positions are skipped).
+    at `next_position` (more than a batch later where positions are skipped). Where there are no `ids`, `data` holds one
+    sample that does not count, so that a model never sees a batch without rows.
     """
 
     data: Any
@@ -72,7 +78,7 @@ class Batch:
 
     def pin_memory(self) -> Batch:
         """The batch in page-locked memory (the DataLoader calls this by its name)."""
-        return replace(self, data=map_tensors(torch.Tensor.pin_memory, self.data))
+        return replace(self, data=pin_batch(self.data))
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +99,7 @@ class StepSampler:
     A step takes the next positions that `skips` leaves.
     """
 
-    order: Order
+    order: AnyOrder
     share: Share
     position: int
     steps: int | None = None
@@ -102,7 +108,8 @@ class StepSampler:
     def __iter__(self) -> Iterator[Request]:
         batch = self.share.global_batch
         rows = np.array(position_share(batch, self.share.rank, self.share.ranks), np.int64)
-        at_once = max(1, _IDS_AT_ONCE // max(1, rows.size))
+        # A sampler is asked no earlier than it must be: a script may change it between two epochs.
+        at_once = max(1, _IDS_AT_ONCE // max(1, rows.size)) if isinstance(self.order, Order) else 1
         kept_before = self.skips.count_kept(self.position)
         step = 0
         while self.steps is None or step < self.steps:
@@ -110,12 +117,38 @@ class StepSampler:
             firsts = kept_before + np.arange(step, step + count) * batch
             starts, nexts = self.skips.find_kept(firsts), self.skips.find_kept(firsts + batch - 1) + 1
             ids = self.order.ids(self.skips.find_kept(firsts[:, None] + rows))
-            yield from map(Request, starts.tolist(), nexts.tolist(), ids, self._seeds(starts).tolist())
+            seeds = _derive_seeds(self.order.seed, self.share.rank, starts)
+            yield from map(Request, starts.tolist(), nexts.tolist(), ids, seeds.tolist())
             step += count
 
-    def _seeds(self, starts: Ids) -> Words:
-        key = derive_keys(np.array([self.order.seed], np.uint64), np.array([self.share.rank]))
-        return derive_keys(key, starts)
+
+@dataclass(frozen=True)
+class BatchRequests:
+    """As `StepSampler`, where a batch sampler says which samples each step has. Spans of `skips` are whole steps."""
+
+    order: BatchOrder
+    share: Share
+    position: int
+    skips: Skips = field(default_factory=Skips)
+
+    def __iter__(self) -> Iterator[Request]:
+        size, kept_before = self.order.size, self.skips.count_kept(self.position)
+        for step in itertools.count():
+            first = np.array([kept_before + step * size])
+            start, last = self.skips.find_kept(first), self.skips.find_kept(first + size - 1)
+            if start % size or last - start != size - 1:
+                raise UserError(
+                    f"data.skip leaves a part of the batch at position {start[0]} out, and the batch_sampler of "
+                    f"run.loader gives whole ones.\n  Allowed: spans whose ends are multiples of {size}."
+                )
+            ids = self.order.batch(int(start[0]) // size)
+            mine = position_share(len(ids), self.share.rank, self.share.ranks)
+            seeds = _derive_seeds(self.order.seed, self.share.rank, start)
+            yield Request(int(start[0]), int(last[0]) + 1, ids[mine.start : mine.stop], int(seeds[0]))
+
+
+def _derive_seeds(seed: int, rank: int, starts: Ids) -> Words:
+    return derive_keys(derive_keys(np.array([seed], np.uint64), np.array([rank])), starts)
 
 
 class SourceDataset(Dataset[Any]):
@@ -128,7 +161,7 @@ class SourceDataset(Dataset[Any]):
         return len(self.source)
 
     def __getitems__(self, ids: Sequence[int] | Ids) -> dict[str, torch.Tensor]:
-        arrays = self.source.batch(np.asarray(ids, np.int64))
+        arrays = self.source.batch(np.asarray(ids if len(ids) else [0], np.int64))
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
@@ -143,9 +176,7 @@ class CollatedDataset(Dataset[Any]):
         return len(self.dataset)
 
     def __getitems__(self, ids: Sequence[int] | Ids) -> Any:
-        if len(ids) == 0:  # only a sample can tell the shapes of no samples
-            return map_tensors(lambda tensor: tensor[:0], self.__getitems__([0]))
-        wanted = [int(index) for index in ids]
+        wanted = [int(index) for index in ids] or [0]
         if hasattr(self.dataset, "__getitems__"):
             return self.collate(self.dataset.__getitems__(wanted))
         return self.collate([self.dataset[index] for index in wanted])
@@ -168,29 +199,32 @@ class _WorkerDataset(Dataset[Any]):
 class StepLoader:
     """The steps of one rank over a source or a user's map-style dataset.
 
-    `collate` joins the samples of a user's dataset (torch's default_collate where it is None); a source needs none.
-    Raises UserError for a dataset without length and index, because only those can be resumed exactly.
+    `collate` joins the samples of a user's dataset (`collate_samples` where it is None); a source needs none.
+    Raises UserError for a dataset without length and index, whose samples have no numbers.
     """
 
     def __init__(
         self,
         samples: Source | Dataset[Any],
-        order: Order,
+        order: AnyOrder | BatchOrder,
         share: Share,
         options: LoaderOptions = LoaderOptions(),
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         self._dataset = make_dataset(samples, collate)
-        if len(self._dataset) != order.samples:
+        if isinstance(order, Order) and len(self._dataset) != order.samples:
             raise Bug(f"an order of {order.samples} samples over data with {len(self._dataset)}; please report this")
         self._order, self._share, self._options = order, share, options
 
     def batches(self, position: int, steps: int | None = None, skips: Skips | None = None) -> Iterator[Batch]:
         """This rank's batches from `position` (where its first step begins) on; without end where `steps` is None.
 
-        Positions in `skips` are left out. A rank whose share is empty gets empty batches. Closing the iterator ends its
-        worker processes.
+        Positions in `skips` are left out. A rank whose share is empty gets batches without `ids`. Closing the iterator
+        ends its worker processes.
         """
+        if isinstance(self._order, BatchOrder):
+            batches = BatchRequests(self._order, self._share, position, skips or Skips())
+            return read_batches(self._dataset, itertools.islice(batches, steps), self._options)
         sampler = StepSampler(self._order, self._share, position, steps, skips or Skips())
         return read_batches(self._dataset, sampler, self._options)
 
@@ -219,13 +253,18 @@ def make_dataset(
     """A source or a user's map-style dataset behind one interface: `__getitems__(ids)` is a whole batch."""
     if isinstance(samples, Source):
         return SourceDataset(samples)
-    if not hasattr(samples, "__len__") or not hasattr(samples, "__getitem__"):
+    if not is_map_style(samples):
         raise UserError(
             f"{type(samples).__name__} is not a map-style dataset, and only such a dataset resumes exactly\n"
             "      allowed: a dataset with __len__ and __getitem__\n"
             "      to do: give each sample a number, and read it in __getitem__"
         )
-    return CollatedDataset(samples, collate or default_collate)
+    return CollatedDataset(samples, collate or collate_samples)
+
+
+def is_map_style(samples: Any) -> bool:
+    """Whether a dataset has a length and gives a sample by its number (torch's Dataset has a __getitem__ anyway)."""
+    return hasattr(samples, "__len__") and hasattr(samples, "__getitem__") and not isinstance(samples, IterableDataset)
 
 
 def read_batches(
@@ -250,24 +289,7 @@ def read_batches(
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch with its tensors on a device; the copy overlaps with other work where the memory is pinned."""
-    return replace(batch, data=map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch.data))
-
-
-def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
-    """The tree of mappings, lists and tuples with `change` applied to each tensor; other leaves stay as they are."""
-    if isinstance(tree, torch.Tensor):
-        return change(tree)
-    if isinstance(tree, MutableMapping):
-        mapped = copy.copy(tree)  # keeps the type of a mapping that cannot be built from a dict
-        mapped.update({name: map_tensors(change, value) for name, value in tree.items()})
-        return mapped
-    if isinstance(tree, Mapping):
-        return {name: map_tensors(change, value) for name, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(change, value) for value in tree))
-    if isinstance(tree, list | tuple):
-        return type(tree)(map_tensors(change, value) for value in tree)
-    return tree
+    return replace(batch, data=move_batch(batch.data, device))
 
 
 def _answer(dataset: SourceDataset | CollatedDataset, request: Request) -> Batch:
@@ -277,19 +299,27 @@ def _answer(dataset: SourceDataset | CollatedDataset, request: Request) -> Batch
 def _start_workers(
     dataset: SourceDataset | CollatedDataset, requests: Iterable[Request], options: LoaderOptions
 ) -> Iterator[Any]:
-    # Workers are spawned. A fork of a process that runs threads (a process group, CUDA) may copy a held lock and
-    # wait for it for ever. Workers of a fork server hold the pipe that keeps the server alive, so that after a
-    # SIGKILL of the rank all of them stay behind.
+    # A request stands for a batch of indices.
+    return start_workers(_WorkerDataset(dataset), options, batch_sampler=cast(Any, requests), collate_fn=_as_it_is)
+
+
+def start_workers(dataset: Dataset[Any], options: LoaderOptions, **reading: Any) -> Iterator[Any]:
+    """The iterator of a DataLoader with `options.workers` processes. Raises UserError where they cannot be sent what
+    they read.
+
+    Workers are spawned. A fork of a process that runs threads (a process group, CUDA) may copy a held lock and wait for
+    it for ever. Workers of a fork server hold the pipe that keeps the server alive, so that after a SIGKILL of the rank
+    all of them stay behind.
+    """
     loader: DataLoader[Any] = DataLoader(
-        _WorkerDataset(dataset),
-        batch_sampler=cast(Any, requests),  # a request stands for a batch of indices
-        collate_fn=_as_it_is,
+        dataset,
         num_workers=options.workers,
         prefetch_factor=options.prefetch,
         pin_memory=options.pin_memory,
         multiprocessing_context="spawn",
-        worker_init_fn=isolation(),
+        worker_init_fn=functools.partial(_begin_worker, isolation(), options.worker_init),
         generator=torch.Generator(),  # else the start of a loader would draw from the run's random state
+        **reading,
     )
     try:
         with warnings.catch_warnings():
@@ -300,6 +330,12 @@ def _start_workers(
             f"the dataset cannot be sent to a loader process: {error}\n"
             "      to do: define its class in a module and open files on first use, or set data.workers = 0"
         ) from error
+
+
+def _begin_worker(isolate: Callable[[int], None], own: Callable[[int], object] | None, number: int) -> None:
+    isolate(number)
+    if own is not None:
+        own(number)
 
 
 def _as_it_is(answer: Any) -> Any:

@@ -1,32 +1,62 @@
 """From data to this rank's batches on its device: for training from any position, for validation from the start.
 
-Invariant: which samples a rank gets follows from the resolved run, the grid and the position alone. This module must
-not take steps.
+Invariant: which samples a rank gets follows from the resolved run, the grid and the position alone, as far as the data
+themselves do; where they may not, it is said once. This module must not take steps.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import hashlib
+import pickle
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
-from shardway.data.loader import Batch, LoaderOptions, Share, StepLoader, to_device, validation_batches
+from shardway.data.loader import (
+    Batch,
+    LoaderOptions,
+    Share,
+    StepLoader,
+    is_map_style,
+    to_device,
+    validation_batches,
+)
 from shardway.data.order import Order, position_share
+from shardway.data.samplers import AnyOrder, BatchOrder, SamplerOrder, WholeBatches
 from shardway.data.skips import Skips
+from shardway.data.sources.base import Source
+from shardway.data.stream import StreamLoader, count_samples, digest_first, validation_stream
+from shardway.errors import UserError
 from shardway.train.session import Session
+
+Collate = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True)
 class Loader:
-    """Where a run's batches come from: a source or a map-style dataset, and what is known of it."""
+    """Where a run's batches come from: a source, a map-style dataset or an iterable one, and what is known of it.
+
+    `size`: samples of an epoch; 0 where nothing says how many there are. `order`: what a script's own sampler gives
+    (None: the run's own order).
+    """
 
     samples: Any
     size: int
     tokens_per_sample: int
     fingerprint: str
+    collate: Collate | None = None
+    order: SamplerOrder | BatchOrder | None = None
+    whole_batches: bool = False
+    worker_init: Callable[[int], object] | None = None
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether its samples have no numbers and are run through."""
+        return not isinstance(self.samples, Source) and not is_map_style(self.samples)
 
 
 def training_batches(
@@ -34,38 +64,127 @@ def training_batches(
 ) -> Iterator[Batch]:
     """This rank's share of every global batch from `position` on, without end; `skips` as in `data.skip`."""
     values, mesh = session.resolved.values, session.mesh
-    order = Order(loader.size, values.train.seed, values.data.shuffle)
     share = Share(values.train.global_batch, mesh.data_rank, mesh.data_ranks)
-    step_loader = StepLoader(loader.samples, order, share, _options(session))
+    options = _options(session, loader)
+    _note_order(session, loader)
+    if loader.is_stream:
+        own = _gives_own_samples(session, loader)
+        stream = StreamLoader(loader.samples, values.train.seed, share, options, loader.collate, own_share=own)
+        return _on_device(stream.batches(position, Skips(skips)), session.ranks.device)
+    order: AnyOrder | BatchOrder = loader.order or Order(len(loader.samples), values.train.seed, values.data.shuffle)
+    if loader.order is not None:
+        _check_alike(session, loader, position)
+    if loader.whole_batches and not isinstance(order, BatchOrder | WholeBatches):
+        order = WholeBatches(order, loader.size)
+    step_loader = StepLoader(loader.samples, order, share, options, loader.collate)
     return _on_device(step_loader.batches(position, skips=Skips(skips)), session.ranks.device)
 
 
-def validation_data(session: Session, samples: Any) -> Iterator[Any]:
-    """This rank's share of the held-out samples (a source or a map-style dataset), as many batches on every rank."""
-    count, share = _validation_share(session, samples)
-    batches = validation_batches(samples, count, share, _options(session))
+def _gives_own_samples(session: Session, loader: Loader) -> bool:
+    """Whether an iterable dataset gives each rank other samples by itself; asked on all ranks together."""
+    if session.mesh.data_ranks == 1:
+        return False
+    digests = session.ranks.gather(session.ranks.together(lambda: digest_first(loader.samples, 0)))
+    own = len(set(digests)) > 1 and "" not in digests
+    if own:
+        session.note_once(
+            "data_order_noted",
+            f"{type(loader.samples).__name__} gives each rank samples of its own, so each takes all that it is given: "
+            "after a resume on another number of ranks the order of samples is another.",
+        )
+    return own
+
+
+def _check_alike(session: Session, loader: Loader, position: int) -> None:
+    """Raise UserError where a sampler gives each rank another order; called on all ranks together."""
+    if session.mesh.data_ranks == 1 or loader.order is None:
+        return
+    batch, order = session.resolved.values.train.global_batch, loader.order
+    first = np.arange(position, position + batch)
+    ids = session.ranks.together(
+        lambda: order.batch(position // order.size) if isinstance(order, BatchOrder) else order.ids(first)
+    )
+    if len(set(session.ranks.gather(hashlib.blake2b(ids.tobytes()).hexdigest()))) > 1:
+        raise UserError(
+            "the sampler of run.loader gives each rank another order, so that samples would be missed.\n"
+            "  To do: seed what it draws from alike on every rank (torch's, numpy's and Python's random numbers are), "
+            "and let it give all samples, not a rank's part."
+        )
+
+
+def _note_order(session: Session, loader: Loader) -> None:
+    """Say once what of the order of samples may not be the same after a resume."""
+    if loader.is_stream:
+        alone = (
+            "; one loader process reads it, whatever data.workers says"
+            if session.resolved.values.data.workers > 1
+            else ""
+        )
+        session.note_once(
+            "data_order_noted",
+            f"{loader.fingerprint}: after a resume it is run through from its beginning to where the run was. The "
+            "order is the same if it gives the same samples each time; the random numbers of torch, numpy and Python "
+            f"that it draws are the same{alone}.",
+        )
+    elif loader.order is not None and loader.order.hidden_state:
+        session.note_once(
+            "data_order_noted",
+            f"{loader.fingerprint}: after a resume the sampler is run through from its first epoch on, with the random "
+            "numbers of torch, numpy and Python seeded by train.seed. What it draws from elsewhere is not the same "
+            "then.",
+        )
+
+
+def validation_data(session: Session, samples: Any, collate: Collate | None = None) -> Iterator[Any]:
+    """This rank's share of the held-out samples (a source, a map-style or an iterable dataset), as many batches on
+    every rank."""
+    most, share = _validation_share(session, samples)
+    count = count_samples(samples, most)
+    if isinstance(samples, Source) or is_map_style(samples):
+        batches = validation_batches(samples, count, share, _options(session), collate)
+    else:
+        batches = validation_stream(samples, count, share, collate)
     return (batch.data for batch in _on_device(batches, session.ranks.device))
 
 
 def validation_rows(session: Session, samples: Any) -> list[int]:
     """How many samples this rank has in each batch of `validation_data`."""
-    count, share = _validation_share(session, samples)
-    whole, rest = divmod(min(count, len(samples)), share.global_batch)
+    most, share = _validation_share(session, samples)
+    whole, rest = divmod(count_samples(samples, most), share.global_batch)
     rows = [len(position_share(each, share.rank, share.ranks)) for each in (share.global_batch, rest)]
     return [rows[0]] * whole + rows[1:] * min(rest, 1)
 
 
-def _validation_share(session: Session, samples: Any) -> tuple[int, Share]:
-    """How many samples are validated on at most, and this rank's share of them."""
+def _validation_share(session: Session, samples: Any) -> tuple[int | None, Share]:
+    """How many samples are validated on at most (None: all), and this rank's share of them."""
     values, mesh = session.resolved.values, session.mesh
-    count = len(samples) if session.leaves_alone("train.validation_samples") else values.train.validation_samples
+    most = None if session.leaves_alone("train.validation_samples") else values.train.validation_samples
     at_once = int(values.train.micro_batch) * session.resolved.derived.per_pass
-    return count, Share(at_once * mesh.data_ranks, mesh.data_rank, mesh.data_ranks)
+    return most, Share(at_once * mesh.data_ranks, mesh.data_rank, mesh.data_ranks)
 
 
-def _options(session: Session) -> LoaderOptions:
+def _options(session: Session, loader: Loader | None = None) -> LoaderOptions:
     data = session.resolved.values.data
-    return LoaderOptions(data.workers, data.prefetch, pin_memory=session.ranks.device.type == "cuda")
+    init = loader.worker_init if loader is not None else None
+    workers = data.workers
+    for name, function in (("collate_fn", loader.collate if loader is not None else None), ("worker_init_fn", init)):
+        if workers and not _can_be_sent(function):
+            workers = 0
+            session.note_once(
+                "data_order_noted",
+                f"data.workers is {data.workers}, and the {name} of run.loader cannot be sent to a loader process (a "
+                "lambda, or a function inside another): each rank reads its batches itself. To do: define it with def "
+                "at the top of a module.",
+            )
+    return LoaderOptions(workers, data.prefetch, session.ranks.device.type == "cuda", init)
+
+
+def _can_be_sent(function: Any) -> bool:
+    try:
+        pickle.dumps(function)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return False
+    return True
 
 
 def _on_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:

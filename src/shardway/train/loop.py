@@ -37,6 +37,7 @@ from shardway.train.step import Moment, StepResult
 from shardway.train.stops.stopping import Stopping
 from shardway.train.stops.waiting import TrainingStream
 from shardway.train.validate import validate
+from shardway.train.validated import Validated, recall_validations
 
 _ACTIVITIES = {
     Phase.RESTORE: Activity.LOAD,
@@ -78,7 +79,7 @@ class Loop:
         self._guard = Guard(session, plan.guard, parts.engine.passes.parallel, self._saver.settle)
         self._phase = Phase.RESTORE
         self._open_step: _OpenStep | None = None
-        self._owes_validation, self._began = False, 0
+        self._owes_validation, self._has_validated, self._began = False, False, 0
         self._left_out: tuple[LeftOut, ...] = ()
         self._untrained: Before | None = None
         self._actions: dict[Phase, Callable[[], None]] = {
@@ -134,8 +135,10 @@ class Loop:
     def moment(self) -> Moment:
         """What the step to come needs to know of where the run stands."""
         watch = self._guard.watch(self._counters.step + 1, scales_loss=self._loss_scale is not None)
-        wishes = self._stopping.wishes(save=self._saver.is_due(), void=self._stream is not None and self._stream.missed)
-        return Moment(self._counters.position, wishes, self._loss_scale, watch)
+        missed = self._stream is not None and self._stream.missed
+        wishes = self._stopping.wishes(save=self._saver.is_due(), void=missed)
+        rows = len(self._open_step.batch.ids) if self._open_step is not None and not missed else None
+        return Moment(self._counters.position, wishes, self._loss_scale, watch, rows)
 
     def _agree(self, *, void: bool = False) -> bool:
         """Whether all ranks stop between two steps; the clock is obeyed once this attempt has taken a step."""
@@ -150,8 +153,13 @@ class Loop:
             validate_due=self._owes_validation,
             goes_back=self._guard.must_go_back,
             save_owed=self._save_owed,
-            save_due=stop or self._stopping.decision.save or (done and plan.save_at_end) or plan.saves_after(step),
+            save_due=stop or self._stopping.decision.save or self._is_save_due(done=done),
         )
+
+    def _is_save_due(self, *, done: bool) -> bool:
+        """By the plan; and before a script's own loss sees its first validation, so that an error costs no step."""
+        first = self._session.own_model and self._owes_validation and not self._has_validated
+        return ((done or first) and self._plan.save_at_end) or self._plan.saves_after(self._counters.step)
 
     @property
     def _save_owed(self) -> bool:
@@ -203,7 +211,10 @@ class Loop:
         self._counters, self._loss_scale, self._left_out = restored.counters, restored.loss_scale, restored.left_out
         self._guard.restore(restored.loaded.numbers if restored.loaded is not None else {})
         self._began = self._counters.step
-        self._owes_validation = restored.owes_validation and self._validates_here()
+        past = recall_validations(self._session, self._counters.step) if restored.loaded is not None else Validated()
+        self._owes_validation = restored.owes_validation and self._validates_here() and not past.tried_last
+        if self._parts.validation is not None:
+            self._parts.validation.recall(past.results)
         return restored
 
     def _open_stream(self) -> None:
@@ -273,17 +284,20 @@ class Loop:
             return
         passes, generators = self._parts.engine.passes, find_generators()
         breaks, deadline = self._stopping.breaks(), self._stopping.deadline
-        metrics = validate(passes.parallel.call, self._parts.validation, passes, session.ranks, breaks)
+        self._has_validated = True
+        with session.recorder.failure_noted("validation_failed", self._counters.step):
+            metrics = validate(passes.parallel.call, self._parts.validation, passes, session.ranks, breaks)
+        generators.put_back()  # its step is saved already; and one that was broken off is made again
         seconds = time.perf_counter() - started
         if deadline is not None:
             deadline.took_validation(seconds)
         if metrics is None:
-            generators.put_back()  # it is made again, from its beginning
             self._stopping.obey(breaks.decision)
             facts = {"batches": breaks.batches, "seconds": seconds, "reason": breaks.decision.stop_reason}
             session.recorder.event("validation_stopped", step=self._counters.step, **facts)
             return
         self._owes_validation = False
+        self._parts.validation.results[self._counters.step] = metrics
         session.recorder.event("validation", step=self._counters.step, **metrics, seconds=seconds)
         session.recorder.status(validation=metrics, validation_seconds=seconds)
         self._agree()

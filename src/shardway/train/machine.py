@@ -1,12 +1,14 @@
 """The states of the loop and the order in which they follow each other, as a pure function.
 
-    RESTORE ─► STEP ─► VALIDATE ─► SAVE ─► STEP ...        (VALIDATE and SAVE only when due)
-       └─────────┴─────────┴────────┴─► STOP ─► END        (asked to stop: save first, do not validate)
-                                    └─► FINISH ─► END      (the last step: validate and save first)
+    RESTORE ─► STEP ─► SAVE ─► VALIDATE ─► STEP ...        (SAVE and VALIDATE only when due)
+       └─────────┴───────┴─────────┴─► STOP ─► END         (asked to stop: save first, do not validate)
+                                   └─► FINISH ─► END       (the last step: save and validate first)
 
     STEP or RESTORE ─► GO_BACK ─► as after RESTORE         (a spike: nothing of it is validated or saved)
 
-A validation that a stop left out is due again after RESTORE; a run that owes one stops rather than finishes.
+A save comes before the validation of its step, so that an error in a validation costs no work. A validation that a stop
+broke off is followed by the save of the stop. One that a stop left out is due again after RESTORE; a run that owes one
+stops rather than finishes.
 
 Invariant: every phase that is entered on one rank is entered on all, since the facts it follows from are agreed.
 This module must not do anything.
@@ -54,12 +56,12 @@ def next_phase(phase: Phase, facts: Facts) -> Phase:
         return Phase.END
     if phase in (Phase.RESTORE, Phase.STEP) and facts.goes_back:
         return Phase.GO_BACK
-    if phase in (Phase.RESTORE, Phase.STEP, Phase.GO_BACK) and facts.validate_due and not facts.stop:
-        return Phase.VALIDATE
-    if phase in (Phase.STEP, Phase.VALIDATE) and facts.save_due:
+    if (phase is Phase.STEP or (phase is Phase.VALIDATE and facts.stop)) and facts.save_due:
         return Phase.SAVE
     if phase is Phase.RESTORE and facts.save_owed and (facts.done or facts.stop):
         return Phase.SAVE
+    if phase is not Phase.VALIDATE and facts.validate_due and not facts.stop:
+        return Phase.VALIDATE
     if facts.stop and not (facts.done and not facts.validate_due):
         return Phase.STOP
     return Phase.FINISH if facts.done else Phase.STEP

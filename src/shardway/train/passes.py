@@ -11,8 +11,8 @@ to targets, which is known only when every rank has seen its share, comes later.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -21,8 +21,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardway.data.batch_tree import count_rows, cut_rows, fill_empty, is_pair
 from shardway.data.order import position_share
 from shardway.errors import UserError
 from shardway.models.contract import Balancing
@@ -31,7 +31,7 @@ from shardway.parallel.apply import ParallelModel
 from shardway.parallel.axes.balance import find_routers, set_gradient_scale
 from shardway.parallel.axes.pipeline import LossOf, Pipeline
 from shardway.parallel.formats.precision import Precision
-from shardway.train.loss import LossSum, as_sum
+from shardway.train.loss import LossSum, as_sum, fill_missing_targets
 
 Loss = Callable[..., LossSum | torch.Tensor]
 
@@ -52,12 +52,24 @@ class Portions:
 
 @dataclass(frozen=True)
 class Micro:
-    """A part of a rank's share. Weight 0 marks one that only keeps this rank in step with the others."""
+    """A part of a rank's share. Weight 0 marks one that only keeps this rank in step with the others.
+
+    `pair`: whether it is (inputs, targets).
+    """
 
     data: Any
     rows: int
     weight: float
     start: int = 0
+    pair: bool = False
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What a rank has found out about a batch without training on it: [SUMS], and the sums that its loss names."""
+
+    sums: torch.Tensor
+    metrics: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -75,30 +87,36 @@ class Passes:
         return find_routers(self.parallel.module)
 
     def train(
-        self, model: nn.Module, batch: Any, loss_fn: Loss, *, position: int = 0, loss_scale: float = 1.0
+        self,
+        model: nn.Module,
+        batch: Any,
+        loss_fn: Loss,
+        *,
+        position: int = 0,
+        loss_scale: float = 1.0,
+        rows: int | None = None,
     ) -> torch.Tensor:
         """Accumulate gradients, multiplied by `loss_scale`; [SUMS] of this rank.
 
-        `position`: where this batch begins in the order of samples.
+        `position`: where this batch begins in the order of samples. `rows`: how many samples it was made of (None: what
+        its tensors say).
         """
         batch = self.parallel.chunks.take_batch(batch)
         scale = loss_scale * self.count_averaged(model) / self.portions.global_batch
         with self._split_logits():
             if self.parallel.pipeline is not None:
-                return self._through_pipeline(self.parallel.pipeline, batch, loss_fn, scale, position)
-            return self._one_by_one(model, batch, loss_fn, scale, position)
+                return self._through_pipeline(self.parallel.pipeline, batch, loss_fn, scale, position, rows).sums
+            return self._one_by_one(model, batch, loss_fn, scale, position, rows)
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module, batch: Any, loss_fn: Loss) -> torch.Tensor:
-        """Forward passes alone; [SUMS] of this rank."""
+    def evaluate(self, model: nn.Module, batch: Any, loss_fn: Loss, rows: int | None = None) -> Evaluated:
+        """Forward passes alone, of this rank. A batch without rows is run through as well, and does not count."""
         batch = self.parallel.chunks.take_batch(batch)
         with self._split_logits():
             if self.parallel.pipeline is not None:
-                return self._through_pipeline(self.parallel.pipeline, batch, loss_fn, None)
-            sums = self._zeros()
-            with self.precision.autocast(self.device):
-                self._add(sums, as_sum(call_loss(loss_fn, model, batch), count_rows(batch)), 1.0)
-            return self._answered(sums)
+                return self._through_pipeline(self.parallel.pipeline, batch, loss_fn, None, rows=rows)
+            (micro,) = cut(batch, 1, rows)
+            return self._add_up([(self._forward(model, micro, loss_fn), micro.weight)])
 
     def count_averaged(self, model: nn.Module) -> int:
         """Over how many ranks gradients are averaged: DDP does so, everything else of torch adds up."""
@@ -112,27 +130,65 @@ class Passes:
         """The backward pass of one micro-batch."""
         loss.backward()
 
-    def _one_by_one(self, model: nn.Module, batch: Any, loss_fn: Loss, scale: float, position: int) -> torch.Tensor:
+    def _forward(self, model: nn.Module, micro: Micro, loss_fn: Loss) -> LossSum:
+        """The loss of a micro-batch; nothing where it is a mean over no targets at all, which would be no number."""
+        needs_filling = loss_fn not in self.sum_losses
+        data, counts = fill_missing_targets(micro.data, pair=micro.pair) if needs_filling else (micro.data, None)
+        with self.precision.autocast(self.device):
+            loss = call_loss(loss_fn, model, data, pair=micro.pair)
+            self.sum_losses[:] = [loss_fn] if isinstance(loss, LossSum) else []
+            loss = as_sum(loss, micro.rows)
+        return loss if counts is None else loss.counted(counts)
+
+    @torch.no_grad()
+    def measure(
+        self, model: nn.Module, batch: Any, loss_fn: Loss, parts: Sequence[tuple[int, int]], rows: int | None = None
+    ) -> list[tuple[float, float]]:
+        """The loss of some parts of a batch, each from one row to another, as sum and count; no pipeline."""
+        batch = self.parallel.chunks.take_batch(batch)
+        count = count_rows(batch, rows)
+        pair, sums = is_pair(batch, count), []
+        with self._split_logits():
+            for start, end in parts:
+                micro = Micro(cut_rows(batch, count, start, end), end - start, 1.0, start, pair)
+                found = self._zeros()
+                self._add(found, self._forward(model, micro, loss_fn), 1.0)
+                sums.append(found)
+        return [(float(found[0]), float(found[1])) for found in sums]
+
+    @cached_property
+    def sum_losses(self) -> list[Loss]:
+        """The loss function that was called last, where it gives a LossSum."""
+        return []
+
+    def _one_by_one(
+        self, model: nn.Module, batch: Any, loss_fn: Loss, scale: float, position: int, rows: int | None
+    ) -> torch.Tensor:
         sums, sample = self._zeros(), self._first_sample(position)
-        micros = list(cut(batch, self.portions.accumulation))
+        micros = list(cut(batch, self.portions.accumulation, rows))
         for number, micro in enumerate(micros, start=1):
             set_gradient_scale(self.routers, micro.weight * scale, self.parallel.mesh)
             if self.parallel.dropout is not None:
                 self.parallel.dropout.start(sample + micro.start)
             with self.around(model, last=number == len(micros)):
-                with self.precision.autocast(self.device):
-                    loss = as_sum(call_loss(loss_fn, model, micro.data), micro.rows)
+                loss = self._forward(model, micro, loss_fn)
                 self.backward(loss.total * (micro.weight * scale))
             self._add(sums, loss, micro.weight)
         return self._answered(sums)
 
     def _through_pipeline(
-        self, pipeline: Pipeline, batch: Any, loss_fn: Loss, scale: float | None, position: int = 0
-    ) -> torch.Tensor:
+        self,
+        pipeline: Pipeline,
+        batch: Any,
+        loss_fn: Loss,
+        scale: float | None,
+        position: int = 0,
+        rows: int | None = None,
+    ) -> Evaluated:
         """All micro-batches in passes of equal shape; `scale` None runs no backward pass."""
-        inputs, targets = _pair(batch)
-        sums, size, per_pass = self._zeros(), self.portions.micro_batch, self.portions.per_pass
-        rows = len(inputs)
+        inputs, targets = _pair(fill_empty(batch))
+        size, per_pass = self.portions.micro_batch, self.portions.per_pass
+        rows = len(inputs) if rows != 0 else 0
         # In training every rank runs as many passes, whatever its rows: the states are shared over the ranks.
         passes = self.portions.accumulation // per_pass if scale is not None else -(-max(rows, 1) // (per_pass * size))
 
@@ -155,9 +211,7 @@ class Passes:
             if self.parallel.dropout is not None:
                 self.parallel.dropout.start(self._first_sample(position) + start, size)
             pipeline.run(part, per_pass, partial(loss_of, start), training=scale is not None)
-        for loss, weight in weights.values():
-            self._add(sums, loss, weight)
-        return self._answered(sums)
+        return self._add_up(weights.values())
 
     def _rehearse(self, pipeline: Pipeline, inputs: torch.Tensor, loss_of: LossOf) -> None:
         """A first pass that leaves nothing behind: torch runs a new schedule once more to learn shapes, which must
@@ -185,11 +239,24 @@ class Passes:
 
     @torch.no_grad()
     def _add(self, sums: torch.Tensor, loss: LossSum, weight: float) -> None:
+        if not weight:
+            return
         sums[0] += _whole(loss.total.detach()) * weight
         sums[1] += loss.count * weight
         if loss.correct is not None:
             sums[2] += _whole(loss.correct) * weight
             sums[3] += loss.count * weight
+
+    @torch.no_grad()
+    def _add_up(self, losses: Iterable[tuple[LossSum, float]]) -> Evaluated:
+        sums, metrics = self._zeros(), dict[str, torch.Tensor]()
+        for loss, weight in losses:
+            self._add(sums, loss, weight)
+            for name, value in loss.metrics.items():
+                found = torch.as_tensor(value, device=self.device).detach()
+                own = weight and self.parallel.answers_for_loss
+                metrics[name] = metrics.get(name, 0) + (_whole(found).double() if own else found.new_zeros(()).double())
+        return Evaluated(self._answered(sums), metrics)
 
     def _answered(self, sums: torch.Tensor) -> torch.Tensor:
         return sums if self.parallel.answers_for_loss else torch.zeros_like(sums)
@@ -198,38 +265,32 @@ class Passes:
         return loss_parallel() if self.parallel.splits_logits else contextlib.nullcontext()
 
 
-def call_loss(loss_fn: Loss, model: nn.Module, data: Any) -> LossSum | torch.Tensor:
+def call_loss(loss_fn: Loss, model: nn.Module, data: Any, *, pair: bool) -> LossSum | torch.Tensor:
     """The loss of one batch: of a pair (inputs, targets), or of whatever else the loss function takes."""
-    if isinstance(data, tuple | list) and len(data) == 2:
+    if pair:
         inputs, targets = data
         return loss_fn(model(inputs), targets)
     return loss_fn(model, data)
 
 
-def count_rows(batch: Any) -> int:
-    """Samples in a batch: the length of dim 0 of its tensors. Raises UserError where they differ."""
-    lengths = {len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()}
-    if len(lengths) != 1:
-        found = f"dim 0 of its tensors has the lengths {sorted(lengths)}" if lengths else "it holds no tensor"
-        raise UserError(f"a batch must have its samples in dim 0 of every tensor, and {found}.")
-    return lengths.pop()
+def cut(batch: Any, parts: int, known: int | None = None) -> Iterator[Micro]:
+    """A rank's share in `parts` nearly equal micro-batches; a part without rows repeats a row with weight 0.
 
-
-def cut(batch: Any, parts: int) -> Iterator[Micro]:
-    """A rank's share in `parts` nearly equal micro-batches; a part without rows repeats a row with weight 0."""
-    rows = count_rows(batch)
-    if parts == 1 and rows:
-        yield Micro(batch, rows, 1.0)
+    `known` as of `count_rows`; where it is 0, the batch is one row that does not count.
+    """
+    rows = count_rows(batch, known)
+    pair = is_pair(batch, rows)
+    if not rows:
+        yield from [Micro(fill_empty(batch), 1, 0.0, 0, pair)] * parts
+        return
+    if parts == 1:
+        yield Micro(batch, rows, 1.0, 0, pair)
         return
     for part in range(parts):
         start, end = rows * part // parts, rows * (part + 1) // parts
         weight = 1.0 if end > start else 0.0
         start, end = (start, end) if weight else (0, 1)
-        yield Micro(_slice(batch, start, end), end - start, weight, start)
-
-
-def _slice(batch: Any, start: int, end: int) -> Any:
-    return tree_map_only(torch.Tensor, lambda tensor: tensor[start:end] if tensor.dim() else tensor, batch)
+        yield Micro(cut_rows(batch, rows, start, end), end - start, weight, start, pair)
 
 
 def _pair(batch: Any) -> Sequence[torch.Tensor]:

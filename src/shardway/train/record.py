@@ -8,11 +8,14 @@ step; every file of events says where an attempt began. This module must not dec
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
+from collections.abc import Iterator
 from typing import Any
 
+from shardway.errors import Fenced, JobError, LostContact, render_reason
 from shardway.ranks.attempt import tell_end
 from shardway.ranks.progress import Progress
 from shardway.ranks.start import Ranks
@@ -113,6 +116,18 @@ class Recorder:
         times = self._progress.as_facts() if self._ranks.is_first else {}
         step = {"step": self.step_done} if "step" in self._status else {}
         self._write("fault", {"rank": self._ranks.rank, **step, **facts, **times})
+
+    @contextlib.contextmanager
+    def failure_noted(self, name: str, step: int) -> Iterator[None]:
+        """Write an event of this rank where its own work in here ends in an error."""
+        try:
+            yield
+        except (LostContact, Fenced):
+            raise
+        except Exception as error:
+            with contextlib.suppress(JobError):
+                self._write(name, {"step": step, "rank": self._ranks.rank, "reason": render_reason(str(error))})
+            raise
 
     def status(self, *, now: bool = False, **facts: Any) -> None:
         """Update status.json on rank 0; at most once a second unless `now`, and then durably."""

@@ -38,9 +38,11 @@ from shardway.train.engines import ENGINES
 from shardway.train.engines.base import Engine, EngineParts
 from shardway.train.feed import Loader, training_batches, validation_data, validation_rows
 from shardway.train.guard import plan_guard
+from shardway.train.loaders import LoaderArguments, check_length, make_loader, take_validation
 from shardway.train.loop import Loop
 from shardway.train.loop_plan import LoopParts, LoopPlan
 from shardway.train.loss import LossSum
+from shardway.train.loss_probe import probe_loss
 from shardway.train.loss_scale import LossScale
 from shardway.train.memory import Holder, memory_told
 from shardway.train.passes import Portions
@@ -65,6 +67,7 @@ class Run:
         self._optimizer: torch.optim.Optimizer | None = None
         self._loop: Loop | None = None
         self._engine: Engine | None = None
+        self._probes_loss = False
 
     @property
     def resolved(self) -> Resolved:
@@ -131,32 +134,42 @@ class Run:
         self._optimizer = factory(model.parameters(), **options)
         return self._optimizer
 
-    def loader(self, dataset: Any, batch_size: int | None = None) -> Loader:
-        """Batches of a map-style dataset (or a source of `shardway.data`), each rank its share of every batch.
+    def loader(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        sampler: Any = None,
+        batch_sampler: Any = None,
+        drop_last: bool | None = None,
+        workers: int | None = None,
+    ) -> Loader:
+        """Batches of a dataset (map-style or iterable, a source of `shardway.data`, or a DataLoader of torch, of which
+        all this is taken over), each rank its share of every batch.
 
         `batch_size` counts samples over all ranks, so that the loss does not depend on their number;
-        `train.global_batch` of a run file or the command line wins over it.
+        `train.global_batch` of a run file or the command line wins over it. `collate_fn`, `sampler` and `batch_sampler`
+        are as those of a DataLoader. With `drop_last` an epoch ends before a batch that would not be whole; without,
+        such a batch goes on with the next epoch. `workers` stands for `data.workers`.
         """
-        if batch_size is not None:
-            origin = f"run.loader(batch_size={batch_size})"
-            self._session.resolution = self._session.resolution.with_default("train.global_batch", batch_size, origin)
-        if isinstance(dataset, Source):
-            return Loader(dataset, len(dataset), dataset.tokens_per_sample, dataset.facts.fingerprint)
-        if not hasattr(dataset, "__len__"):
-            raise UserError(
-                f"{type(dataset).__name__} has no length, so its samples cannot be numbered and resumed exactly.\n"
-                "  To do: give it __len__ and __getitem__ (a map-style dataset)."
-            )
-        return Loader(dataset, len(dataset), 1, f"{type(dataset).__name__} of {len(dataset)}")
+        given = LoaderArguments(dataset, batch_size, collate_fn, sampler, batch_sampler, drop_last, workers)
+        return make_loader(self._session, given)
 
-    def validation(self, dataset: Any, loss_fn: Callable[..., LossSum | torch.Tensor]) -> Validation:
-        """What `steps` validates on: every sample of a map-style dataset (or source) once, over all ranks.
+    def validation(
+        self,
+        dataset: Any,
+        loss_fn: Callable[..., LossSum | torch.Tensor],
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> Validation:
+        """What `steps` validates on: every sample of a dataset (as of `loader`) once, over all ranks.
 
-        `loss_fn` as in `step`. `train.validation_samples`, where the run file sets it, is how many at most.
+        `loss_fn` as in `step`. `train.validation_samples`, where the run file sets it, is how many at most. Afterwards
+        `last` of what is returned holds the metrics, `step` their step, `results` those of all validations by step.
         """
         bytes_per_token = dataset.facts.bytes_per_token if isinstance(dataset, Source) else None
-        rows = partial(validation_rows, self._session, dataset)
-        return Validation(partial(validation_data, self._session, dataset), loss_fn, bytes_per_token, rows)
+        samples, collate = take_validation(dataset, collate_fn)
+        rows = partial(validation_rows, self._session, samples)
+        return Validation(partial(validation_data, self._session, samples, collate), loss_fn, bytes_per_token, rows)
 
     def steps(
         self,
@@ -180,8 +193,9 @@ class Run:
             self._session.resolution = resolution.with_default("train.steps", length, f"run.steps(length={length!r})")
         if not self._session.settled:
             self._session.own_model = True
+            check_length(self._session, loader, given=length is not None)
             self._session.settle(DataFacts(loader.size, loader.tokens_per_sample, None), keep=_has_effect_on_own_model)
-        self._engine = self._make_engine()
+        self._engine, self._probes_loss = self._make_engine(), self._session.own_model
         parts = LoopParts(self._engine, partial(training_batches, self._session, loader), validation, on_step)
         self._loop = Loop(self._session, self._plan(loader), parts)
         return self._loop.batches()
@@ -200,6 +214,9 @@ class Run:
         self._session.progress.take_step(self._loop.counters.step)
         result = self._engine.step(model, batch, loss_fn, moment)
         self._loop.note(result)
+        if self._probes_loss and not result.decision.void:
+            self._probes_loss = False
+            probe_loss(self._session, self._engine.passes, model, batch, loss_fn, moment.rows)
         return result.loss
 
     def _make_engine(self) -> Engine:

@@ -79,6 +79,7 @@ class Session:
     tenure: Tenure | None = None
     agent: int = 0
     lookout: Lookout = field(default_factory=lambda: Lookout(SignalWatch(), Duties()))
+    noted: set[str] = field(default_factory=set)
 
     @property
     def resolved(self) -> Resolved:
@@ -93,6 +94,13 @@ class Session:
     def leaves_alone(self, dotted: str) -> bool:
         """Whether a default must not touch a script that owns its model: what it did not ask for does not happen."""
         return self.own_model and self.resolved.origins[dotted] == DEFAULT
+
+    def note_once(self, event: str, text: str) -> None:
+        """Say something once to a person who reads the output of rank 0, and write it down."""
+        if text not in self.noted and self.ranks.is_first:
+            logging.getLogger("shardway").warning(text)
+            self.recorder.event(event, step=self.recorder.step_done, reason=text)
+        self.noted.add(text)
 
     def settle(self, facts: DataFacts, keep: Callable[[str], bool] = lambda dotted: True) -> None:
         """Complete the resolved run with what the opened data says, and write down the keys that `keep` wants.

@@ -55,12 +55,14 @@ class StepParts:
 @dataclass(frozen=True)
 class Moment:
     """When a step happens: where it begins in the order of samples, what this rank wishes, the loss scale (None: no
-    fp16), and what is looked at before the update (None: nothing)."""
+    fp16), what is looked at before the update (None: nothing), and how many samples this rank has (None: as many as the
+    tensors of its batch say)."""
 
     position: int = 0
     wishes: Wishes = field(default_factory=Wishes)
     loss_scale: LossScale | None = None
     watch: Watch | None = None
+    rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -87,9 +89,9 @@ def take_step(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, mom
 
     The host waits for the device once, before the update, which the device does while the host goes on.
 
-    `batch` is a pair (inputs, targets), for which `loss_fn(model(inputs), targets)` is called, or any other tree of
-    tensors, for which `loss_fn(model, batch)` is. All tensors have the samples in dim 0. Raises JobError where an
-    fp16 loss cannot be scaled, UserError where passes that shall be repeated cannot be.
+    `batch` is a pair (inputs, targets), for which `loss_fn(model(inputs), targets)` is called, or any other tree (see
+    `data.batch_tree`), for which `loss_fn(model, batch)` is. Raises JobError where an fp16 loss cannot be scaled,
+    UserError where passes that shall be repeated cannot be, or a batch cannot be cut.
     """
     passes, optimizer, scale = parts.passes, parts.optimizer, moment.loss_scale
     factor_of_loss = scale.scale if scale is not None else 1.0
@@ -136,7 +138,7 @@ def _accumulate(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, m
     """The gradients of this rank's share, and the numbers of all ranks."""
     passes, scale = parts.passes, moment.loss_scale
     parallel, factor = passes.parallel, scale.scale if scale is not None else 1.0
-    sums = passes.train(model, batch, loss_fn, position=moment.position, loss_scale=factor)
+    sums = passes.train(model, batch, loss_fn, position=moment.position, loss_scale=factor, rows=moment.rows)
     if parallel.partial:
         sum_partial_gradients(parallel.module, parallel.partial, parallel.mesh.group("tp"))
     vector = _own_vector(sums, parts.parameters(), passes, moment.wishes)

@@ -7,14 +7,16 @@ Training state is left as it was. It must not train.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from shardway.errors import UserError
 from shardway.parallel.axes.replicate import average_buffers
 from shardway.ranks.start import Ranks
 from shardway.train.loss import LossSum
@@ -24,12 +26,32 @@ from shardway.train.passes import SUMS, Passes
 @dataclass(frozen=True)
 class Validation:
     """What is validated on: a fresh pass over this rank's batches (as many on every rank, the last one perhaps
-    without samples), and the loss. `rows`: this rank's samples in each of them, where that is known."""
+    without samples), and the loss. `rows`: this rank's samples in each of them, where that is known.
+
+    `results` are the metrics of each validation of the run by its step, the same on all ranks: the loop puts them in,
+    those of earlier attempts as well.
+    """
 
     batches: Callable[[], Iterable[Any]]
     loss_fn: Callable[..., LossSum | torch.Tensor]
     bytes_per_token: float | None = None
     rows: Callable[[], Sequence[int]] | None = None
+    results: dict[int, dict[str, float]] = field(default_factory=dict)
+
+    def recall(self, results: Mapping[int, dict[str, float]]) -> None:
+        """Hold these results and no others."""
+        self.results.clear()
+        self.results.update(results)
+
+    @property
+    def step(self) -> int:
+        """The step after which the last validation was made; 0 where there was none."""
+        return max(self.results, default=0)
+
+    @property
+    def last(self) -> dict[str, float] | None:
+        """The metrics of the last validation, {"loss": ..., ...}; None before the first."""
+        return self.results.get(self.step)
 
 
 class Breaks(Protocol):
@@ -63,19 +85,24 @@ class Undisturbed:
 def validate(
     model: nn.Module, validation: Validation, passes: Passes, ranks: Ranks, breaks: Breaks | None = None
 ) -> dict[str, float] | None:
-    """Mean loss in nats, and accuracy or bits per byte where they mean something; None where it was broken off."""
+    """Mean loss in nats, accuracy or bits per byte where they mean something, and the sums over all samples that the
+    loss names; None where it was broken off."""
     breaks = breaks or Undisturbed()
     average_buffers(model, passes.parallel.mesh)
-    sums = torch.zeros(SUMS, dtype=torch.float64, device=ranks.device)
+    sums, named = torch.zeros(SUMS, dtype=torch.float64, device=ranks.device), dict[str, torch.Tensor]()
     any_missed = False
     modes = {module: module.training for module in model.modules()}
+    rows = iter(validation.rows()) if validation.rows is not None else itertools.repeat(None)
     model.eval()
     try:
         for data, missed in breaks.over(validation):
             any_missed = any_missed or missed
             if breaks.breaks_off(missed=any_missed):
                 return None
-            sums += passes.evaluate(model, data, validation.loss_fn)
+            found = passes.evaluate(model, data, validation.loss_fn, next(rows, None))
+            sums += found.sums
+            for name, value in found.metrics.items():
+                named[name] = named.get(name, 0) + value
     finally:
         for module, training in modes.items():
             module.training = training
@@ -88,4 +115,21 @@ def validate(
     if validation.bytes_per_token:
         # Shannon: nats a token / ln 2 = bits a token, spread over the bytes that a token stands for.
         metrics["bits_per_byte"] = metrics["loss"] / math.log(2) / validation.bytes_per_token
-    return metrics
+    return {**_sum_named(ranks, named), **metrics}
+
+
+_TAKEN = {"loss": "", "bits_per_byte": "", "accuracy": "LossSum(correct=...)", "step": "", "seconds": "", "time": ""}
+"""Names that results and events have already -> what to use instead."""
+
+
+def _sum_named(ranks: Ranks, own: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Sums by name over all ranks; a rank may know nothing of a name. Raises UserError for a name that is taken."""
+    for name in own:
+        if name in _TAKEN:
+            raise UserError(
+                f'LossSum(metrics=...) of the loss function holds "{name}", a name that the results of a validation '
+                f"have already.\n  To do: {_TAKEN[name] or 'choose another name'}."
+            )
+    every = ranks.gather({name: float(value) for name, value in own.items()})
+    names = dict.fromkeys(name for each in every for name in each)
+    return {name: math.fsum(each.get(name, 0.0) for each in every) for name in names}

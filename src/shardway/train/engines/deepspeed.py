@@ -91,7 +91,9 @@ class DeepSpeedEngine:
         factor = scale.scale if scale is not None else 1.0
         with self._ranks.contact("during a step"):
             self._engine.optimizer.override_loss_scale(1.0)  # the passes multiply
-            sums = self.passes.train(self._engine, batch, loss_fn, position=moment.position, loss_scale=factor)
+            sums = self.passes.train(
+                self._engine, batch, loss_fn, position=moment.position, loss_scale=factor, rows=moment.rows
+            )
             wished = send(moment.wishes.as_numbers(), torch.float64, sums.device)
             total, targets, _, _, *wanted = self._ranks.sum(torch.cat([sums, wished])).tolist()
             per_sample = targets / self.passes.portions.global_batch

@@ -16,7 +16,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from shardway.data.loader import Batch, map_tensors
+from shardway.data.batch_tree import map_tensors
+from shardway.data.loader import Batch
 from shardway.errors import Bug
 from shardway.ranks.lookout import Lookout
 from shardway.ranks.signals import BrokenOff, SignalWatch
@@ -159,4 +160,4 @@ def with_stand_ins(
         number += 1
     if fetched.missed:
         for count in (rows or ())[number:]:
-            yield (shapes.make(count) if shapes is not None else None), True
+            yield (shapes.make(max(count, 1)) if shapes is not None else None), True

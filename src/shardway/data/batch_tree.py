@@ -1,0 +1,272 @@
+"""A batch as a tree: how many rows it has, how it is cut, and what is done to its tensors.
+
+A tree is made of mappings, lists, tuples, named tuples and dataclasses. A *row* is what a batch holds of one sample.
+Tensors and arrays have their rows in dim 0; a list of as many elements as there are rows is one element a row, unless
+its elements have rows themselves. Numbers, strings, None and tensors without dimensions belong to all rows.
+
+Invariant: a cut takes the same rows of everything in a batch, or raises UserError with the path of what it cannot cut.
+This module must not know ranks, models or losses.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import datetime
+import enum
+import numbers
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from shardway.errors import UserError
+
+_SHARED = (
+    *(str, bytes, numbers.Number, np.generic, enum.Enum, pathlib.PurePath, datetime.date, datetime.timedelta, range),
+    *(type, torch.dtype, torch.device, torch.Size),
+)
+"""Kinds of leaves that belong to all rows."""
+
+_TOP = "batch"
+
+
+class FieldList(list[Any]):
+    """The fields of a sample, in their order, each collated over the samples: a list that is not one of samples."""
+
+
+class _Rows(enum.Enum):
+    """What a part of a batch has to do with its rows."""
+
+    SHARED = enum.auto()
+    EACH = enum.auto()
+    """It has every row once."""
+    MISFIT = enum.auto()
+    """It is neither, so it cannot be cut."""
+
+
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """The tree with `change` applied to each tensor; other leaves stay as they are."""
+    return map_leaves(lambda leaf: change(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
+    """The tree with `change` applied to each leaf."""
+    children = _children(tree)
+    if children is None:
+        return change(tree)
+    return _rebuild(tree, [map_leaves(change, child) for _, child in children])
+
+
+def move_batch(tree: Any, device: torch.device) -> Any:
+    """The tree on a device: its tensors, and what else has a method `to`, such as graphs and packed sequences."""
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(device, non_blocking=True)
+        return leaf.to(device) if _has_method(leaf, "to") and not isinstance(leaf, _SHARED) else leaf
+
+    return map_leaves(move, tree)
+
+
+def pin_batch(tree: Any) -> Any:
+    """The tree in page-locked memory, as far as its leaves can be."""
+    return map_leaves(lambda leaf: leaf.pin_memory() if _has_method(leaf, "pin_memory") else leaf, tree)
+
+
+def count_rows(batch: Any, known: int | None = None) -> int:
+    """The rows of a batch: the length of dim 0 of its tensors.
+
+    `known` is how many samples the batch was made of (None: not known). It counts, unless all tensors agree on fewer
+    rows: a collate function may leave samples out. Raises UserError where nothing says how many there are.
+    """
+    arrays = [leaf for leaf in _list_direct(batch) if _is_array(leaf) and leaf.ndim]
+    lengths = {len(array) for array in arrays}
+    if known is None:
+        lengths = lengths or {len(leaf) for leaf in _list_leaves(batch) if _is_array(leaf) and leaf.ndim}
+        if len(lengths) != 1:
+            found = f"dim 0 of its tensors has the lengths {sorted(lengths)}" if lengths else "it holds no tensor"
+            raise UserError(f"a batch must have its samples in dim 0 of every tensor, and {found}.")
+        return lengths.pop()
+    if len(lengths) != 1 or known in lengths or max(lengths) > known:
+        return known
+    elsewhere = any(known in array.shape[1:] for array in arrays)  # [time, batch, ...]
+    return known if elsewhere else lengths.pop()
+
+
+def is_pair(batch: Any, rows: int) -> bool:
+    """Whether a batch is (inputs, targets), and no list of two samples."""
+    return isinstance(batch, list | tuple) and len(batch) == 2 and not _holds_samples(batch, rows, _TOP)
+
+
+def cut_rows(batch: Any, rows: int, start: int, end: int) -> Any:
+    """The rows `start` to `end` of a batch that has `rows`. Raises UserError for a part that cannot be cut."""
+    return _cut(batch, rows, start, end, _TOP)
+
+
+def fill_empty(batch: Any) -> Any:
+    """A batch without rows as one with a row of zeros, for a rank that only keeps in step with the others."""
+    return map_tensors(
+        lambda tensor: tensor.new_zeros((1, *tensor.shape[1:])) if tensor.ndim and not len(tensor) else tensor, batch
+    )
+
+
+def _children(node: Any) -> list[tuple[str, Any]] | None:
+    """The parts of a node, each with what its path ends in; None for a leaf."""
+    if isinstance(node, torch.Tensor | str | PackedSequence | torch.Size):
+        return None
+    if isinstance(node, Mapping):
+        return [(f'["{key}"]' if isinstance(key, str) else f"[{key!r}]", value) for key, value in node.items()]
+    if isinstance(node, list | tuple):
+        names = getattr(node, "_fields", None)
+        return [(f".{names[i]}" if names else f"[{i}]", value) for i, value in enumerate(node)]
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        return [
+            (f".{field.name}", getattr(node, field.name))
+            for field in dataclasses.fields(node)
+            if hasattr(node, field.name)
+        ]
+    return None
+
+
+def _rebuild(node: Any, values: Sequence[Any]) -> Any:
+    """A node like this one with other parts."""
+    if isinstance(node, MutableMapping):
+        changed = copy.copy(node)  # keeps the type of a mapping that cannot be built from a dict
+        for key, value in zip(list(node), values, strict=True):
+            changed[key] = value
+        return changed
+    if isinstance(node, Mapping):
+        return dict(zip(node, values, strict=True))
+    if isinstance(node, list | tuple):
+        return type(node)(*values) if hasattr(node, "_fields") else type(node)(values)
+    changed = copy.copy(node)
+    names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(changed, name, value)  # a frozen dataclass too
+    return changed
+
+
+def _list_leaves(tree: Any) -> Iterator[Any]:
+    children = _children(tree)
+    if children is None:
+        yield tree
+    for _, child in children or ():
+        yield from _list_leaves(child)
+
+
+def _list_direct(tree: Any, *, top: bool = True) -> Iterator[Any]:
+    """The leaves that are in no list or tuple that may be one of samples."""
+    children = _children(tree)
+    if children is None:
+        yield tree
+    elif top or not isinstance(tree, list | tuple) or _is_of_fields(tree):
+        for _, child in children:
+            yield from _list_direct(child, top=False)
+
+
+def _is_of_fields(node: list[Any] | tuple[Any, ...]) -> bool:
+    return isinstance(node, FieldList) or hasattr(node, "_fields")
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor | np.ndarray)
+
+
+def _has_method(leaf: Any, name: str) -> bool:
+    return callable(getattr(leaf, name, None)) and not isinstance(leaf, type)
+
+
+def _find_rows(node: Any, rows: int) -> _Rows:
+    if isinstance(node, PackedSequence):
+        return _Rows.EACH if int(node.batch_sizes[0]) == rows else _Rows.MISFIT
+    if _is_array(node):
+        fits = _Rows.EACH if node.ndim and len(node) == rows else _Rows.MISFIT
+        return fits if node.ndim else _Rows.SHARED
+    children = _children(node)
+    if children is None:
+        return _Rows.SHARED if node is None or isinstance(node, _SHARED) or callable(node) else _Rows.MISFIT
+    if isinstance(node, list | tuple) and not _is_of_fields(node) and len(node) == rows:
+        return _Rows.EACH  # of samples, or of fields that have them all: `_holds_samples` tells one from the other
+    found = {_find_rows(child, rows) for _, child in children}
+    return next((each for each in (_Rows.MISFIT, _Rows.EACH) if each in found), _Rows.SHARED)
+
+
+def _holds_samples(node: list[Any] | tuple[Any, ...], rows: int, path: str) -> bool:
+    """Whether a list has one element for each row. Raises UserError where it may as well be a list of fields."""
+    if _is_of_fields(node) or len(node) != rows:
+        return False
+    found = [_find_rows(child, rows) for child in node]
+    if path == _TOP and (isinstance(node, tuple) or len(node) == 2):
+        return _Rows.EACH not in found
+    if _Rows.MISFIT in found or _Rows.EACH not in found:
+        return True
+    if rows == 1:
+        return False  # both come to the same
+    if not any(_is_array(leaf) for leaf in _list_leaves(node)):
+        return True
+    raise UserError(
+        f"{path} is a {type(node).__name__} of {rows} elements which have {rows} rows each, in a batch of {rows} "
+        "samples: it may hold one element for each sample, or fields of all samples, and is to be cut into "
+        "micro-batches.\n"
+        "  To do: let collate_fn give fields by name (a dict) and stack what belongs to samples, or set "
+        "train.micro_batch to a rank's share of the batch, so that nothing is cut."
+    )
+
+
+def _cut(node: Any, rows: int, start: int, end: int, path: str) -> Any:
+    if isinstance(node, PackedSequence) and int(node.batch_sizes[0]) == rows:
+        return _cut_packed(node, start, end)
+    if _is_array(node):
+        if node.ndim and (len(node) != rows or (isinstance(node, torch.Tensor) and not _can_slice(node))):
+            raise _misfit(node, rows, path)
+        return _slice(node, start, end) if node.ndim else node
+    children = _children(node)
+    if children is None:
+        if _find_rows(node, rows) is _Rows.SHARED:
+            return node
+        raise _misfit(node, rows, path)
+    if isinstance(node, list | tuple) and _holds_samples(node, rows, path):
+        return node[start:end]
+    return _rebuild(node, [_cut(child, rows, start, end, path + name) for name, child in children])
+
+
+def _can_slice(tensor: torch.Tensor) -> bool:
+    return tensor.is_nested or tensor.layout in (torch.strided, torch.sparse_coo)
+
+
+def _slice(array: Any, start: int, end: int) -> Any:
+    if isinstance(array, torch.Tensor) and array.is_nested:
+        return torch.nested.as_nested_tensor(list(array.unbind()[start:end]), layout=array.layout)
+    if isinstance(array, torch.Tensor) and array.layout is torch.sparse_coo:
+        return array.index_select(0, torch.arange(start, end, device=array.device))
+    return array[start:end]
+
+
+def _cut_packed(packed: PackedSequence, start: int, end: int) -> PackedSequence:
+    padded, lengths = pad_packed_sequence(packed, batch_first=True)
+    lengths = lengths[start:end]
+    sorts = packed.unsorted_indices is not None
+    return pack_padded_sequence(
+        padded[start:end, : int(lengths.max())], lengths, batch_first=True, enforce_sorted=not sorts
+    )
+
+
+def _misfit(node: Any, rows: int, path: str) -> UserError:
+    if _is_array(node):
+        what = f"has the shape {list(node.shape)}" if node.ndim else "has no dimension"
+    elif isinstance(node, PackedSequence):
+        what = f"is a PackedSequence of {int(node.batch_sizes[0])} sequences"
+    else:
+        what = f"is of the type {type(node).__name__}"
+    kind = "it cannot be cut into micro-batches with the other fields"
+    return UserError(
+        f"{path} {what} in a batch of {rows} samples, and {kind}.\n"
+        "  Allowed: tensors and arrays with the samples in dim 0, lists with one element for each sample, numbers, "
+        "strings and None, which belong to all samples.\n"
+        "  To do: give run.loader a collate_fn that makes such a batch, or set train.micro_batch to a rank's share of "
+        "the batch, so that nothing is cut."
+    )

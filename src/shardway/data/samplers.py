@@ -1,0 +1,248 @@
+"""The order of samples that a sampler of torch gives, as a function of the position, so that a run can go on anywhere.
+
+A position counts in the sampler's order: position p is its element i in epoch e, (e, i) = divmod(p, its length). The
+random generators of torch, numpy and Python are seeded by (seed, epoch) while a sampler is run through, and put back
+afterwards. A generator of the sampler's own starts as it was when the loader was made, and earlier epochs are run
+through first; so the order after a resume is that of a run without one.
+
+Invariant: the same sampler with the same seed gives the same ids, unless it draws from something that is not named
+above. This module must not know ranks, workers or batches of data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from shardway.data.order import Ids, Order, derive_keys
+from shardway.errors import UserError
+
+_STATELESS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+_KEPT = 4
+"""Epochs whose orders are kept: going back after a spike must not run through a sampler again."""
+
+
+@dataclass
+class RandomStates:
+    """The generators of torch (CPU), numpy and Python that data are drawn with."""
+
+    torch_cpu: torch.Tensor
+    numpy: Any
+    python: Any
+
+    @staticmethod
+    def read() -> RandomStates:
+        """Their states now."""
+        return RandomStates(torch.get_rng_state(), np.random.get_state(), random.getstate())
+
+    def put_back(self) -> None:
+        """Let every generator go on from here."""
+        torch.set_rng_state(self.torch_cpu)
+        np.random.set_state(self.numpy)
+        random.setstate(self.python)
+
+    @staticmethod
+    def seeded(seed: int, number: int) -> RandomStates:
+        """As they are after seeding with the derived key of (seed, number); the states of now are left alone."""
+        with kept_random_states():
+            key = int(derive_keys(np.array([seed], np.uint64), np.array([number]))[0])
+            random.seed(key)
+            np.random.seed(key % 2**32)
+            torch.default_generator.manual_seed(key % 2**63)
+            return RandomStates.read()
+
+
+@contextlib.contextmanager
+def kept_random_states() -> Iterator[None]:
+    """What is drawn in here leaves nothing behind."""
+    before = RandomStates.read()
+    try:
+        yield
+    finally:
+        before.put_back()
+
+
+class _Epochs:
+    """What a sampler gives in each epoch."""
+
+    def __init__(self, sampler: Any, seed: int, what: str) -> None:
+        self._sampler, self._seed, self._what = sampler, seed, what
+        self._generators = [(generator, generator.get_state()) for generator in _find_generators(sampler)]
+        self._next = 0
+        self._kept: dict[int, list[Any]] = {}
+        self.count = _length_of(sampler, what)
+
+    @property
+    def hidden_state(self) -> bool:
+        """Whether the sampler may draw from what is not known here."""
+        return not (_is_known(self._sampler) or hasattr(self._sampler, "set_epoch") or self._generators)
+
+    def read(self, epoch: int) -> list[Any]:
+        """All that it gives in an epoch."""
+        if epoch not in self._kept:
+            if hasattr(self._sampler, "set_epoch") and not self._generators:
+                self._next = epoch
+            elif epoch < self._next:
+                self._next = 0
+            if self._next == 0:
+                for generator, state in self._generators:
+                    generator.set_state(state)
+            while self._next <= epoch:
+                self._keep(self._next, self._run_through(self._next))
+                self._next += 1
+        return self._kept[epoch]
+
+    def _keep(self, epoch: int, found: list[Any]) -> None:
+        self._kept[epoch] = found
+        for old in sorted(self._kept)[:-_KEPT]:
+            if old != epoch:
+                del self._kept[old]
+
+    def _run_through(self, epoch: int) -> list[Any]:
+        with kept_random_states():
+            RandomStates.seeded(self._seed, epoch).put_back()
+            if hasattr(self._sampler, "set_epoch"):
+                self._sampler.set_epoch(epoch)
+            found = list(itertools.islice(self._sampler, self.count + 1))
+        if len(found) != self.count:
+            many = f"{len(found)}" if len(found) < self.count else f"more than {self.count}"
+            raise UserError(
+                f"{self._what} of run.loader says that its length is {self.count}, and gives {many} in epoch "
+                f"{epoch + 1}: positions in such an order cannot be counted.\n"
+                "  To do: let its __len__ say how many it gives in every epoch."
+            )
+        return found
+
+
+class SamplerOrder:
+    """The endless sequence of ids of a sampler; as `Order`, whose attributes it has."""
+
+    def __init__(self, sampler: Any, seed: int) -> None:
+        self._epochs = _Epochs(_whole(sampler), seed, f"the sampler {type(sampler).__name__}")
+        self.samples, self.seed = self._epochs.count, seed
+
+    @property
+    def hidden_state(self) -> bool:
+        """Whether the order after a resume may be another, since the sampler draws from what is not known here."""
+        return self._epochs.hidden_state
+
+    def ids(self, positions: Ids) -> Ids:
+        """The sample at each position (any shape, from 0 on), int64 -> int64."""
+        epochs, rows = np.divmod(positions, np.int64(self.samples))
+        ids = np.empty_like(positions)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            ids[here] = _as_ids(self._epochs.read(epoch))[rows[here]]
+        return ids
+
+
+class BatchOrder:
+    """The endless sequence of batches of a batch sampler; step s takes its batch number s mod its length.
+
+    Positions count as if each batch had `size` samples, which is the most that any of epoch 1 has.
+    """
+
+    def __init__(self, sampler: Any, seed: int) -> None:
+        self._epochs = _Epochs(sampler, seed, f"the batch sampler {type(sampler).__name__}")
+        self.seed = seed
+        self.size = max((len(batch) for batch in self._epochs.read(0)), default=0)
+        self.samples = self._epochs.count * self.size
+        if not self.size:
+            raise UserError("the batch_sampler of run.loader gives no batches with samples in them.")
+
+    @property
+    def hidden_state(self) -> bool:
+        """As of `SamplerOrder`."""
+        return self._epochs.hidden_state
+
+    def batch(self, number: int) -> Ids:
+        """The samples of a step, over all ranks."""
+        epoch, at = divmod(number, self._epochs.count)
+        return _as_ids(self._epochs.read(epoch)[at])
+
+
+@dataclass(frozen=True)
+class WholeBatches:
+    """An order of which each epoch is left before its last batch where that would not be whole (`drop_last`)."""
+
+    order: Order | SamplerOrder
+    samples: int
+    """Those of an epoch that are left: a multiple of the global batch."""
+
+    @property
+    def seed(self) -> int:
+        """That of the order."""
+        return self.order.seed
+
+    def ids(self, positions: Ids) -> Ids:
+        """As `Order.ids`."""
+        epochs, rows = np.divmod(positions, np.int64(self.samples))
+        return self.order.ids(epochs * np.int64(self.order.samples) + rows)
+
+
+AnyOrder = Order | SamplerOrder | WholeBatches
+
+
+def _is_known(sampler: Any) -> bool:
+    """Whether a sampler draws from torch's generator alone, if at all."""
+    if type(sampler) is BatchSampler:
+        return _is_known(sampler.sampler)
+    return isinstance(sampler, list | tuple | range) or type(sampler) in _STATELESS
+
+
+def _whole(sampler: Any) -> Any:
+    """A sampler that gives each rank its own part, as the one that gives all: the loader shares batches over ranks."""
+    if not isinstance(sampler, DistributedSampler):
+        return sampler
+    shuffle, seed, drop_last = sampler.shuffle, sampler.seed, sampler.drop_last
+    return DistributedSampler(sampler.dataset, 1, 0, shuffle=shuffle, seed=seed, drop_last=drop_last)
+
+
+def _find_generators(sampler: Any) -> list[torch.Generator]:
+    """Those that a sampler, or one inside it, holds."""
+    found: list[torch.Generator] = []
+    for value in getattr(sampler, "__dict__", {}).values():
+        if isinstance(value, torch.Generator):
+            found.append(value)
+        elif isinstance(value, Sampler):
+            found += _find_generators(value)
+    return found
+
+
+def _length_of(sampler: Any, what: str) -> int:
+    try:
+        count = len(sampler)
+    except (TypeError, NotImplementedError) as error:
+        raise UserError(
+            f"{what} of run.loader has no length, so its order cannot be resumed.\n"
+            "  To do: give it __len__, the number of what it gives in an epoch."
+        ) from error
+    if count < 1:
+        raise UserError(f"{what} of run.loader has the length {count}; it must give at least one.")
+    return count
+
+
+def _as_ids(found: list[Any]) -> Ids:
+    ids = np.asarray([int(each) if isinstance(each, torch.Tensor) else each for each in found])
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise UserError(
+            f"a sampler of run.loader gives {found[0]!r}, and a sample is read by its number.\n"
+            "  Allowed: integers from 0 to the length of the dataset."
+        )
+    return ids.astype(np.int64)
