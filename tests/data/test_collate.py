@@ -13,8 +13,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
-from shardway.data.batch_tree import FieldList
-from shardway.data.collate import collate_samples
+from shardway.data.batch_tree import FieldList, FieldTuple, SampleList, SampleTuple, cut_rows, is_pair
+from shardway.data.collate import collate_by, collate_samples
 from shardway.errors import UserError
 
 
@@ -69,6 +69,26 @@ def test_a_dataclass_is_a_batch_of_its_fields() -> None:
     assert (batch.x.shape, batch.name) == ((2, 2), ["a", "b"])
 
 
+def test_lists_of_samples_and_of_fields_are_told_apart() -> None:
+    """Three images of three channels; three fields of three samples; both in one batch."""
+    samples = [(torch.full((3, 2), index), torch.full((2,), index)) for index in range(3)]
+
+    def collate(samples: list[Any]) -> Any:
+        images, fields = zip(*samples, strict=True)
+        stacked = torch.stack(fields)
+        return {"images": images, "list": list(images), "fields": [stacked, stacked, stacked], "same": (stacked,) * 3}
+
+    batch = collate_by(collate, samples)
+    assert [type(part) for part in batch.values()] == [SampleTuple, SampleList, FieldList, FieldTuple]
+    part = cut_rows(batch, 3, 1, 2)
+    assert [int(each[0, 0]) for each in (*part["images"], *part["list"])] == [1, 1]
+    assert [each.tolist() for each in (*part["fields"], *part["same"])] == [[[1, 1]]] * 6
+    two = collate_by(list, [torch.ones(2), torch.zeros(2)])
+    assert not is_pair(two, 2)
+    assert is_pair(collate_by(lambda samples: [torch.stack(samples)] * 2, [torch.ones(2), torch.zeros(2)]), 2)
+    assert type(collate_by(lambda samples: {"x": [torch.ones(4)] * 4}, samples)["x"]) is list
+
+
 @pytest.mark.parametrize(
     ("samples", "first_line"),
     [
@@ -79,7 +99,8 @@ def test_a_dataclass_is_a_batch_of_its_fields() -> None:
         ),
         (
             [{"x": (1, np.ones((2, 3 + i)))} for i in range(2)],
-            'sample["x"][1] has different shapes in the samples of one batch, so they cannot be stacked: [2, 3], [2, 4].',
+            'sample["x"][1] has different shapes in the samples of one batch, so they cannot be stacked: [2, 3], '
+            "[2, 4].",
         ),
         ([[1, 2], [1]], "sample is a list of a different length in each sample: 1, 2."),
         ([{"x": 1}, {"x": 1, "y": 2}], "sample has the field 'y' in some samples only."),

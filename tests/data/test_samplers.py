@@ -112,6 +112,14 @@ def test_the_order_of_a_distributed_sampler_has_all_samples() -> None:
     assert order.ids(np.arange(10)).tolist() != order.ids(np.arange(10, 20)).tolist()
 
 
+def test_batches_of_a_distributed_sampler_are_those_of_all_ranks() -> None:
+    inner = DistributedSampler(DATA, num_replicas=2, rank=1, seed=3)
+    order = BatchOrder(BatchSampler(inner, 4, drop_last=False), 0)
+    epochs = [[order.batch(3 * epoch + number).tolist() for number in range(3)] for epoch in range(2)]
+    assert [sorted(sum(epoch, [])) for epoch in epochs] == [list(range(10))] * 2  # noqa: RUF017
+    assert epochs[0] != epochs[1]
+
+
 def test_samplers_that_may_differ_are_known() -> None:
     hidden = {name: SamplerOrder(make(), 0).hidden_state for name, make in SAMPLERS.items()}
     assert [name for name, is_hidden in hidden.items() if is_hidden] == ["python", "numpy", "with a state"]

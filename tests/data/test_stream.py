@@ -103,7 +103,8 @@ def test_a_stream_that_cannot_begin_again_is_told() -> None:
         next(stream)
     assert str(failure.value) == (
         "generator ended after 6 samples and gives none when it is begun again, and the run needs more.\n"
-        "  To do: let its __iter__ begin anew each time it is called (a class, not a generator), or ask for fewer steps."
+        "  To do: let its __iter__ begin anew each time it is called (a class, not a generator), or ask for fewer "
+        "steps."
     )
     with pytest.raises(UserError, match="list_iterator gives no samples"):
         next(StreamLoader(iter([]), 1, Share(4)).batches(0))

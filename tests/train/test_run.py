@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import shardway
 from pool import RankPool, ranks
@@ -329,21 +329,17 @@ def test_a_loader_of_torch_is_refused(tmp_path: Path, quiet_threads: None) -> No
     )
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return iter([])
-
-
 def refused(folder: Path, act: Callable[[Run], object]) -> str:
     with pytest.raises(UserError) as failure, open_tiny(folder, lone_rank(), base=SCRIPT) as run:
         act(run)
     return str(failure.value)
 
 
-def test_data_without_numbers_are_refused(tmp_path: Path, quiet_threads: None) -> None:
-    assert refused(tmp_path, lambda run: run.loader(Stream(), 8)) == (
-        "Stream has no length, so its samples cannot be numbered and resumed exactly.\n"
-        "  To do: give it __len__ and __getitem__ (a map-style dataset)."
+def test_data_that_cannot_be_read_are_refused(tmp_path: Path, quiet_threads: None) -> None:
+    assert refused(tmp_path, lambda run: run.loader(7, 8)) == (
+        "run.loader cannot read data of the type int.\n"
+        "  Allowed: a dataset with __len__ and __getitem__ (map-style), one with __iter__ (iterable), a DataLoader of "
+        "torch, or a source of shardway.data."
     )
 
 

@@ -34,8 +34,32 @@ _SHARED = (
 _TOP = "batch"
 
 
-class FieldList(list[Any]):
-    """The fields of a sample, in their order, each collated over the samples: a list that is not one of samples."""
+class _OfFields:
+    """A list or tuple of fields: each holds all samples."""
+
+
+class _OfSamples:
+    """A list or tuple of one element for each sample, whatever the elements are."""
+
+
+class FieldList(list[Any], _OfFields):
+    """The fields of a sample, in their order, each collated over the samples."""
+
+
+class SampleList(list[Any], _OfSamples):
+    """One element for each sample."""
+
+
+class FieldTuple(tuple[Any, ...], _OfFields):
+    """As `FieldList`."""
+
+
+class SampleTuple(tuple[Any, ...], _OfSamples):
+    """As `SampleList`."""
+
+
+_MARKS = {(list, True): SampleList, (list, False): FieldList, (tuple, True): SampleTuple, (tuple, False): FieldTuple}
+"""(kind, whether it is of samples) -> the same, marked as such."""
 
 
 class _Rows(enum.Enum):
@@ -169,7 +193,7 @@ def _list_direct(tree: Any, *, top: bool = True) -> Iterator[Any]:
 
 
 def _is_of_fields(node: list[Any] | tuple[Any, ...]) -> bool:
-    return isinstance(node, FieldList) or hasattr(node, "_fields")
+    return isinstance(node, _OfFields) or hasattr(node, "_fields")
 
 
 def _is_array(leaf: Any) -> bool:
@@ -199,14 +223,14 @@ def _holds_samples(node: list[Any] | tuple[Any, ...], rows: int, path: str) -> b
     """Whether a list has one element for each row. Raises UserError where it may as well be a list of fields."""
     if _is_of_fields(node) or len(node) != rows:
         return False
+    if isinstance(node, _OfSamples):
+        return True
     found = [_find_rows(child, rows) for child in node]
     if path == _TOP and (isinstance(node, tuple) or len(node) == 2):
         return _Rows.EACH not in found
-    if _Rows.MISFIT in found or _Rows.EACH not in found:
-        return True
     if rows == 1:
-        return False  # both come to the same
-    if not any(_is_array(leaf) for leaf in _list_leaves(node)):
+        return _Rows.MISFIT in found  # else both come to the same
+    if not _may_be_either(node, rows):
         return True
     raise UserError(
         f"{path} is a {type(node).__name__} of {rows} elements which have {rows} rows each, in a batch of {rows} "
@@ -215,6 +239,42 @@ def _holds_samples(node: list[Any] | tuple[Any, ...], rows: int, path: str) -> b
         "  To do: let collate_fn give fields by name (a dict) and stack what belongs to samples, or set "
         "train.micro_batch to a rank's share of the batch, so that nothing is cut."
     )
+
+
+def _may_be_either(node: list[Any] | tuple[Any, ...], rows: int) -> bool:
+    """Whether a list of so many elements may be one of samples, and as well one of fields."""
+    if isinstance(node, _OfSamples) or _is_of_fields(node) or len(node) != rows:
+        return False
+    found = [_find_rows(child, rows) for child in node]
+    fields = _Rows.MISFIT not in found and _Rows.EACH in found
+    return fields and any(_is_array(leaf) for leaf in _list_leaves(node))
+
+
+def has_unclear_lists(batch: Any, rows: int) -> bool:
+    """Whether a batch holds a list that may be one of samples, and as well one of fields."""
+    children = _children(batch)
+    if children is None:
+        return False
+    if isinstance(batch, list | tuple) and _may_be_either(batch, rows):
+        return True
+    return any(has_unclear_lists(child, rows) for _, child in children)
+
+
+def mark_lists(batch: Any, rows: int, smaller: Any) -> Any:
+    """The batch with its unclear lists marked as what they are: `smaller` is the same batch of one sample less."""
+    children, others = _children(batch), _children(smaller)
+    if children is None or others is None:
+        return batch
+    if isinstance(batch, list | tuple) and _may_be_either(batch, rows) and type(batch) in (list, tuple):
+        of_samples = len(others) == rows - 1
+        parts = batch if of_samples else _mark_all(children, rows, others)
+        return _MARKS[type(batch), of_samples](parts)
+    return _rebuild(batch, _mark_all(children, rows, others))
+
+
+def _mark_all(children: list[tuple[str, Any]], rows: int, others: list[tuple[str, Any]]) -> list[Any]:
+    known = dict(others)
+    return [mark_lists(child, rows, known[name]) if name in known else child for name, child in children]
 
 
 def _cut(node: Any, rows: int, start: int, end: int, path: str) -> Any:

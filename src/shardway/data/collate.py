@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, MutableMapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from shardway.data.batch_tree import FieldList
+from shardway.data.batch_tree import FieldList, SampleList, has_unclear_lists, mark_lists
 from shardway.errors import UserError
 
 _REMEDY = (
@@ -30,11 +31,31 @@ def collate_samples(samples: Sequence[Any]) -> Any:
     return _collate(samples, "sample")
 
 
+def collate_by(collate: Callable[[list[Any]], Any] | None, samples: list[Any]) -> Any:
+    """The batch that a user's function makes of some samples (None: `collate_samples`).
+
+    Where a list in it may be one of samples or one of fields, the function is asked again with a sample less: that
+    tells one from the other.
+    """
+    if collate is None or collate is collate_samples:
+        return collate_samples(samples)
+    batch, rows = collate(samples), len(samples)
+    if rows < 2 or not has_unclear_lists(batch, rows):
+        return batch
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            smaller = collate(samples[:-1])
+    except Exception:  # it takes this many alone
+        return batch
+    return mark_lists(batch, rows, smaller)
+
+
 def _collate(values: Sequence[Any], path: str) -> Any:
     first = values[0]
     missing = sum(value is None for value in values)
     if missing:
-        return None if missing == len(values) else list(values)
+        return None if missing == len(values) else SampleList(values)
     if isinstance(first, str | bytes):
         return list(values)
     if isinstance(first, Mapping):

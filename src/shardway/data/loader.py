@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data._utils.signal_handling import _error_if_any_worker_fails
 
 from shardway.data.batch_tree import move_batch, pin_batch
-from shardway.data.collate import collate_samples
+from shardway.data.collate import collate_by
 from shardway.data.order import Ids, Order, Words, derive_keys, position_share
 from shardway.data.samplers import AnyOrder, BatchOrder
 from shardway.data.skips import Skips
@@ -168,7 +168,7 @@ class SourceDataset(Dataset[Any]):
 class CollatedDataset(Dataset[Any]):
     """A user's map-style dataset whose samples are collated where they are read."""
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None) -> None:
         self.dataset = dataset
         self.collate = collate
 
@@ -178,8 +178,8 @@ class CollatedDataset(Dataset[Any]):
     def __getitems__(self, ids: Sequence[int] | Ids) -> Any:
         wanted = [int(index) for index in ids] or [0]
         if hasattr(self.dataset, "__getitems__"):
-            return self.collate(self.dataset.__getitems__(wanted))
-        return self.collate([self.dataset[index] for index in wanted])
+            return collate_by(self.collate, self.dataset.__getitems__(wanted))
+        return collate_by(self.collate, [self.dataset[index] for index in wanted])
 
 
 class _WorkerDataset(Dataset[Any]):
@@ -259,7 +259,7 @@ def make_dataset(
             "      allowed: a dataset with __len__ and __getitem__\n"
             "      to do: give each sample a number, and read it in __getitem__"
         )
-    return CollatedDataset(samples, collate or collate_samples)
+    return CollatedDataset(samples, collate)
 
 
 def is_map_style(samples: Any) -> bool:

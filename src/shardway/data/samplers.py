@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +83,7 @@ class _Epochs:
 
     def __init__(self, sampler: Any, seed: int, what: str) -> None:
         self._sampler, self._seed, self._what = sampler, seed, what
+        self._set_epoch = _find_set_epoch(sampler)
         self._generators = [(generator, generator.get_state()) for generator in _find_generators(sampler)]
         self._next = 0
         self._kept: dict[int, list[Any]] = {}
@@ -91,12 +92,12 @@ class _Epochs:
     @property
     def hidden_state(self) -> bool:
         """Whether the sampler may draw from what is not known here."""
-        return not (_is_known(self._sampler) or hasattr(self._sampler, "set_epoch") or self._generators)
+        return not (_is_known(self._sampler) or self._set_epoch is not None or self._generators)
 
     def read(self, epoch: int) -> list[Any]:
         """All that it gives in an epoch."""
         if epoch not in self._kept:
-            if hasattr(self._sampler, "set_epoch") and not self._generators:
+            if self._set_epoch is not None and not self._generators:
                 self._next = epoch
             elif epoch < self._next:
                 self._next = 0
@@ -117,8 +118,8 @@ class _Epochs:
     def _run_through(self, epoch: int) -> list[Any]:
         with kept_random_states():
             RandomStates.seeded(self._seed, epoch).put_back()
-            if hasattr(self._sampler, "set_epoch"):
-                self._sampler.set_epoch(epoch)
+            if self._set_epoch is not None:
+                self._set_epoch(epoch)
             found = list(itertools.islice(self._sampler, self.count + 1))
         if len(found) != self.count:
             many = f"{len(found)}" if len(found) < self.count else f"more than {self.count}"
@@ -159,7 +160,7 @@ class BatchOrder:
     """
 
     def __init__(self, sampler: Any, seed: int) -> None:
-        self._epochs = _Epochs(sampler, seed, f"the batch sampler {type(sampler).__name__}")
+        self._epochs = _Epochs(_whole(sampler), seed, f"the batch sampler {type(sampler).__name__}")
         self.seed = seed
         self.size = max((len(batch) for batch in self._epochs.read(0)), default=0)
         self.samples = self._epochs.count * self.size
@@ -208,10 +209,19 @@ def _is_known(sampler: Any) -> bool:
 
 def _whole(sampler: Any) -> Any:
     """A sampler that gives each rank its own part, as the one that gives all: the loader shares batches over ranks."""
+    if type(sampler) is BatchSampler and isinstance(sampler.sampler, DistributedSampler):
+        return BatchSampler(_whole(sampler.sampler), sampler.batch_size, sampler.drop_last)
     if not isinstance(sampler, DistributedSampler):
         return sampler
     shuffle, seed, drop_last = sampler.shuffle, sampler.seed, sampler.drop_last
     return DistributedSampler(sampler.dataset, 1, 0, shuffle=shuffle, seed=seed, drop_last=drop_last)
+
+
+def _find_set_epoch(sampler: Any) -> Callable[[int], object] | None:
+    """What tells a sampler, or the one inside it, which epoch comes."""
+    inner = getattr(sampler, "sampler", None)
+    found = getattr(sampler, "set_epoch", None) or getattr(inner, "set_epoch", None)
+    return found if callable(found) else None
 
 
 def _find_generators(sampler: Any) -> list[torch.Generator]:

@@ -23,7 +23,7 @@ from torch.utils.data import IterableDataset
 from torch.utils.data._utils.signal_handling import _error_if_any_worker_fails
 
 from shardway.data.batch_tree import map_leaves
-from shardway.data.collate import collate_samples
+from shardway.data.collate import collate_by
 from shardway.data.loader import Batch, LoaderOptions, Share, start_workers
 from shardway.data.order import position_share
 from shardway.data.samplers import RandomStates, kept_random_states
@@ -149,7 +149,6 @@ class _Reading:
         loader = self.loader
         batch, stream = loader.share.global_batch, SampleStream(loader.dataset, loader.seed)
         rows = position_share(batch, loader.share.rank, loader.share.ranks)
-        collate = loader.collate or collate_samples
         first = self.skips.count_kept(self.position)
         while True:
             kept = self.skips.find_kept(np.arange(first, first + batch))
@@ -158,7 +157,7 @@ class _Reading:
                 numbers = np.arange(start // batch * len(rows), (start // batch + 1) * len(rows))
             else:
                 numbers = kept[rows.start : rows.stop]
-            yield Batch(collate(stream.take(numbers.tolist())), numbers, start, end)
+            yield Batch(collate_by(loader.collate, stream.take(numbers.tolist())), numbers, start, end)
             first += batch
 
 
@@ -209,7 +208,7 @@ def validation_stream(
     dataset: Any, count: int, share: Share, collate: Callable[[list[Any]], Any] | None = None
 ) -> Iterator[Batch]:
     """The first `count` samples, each exactly once over all ranks, as many batches on every rank."""
-    stream, collate = SampleStream(dataset, 0), collate or collate_samples
+    stream = SampleStream(dataset, 0)
     for start in range(0, count, share.global_batch):
         samples = stream.take_rest(min(share.global_batch, count - start))
         if len(samples) < min(share.global_batch, count - start):
@@ -222,7 +221,7 @@ def validation_stream(
         rows = position_share(len(samples), share.rank, share.ranks)
         mine = samples[rows.start : rows.stop] or samples[:1]
         ids = np.arange(start + rows.start, start + rows.stop)
-        yield Batch(collate(mine), ids, start, start + len(samples))
+        yield Batch(collate_by(collate, mine), ids, start, start + len(samples))
 
 
 def digest_first(dataset: Any, seed: int) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     IterableDataset,
     RandomSampler,
@@ -56,7 +55,7 @@ def make_loader(session: Session, given: LoaderArguments) -> Loader:
 
     Raises UserError for arguments that contradict each other, and for data that cannot be read in order.
     """
-    if isinstance(given.dataset, DataLoader):
+    if _is_loader(given.dataset):
         given = _take_over(given)
     dataset = given.dataset
     if isinstance(dataset, Source):
@@ -86,6 +85,12 @@ def make_loader(session: Session, given: LoaderArguments) -> Loader:
             )
         size, kind = size // batch * batch, f"{kind}, whole batches of {batch}"
     return Loader(dataset, size, 1, kind, given.collate_fn, order, drops, given.worker_init)
+
+
+def _is_loader(data: Any) -> bool:
+    """Whether it is a DataLoader of torch, or one of its kind, such as torchdata's."""
+    names = ("dataset", "batch_size", "sampler", "batch_sampler", "collate_fn", "drop_last", "num_workers")
+    return isinstance(data, DataLoader) or all(hasattr(data, name) for name in names)
 
 
 def _take_over(given: LoaderArguments) -> LoaderArguments:
@@ -155,7 +160,7 @@ def _make_stream(session: Session, given: LoaderArguments) -> Loader:
     name = type(given.dataset).__name__
     if not hasattr(given.dataset, "__iter__"):
         raise UserError(
-            f"run.loader cannot read a {name}.\n"
+            f"run.loader cannot read data of the type {name}.\n"
             "  Allowed: a dataset with __len__ and __getitem__ (map-style), one with __iter__ (iterable), a DataLoader "
             "of torch, or a source of shardway.data."
         )
@@ -219,20 +224,19 @@ def check_length(session: Session, loader: Loader, *, given: bool) -> None:
 
 def take_validation(dataset: Any, collate: Collate | None) -> tuple[Any, Collate | None]:
     """What is validated on, and how it is collated: of a DataLoader, the samples that its sampler gives."""
-    if not isinstance(dataset, DataLoader):
+    if not _is_loader(dataset):
         known = isinstance(dataset, Source) or is_map_style(dataset) or not hasattr(dataset, "__iter__")
         return dataset if known else HeldOutStream(dataset), collate
-    own = _own_collate(dataset)
-    samples, sampler = dataset.dataset, dataset.sampler
-    if isinstance(samples, IterableDataset) or type(sampler) is SequentialSampler or _is_plain_shuffle(sampler):
-        by_batches = dataset.batch_size is None and isinstance(dataset.batch_sampler, BatchSampler)
-        if not by_batches:
-            return take_validation(samples, collate or own)
-    batches = dataset.batch_sampler if dataset.batch_size is None and dataset.batch_sampler is not None else None
-    if batches is not None:
+    collate = collate or _own_collate(dataset)
+    samples, sampler, batches = dataset.dataset, dataset.sampler, dataset.batch_sampler
+    if isinstance(samples, IterableDataset):
+        return take_validation(samples, collate)
+    if dataset.batch_size is None and batches is not None:
         order = BatchOrder(batches, 0)
         ids = np.concatenate([order.batch(number) for number in range(order.samples // order.size)])
+    elif type(sampler) is SequentialSampler or _is_plain_shuffle(sampler):
+        return samples, collate
     else:
         whole = SamplerOrder(sampler, 0)
         ids = whole.ids(np.arange(whole.samples))
-    return Subset(samples, ids.tolist()), collate or own
+    return Subset(samples, ids.tolist()), collate

@@ -92,7 +92,7 @@ def test_a_validation_that_a_stop_left_out_is_made_before_the_next_step(tmp_path
     names = [event["event"] for event in RunDir(tmp_path / "stopped").events()]
     assert names == [
         *("started", *["step"] * 4, "saved", "stopped"),
-        *("started", "validation", *["step"] * 4, "validation", "saved", "finished"),
+        *("started", "validation", *["step"] * 4, "saved", "validation", "finished"),
     ]
 
 
