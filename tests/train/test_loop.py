@@ -113,10 +113,10 @@ def test_steps_that_are_kept_for_ever_are_saved_whatever_the_cadence(tmp_path: P
     assert RunDir(tmp_path / "alone").checkpoint_steps() == [12]
 
 
-def test_validation_comes_before_the_save_of_the_same_step(tmp_path: Path, quiet_threads: None) -> None:
+def test_a_save_comes_before_the_validation_of_the_same_step(tmp_path: Path, quiet_threads: None) -> None:
     train_tiny(tmp_path, lone_rank(), *SHORT, "checkpoint.every=3 steps", "train.validate_every=3 steps")
     names = [event["event"] for event in RunDir(tmp_path).events()]
-    part = ["step"] * 3 + ["validation", "saved"]
+    part = ["step"] * 3 + ["saved", "validation"]
     assert names == ["started", *part, *part, "finished"]
 
 

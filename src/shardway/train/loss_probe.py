@@ -3,8 +3,8 @@
 The same rows are run through at once and in parts. A mean over samples comes out the same; a mean over targets that
 count, of which samples have different numbers, does not, nor does a loss that compares samples with each other.
 
-Invariant: the run is left as it was, to the bit: no gradients, and random numbers, buffers and modes are put back.
-Every rank makes the same passes. This module must not train.
+Invariant: the run is left as it was, to the bit: no gradients, and random numbers, buffers, modes and what the script
+counts in Python objects are put back. Every rank makes the same passes. This module must not train.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from shardway.data.batch_tree import count_rows, cut_rows
 from shardway.errors import LostContact
 from shardway.train.before import find_changeable
 from shardway.train.passes import Loss, Passes
+from shardway.train.script_state import ScriptState
 from shardway.train.session import Session
 
 MOST_ROWS, MOST_WINDOWS = 16, 4
@@ -61,7 +62,7 @@ def probe_loss(session: Session, passes: Passes, model: nn.Module, batch: Any, l
     count = min(session.ranks.gather(_count_rows(batch, rows)))
     if count < 2:
         return
-    before = find_changeable(passes.parallel).remember(None)
+    before, script = find_changeable(passes.parallel).remember(None), ScriptState(loss_fn, passes.parallel.module)
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -74,6 +75,7 @@ def probe_loss(session: Session, passes: Passes, model: nn.Module, batch: Any, l
         for module, training in modes.items():
             module.training = training
         before.put_back()
+        script.put_back()
     apart = [each for each in session.ranks.gather(found) if each is not None]
     if apart:
         session.note_once("loss_depends_on_cut", apart[0].describe())
