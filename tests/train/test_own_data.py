@@ -398,7 +398,11 @@ def test_a_stream_without_a_length_needs_one_in_steps(tmp_path: Path, quiet_thre
     assert text.startswith("train.steps is \"3 epochs\" (run.steps(length='3 epochs')), and Stream has no length")
     assert len(train(tmp_path / "c", lone_rank(), Sized(), stream_loss, steps="2 epochs")) == 10
     text = refused(lambda: train(tmp_path / "d", lone_rank(), Stream(), stream_loss, sampler=[1, 2]))
-    assert text.startswith("Stream is an iterable dataset, whose samples come in its own order")
+    assert text.startswith(
+        "run.loader takes no sampler with Stream, an iterable dataset, whose samples come in its own"
+    )
+    text = refused(lambda: train(tmp_path / "e", lone_rank(), Stream(), stream_loss, drop_last=True))
+    assert text.startswith("run.loader takes no drop_last with Stream")
 
 
 class Unseeded:

@@ -59,6 +59,7 @@ def make_loader(session: Session, given: LoaderArguments) -> Loader:
         given = _take_over(given)
     dataset = given.dataset
     if isinstance(dataset, Source):
+        _refuse_beside(given, f"the source {type(dataset).__name__}, which gives whole batches in the run's own order")
         _set_defaults(session, given)
         return Loader(dataset, len(dataset), dataset.tokens_per_sample, dataset.facts.fingerprint)
     name = type(dataset).__name__
@@ -164,11 +165,7 @@ def _make_stream(session: Session, given: LoaderArguments) -> Loader:
             "  Allowed: a dataset with __len__ and __getitem__ (map-style), one with __iter__ (iterable), a DataLoader "
             "of torch, or a source of shardway.data."
         )
-    if given.sampler is not None or given.batch_sampler is not None:
-        raise UserError(
-            f"{name} is an iterable dataset, whose samples come in its own order: run.loader takes no sampler or "
-            "batch_sampler with it."
-        )
+    _refuse_beside(replace(given, collate_fn=None), f"{name}, an iterable dataset, whose samples come in its own order")
     _set_defaults(session, given)
     size = 0
     if hasattr(given.dataset, "__len__"):
@@ -176,6 +173,22 @@ def _make_stream(session: Session, given: LoaderArguments) -> Loader:
             size = len(given.dataset)
     known = f" of {size}" if size else ""
     return Loader(given.dataset, size, 1, f"the stream {name}{known}", given.collate_fn, None, False, given.worker_init)
+
+
+def _refuse_beside(given: LoaderArguments, data: str) -> None:
+    """Raise UserError for an argument that such data cannot follow."""
+    arguments = {
+        "collate_fn": given.collate_fn is not None,
+        "sampler": given.sampler is not None,
+        "batch_sampler": given.batch_sampler is not None,
+        "drop_last": bool(given.drop_last),
+    }
+    wrong = [name for name, is_given in arguments.items() if is_given]
+    if wrong:
+        raise UserError(
+            f"run.loader takes no {' and no '.join(wrong)} with {data}.\n"
+            "  To do: leave it away; a batch at the end of an epoch goes on with the next one."
+        )
 
 
 def _set_defaults(session: Session, given: LoaderArguments) -> None:

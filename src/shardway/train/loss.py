@@ -77,7 +77,7 @@ def causal_lm_loss(model: nn.Module, batch: Mapping[str, Any]) -> LossSum:
 
 def fill_missing_targets(data: Any, *, pair: bool) -> tuple[Any, torch.Tensor | None]:
     """A batch whose targets are all -100 with others in their place, and False: it must not count; any other batch as
-    it is, and True (None: it has no targets that may be -100).
+    it is, and True (None: it counts).
 
     Without, a mean over its targets would be 0 / 0. Targets are those of a pair, or what is called "labels". The device
     is not waited for.
@@ -100,6 +100,8 @@ def _fill(targets: Any) -> tuple[Any, torch.Tensor | None]:
     if not whole or targets.dtype not in (torch.int64, torch.int32) or not targets.ndim:
         return targets, None
     counts = (targets != IGNORED).any()
+    if targets.device.type == "cpu" and bool(counts):
+        return targets, None  # the usual case costs nothing more
     return torch.where(counts, targets, 0), counts
 
 
