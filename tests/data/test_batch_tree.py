@@ -167,6 +167,8 @@ def test_a_pair_of_two_samples_stays_a_pair() -> None:
         ({"x": X}, ROWS, ROWS),
         ({"x": X, "weights": torch.ones(3)}, ROWS, ROWS),
         ({"x": X[:6], "y": X[:6]}, ROWS, 6),  # a collate function has left two samples out
+        ({"x": X[:6], "names": NAMES[:6]}, ROWS, 6),
+        ({"weights": torch.ones(3), "names": NAMES}, ROWS, ROWS),  # of classes
         ({"x": torch.ones(5, ROWS, 2)}, ROWS, ROWS),  # time comes first
         ({"views": torch.ones(2 * ROWS, 3)}, ROWS, ROWS),
         ({"names": NAMES}, ROWS, ROWS),

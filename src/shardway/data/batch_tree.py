@@ -118,7 +118,7 @@ def count_rows(batch: Any, known: int | None = None) -> int:
     if len(lengths) != 1 or known in lengths or max(lengths) > known:
         return known
     elsewhere = any(known in array.shape[1:] for array in arrays)  # [time, batch, ...]
-    return known if elsewhere else lengths.pop()
+    return known if elsewhere or _has_list_of(batch, known) else lengths.pop()
 
 
 def is_pair(batch: Any, rows: int) -> bool:
@@ -180,6 +180,12 @@ def _list_leaves(tree: Any) -> Iterator[Any]:
         yield tree
     for _, child in children or ():
         yield from _list_leaves(child)
+
+
+def _has_list_of(tree: Any, length: int) -> bool:
+    """Whether a tree holds a list or tuple of so many elements."""
+    here = isinstance(tree, list | tuple) and not _is_of_fields(tree) and len(tree) == length
+    return here or any(_has_list_of(child, length) for _, child in _children(tree) or ())
 
 
 def _list_direct(tree: Any, *, top: bool = True) -> Iterator[Any]:
