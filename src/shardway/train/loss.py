@@ -99,9 +99,9 @@ def _fill(targets: Any) -> tuple[Any, torch.Tensor | None]:
     whole = isinstance(targets, torch.Tensor) and targets.layout is torch.strided and not targets.is_nested
     if not whole or targets.dtype not in (torch.int64, torch.int32) or not targets.ndim:
         return targets, None
+    if targets.device.type == "cpu" and type(targets) is torch.Tensor and (targets.numpy() != IGNORED).any():
+        return targets, None  # the usual case, at next to no cost
     counts = (targets != IGNORED).any()
-    if targets.device.type == "cpu" and bool(counts):
-        return targets, None  # the usual case costs nothing more
     return torch.where(counts, targets, 0), counts
 
 
