@@ -90,8 +90,36 @@ def by_module() -> tuple[Any, Any]:
     return model[0], lambda: (model[0].calls, list(model[0].shapes))
 
 
+def by_hook() -> tuple[Any, Any]:
+    model, seen = nn.Linear(1, 1), []
+    model.register_forward_pre_hook(lambda *arguments: seen.append(len(seen)))
+    Holder.model = model
+    return Holder(), lambda: list(seen)
+
+
+class Holder(nn.Module):
+    model: nn.Module
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = self.model
+
+    def forward(self) -> torch.Tensor:
+        return self.inner(torch.zeros(1))
+
+
+def by_class() -> tuple[Any, Any]:
+    own = torch.Generator().manual_seed(1)
+
+    class Noisy(nn.Module):
+        def forward(self) -> torch.Tensor:
+            return torch.rand(1, generator=own)
+
+    return Noisy(), lambda: own.get_state().tolist()
+
+
 def test_everything_is_put_back() -> None:
-    for make in (by_globals, by_closure, by_object, by_method, by_attribute, by_module):
+    for make in (by_globals, by_closure, by_object, by_method, by_attribute, by_module, by_hook, by_class):
         call, read = make()
         call()
         before = read()

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.utils._pytree import register_pytree_node
 
 from shardway.errors import UserError
 
@@ -60,6 +61,9 @@ class SampleTuple(tuple[Any, ...], _OfSamples):
 
 _MARKS = {(list, True): SampleList, (list, False): FieldList, (tuple, True): SampleTuple, (tuple, False): FieldTuple}
 """(kind, whether it is of samples) -> the same, marked as such."""
+
+for _kind in _MARKS.values():  # so that torch sees what they hold
+    register_pytree_node(_kind, lambda node: (list(node), type(node)), lambda parts, kind: kind(parts))
 
 
 class _Rows(enum.Enum):
@@ -110,7 +114,7 @@ def count_rows(batch: Any, known: int | None = None) -> int:
     arrays = [leaf for leaf in _list_direct(batch) if _is_array(leaf) and leaf.ndim]
     lengths = {len(array) for array in arrays}
     if known is None:
-        lengths = lengths or {len(leaf) for leaf in _list_leaves(batch) if _is_array(leaf) and leaf.ndim}
+        lengths = lengths or {len(leaf) for leaf in list_leaves(batch) if _is_array(leaf) and leaf.ndim}
         if len(lengths) != 1:
             found = f"dim 0 of its tensors has the lengths {sorted(lengths)}" if lengths else "it holds no tensor"
             raise UserError(f"a batch must have its samples in dim 0 of every tensor, and {found}.")
@@ -174,12 +178,13 @@ def _rebuild(node: Any, values: Sequence[Any]) -> Any:
     return changed
 
 
-def _list_leaves(tree: Any) -> Iterator[Any]:
+def list_leaves(tree: Any) -> Iterator[Any]:
+    """Every leaf of a tree, in order."""
     children = _children(tree)
     if children is None:
         yield tree
     for _, child in children or ():
-        yield from _list_leaves(child)
+        yield from list_leaves(child)
 
 
 def _has_list_of(tree: Any, length: int) -> bool:
@@ -253,7 +258,7 @@ def _may_be_either(node: list[Any] | tuple[Any, ...], rows: int) -> bool:
         return False
     found = [_find_rows(child, rows) for child in node]
     fields = _Rows.MISFIT not in found and _Rows.EACH in found
-    return fields and any(_is_array(leaf) for leaf in _list_leaves(node))
+    return fields and any(_is_array(leaf) for leaf in list_leaves(node))
 
 
 def has_unclear_lists(batch: Any, rows: int) -> bool:

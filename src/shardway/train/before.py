@@ -11,15 +11,15 @@ function keeps in Python objects is not seen.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from shardway.data.batch_tree import list_leaves
 from shardway.parallel.apply import ParallelModel
 from shardway.parallel.axes.compression import Compression, CompressionBefore, find_compression
 
@@ -108,7 +108,7 @@ class Changeable:
         ]
         buffers = tuple(_Buffer(owner, name, tensor, tensor.clone()) for owner, name, tensor in held)
         compression = self.compression.remember() if self.compression is not None else None
-        return Before(find_generators(), buffers, compression, tuple(_versions(tree_leaves(batch))))
+        return Before(find_generators(), buffers, compression, tuple(_versions(list_leaves(batch))))
 
 
 def find_changeable(parallel: ParallelModel) -> Changeable:
@@ -117,6 +117,6 @@ def find_changeable(parallel: ParallelModel) -> Changeable:
     return Changeable(owners, find_compression(parallel.call))
 
 
-def _versions(leaves: Sequence[Any]) -> list[tuple[torch.Tensor, int]]:
+def _versions(leaves: Iterable[Any]) -> list[tuple[torch.Tensor, int]]:
     """Torch counts writes into a tensor, also through views of it."""
     return [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, torch.Tensor)]

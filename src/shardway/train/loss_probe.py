@@ -1,7 +1,8 @@
 """Finds out, once, whether a script's loss is a mean over samples: what a run computes depends on its cut otherwise.
 
 The same rows are run through at once and in parts. A mean over samples comes out the same; a mean over targets that
-count, of which samples have different numbers, does not, nor does a loss that compares samples with each other.
+count, of which samples have different numbers, does not, nor does a loss that compares samples with each other. Of a
+loss that draws random numbers nothing can be said so.
 
 Invariant: the run is left as it was, to the bit: no gradients, and random numbers, buffers, modes and what the script
 counts in Python objects are put back. Every rank makes the same passes. This module must not train.
@@ -116,15 +117,17 @@ def _measure(
     """The first window whose mean loss is another one at once than in parts; None where there is none."""
     first = None
     for start, end in windows:
-        parts = [(start, end), *((start + a, start + b) for a, b in _cut_unevenly(end - start))]
+        parts = [(start, end)] * 2 + [(start + a, start + b) for a, b in _cut_unevenly(end - start)]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a part that is smaller than any of the run
-            (total, count), *found = passes.measure(model, batch, loss_fn, parts, rows)
+            (total, count), again, *found = passes.measure(model, batch, loss_fn, parts, rows)
         if loss_fn in passes.sum_losses:
             return None
-        if first is None and count and math.isfinite(total):
+        limit = NARROW if _is_narrow(passes) else EXACT
+        is_random = Compared(end - start, total, again[0]).is_apart(limit)  # it draws noise, as a diffusion model does
+        if first is None and count and math.isfinite(total) and not is_random:
             compared = Compared(end - start, total / count, _mean(found))
-            first = compared if compared.is_apart(NARROW if _is_narrow(passes) else EXACT) else None
+            first = compared if compared.is_apart(limit) else None
     return first
 
 

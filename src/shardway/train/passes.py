@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from shardway.data.batch_tree import count_rows, cut_rows, fill_empty, is_pair
+from shardway.data.batch_tree import count_rows, cut_rows, fill_empty, is_pair, map_tensors
 from shardway.data.order import position_share
 from shardway.errors import UserError
 from shardway.models.contract import Balancing
@@ -101,7 +101,7 @@ class Passes:
         `position`: where this batch begins in the order of samples. `rows`: how many samples it was made of (None: what
         its tensors say).
         """
-        batch = self.parallel.chunks.take_batch(batch)
+        batch = self._take_chunks(batch)
         scale = loss_scale * self.count_averaged(model) / self.portions.global_batch
         with self._split_logits():
             if self.parallel.pipeline is not None:
@@ -111,12 +111,19 @@ class Passes:
     @torch.no_grad()
     def evaluate(self, model: nn.Module, batch: Any, loss_fn: Loss, rows: int | None = None) -> Evaluated:
         """Forward passes alone, of this rank. A batch without rows is run through as well, and does not count."""
-        batch = self.parallel.chunks.take_batch(batch)
+        batch = self._take_chunks(batch)
         with self._split_logits():
             if self.parallel.pipeline is not None:
                 return self._through_pipeline(self.parallel.pipeline, batch, loss_fn, None, rows=rows)
             (micro,) = cut(batch, 1, rows)
             return self._add_up([(self._forward(model, micro, loss_fn), micro.weight)])
+
+    def _take_chunks(self, batch: Any) -> Any:
+        """This rank's chunks of every tensor [batch, seq, ...], where the sequence is split."""
+        chunks = self.parallel.chunks
+        if chunks.ranks == 1:
+            return batch
+        return map_tensors(lambda tensor: chunks.take(tensor) if tensor.dim() > 1 else tensor, batch)
 
     def count_averaged(self, model: nn.Module) -> int:
         """Over how many ranks gradients are averaged: DDP does so, everything else of torch adds up."""
@@ -145,12 +152,13 @@ class Passes:
         self, model: nn.Module, batch: Any, loss_fn: Loss, parts: Sequence[tuple[int, int]], rows: int | None = None
     ) -> list[tuple[float, float]]:
         """The loss of some parts of a batch, each from one row to another, as sum and count; no pipeline."""
-        batch = self.parallel.chunks.take_batch(batch)
+        batch = self._take_chunks(batch)
         count = count_rows(batch, rows)
         pair, sums = is_pair(batch, count), []
         with self._split_logits():
             for start, end in parts:
-                micro = Micro(cut_rows(batch, count, start, end), end - start, 1.0, start, pair)
+                part = map_tensors(torch.clone, cut_rows(batch, count, start, end))  # a model may write into it
+                micro = Micro(part, end - start, 1.0, start, pair)
                 found = self._zeros()
                 self._add(found, self._forward(model, micro, loss_fn), 1.0)
                 sums.append(found)

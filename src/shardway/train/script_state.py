@@ -68,6 +68,7 @@ class ScriptState:
         elif isinstance(value, nn.Module):
             for module in value.modules():
                 yield from self._take_attributes(module)
+                yield from (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
         elif _module_of(value) in self._own:
             yield from self._take_attributes(value)
 
@@ -94,6 +95,9 @@ class ScriptState:
 
     def _take_attributes(self, value: Any) -> Iterator[Any]:
         """Not those that torch keeps: tensors and hooks of modules."""
+        for kind in type(value).__mro__:
+            if kind.__module__ in self._own:
+                yield from (held for held in vars(kind).values() if isinstance(held, types.FunctionType))
         attributes = getattr(value, "__dict__", None)
         if attributes is None:
             return
