@@ -38,6 +38,8 @@ class Play:
     also: Callable[[RunDir, Callable[[], None]], Any] = lambda run, on_stop: None
     launch: LocalLaunch | None = None
     starts: int = 0
+    begins: bool = True
+    """Whether the run goes on before that happens."""
 
     def __call__(self, launch: LocalLaunch, on_stop: Callable[[], None], *further: object) -> list[RankFailure]:
         self.launch = replace(launch, pages=None)
@@ -45,9 +47,15 @@ class Play:
         run = RunDir(launch.log_folder.parent)
         run.create()
         launch.log_folder.mkdir(exist_ok=True)
+        if self.begins:
+            with run.event_writer(0) as events:
+                events.write("started", step=0)
         for rank, (kind, message) in self.faults.items():
-            with run.event_writer(rank) as events:
-                events.write("fault", kind=kind, message=message)
+            if self.begins:
+                with run.event_writer(rank) as events:
+                    events.write("fault", kind=kind, message=message)
+            else:
+                run.write_setup_fault(rank, {"kind": kind, "message": message})
         self.also(run, on_stop)
         return self.failures
 
@@ -317,7 +325,7 @@ def test_who_fails_after_the_end_of_the_run_starts_nothing_again(
     name: str, run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A library that crashed while a rank left had its run, which somebody had stopped, train on for ever."""
-    play = Play(failures=[RankFailure(1, 4711, -6)])
+    play = Play(failures=[RankFailure(1, 4711, -6)], begins=False)
 
     def act(run: RunDir, on_stop: Callable[[], None]) -> None:
         with run.event_writer(0) as events:
@@ -381,7 +389,7 @@ def test_a_rank_that_does_not_leave_after_a_stop_changes_nothing(
             events.write("stopped", **STOP)
         raise LateStop("the stop took longer than run.stop_timeout")
 
-    assert train(run, Play(also=linger), monkeypatch, overrides=AGAIN)["state"] == "stopped"
+    assert train(run, Play(also=linger, begins=False), monkeypatch, overrides=AGAIN)["state"] == "stopped"
     assert (
         "a rank did not leave in time, so all were ended after the run had come to its end" in capsys.readouterr().err
     )
@@ -449,6 +457,8 @@ class Scattered(Alone):
         self.starts.append(1)
         if len(self.starts) > 1:
             raise SiteError("1 of 2 nodes is there")
+        with run.event_writer(0) as events:
+            events.write("started", step=5)
         run.write_status(state="running", step=5, reason="")
         return Ended((KILLED,))
 
@@ -487,6 +497,55 @@ def test_a_run_that_had_ended_keeps_its_status(run: RunDir, monkeypatch: pytest.
     assert run.read_status()["state"] == "finished"
 
 
+REFUSED = {0: ("UserError", "the model cannot be split"), 1: ("UserError", "the model cannot be split")}
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("state", ["finished", "stopped", "failed", "running"])
+def test_a_run_that_is_refused_by_its_ranks_is_as_it_was(
+    state: str, fresh: bool, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the ranks printed goes as well: it is in the error."""
+    run.write_status(state=state, reason="it said so", step=9)
+    with run.event_writer(0) as events:
+        events.write("started", step=0)
+
+    def leave(run: RunDir, on_stop: object) -> None:
+        (run.log_folder / "new/attempt_0/0").mkdir(parents=True)
+        (run.checkpoints.rmdir(), (run.path / "events").rmdir()) if fresh else None
+
+    before = {path: path.is_file() and path.read_bytes() for path in run.path.rglob("*")}
+    play = Play(REFUSED, exited(0, 1, code=2), leave, begins=False)
+    with pytest.raises(UserError, match=r"^the model cannot be split$"):
+        train(run, play, monkeypatch, fresh=fresh)
+    assert {path: path.is_file() and path.read_bytes() for path in run.path.rglob("*")} == before
+    assert [path.name for path in run.path.parent.iterdir()] == ["a"]
+
+
+def test_ranks_that_fail_before_the_run_goes_on_write_no_restart_into_it(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.write_status(state="finished", reason="it said so", step=9)
+    play = Play({1: ("JobError", "the disk is away")}, exited(1), begins=False)
+    with pytest.raises(JobError, match=r"rank 1: the disk is away|^the disk is away"):
+        train(run, play, monkeypatch, overrides=AGAIN)
+    assert play.starts == 2
+    assert "the ranks start again: the disk is away" in capsys.readouterr().err
+    assert (run.read_status()["state"], list(run.all_events(0))) == ("finished", [])
+    assert run.read_setup_fault(1) is None
+
+
+def test_a_first_start_that_its_ranks_refuse_leaves_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def withdraw(run: RunDir, on_stop: object) -> None:
+        (run.checkpoints.rmdir(), (run.path / "events").rmdir())
+
+    with pytest.raises(UserError):
+        train(RunDir(tmp_path / "runs/new"), Play(REFUSED, exited(0, code=2), withdraw, begins=False), monkeypatch)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_stop_is_asked_for_through_the_run_directory(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -516,7 +575,7 @@ def test_a_run_that_was_stopped_says_how_to_go_on(shardway: Shardway, monkeypatc
     def stop(run: RunDir, on_stop: Callable[[], None]) -> None:
         run.write_status(state="stopped", reason="SIGINT", step=3)
 
-    monkeypatch.setattr(local, "run_local", Play(also=stop))
+    monkeypatch.setattr(local, "run_local", Play(also=stop, begins=False))
     ended = shardway("train", "--nproc", "2", "--dir", "a")
     assert (ended.code, ended.err) == (0, "")
     assert ended.out == ("run directory  a\nreport         a/report.html\nto go on, run the same command again\n")
@@ -557,7 +616,7 @@ def test_ranks_that_were_overtaken_leave_the_record_to_the_other_run(
         run.write_status(state="running", step=7, reason="")
 
     with pytest.raises(Fenced, match=r"another run trains into .*: process \d+ on host "):
-        train(run, Play(failures=[RankFailure(0, 4711, 4)], also=overtake), monkeypatch)
+        train(run, Play(failures=[RankFailure(0, 4711, 4)], also=overtake, begins=False), monkeypatch)
     assert run.read_status()["state"] == "running"
     assert list(run.all_events()) == []
     other.release()

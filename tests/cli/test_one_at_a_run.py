@@ -105,11 +105,21 @@ def test_training_by_hand_gets_as_far_as_its_data(
     ],
 )
 def test_a_stop_of_an_earlier_start_stops_none_by_hand(
-    words: str, stays: bool, shardway: Shardway, run: RunDir
+    words: str, stays: bool, shardway: Shardway, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A start that is refused leaves it, since it changes nothing."""
     run.request_stop(words)
-    shardway("train", "--dir", str(run.path), "data.path=gone.txt")
-    assert run.stop_requested() == stays
+    assert shardway("train", "--dir", str(run.path), "data.path=gone.txt").code == 2
+    assert run.stop_reason() == words
+    seen: list[bool] = []
+
+    def train(*_: object) -> dict[str, object]:
+        seen.append(run.stop_requested())
+        return {"directory": str(run.path), "state": "stopped", "reason": "", "step": 0}
+
+    monkeypatch.setattr("shardway.cli.train._train_here", train)
+    assert shardway("train", "--dir", str(run.path), "data.kind=synthetic").code == 0
+    assert (seen, run.stop_requested()) == ([stays], stays)
 
 
 def test_a_stop_holds_for_ranks_that_a_launcher_starts_again(

@@ -57,6 +57,7 @@ def lease_of(files: DiskFiles, hand: Hand, who: Identity = ELSEWHERE) -> Lease:
 def taken(files: DiskFiles, hand: Hand, who: Identity = ELSEWHERE) -> Lease:
     lease = lease_of(files, hand, who)
     lease.take(lambda line: None)
+    lease.prune()
     return lease
 
 

@@ -145,7 +145,7 @@ def test_a_finished_run_does_nothing_when_started_again(rank: int, tmp_path: Pat
     pool_ranks().barrier()
     outcome = train_tiny(tmp_path, pool_ranks(), *words)
     added = list(RunDir(tmp_path).all_events())[lines:]
-    assert [event["event"] for event in added] == ["started", "finished"]
+    assert added == []
     assert {path: path.stat().st_mtime_ns for path in RunDir(tmp_path).checkpoint_path(6).iterdir()} == before
     if rank == 0:
         assert (outcome.state, outcome.reason, outcome.step) == ("finished", "all 6 steps are done", 6)
@@ -262,7 +262,7 @@ def test_other_data_are_not_trained_on_under_an_old_position(tmp_path: Path, qui
         "  The position in the data would mean other samples, so nothing was trained. To do: restore the data, "
         "or start over with --fresh."
     )
-    assert [event["event"] for event in list(RunDir(tmp_path).all_events())[before:]] == ["fault"]
+    assert list(RunDir(tmp_path).all_events())[before:] == []
 
 
 def test_fewer_steps_than_are_done_are_refused(tmp_path: Path, quiet_threads: None) -> None:

@@ -14,6 +14,7 @@ from shardway.checkpoint.quarantine import set_aside
 from shardway.errors import JobError, UserError
 from shardway.resolve.request import Request
 from shardway.rundir.directory import RunDir
+from shardway.train.recipe import train_run
 from shardway.train.session import open_session
 
 SHORT = ("train.steps=6", "optim.warmup=0 steps", "checkpoint.every=3 steps")
@@ -47,13 +48,13 @@ def test_a_fresh_start_sets_the_old_run_aside_whole(rank: int, tmp_path: Path) -
     on.barrier()
     before = {path.removeprefix(str(folder)): data for path, data in snapshot(folder).items()}
     on.barrier()
-    with open_tiny(folder, on, *SHORT, fresh=True):
-        pass
+    with open_tiny(folder, on, *SHORT, "train.steps=2", fresh=True) as run:
+        train_run(run)
     aside = tmp_path / "run.old-1"
     after = {path.removeprefix(str(aside)): data for path, data in snapshot(aside).items()}
     assert _without_lease(after) == _without_lease(before)
     assert RunDir(aside).checkpoint_steps() == [3, 6]
-    assert RunDir(folder).checkpoint_steps() == []
+    assert RunDir(folder).checkpoint_steps() == [2]
     assert RunDir(aside).find_writer() is None
 
 
@@ -62,8 +63,9 @@ def _without_lease(files: dict[str, bytes]) -> dict[str, bytes]:
 
 
 def test_a_fresh_start_of_a_new_run_sets_nothing_aside(tmp_path: Path, quiet_threads: None) -> None:
-    with open_tiny(tmp_path / "run", lone_rank(), *SHORT, fresh=True):
+    with open_tiny(tmp_path / "run", lone_rank(), *SHORT, fresh=True) as run:
         assert RunDir(tmp_path / "run").find_writer() is not None
+        train_run(run)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 

@@ -72,12 +72,13 @@ def peek_latest(directory: RunDir) -> Manifest | None:
     return None
 
 
-def load_latest(directory: RunDir, ranks: Ranks, state: State) -> Loaded | None:
-    """Restore the newest whole checkpoint on all ranks together; None where there is no checkpoint.
+def load_latest(directory: RunDir, ranks: Ranks, state: State, without: Sequence[int] = ()) -> Loaded | None:
+    """Restore the newest whole checkpoint on all ranks together; None where there is no checkpoint but the steps
+    `without`.
 
     Raises JobError where there are checkpoints and none is whole, or where it does not fit the state.
     """
-    steps = ranks.ask_first(directory.checkpoint_steps)
+    steps = [step for step in ranks.ask_first(directory.checkpoint_steps) if step not in without]
     passed_over: list[PassedOver] = []
     for step in reversed(steps):
         loaded = load_from(SharedStock(find_in_run(directory, step), ranks), ranks, state)

@@ -10,6 +10,7 @@ import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from shardway.errors import ERRORS_BY_NAME, Fenced, JobError, LostContact, ShardwayError, SiteError, UserError
@@ -57,8 +58,13 @@ def find_blame(run: RunDir, ended: Ended, marks: Mapping[int, int]) -> Blame:
     if (writer := run.find_writer()) is not None:
         return Blame(_explain_taken(run, ended.failures, writer))
     if ended.found is not None:
-        return Blame(_explain_hang(run, ended.found))
+        return Blame(_explain_hang(run, ended.found, began=has_begun(run, marks)))
     return _explain(run, ended.failures, marks)
+
+
+def has_begun(run: RunDir, marks: Mapping[int, int]) -> bool:
+    """Whether the run went on in a start whose events begin at these marks; before that, nothing of it has changed."""
+    return any(event["event"] == "started" for event in islice(run.all_events(0), marks.get(0, 0), None))
 
 
 def _explain_lost(run: RunDir, lost: tuple[str, ...]) -> JobError:
@@ -111,8 +117,9 @@ def _explain_taken(run: RunDir, failures: tuple[RankFailure, ...], writer: str) 
     )
 
 
-def _explain_hang(run: RunDir, found: Found) -> JobError:
-    """What the agent saw, with where the ranks were; recorded as a fault of the first of them."""
+def _explain_hang(run: RunDir, found: Found, *, began: bool) -> JobError:
+    """What the agent saw, with where the ranks were; recorded as a fault of the first of them where the run had begun
+    to go on."""
     hang, groups = found.hang, found.seen.groups
     told = explain_collectives(found.seen.heard)
     message = f"{hang.message}: {told[0]}" if told else hang.message
@@ -124,8 +131,9 @@ def _explain_hang(run: RunDir, found: Found) -> JobError:
         "stacks": [{"ranks": group.ranks, "frames": group.frames} for group in groups],
         "collectives": told,
     }
-    with contextlib.suppress(OSError, JobError), run.event_writer(hang.ranks[0]) as events:
-        events.write("fault", **facts)
+    if began:
+        with contextlib.suppress(OSError, JobError), run.event_writer(hang.ranks[0]) as events:
+            events.write("fault", **facts)
     further = "".join(
         f"\n  {each}" for each in (*told[1:], *(f"{render_ranks(one.ranks)}: {_place(one)}" for one in groups))
     )
@@ -192,6 +200,6 @@ def _where_output(printed: Sequence[Path]) -> str:
 
 
 def _last_fault(run: RunDir, rank: int, mark: int) -> Event | None:
-    """The fault that a rank wrote in this start (events before `mark` are older)."""
+    """The fault that a rank wrote in this start (events before `mark` are older), or said before the run went on."""
     events = list(run.all_events(rank))[mark:]
-    return next((event for event in reversed(events) if event["event"] == "fault"), None)
+    return next((event for event in reversed(events) if event["event"] == "fault"), None) or run.read_setup_fault(rank)

@@ -11,10 +11,11 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn, Protocol
 
-from shardway.cli.blame import Blame, Ended, find_blame
+from shardway.cli.blame import Blame, Ended, find_blame, has_begun
 from shardway.cli.over import has_come_to_its_end, name_trouble
 from shardway.errors import Fenced, JobError, LateStop, ShardwayError, SiteError, UserError, render_reason
 from shardway.ranks.agent.hang import Hang
@@ -34,7 +35,7 @@ from shardway.rundir.attempts import BY_AGENT, BY_SIGNAL, SECOND_SIGNAL, Attempt
 from shardway.rundir.directory import RunDir
 from shardway.rundir.line import LOCAL, read_line
 from shardway.rundir.local import find_local_run
-from shardway.rundir.look import answers
+from shardway.rundir.look import answers, list_missing
 from shardway.rundir.run_id import find_run_id
 from shardway.runfile.machine import RunSection
 from shardway.train.ending import find_end
@@ -122,28 +123,67 @@ def train_local(resolution: Resolution, launch: LocalLaunch, crew: Crew) -> dict
 
     Raises the error of the rank that failed first, that of the last time.
     """
-    run, attempt = resolution.directory, find_attempt(os.environ)
-    if resolution.request.fresh:
-        run.set_aside()
+    with _as_it_was(resolution.directory, fresh=resolution.request.fresh):
+        return _train_local(resolution, launch, crew)
+
+
+@contextlib.contextmanager
+def _as_it_was(run: RunDir, *, fresh: bool) -> Iterator[None]:
+    """Make the run directory, an earlier run set aside for a `fresh` one. Where the ranks are refused before the run
+    goes on, the directory is as it was: what they printed is in the error."""
+    aside = run.set_aside() if fresh else None
+    made = list_missing(run.path)
+    marks = {0: sum(1 for _ in run.all_events(0))}
     run.create(empty=True)
+    logs = run.list_log_folders()
+
+    def put_back() -> None:
+        if has_begun(run, marks) or run.find_writer() is not None:
+            return
+        run.remove_log_folders(run.list_log_folders() - logs)
+        for folder in made:
+            with contextlib.suppress(OSError):  # somebody else has put something there meanwhile
+                folder.rmdir()
+        if aside is not None:
+            with contextlib.suppress(OSError):
+                aside.rename(run.path)
+
+    try:
+        yield
+        put_back()  # a finished run has nothing to do
+    except (UserError, SiteError):
+        put_back()
+        raise
+    finally:
+        run.clear_setup_faults()
+
+
+def _train_local(resolution: Resolution, launch: LocalLaunch, crew: Crew) -> dict[str, Any]:
+    run, attempt = resolution.directory, find_attempt(os.environ)
     settings = resolution.resolved.values.run
     patience = read_patience(settings)
     most = None if settings.restarts == "auto" else int(settings.restarts)
     failures: list[Failure] = []
+    marks = {0: sum(1 for _ in run.all_events(0))}
     try:
         while find_received() is None and (blame := _run_once(run, launch, patience, crew)) is not None:
             failures.append(_describe(resolution, blame.error))
+            began = has_begun(run, marks)
             verdict = decide(failures, most)
             if verdict.restart and (why := crew.why_not_again() or _why_refused(run)):
                 verdict = Verdict(False, why)
             if run.stop_requested() or isinstance(blame.error, LateStop) or not verdict.restart:
-                _give_up(run, attempt, blame, failures, verdict)
-            tell_restart(run, blame.error, len(failures), failures[-1].saved_step)
+                _give_up(run, attempt, blame, failures, verdict, began=began)
+            if began:
+                tell_restart(run, blame.error, len(failures), failures[-1].saved_step)
+            else:
+                print(f"the ranks start again: {render_reason(str(blame.error))}", file=sys.stderr)
         if find_received() is not None:
             _end_early(run, attempt)
     except KeyboardInterrupt:
         run.clear_stop()  # nobody is left to obey it, and the next start must not
-        _mark_ended(run, "stopped", SECOND_SIGNAL)
+        if has_begun(run, marks):
+            _mark_ended(run, "stopped", SECOND_SIGNAL)
         if attempt is not None:
             tell_end(attempt, Result(Ending.STOPPED, SECOND_SIGNAL, run.read_step(), exit_code=130, by=BY_AGENT))
         raise
@@ -190,6 +230,7 @@ def _why_refused(run: RunDir) -> str:
 def _run_once(run: RunDir, launch: LocalLaunch, patience: Patience | None, crew: Crew) -> Blame | None:
     """Run the ranks to their end; the error of who failed first, or None."""
     marks = {rank: sum(1 for _ in run.all_events(rank)) for rank in range(crew.ranks)}
+    run.clear_setup_faults()
     try:
         ended, error = crew.start(run, launch, patience), None
     except (UserError, SiteError) as refusal:
@@ -249,7 +290,9 @@ def _list_local_steps(resolution: Resolution) -> list[int]:
     return []
 
 
-def _give_up(run: RunDir, attempt: Attempt | None, blame: Blame, failures: list[Failure], verdict: Verdict) -> NoReturn:
+def _give_up(
+    run: RunDir, attempt: Attempt | None, blame: Blame, failures: list[Failure], verdict: Verdict, *, began: bool
+) -> NoReturn:
     error = blame.error
     if len(failures) > 1 or verdict.reason:
         times = "once" if len(failures) == 1 else f"{len(failures)} times"
@@ -258,7 +301,8 @@ def _give_up(run: RunDir, attempt: Attempt | None, blame: Blame, failures: list[
     if run.find_writer() is None:  # else it is another run's to say how it goes
         if attempt is None:
             run.clear_stop()  # nobody is left to obey it, and the next start must not; a job script reads it first
-        _mark_ended(run, "failed", render_reason(str(error)))
+        if began:
+            _mark_ended(run, "failed", render_reason(str(error)))
     fault = describe_error(error, out_of_memory=blame.out_of_memory)
     tell_fault(attempt, blame.by, fault, run.read_step(), patience_s=0.0)
     raise error

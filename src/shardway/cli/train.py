@@ -19,7 +19,7 @@ import typer
 from shardway.cli.config import resolution_facts
 from shardway.cli.imports import uncollected
 from shardway.cli.options import DirOption, JsonOption, NprocOption, Words, read_request
-from shardway.errors import Bug, ShardwayError, UserError
+from shardway.errors import Bug, ShardwayError, SiteError, UserError
 from shardway.ranks.place import Place
 from shardway.ranks.signals import SignalWatch
 from shardway.rundir.attempts import BY_AGENT
@@ -84,14 +84,17 @@ def _train_on_nodes(request: Request, place: Place, telling: Telling, *, dry_run
     if leads:
         _check_free(resolution)
         _check_data(resolution)
+        _check_goes_on(resolution)
     with _quiet_network(), uncollected():
         from shardway.cli.nodes import train_on_nodes
 
-    with _display(resolution, as_json, launched=True) if leads else nullcontext():
+    written = resolution.directory.read_status()
+    dropped = _old_stop_dropped(resolution.directory) if leads else nullcontext()
+    with dropped, _display(resolution, as_json, launched=True) if leads else nullcontext():
         outcome = train_on_nodes(resolution, place)
     if isinstance(outcome, int):
         raise typer.Exit(outcome)
-    _print_end(outcome, as_json)
+    _print_end(outcome, as_json, written)
 
 
 @contextmanager
@@ -127,10 +130,13 @@ def _train(request: Request, nproc: int | None, *, dry_run: bool, as_json: bool)
         _check_free(resolution)
     if not launched:
         _check_data(resolution)
-    with shown:
+        _check_goes_on(resolution)
+    written = resolution.directory.read_status()
+    dropped = _old_stop_dropped(resolution.directory) if placement.rank == 0 else nullcontext()
+    with dropped, shown:
         outcome = _train_here(request, resolution) if launched or nproc is None else _train_local(resolution, ranks)
     if placement.rank == 0:
-        _print_end(outcome, as_json)
+        _print_end(outcome, as_json, written)
 
 
 @dataclass
@@ -173,8 +179,6 @@ def _resolve(request: Request, ranks: int, ranks_per_node: int, *, told: bool) -
 def _check_free(resolution: Resolution) -> None:
     """Tell a second writer before torch is imported, also one whose ranks are still to begin; the lock itself is taken
     by rank 0, which is who asks here."""
-    from shardway.ranks.launcher import was_started_before
-
     run = resolution.directory
     run.check_no_strangers()
     if run.exists():
@@ -186,16 +190,26 @@ def _check_free(resolution: Resolution) -> None:
 
         check_free_for_hand(LocalHost(), run.path, _tell)
     run.writer_lock().await_free(_tell)
-    if by_hand and run.stop_requested() and not was_started_before(os.environ):
-        _drop_old_stop(run)
 
 
-def _drop_old_stop(run: RunDir) -> None:
-    """What was asked of those who were at the run before, and left without obeying it."""
+@contextmanager
+def _old_stop_dropped(run: RunDir) -> Iterator[None]:
+    """Without what was asked of those who were at the run before, and left without obeying it. It stands there again
+    where this start is refused."""
     from shardway.launch.runs.stop import is_of_its_time
+    from shardway.ranks.launcher import was_started_before
 
-    if is_of_its_time(run.stop_reason()):
+    reason, before = run.stop_reason(), run.read_status()
+    by_hand = ATTEMPT not in os.environ and not was_started_before(os.environ)
+    drops = by_hand and run.stop_requested() and is_of_its_time(reason)
+    if drops:
         run.clear_stop()
+    try:
+        yield
+    except (UserError, SiteError):
+        if drops and run.exists() and run.read_status() == before:
+            run.request_stop(reason)
+        raise
 
 
 def _tell(line: str) -> None:
@@ -211,6 +225,15 @@ def _check_data(resolution: Resolution) -> None:
     from shardway.resolve import resolve_with_data
 
     resolve_with_data(resolution.resolved, open_described(resolution.resolved.values).facts)
+
+
+def _check_goes_on(resolution: Resolution) -> None:
+    """Tell what must not change between two starts of a run before torch is imported. Raises UserError, JobError."""
+    from shardway.resolve import check_same_run
+
+    run = resolution.directory
+    if not resolution.request.fresh and run.checkpoint_steps():
+        check_same_run(run.read_resolved(), resolution.resolved, str(run.path))
 
 
 def _train_here(request: Request, resolution: Resolution) -> dict[str, Any]:
@@ -244,11 +267,14 @@ def _print_plan(resolution: Resolution, ranks: int, as_json: bool) -> None:
     typer.echo(resolution.resolved.render(), nl=False)
 
 
-def _print_end(outcome: dict[str, Any], as_json: bool) -> None:
+def _print_end(outcome: dict[str, Any], as_json: bool, before: dict[str, Any]) -> None:
+    """How it ended; `before` is the status that was there when it began."""
     if as_json:
         typer.echo(json.dumps(outcome, indent=1))
         return
     run = RunDir(Path(outcome["directory"]))
+    if outcome["state"] == "finished" and run.read_status() == before:
+        typer.echo(f"nothing to do: {outcome['reason']} (to go on, ask for more with train.steps)")
     typer.echo(f"run directory  {run.path}")
     typer.echo(f"report         {run.report_path}")
     if outcome["state"] == "stopped" and ATTEMPT not in os.environ:  # whose script says how

@@ -5,7 +5,8 @@
     silent-000007       the beat at which somebody watched it for long enough without seeing another
 
 Invariant: an epoch is claimed by at most one, since its file is made exclusively; the highest epoch counts. The newest
-one is never removed. This module must not decide who lives: it reads and writes.
+one is never removed, except by its own holder where it wrote nothing under it. This module must not decide who lives:
+it reads and writes.
 """
 
 from __future__ import annotations
@@ -166,6 +167,13 @@ def write_beat(files: Files, epoch: int, beat: Beat) -> None:
 def write_silent(files: Files, standing: Standing) -> None:
     """Say that a holder was watched for long enough and found silent; true until it beats again. Raises OSError."""
     files.replace(_silent_name(standing.claim.epoch), f"{standing.beat.count}\n")
+
+
+def remove_claim(files: Files, epoch: int) -> None:
+    """Take an epoch back, as if it had never been claimed. Raises OSError."""
+    for name in (_claim_name(epoch), beat_name(epoch)):  # in this order: a claim without beats would be watched
+        with contextlib.suppress(FileNotFoundError):
+            files.remove(name)
 
 
 def remove_old(files: Files, epoch: int) -> None:

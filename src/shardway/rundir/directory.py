@@ -9,16 +9,24 @@ import contextlib
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 from shardway.errors import JobError, UserError
-from shardway.rundir.atomic import write_json, write_whole
+from shardway.rundir.atomic import remove_folder, write_json, write_whole
 from shardway.rundir.attempts import Attempt
-from shardway.rundir.events import Event, EventFollower, EventWriter, drop_undone, read_events, read_last_events
+from shardway.rundir.events import (
+    Event,
+    EventFollower,
+    EventWriter,
+    drop_undone,
+    parse_event,
+    read_events,
+    read_last_events,
+)
 from shardway.rundir.fields import check_sections
 from shardway.rundir.lease import Follower, Means, Tenure
 from shardway.rundir.left_out import LeftOutFile
@@ -140,24 +148,38 @@ class RunDir:
                 "  Nothing was changed. To do: look at the file system, then run the same command again."
             ) from error
 
-    def fence_saves(self) -> None:
+    def fence_saves(self) -> list[tuple[Path, Path]]:
         """Take from whoever wrote here before what it has not made a checkpoint yet: its last rename will fail.
 
         Called by a new holder before it looks for checkpoints: what was complete by then is found, and nothing of an
-        earlier epoch becomes complete later. Raises JobError where the file system refuses.
+        earlier epoch becomes complete later. Returns what was renamed, as (before, after), for `unfence_saves`. Raises
+        JobError where the file system refuses.
         """
+        if not is_there(self.checkpoints):
+            return []
+        fenced = []
         try:
             mark = self.checkpoints / f".step-fence.{self.epoch:06d}.partial"
             mark.mkdir(exist_ok=True)  # a network file system lists a folder anew for whoever has changed it
             mark.rmdir()
             for partial in self.partial_checkpoints():
+                after = partial.with_name(f"{partial.name}.fenced-{self.epoch:06d}.partial")
                 with contextlib.suppress(FileNotFoundError):  # it has just become a checkpoint
-                    partial.rename(partial.with_name(f"{partial.name}.fenced-{self.epoch:06d}.partial"))
+                    partial.rename(after)
+                    fenced.append((partial, after))
         except OSError as error:
             raise JobError(
                 f"saves that an earlier run has begun in {self.checkpoints} cannot be ended: {error.strerror}.\n"
                 "  Nothing that was saved has changed. To do: look at the file system, then run the same command again."
             ) from error
+        return fenced
+
+    @staticmethod
+    def unfence_saves(fenced: Sequence[tuple[Path, Path]]) -> None:
+        """Undo `fence_saves`, for a holder that goes on with nothing here; what cannot be renamed stays."""
+        for before, after in fenced:
+            with contextlib.suppress(OSError):
+                after.rename(before)
 
     # --- what was asked and decided
 
@@ -174,6 +196,26 @@ class RunDir:
     def write_ds_config(self, text: str) -> None:
         """Keep the settings that DeepSpeed was started with."""
         write_whole(self.path / "ds_config.json", text)
+
+    def write_setup_fault(self, rank: int, facts: dict[str, Any]) -> None:
+        """Tell the agent that started this rank what ended it before the run went on. Raises OSError."""
+        self._setup_faults.mkdir(parents=True, exist_ok=True)
+        write_json(self._setup_faults / f"rank-{rank:05d}.json", {"event": "fault", **facts}, durable=False)
+
+    def read_setup_fault(self, rank: int) -> Event | None:
+        """What that rank said so; None where it did not."""
+        try:
+            return parse_event((self._setup_faults / f"rank-{rank:05d}.json").read_bytes())
+        except OSError:
+            return None
+
+    def clear_setup_faults(self) -> None:
+        """Called by the agent that leads before each start, and once it has read them."""
+        remove_folder(self._setup_faults)
+
+    @property
+    def _setup_faults(self) -> Path:
+        return self.log_folder / "setup-faults"
 
     def read_resolved(self) -> dict[str, Any]:
         """The resolved run as plain data; empty where there is none. Raises JobError where it is unreadable."""
@@ -347,6 +389,18 @@ class RunDir:
     def log_folder(self) -> Path:
         """Output of ranks that this machine's agent started, one folder a start."""
         return self.path / "logs"
+
+    def list_log_folders(self) -> set[Path]:
+        """The folders of all starts of ranks, on all nodes."""
+        return {*self.log_folder.glob("*"), *self.log_folder.glob("from-*/*")}
+
+    def remove_log_folders(self, folders: Iterable[Path]) -> None:
+        """Remove what ranks printed in those starts, and the folder of all where nothing is left in it."""
+        for folder in folders:
+            remove_folder(folder)
+        remove_folder(self._setup_faults)
+        with contextlib.suppress(OSError):
+            self.log_folder.rmdir()
 
     def rank_output(self, rank: int) -> list[Path]:
         """Files with what a rank printed in its newest start by an agent, stdout first; empty where none was.

@@ -23,6 +23,7 @@ from shardway.rundir.claims import (
     Standing,
     newest_epoch,
     read_claim,
+    remove_claim,
     remove_old,
     survey,
     write_beat,
@@ -98,10 +99,14 @@ class Lease:
 
         Raises UserError where somebody holds it and lives, JobError where others are always faster, OSError.
         """
-        for _ in range(TRIES):
-            standing = self._await_free(tell)
-            if self._try_claim(standing.claim.epoch + 1 if standing is not None else 1):
-                return
+        for tries_left in reversed(range(TRIES)):
+            try:
+                standing = self._await_free(tell)
+                if self._try_claim(standing.claim.epoch + 1 if standing is not None else 1):
+                    return
+            except FileNotFoundError:  # somebody may have withdrawn between two looks
+                if not tries_left:
+                    raise
             self._clock.sleep(self._terms.look_s)
         raise JobError(
             f"the lease of {self._where} could not be taken: others were faster {TRIES} times.\n"
@@ -139,7 +144,6 @@ class Lease:
         self._claim, self._count, self._lost, self._beaten_at = claim, 0, None, began
         with contextlib.suppress(OSError):
             self.beat()
-        remove_old(self._files, epoch)
         return True
 
     # --- to hold
@@ -172,6 +176,19 @@ class Lease:
     def confirm(self) -> None:
         """Look now; for what must not happen twice. Raises as `check` does."""
         self.beat()
+
+    def prune(self) -> None:
+        """Remove what is left of epochs long before this one; called once something is written under it."""
+        remove_old(self._files, self.epoch)
+
+    def withdraw(self) -> None:
+        """Give the epoch back as if it had never been taken; for a holder that wrote nothing under it."""
+        with self._mutex:
+            if self.epoch and self._lost is None:
+                with contextlib.suppress(Fenced, OSError):
+                    self._look()
+                    self._lost = Fenced(f"this run has ended its writing in {self._where}.")
+                    remove_claim(self._files, self.epoch)
 
     def release(self) -> None:
         """Give the epoch back, so that the next is taken at once; where that cannot be written, it takes a watch."""

@@ -4,8 +4,8 @@ A lock that is held proves that its holder lives, at once; one that is free prov
 shows it to other hosts. So the lease decides, and the lock saves the wait for it.
 
 Invariant: while a `WriterLock` is held, nobody else's `acquire` returns before the lease of this one was found silent
-for its time. This module must not remove the lock file: unlinking a locked file would let two writers hold two locks of
-the same name.
+for its time. The lock file is removed only with a lease that nobody has ever held: unlinking a locked file lets two
+writers hold two locks of the same name, and then the lease alone decides.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ class WriterLock:
         self._place = place
         self._means = means or Means()
         self._descriptor = -1
+        self._made = False
+        """Whether this made the lock file."""
         self._beats: _Beats | None = None
         self.lease = self._make_lease()
 
@@ -94,10 +96,26 @@ class WriterLock:
         self._beats = None
         self._unlock()
 
+    def prune(self) -> None:
+        """Remove what is left of holders long before this one; called once something is written."""
+        self.lease.prune()
+
+    def withdraw(self) -> None:
+        """Give the right back where nothing was written under it: the directory is as it was before `acquire`."""
+        if self._beats is not None and self._beats.stop():
+            self.lease.withdraw()
+            with contextlib.suppress(OSError):
+                self._place.lease.rmdir()
+                if self._made:
+                    self._place.lock.unlink()
+        self._beats = None
+        self._unlock()
+
     def _make_lease(self) -> Lease:
         return Lease(self._place.files, self._place.run, self._means)
 
     def _lock(self, kind: int) -> None:
+        self._made |= not is_there(self._place.lock)
         self._descriptor = os.open(self._place.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):  # a device, whose lock is one for the whole machine
             self._unlock()

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import uuid
+from itertools import takewhile
 from pathlib import Path
 
 from shardway.errors import JobError
@@ -51,6 +52,11 @@ def list_names(folder: Path) -> list[str]:
         return []
     except OSError as error:
         raise unanswered(folder, error) from error
+
+
+def list_missing(path: Path) -> tuple[Path, ...]:
+    """Of a path and the folders above it, those that are not there, innermost first. Raises JobError."""
+    return tuple(takewhile(lambda folder: not is_there(folder), (path, *path.parents)))
 
 
 def answers(folder: Path) -> bool:

@@ -43,6 +43,8 @@ class Speaker:
     origin: str
     progress: Progress
     attempt: Attempt | None = None
+    may_write: Callable[[], bool] = lambda: True
+    """Whether the run goes on, so that what happens is a part of it."""
 
     def duties(self, was_heard: Callable[[], bool]) -> Duties:
         """What its lookout calls; `was_heard`: whether the main thread knows of the signal by now."""
@@ -96,6 +98,8 @@ class Speaker:
     def _write(self, event: str, state: str, facts: dict[str, Any], reason: str) -> None:
         """An event of this rank, and by rank 0 the status, unless the main thread has said it."""
         status = self.directory.read_status()
+        if not self.may_write():
+            return
         if self.rank == 0 and status.get("state") != "running":
             return
         with self.directory.event_writer(self.rank) as events:

@@ -20,6 +20,7 @@ from shardway.parallel.formats.float8 import compute_scales
 from shardway.ranks.progress import Activity
 from shardway.rundir.attempts import Ending
 from shardway.rundir.left_out import LeftOut
+from shardway.rundir.line import LOCAL
 from shardway.train.before import Before, find_changeable, find_generators
 from shardway.train.counters import Counters
 from shardway.train.ending import End
@@ -27,7 +28,7 @@ from shardway.train.guard import BackPlan, Guard
 from shardway.train.loop_plan import LoopParts, LoopPlan
 from shardway.train.machine import Facts, Phase, next_phase
 from shardway.train.saves.back import Spiked, all_skips, as_numbers, decide_back, set_undone_aside
-from shardway.train.saves.restore import Restored, restore, set_damaged_aside
+from shardway.train.saves.restore import Restored, restore, set_damaged_aside, settle_restored
 from shardway.train.saves.saving import Point, Saver
 from shardway.train.saves.tiers import open_tier
 from shardway.train.schedule import lr_factor
@@ -80,6 +81,8 @@ class Loop:
         self._phase = Phase.RESTORE
         self._open_step: _OpenStep | None = None
         self._owes_validation, self._has_validated, self._began = False, False, 0
+        self._rests = False
+        """Whether there is nothing to do: the run was finished before."""
         self._left_out: tuple[LeftOut, ...] = ()
         self._untrained: Before | None = None
         self._actions: dict[Phase, Callable[[], None]] = {
@@ -104,7 +107,7 @@ class Loop:
                 yield from self._step()
             else:
                 self._actions[self._phase]()
-            self._phase = next_phase(self._phase, self._facts())
+            self._phase = Phase.END if self._rests else next_phase(self._phase, self._facts())
 
     def check_awaits_step(self) -> None:
         """Raise UserError unless a batch waits for its one step."""
@@ -179,7 +182,11 @@ class Loop:
         if self._plan.guard.back is not None:
             self._untrained = find_changeable(engine.passes.parallel).remember(None)
         restored = self._take_up()
+        if self._is_done_already(restored):
+            return
         loaded, parameters = restored.loaded, self._count_parameters()
+        session.begin()
+        restored = self._settle(restored)
         session.recorder.begin(
             self._counters.step,
             format=1,
@@ -208,7 +215,7 @@ class Loop:
     def _take_up(self) -> Restored:
         """Go on from the newest checkpoint that holds, or from the start."""
         restored = restore(self._session, self._plan, self._parts.engine.state, self._tier)
-        self._counters, self._loss_scale, self._left_out = restored.counters, restored.loss_scale, restored.left_out
+        self._counters, self._loss_scale = restored.counters, restored.loss_scale
         self._guard.restore(restored.loaded.numbers if restored.loaded is not None else {})
         self._began = self._counters.step
         past = recall_validations(self._session, self._counters.step) if restored.loaded is not None else Validated()
@@ -216,6 +223,31 @@ class Loop:
         if self._parts.validation is not None:
             self._parts.validation.recall(past.results)
         return restored
+
+    def _settle(self, restored: Restored) -> Restored:
+        """The run goes on from there: its directory says so from now on."""
+        restored = settle_restored(self._session, restored, self._tier)
+        self._left_out = restored.left_out
+        return restored
+
+    def _is_done_already(self, restored: Restored) -> bool:
+        """Whether an earlier attempt has finished the run as it is asked for: then nothing is written once more."""
+        step, session = self._counters.step, self._session
+        if restored.loaded is None or step < self._plan.total_steps or self._owes_validation or self._save_owed:
+            return False
+
+        def is_finished() -> bool:
+            status = session.directory.read_status()
+            return (status.get("state"), status.get("step")) == ("finished", step)
+
+        if restored.loaded.passed_over or restored.loaded.tier == LOCAL or not session.ranks.ask_first(is_finished):
+            return False
+        if session.ranks.is_first:
+            session.directory.clear_stop()
+        session.recorder.keep(step=step)
+        session.recorder.end("finished", End(Ending.FINISHED, f"all {self._plan.total_steps} steps are done"))
+        self._rests = True
+        return True
 
     def _open_stream(self) -> None:
         device, can_void = self._session.ranks.device, self._parts.engine.can_void
@@ -238,7 +270,7 @@ class Loop:
             self._counters, self._owes_validation = back.counters, False
         else:
             self._untrained.put_back()
-            restored = self._take_up()
+            restored = self._settle(self._take_up())
             compute_scales(engine.passes.parallel.module, engine.passes.precision.float8)
         facts = back.left_out[-1].as_json()
         session.recorder.go_back(self._counters.step, roll_backs=len(back.left_out), **facts)

@@ -42,7 +42,7 @@ def train(request: Request) -> Outcome:
     """Train on this rank until the run is finished or asked to stop, then report. Raises ShardwayError."""
     with open_run(request) as run:
         outcome = train_run(run)
-        if run.is_first:
+        if run.is_first and run.session.recorder.is_open:
             run.directory.write_report(render_report(run.directory))
     return outcome
 
@@ -80,6 +80,6 @@ def _build(run: Run, data: Data) -> nn.Module:
 
     folder = run.session.ranks.first_then_all(lambda: locate_model(section.hf, weights=section.hf_weights))
     model = build_huggingface(folder, vocab=int(facts.vocab or 0), seq_len=facts.sample_shape[0])
-    if not section.hf_weights or run.session.ranks.ask_first(run.directory.checkpoint_steps):
+    if not section.hf_weights or run.session.ranks.ask_first(run.session.list_saved):
         model.fit = None  # its weights are random, or come from the checkpoint
     return model

@@ -57,6 +57,12 @@ class Recorder:
         self._status: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "world": ranks.world}
         self._status_at = 0.0
         self._trouble: OSError | None = None
+        self.is_open = False
+        """Whether the run goes on, so that what happens is a part of it."""
+
+    def open(self, directory: RunDir) -> None:
+        """The run goes on, in this directory: from here on what happens is written down."""
+        self._directory, self.is_open = directory, True
 
     @property
     def step_done(self) -> int:
@@ -129,6 +135,12 @@ class Recorder:
                 self._write(name, {"step": step, "rank": self._ranks.rank, "reason": render_reason(str(error))})
             raise
 
+    def setup_fault(self, **facts: Any) -> None:
+        """What ended this rank before the run went on: for an agent of ours alone, which tells it."""
+        if self._ranks.placement.launcher == "shardway":
+            with refusals(self._directory.path):
+                self._directory.write_setup_fault(self._ranks.rank, {"rank": self._ranks.rank, **facts})
+
     def status(self, *, now: bool = False, **facts: Any) -> None:
         """Update status.json on rank 0; at most once a second unless `now`, and then durably."""
         self._status.update(facts)
@@ -155,6 +167,14 @@ class Recorder:
 
     def end(self, event: str, end: End, exit_code: int = 0) -> None:
         """How the run ended here: its last event, its status, and the result of the attempt."""
+        if self.is_open:
+            self._write_end(event, end)
+        if self._attempt is not None and self._ranks.is_first:
+            with refusals(self._directory.path):
+                result = Result(end.state, end.reason, self.step_done, exit_code, end.failure, by="rank 0")
+                tell_end(self._attempt, result)
+
+    def _write_end(self, event: str, end: End) -> None:
         step = self.step_done
         failure = {"failure": end.failure} if end.failure else {}
         self.event(event, step=step, reason=end.reason, ending=end.state, **failure)
@@ -162,9 +182,6 @@ class Recorder:
             with refusals(self._directory.path):
                 self._writer.flush()
         self.status(now=True, state=event, step=step, reason=end.reason)
-        if self._attempt is not None and self._ranks.is_first:
-            with refusals(self._directory.path):
-                tell_end(self._attempt, Result(end.state, end.reason, step, exit_code, end.failure, by="rank 0"))
 
     def close(self) -> None:
         """Close the event file."""

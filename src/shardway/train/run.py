@@ -233,7 +233,7 @@ class Run:
             clip=None if clip == "off" or session.leaves_alone("optim.clip") else float(clip),
             ranks=session.ranks,
             resolved=self.resolved,
-            directory=session.directory,
+            to_write=session.to_write,
             at_end=session.at_end,
         )
         return ENGINES[train.engine].make(parts)

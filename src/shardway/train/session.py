@@ -1,14 +1,13 @@
 """Opens and closes what every run needs around its steps: ranks, grid, run directory, recorder, signals.
 
-Invariant: nothing is written into a run directory before its lock is held, and a second writer is refused on all
-ranks. On the clean path the process group is left in order; on the error path it is not, since a peer may be dead.
-This module must not know models or data.
+Invariant: nothing in a run directory changes before the run may go on (`begin`), so a run that is refused leaves it as
+it was; a second writer is refused on all ranks. On the clean path the process group is left in order; on the error path
+it is not, since a peer may be dead. This module must not know models or data.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import platform
 import socket
@@ -19,8 +18,6 @@ from typing import Any
 
 import torch
 
-from shardway.checkpoint.load import peek_latest
-from shardway.checkpoint.retention import remove_leftovers
 from shardway.checkpoint.state import seed_all
 from shardway.errors import Bug, JobError, ShardwayError, render_reason
 from shardway.hardware.facts import render_machine
@@ -46,11 +43,10 @@ from shardway.rundir.attempts import SECOND_SIGNAL, Attempt, Ending
 from shardway.rundir.directory import RunDir
 from shardway.rundir.lease import Tenure
 from shardway.rundir.local import find_local_run
-from shardway.rundir.refusal import refusals
-from shardway.rundir.run_id import ensure_run_id, find_run_id
 from shardway.runfile.load import DEFAULT
 from shardway.train.ending import End
 from shardway.train.engines import ENGINES
+from shardway.train.hold import DirectoryHold, take_directory
 from shardway.train.last_words import KILLED, Speaker
 from shardway.train.record import Recorder
 
@@ -62,6 +58,8 @@ class Session:
     `resolution` is completed when the data is open; `own_model` tells a script that brings its own model and data
     from a run that its run file describes whole. `at_end` is unwound when the session ends, well or badly. `attempt` is
     None where no job script started this rank; `agent` the process that did, 0 where that need not outlive it.
+    `hold` is of rank 0; on every rank: `run_id`, whether the run `starts_over` (`begin` sets an earlier one aside), and
+    what `begin` is `to_write`.
     """
 
     resolution: Resolution
@@ -77,6 +75,10 @@ class Session:
     attempt: Attempt | None = None
     progress: Progress = field(default_factory=Progress)
     tenure: Tenure | None = None
+    hold: DirectoryHold | None = None
+    run_id: str = ""
+    starts_over: bool = False
+    to_write: list[Callable[[RunDir], None]] = field(default_factory=list)
     agent: int = 0
     lookout: Lookout = field(default_factory=lambda: Lookout(SignalWatch(), Duties()))
     noted: set[str] = field(default_factory=set)
@@ -103,7 +105,7 @@ class Session:
         self.noted.add(text)
 
     def settle(self, facts: DataFacts, keep: Callable[[str], bool] = lambda dotted: True) -> None:
-        """Complete the resolved run with what the opened data says, and write down the keys that `keep` wants.
+        """Complete the resolved run with what the opened data says; `begin` writes down the keys that `keep` wants.
 
         Raises UserError on every rank where the run does not fit the data or what was trained here before.
         """
@@ -111,21 +113,40 @@ class Session:
         self.resolution = replace(self.resolution, resolved=resolved)
         keeps_local = resolved.values.checkpoint.local_every != "off"
         local = keeps_local and any(self.ranks.gather(self.ranks.together(self._has_local)))
-        self.ranks.together(lambda: self._write_request(keep, local=local) if self.ranks.is_first else None)
+        self.ranks.together(lambda: self._check_request(local=local) if self.ranks.is_first else None)
+        self.to_write.append(lambda run: run.write_request(self.resolution.loaded.text, self.resolved.render(keep)))
         self.settled = True
+
+    def list_saved(self) -> list[int]:
+        """Steps that the run can go on from in its directory, oldest first; none where it starts over."""
+        return [] if self.starts_over else self.directory.checkpoint_steps()
+
+    def begin(self) -> None:
+        """The run goes on, on all ranks together: from here on it writes into its directory. A second call does
+        nothing."""
+        if self.recorder.is_open:
+            return
+        hold = self.hold
+        held = self.ranks.together(lambda: hold.begin(self._write_all) if hold is not None else None)
+        epoch = self.ranks.gather(held.epoch if held is not None else 0)[0]
+        if self.starts_over:
+            self.tenure = (held if held is not None else self.resolution.directory.beside(epoch)).tenure
+        self.starts_over = False
+        self.recorder.open(self.directory)
+
+    def _write_all(self, run: RunDir) -> None:
+        for write in self.to_write:
+            write(run)
 
     def _has_local(self) -> bool:
         """Whether there is a checkpoint of this run on the disk of this node. Raises UserError."""
-        local = find_local_run(self.resolved.values.checkpoint.local_dir, find_run_id(self.directory.path))
-        return bool(local.steps())
+        return bool(find_local_run(self.resolved.values.checkpoint.local_dir, self.run_id).steps())
 
-    def _write_request(self, keep: Callable[[str], bool], *, local: bool) -> None:
+    def _check_request(self, *, local: bool) -> None:
         self.directory.confirm_writer()
-        saved = self.directory.read_resolved() if local or self.directory.checkpoint_steps() else {}
+        saved = self.directory.read_resolved() if local or self.list_saved() else {}
         check_same_run(saved, self.resolved, str(self.directory.path))
         self.changes = find_changes(saved, self.resolved)
-        with refusals(self.directory.path):
-            self.directory.write_request(self.resolution.loaded.text, self.resolved.render(keep))
 
 
 @contextlib.contextmanager
@@ -173,17 +194,22 @@ def hold_session(
     precision, progress = read_precision(values.precision), progress or Progress()
     apply_backend_switches(values, ranks.device)
     with contextlib.ExitStack() as stack:
-        directory = _take_directory(resolution, ranks, attempt, stack)
+        hold = _hold_directory(resolution, ranks, attempt, stack)
+        epoch, run_id, starts_over = ranks.gather(
+            (hold.directory.epoch, hold.run_id, hold.starts_over) if hold is not None else (0, "", False)
+        )[0]
+        directory = hold.directory if hold is not None else resolution.directory.beside(epoch)
         told = _find_told(attempt, ranks.placement)
         recorder = Recorder(directory, ranks, every_rank=values.data.record_ids, attempt=told, progress=progress)
         stack.callback(recorder.close)
         mesh = build_mesh(ranks, values.parallel)
         seed_all(values.train.seed, ranks.rank)
         signals = stack.enter_context(SignalWatch())
-        with _failure_told(attempt, ranks.placement, lambda: recorder.step_done), _faults_recorded(recorder):
+        with _failure_told(attempt, ranks.placement, lambda: recorder.step_done), _faults_recorded(recorder, directory):
             own_model = resolution.request.own_model
             session = Session(resolution, ranks, mesh, precision, recorder, signals, own_model, at_end=stack)
             session.attempt, session.progress, session.tenure = attempt, progress, directory.tenure
+            session.hold, session.run_id, session.starts_over = hold, run_id, starts_over
             session.lookout = stack.enter_context(_lookout(session))
             yield session
 
@@ -193,46 +219,32 @@ def _lookout(session: Session) -> Lookout:
     signals, rank, resolved = session.signals, session.ranks.rank, session.resolved
     limit, origin = resolved.values.run.stop_timeout, resolved.origins["run.stop_timeout"]
     speaker = Speaker(session.directory, rank, limit, origin, session.progress, session.attempt)
+    speaker = replace(speaker, may_write=lambda: session.recorder.is_open)
     return Lookout(signals, speaker.duties(lambda: signals.received is not None))
 
 
-def _take_directory(
+def _hold_directory(
     resolution: Resolution, ranks: Ranks, attempt: Attempt | None, stack: contextlib.ExitStack
-) -> RunDir:
-    """Take the run directory on rank 0; as each rank may write into it."""
+) -> DirectoryHold | None:
+    """Take the run directory on rank 0; None on the others. Raises on every rank alike."""
     job = attempt.path.name if attempt is not None else ""
-    held = ranks.together(lambda: _hold_directory(resolution, job, stack) if ranks.is_first else resolution.directory)
-    epoch = ranks.gather(held.epoch)[0]
-    return held if ranks.is_first else held.beside(epoch)
 
+    def take() -> DirectoryHold | None:
+        if not ranks.is_first:
+            return None
+        hold = take_directory(resolution.directory, job, fresh=resolution.request.fresh)
+        stack.callback(hold.end)
+        return hold
 
-def _hold_directory(resolution: Resolution, job: str, stack: contextlib.ExitStack) -> RunDir:
-    """Make the directory, hold its lock, end what an earlier holder has begun, check that it can be continued."""
-    directory = resolution.directory
-    directory.check_no_strangers()
-    existed = directory.exists()
-    if existed:
-        directory.check_format()
-    directory.create()
-    lock = directory.writer_lock(job)
-    lock.acquire(logging.getLogger("shardway").warning)
-    stack.callback(lock.release)
-    if resolution.request.fresh and existed:
-        lock.release()
-        directory.set_aside()
-        directory.create()
-        lock.acquire()
-    held = replace(directory, tenure=lock.lease)
-    held.fence_saves()
-    remove_leftovers(held)
-    newest = peek_latest(held)
-    ensure_run_id(held.path, newest.run if newest is not None else "")
-    return held
+    return ranks.together(take)
 
 
 @contextlib.contextmanager
-def _faults_recorded(recorder: Recorder) -> Iterator[None]:
-    """Write down what ends this rank; recording is best effort here, the error itself matters more."""
+def _faults_recorded(recorder: Recorder, directory: RunDir) -> Iterator[None]:
+    """Write down what ends this rank; recording is best effort here, the error itself matters more.
+
+    What ends it before the run goes on is no part of the run: only an agent of ours is told.
+    """
     try:
         yield
     except KeyboardInterrupt:
@@ -245,9 +257,13 @@ def _faults_recorded(recorder: Recorder) -> Iterator[None]:
         kind = fault.kind if isinstance(error, ShardwayError) else Bug.__name__
         says_when = isinstance(error, ShardwayError) or fault.out_of_memory
         message = fault.message if says_when else _dated(fault.message, recorder.step_done)
+        facts = {"kind": kind, "exit_code": fault.exit_code, "message": message, **memory}
         with contextlib.suppress(JobError):
-            recorder.fault(kind=kind, exit_code=fault.exit_code, message=message, **memory)
-            recorder.failed(render_reason(message))
+            if recorder.is_open:
+                recorder.fault(**facts)
+                recorder.failed(render_reason(message))
+            else:
+                recorder.setup_fault(**facts)
         raise
 
 

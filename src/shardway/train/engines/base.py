@@ -7,6 +7,7 @@ schedule and decisions are the same whatever engine trains. This module must not
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,7 +29,7 @@ class EngineParts:
     """What an engine is made of.
 
     `clip` is what the norm of gradients is limited to (None: not at all); `at_end` undoes what the engine changes
-    outside the model, however the run ends.
+    outside the model, however the run ends; `to_write` is what is written into the run directory once the run goes on.
     """
 
     parallel: ParallelModel
@@ -38,7 +39,7 @@ class EngineParts:
     clip: float | None
     ranks: Ranks
     resolved: Resolved
-    directory: RunDir
+    to_write: list[Callable[[RunDir], None]]
     at_end: contextlib.ExitStack
 
 

@@ -25,8 +25,6 @@ from shardway.parallel.axes.balance import balance
 from shardway.parallel.host import send
 from shardway.ranks.agreement import read_decision
 from shardway.resolve.deepspeed import Settings, render_settings, resolve_ds_config
-from shardway.rundir.directory import RunDir
-from shardway.rundir.refusal import refusals
 from shardway.train.engines.base import EngineParts
 from shardway.train.engines.zero import started_zero
 from shardway.train.passes import Loss, Passes
@@ -62,7 +60,7 @@ class DeepSpeedEngine:
         self._parameters = sum(parameter.numel() for parameter in parts.parallel.module.parameters())
         settings = _settings(parts)
         text = render_settings(settings)
-        self._ranks.together(lambda: _keep_settings(parts.directory, text) if self._ranks.is_first else None)
+        parts.to_write.append(lambda run: run.write_ds_config(text))
         module, optimizer, ranks = parts.parallel.module, parts.optimizer, parts.ranks
         self._engine = parts.at_end.enter_context(started_zero(module, optimizer, settings, ranks))
         parallel = replace(parts.parallel, call=self._engine)
@@ -109,11 +107,6 @@ class DeepSpeedEngine:
             skipped=overflow and scale is not None,
             loss_scale=scale.after(overflow) if scale is not None else None,
         )
-
-
-def _keep_settings(directory: RunDir, text: str) -> None:
-    with refusals(directory.path):
-        directory.write_ds_config(text)
 
 
 def _settings(parts: EngineParts) -> Settings:

@@ -112,7 +112,7 @@ def _initialize(
             raise
         raise UserError(
             f"DeepSpeed {deepspeed.__version__} does not start: {_first_lines(error)}\n"
-            "  It was given what stands in ds_config.json of the run directory. To do: change what is wrong in "
+            "  `shardway config show --deepspeed` prints what it was given. To do: change what is wrong in "
             "deepspeed.settings, or the key that a setting comes from."
         ) from error
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

@@ -69,6 +69,13 @@ def all_skips(session: Session, left_out: Sequence[LeftOut]) -> list[list[int]]:
     return read_skips([*session.resolved.values.data.skip, *(each.span for each in left_out)])
 
 
+def find_undone(session: Session) -> list[int]:
+    """Steps that were saved before a decision that undid them; on all ranks together. Raises JobError."""
+    if session.starts_over:
+        return []
+    return session.ranks.ask_first(lambda: [each.step for each in _find_undone(session.directory)])
+
+
 def set_undone_aside(session: Session) -> list[SetAside]:
     """Set aside what was saved before a decision that undid it; on all ranks together. Raises JobError."""
 

@@ -17,7 +17,6 @@ from shardway.checkpoint.state import State
 from shardway.checkpoint.stock import open_local_stock
 from shardway.rundir.left_out import LeftOut
 from shardway.rundir.line import LOCAL, Line, read_line
-from shardway.rundir.run_id import find_run_id
 from shardway.train.saves.back import why_undone
 from shardway.train.saves.tiers import LocalTier, line_of
 from shardway.train.session import Session
@@ -72,7 +71,7 @@ def _ask(session: Session) -> _Known:
     def read() -> _Known:
         directory = session.directory
         newest = max(directory.checkpoint_steps(), default=0)
-        return _Known(read_line(directory.path), directory.left_out.read(), newest, find_run_id(directory.path))
+        return _Known(read_line(directory.path), directory.left_out.read(), newest, session.run_id)
 
     return session.ranks.ask_first(read)
 

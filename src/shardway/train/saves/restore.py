@@ -7,7 +7,7 @@ data of today. This module must not decide which checkpoint is whole (that is `c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardway.checkpoint.load import Loaded, load_latest
 from shardway.checkpoint.quarantine import SetAside, set_aside
@@ -19,9 +19,9 @@ from shardway.rundir.steps import step_name
 from shardway.train.counters import Counters, read_counters
 from shardway.train.loop_plan import LoopPlan
 from shardway.train.loss_scale import LossScale
-from shardway.train.saves.back import know_left_out, set_undone_aside
+from shardway.train.saves.back import find_undone, know_left_out, set_undone_aside
 from shardway.train.saves.nearest import Nearest, load_nearest
-from shardway.train.saves.tiers import LocalTier, note_descent
+from shardway.train.saves.tiers import LocalTier, line_kept, note_descent
 from shardway.train.session import Session
 
 
@@ -49,21 +49,32 @@ class Restored:
 def restore(session: Session, plan: LoopPlan, state: State, tier: LocalTier | None = None) -> Restored:
     """Install the newest whole checkpoint that holds, on all ranks together; those of a `tier` as well.
 
-    Raises JobError where none is whole, UserError where it belongs to other data or is past what is asked for.
+    What follows for the run directory is for `settle_restored`, once the run goes on. Raises JobError where none is
+    whole, UserError where it belongs to other data or is past what is asked for.
     """
+    if session.starts_over:
+        session.begin()  # there is nothing here to go on from, nor to be refused for
+    undone = find_undone(session)
+    with line_kept(session, tier):
+        nearest = load_nearest(session, tier, state) if tier is not None else Nearest()
+        loaded = nearest.loaded or load_latest(session.directory, session.ranks, state, without=undone)
+        if loaded is None:
+            return Restored(None, Counters(), plan.loss_scale, nearest=nearest)
+        scale = plan.loss_scale
+        if scale is not None and "loss_scale" in loaded.numbers:
+            scale = scale.with_numbers(loaded.numbers["loss_scale"])
+        counters = read_counters(loaded.numbers)
+        _check_goes_on(plan, counters.step, str(loaded.numbers.get("data", "")))
+    return Restored(loaded, counters, scale, nearest=nearest)
+
+
+def settle_restored(session: Session, restored: Restored, tier: LocalTier | None) -> Restored:
+    """The run goes on from what was restored: write down where from, and set aside what a decision has undone; the same
+    with what it leaves out by itself. On all ranks together, after `session.begin`. Raises JobError."""
     undone = set_undone_aside(session)
-    nearest = load_nearest(session, tier, state) if tier is not None else Nearest()
-    loaded = nearest.loaded or load_latest(session.directory, session.ranks, state)
-    _settle_tier(session, tier, loaded)
-    left_out = know_left_out(session, loaded.numbers if loaded is not None else {})
-    if loaded is None:
-        return Restored(None, Counters(), plan.loss_scale, left_out, undone, nearest)
-    scale = plan.loss_scale
-    if scale is not None and "loss_scale" in loaded.numbers:
-        scale = scale.with_numbers(loaded.numbers["loss_scale"])
-    counters = read_counters(loaded.numbers)
-    _check_goes_on(plan, counters.step, str(loaded.numbers.get("data", "")))
-    return Restored(loaded, counters, scale, left_out, undone, nearest)
+    _settle_tier(session, tier, restored.loaded)
+    left_out = know_left_out(session, restored.loaded.numbers if restored.loaded is not None else {})
+    return replace(restored, left_out=left_out, undone=undone)
 
 
 def _settle_tier(session: Session, tier: LocalTier | None, loaded: Loaded | None) -> None:

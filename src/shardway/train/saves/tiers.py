@@ -6,17 +6,18 @@ before anything is saved under it. This module must not load, nor decide when to
 
 from __future__ import annotations
 
+import contextlib
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from shardway.checkpoint.place import Local, Place
+from shardway.errors import UserError
 from shardway.parallel.mesh import set_apart
 from shardway.ranks.start import Ranks
 from shardway.rundir.line import Descent, has_line, read_line, write_line
 from shardway.rundir.local import LocalRun, find_local_run
-from shardway.rundir.run_id import find_run_id
 from shardway.train.saves.cadence import LeastCost
 from shardway.train.session import Session
 
@@ -102,8 +103,7 @@ def open_tier(session: Session, plan: LocalPlan | None) -> LocalTier | None:
     if plan is None:
         return None
     ranks, folder = session.ranks, plan.folder
-    run_id = ranks.ask_first(lambda: find_run_id(session.directory.path))
-    return LocalTier(session, ranks.together(lambda: find_local_run(folder, run_id)), find_nodes(ranks))
+    return LocalTier(session, ranks.together(lambda: find_local_run(folder, session.run_id)), find_nodes(ranks))
 
 
 def find_nodes(ranks: Ranks) -> tuple[int, ...]:
@@ -129,6 +129,19 @@ def note_descent(session: Session, from_step: int, tier: str) -> None:
     """The same where the run saves on no disks of nodes any more, but has: what lies there may be undone by now."""
     if session.ranks.ask_first(lambda: has_line(session.directory.path)):
         descend(session, from_step, tier)
+
+
+@contextlib.contextmanager
+def line_kept(session: Session, tier: LocalTier | None) -> Iterator[None]:
+    """A run that is refused has not gone on from anywhere: what was written down of that is taken back."""
+    path, is_first = session.directory.path, session.ranks.is_first and tier is not None
+    before = read_line(path) if is_first and has_line(path) else None
+    try:
+        yield
+    except UserError:
+        if is_first and before is not None and read_line(path) != before:
+            write_line(path, before)
+        raise
 
 
 def _write_down(session: Session, from_step: int, tier: str) -> str:
