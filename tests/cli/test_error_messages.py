@@ -91,7 +91,7 @@ RUN_FILE = [
         both(file("a.toml", ""), file("b.toml", 'extends = "a.toml"'), file("c.toml", 'extends = "b.toml"')),
     ),
     Case("newer-run-file", ("train", "my.toml"), file("my.toml", "format = 2\n")),
-    Case("explain-unknown-key", ("config", "explain", "train.step")),
+    Case("explain-unknown-key", ("config", "explain", "train.stpes")),
 ]
 
 RULES = [
@@ -194,7 +194,6 @@ RUN_DIRECTORIES = [
     Case("other-files", ("train", *TINY, "--dir", "thesis"), both(write_text, file("thesis/main.tex", "To be"))),
     Case("root-as-run-directory", ("train", *TINY, "--dir", "/"), write_text),
     Case("run-directory-is-a-file", ("train", *TINY, "--dir", "text.txt"), write_text),
-    Case("no-run-status", ("status",)),
     Case("no-run-logs", ("logs", "gone")),
     Case("no-run-report", ("report", "gone")),
     Case(

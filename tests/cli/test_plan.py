@@ -11,6 +11,8 @@ from command_line import Shardway
 
 from golden_files import Golden, golden_names
 from page_tables import check_block
+from shardway.hardware.catalogue import load_accelerators
+from shardway.plan.site import COMMON, machine_of_part
 
 A100 = ("--gpu", "a100-sxm4-80gb")
 EXAMPLE = ("plan", "llama3-8b", "--on", "leonardo-booster", "--nodes", "16", "--tokens", "100e9")
@@ -177,7 +179,8 @@ def test_what_a_site_measured_stands_before_what_is_shipped(shardway: Shardway) 
 REFUSED = {
     "no-machine": ("llama3-8b",),
     "two-machines": ("llama3-8b", *A100, "--on", "lumi-g"),
-    "unknown-gpu": ("llama3-8b", "--gpu", "h100"),
+    "unknown-gpu": ("llama3-8b", "--gpu", "h1000"),
+    "unknown-model-and-no-machine": ("llama9-8b",),
     "unknown-model": ("llama9-8b", *A100),
     "site-without-accelerators": ("llama3-8b", "--on", "laptop"),
     "unknown-queue": ("llama3-8b", "--on", "leonardo-booster", "--queue", "fast"),
@@ -212,6 +215,33 @@ REFUSED = {
     "nothing-to-emit": ("llama3-70b", *A100, "--no-offload", "--emit", "megatron"),
     "page-without-a-place": ("gpt2", *A100, "--html", "/proc/plan.html"),
 }
+
+
+@pytest.mark.parametrize(
+    ("short", "part"),
+    [
+        ("h100", "NVIDIA H100 SXM5 80 GB"),
+        ("A100", "NVIDIA A100 SXM4 80 GB"),
+        ("h100-pcie", "NVIDIA H100 PCIe 80 GB"),
+        ("h200", "NVIDIA H200 SXM 141 GB"),
+        ("gh200", "NVIDIA GH200 96 GB"),
+    ],
+)
+def test_a_short_name_of_a_gpu_is_the_most_common_variant(short: str, part: str) -> None:
+    machine = machine_of_part(short)
+    assert machine.accelerator.name == part
+    assert machine.assumed[0].startswith(f"{part} for --gpu {short}")
+
+
+def test_every_short_name_of_a_gpu_is_of_the_catalogue() -> None:
+    assert set(COMMON.values()) <= set(load_accelerators())
+    assert not set(COMMON) & set(load_accelerators())
+
+
+def test_the_variant_is_told(shardway: Shardway) -> None:
+    done = shardway("plan", "gpt2", "--gpu", "h100", "--gpus", "8")
+    assert done.code == 0
+    assert "NVIDIA H100 SXM5 80 GB for --gpu h100 (also: h100-sxm5-64gb, h100-sxm5-96gb, h100-pcie-80gb" in done.out
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -7,6 +7,7 @@ import json
 import os
 import tomllib
 from functools import partial
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from command_line import TINY, Ended, Shardway, write_text
 
 from claimed import claim_from
+from shardway.cli.init import list_examples
 from shardway.launch.runs import logs
 from shardway.resolve.request import Request, resolve_request
 from shardway.rundir.attempts import Started, Submission
@@ -43,6 +45,44 @@ def test_init_writes_a_file_that_trains_as_the_default(shardway: Shardway, tmp_p
     assert (ended.code, ended.err) == (0, "")
     assert ended.out == "wrote run.toml; train it with `shardway train run.toml`\n"
     assert load_run(tmp_path / "run.toml").values == RunFile()
+
+
+def test_init_minimal_has_what_one_decides(shardway: Shardway, tmp_path: Path) -> None:
+    assert shardway("init", "my.toml", "--minimal").code == 0
+    assert len((tmp_path / "my.toml").read_text().splitlines()) < 25
+    loaded = load_run(tmp_path / "my.toml")
+    assert loaded.values == RunFile()
+
+
+@pytest.mark.parametrize("name", list_examples())
+def test_init_from_an_example(name: str, shardway: Shardway, tmp_path: Path) -> None:
+    assert shardway("init", "my.toml", "--from", name).code == 0
+    own = Path(__file__).parents[2] / "examples" / f"{name}.toml"
+    assert load_run(tmp_path / "my.toml").values == load_run(own).values
+    shipped = resources.files("shardway.runfile").joinpath("examples", f"{name}.toml").read_text()
+    assert shipped == own.read_text(), "the examples of the package are those of the project"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--from", "gpt"), 'there is no example "gpt".\n      allowed: default, mnist, wikitext2'),
+        (("--from", "../x"), "there is no example"),
+        (("--from", "mnist", "--minimal"), "allowed: one of them"),
+    ],
+)
+def test_init_from_nothing(words: tuple[str, ...], says: str, shardway: Shardway, tmp_path: Path) -> None:
+    ended = shardway("init", *words)
+    assert (ended.code, says in ended.err) == (2, True)
+    assert not (tmp_path / "run.toml").exists()
+
+
+@pytest.mark.parametrize("where", [(), ("empty",)])
+def test_no_run_is_no_error(where: tuple[str, ...], shardway: Shardway, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    ended = shardway("status", *where)
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.startswith(f"no run in {where[0] if where else 'runs'} yet; start one with `shardway train`")
 
 
 def test_init_with_dry_run_writes_nothing(shardway: Shardway, tmp_path: Path) -> None:

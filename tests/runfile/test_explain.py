@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from shardway.errors import UserError
-from shardway.runfile.explain import KeyDoc, explain_key
+from shardway.runfile.explain import KeyDoc, explain_key, search_keys
 from shardway.runfile.load import load_run
+from shardway.runfile.peers import PEERS, PeerName, find_peers
 from shardway.runfile.schema import RunFile, all_keys, sections
 
 DOCS = [doc for section in sections() for doc in explain_key(section)]
@@ -159,3 +160,56 @@ def test_the_schema_documents_each_key_and_forbids_others() -> None:
 def test_the_schema_knows_the_parent() -> None:
     """An editor that checks a run file must not mark `extends` as unknown."""
     assert RunFile.model_json_schema()["properties"]["extends"]["type"] == "string"
+
+
+@pytest.mark.parametrize("row", PEERS, ids=lambda row: row.name)
+def test_every_name_of_a_peer_leads_to_keys_of_ours(row: PeerName) -> None:
+    assert set(row.keys) <= set(all_keys())
+    assert row in find_peers(row.name)
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("learning_rate", "optim.lr"),
+        ("--learning-rate", "optim.lr"),
+        ("gradient_accumulation_steps", "train.global_batch"),
+        ("save_total_limit", "checkpoint.keep"),
+        ("per_device_train_batch_size", "train.micro_batch"),
+        ("zero_optimization.stage", "deepspeed.stage"),
+        ("--tensor-model-parallel-size", "parallel.tp"),
+        ("parallelism.tensor_parallel_degree", "parallel.tp"),
+        ("training.seq_len", "data.seq_len"),
+        ("accumulate_grad_batches", "train.global_batch"),
+        ("train.steps", "train.steps"),
+        ("guard", "guard.spike"),
+        ("gradient norm", "optim.clip"),
+        ("tokenizer", "data.tokenizer"),
+        ("Wall-time", "site.walltime"),
+    ],
+)
+def test_keys_are_found_by_any_word(word: str, key: str) -> None:
+    found = search_keys(word)
+    assert key in [doc.key for doc in found.docs]
+    assert key in found.render()
+
+
+def test_a_word_that_nothing_has_is_told() -> None:
+    with pytest.raises(UserError, match="there is no key qwertz"):
+        search_keys("qwertz")
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("optim.learning_rate=1", "learning_rate (transformers, accelerate) is optim.lr here"),
+        ("train.max_steps=9", "max_steps (transformers, accelerate, Lightning) is train.steps here"),
+        ("train.epochs=9", 'epochs (PyTorch) is train.steps here; as in "3 epochs"'),
+        ("parallel.tensor_parallel_degree=2", "tensor_parallel_degree (torchtitan) is parallel.tp here"),
+        ("zero_optimization.stage=3", "zero_optimization.stage (DeepSpeed) is deepspeed.stage, parallel.dp_shard here"),
+    ],
+)
+def test_a_key_of_a_peer_in_a_run_file_is_answered_with_ours(word: str, says: str) -> None:
+    with pytest.raises(UserError) as told:
+        load_run(None, [word])
+    assert f"to do: {says}" in str(told.value)

@@ -99,16 +99,22 @@ def _show_deepspeed(resolution: Resolution) -> None:
 
 @app.command("explain")
 def explain(
-    key: Annotated[str, typer.Argument(help="A key such as train.steps, or a section.")], as_json: JsonOption = False
+    key: Annotated[
+        str,
+        typer.Argument(
+            metavar="WORD", help="A key such as train.steps, a section, a word, or what another trainer calls it."
+        ),
+    ],
+    as_json: JsonOption = False,
 ) -> None:
-    """Say what a key means, what it takes and what it defaults to."""
-    from shardway.runfile.explain import explain_key
+    """Say what a key means, what it takes and what it defaults to; finds keys by any word, and by others' names."""
+    from shardway.runfile.explain import search_keys
 
-    docs = explain_key(key)
+    found = search_keys(key)
     if as_json:
-        typer.echo(json.dumps([doc.as_json() for doc in docs], indent=1))
+        typer.echo(json.dumps([doc.as_json() for doc in found.docs], indent=1))
         return
-    typer.echo("\n\n".join(doc.render() for doc in docs))
+    typer.echo(found.render())
 
 
 @app.command("schema")

@@ -52,10 +52,31 @@ class _Place:
 def answer_of(model: list[str], where: Where, said: Said, counting: Counting) -> Answer | UnitAnswer:
     """The plan. Raises UserError with what cannot be."""
     where = _with_site_of_run(model, where)
-    place = _find_place(where)
+    place = _check_both(model, where)
     asked = _ask(model, place.machine, said, counting)
     terms = _terms(place.site, where, asked.question.nodes)
     return answer(asked, terms) if isinstance(asked, Asked) else answer_units(asked.question, terms, asked.assumed)
+
+
+def _check_both(model: list[str], where: Where) -> _Place:
+    """The machine. Raises UserError with what is wrong with it and with the model's name, all at once."""
+    try:
+        return _find_place(where)
+    except UserError as error:
+        check_no_problems("the plan", [*found, *error.problems] if (found := _name_problems(model[0])) else [])
+        raise
+
+
+def _name_problems(name: str) -> list[Problem]:
+    """What is wrong with a model that is named by a word alone."""
+    path = Path(name).expanduser()
+    if name.endswith(".toml") or "/" in name or path.exists():
+        return []
+    try:
+        _find_shape(name, path)
+    except UserError as error:
+        return [*error.problems]
+    return []
 
 
 def _with_site_of_run(model: list[str], where: Where) -> Where:
@@ -114,7 +135,8 @@ def parse_price(text: str | None) -> Price | None:
 
 
 def _refusal(where: str, what: str, allowed: str, remedy: str = "") -> UserError:
-    return UserError(render_problems("the plan", [Problem(where, what, allowed=allowed, remedy=remedy)]))
+    problem = Problem(where, what, allowed=allowed, remedy=remedy)
+    return UserError(render_problems("the plan", [problem]), [problem])
 
 
 # --- the machine and its queue

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardway.cli.options import JsonOption
-from shardway.errors import ShardwayError, UserError, legible
+from shardway.errors import ShardwayError, legible
 from shardway.units import render_clock, render_count
 
 if TYPE_CHECKING:
@@ -52,11 +52,8 @@ def status(run: RunWord = None, as_json: JsonOption = False) -> None:
 
     chosen = _choose(run)
     if not chosen and not as_json:
-        root = run or "runs"
-        raise UserError(
-            f"there is no run in {root}.\n"
-            "  To do: name a run directory, or start a run: `shardway train`, `shardway submit`."
-        )
+        typer.echo(f"no run in {run or 'runs'} yet; start one with `shardway train` or `shardway submit`")
+        return
     shown = [entry for group in _by_host(chosen) for entry in _look(group, alone=len(chosen) == 1)]
     if as_json:
         facts = [_as_json(entry) for entry in shown]
@@ -127,7 +124,7 @@ def _summarise(ledger: Ledger, attempts: Sequence[Standing]) -> RunSummary | Non
         return replace(summary, state=active.word, reason="")
     if last is not None and summary.reason == GONE:
         return replace(summary, reason=last.reason)
-    if last is not None and last.failed and last.began > (summary.updated or 0.0):
+    if summary.state != "finished" and last is not None and last.failed and last.began > (summary.updated or 0.0):
         return replace(summary, state="failed", reason=last.reason)  # of its ranks none wrote an event
     return summary
 

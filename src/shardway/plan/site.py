@@ -20,6 +20,30 @@ from shardway.sites.schema import CPU, SiteProfile
 RACK_DOMAINS = {"gb200": 72, "gb300": 72}
 """Accelerators that a fast link joins beyond a node (NVL72; NVIDIA GB200 NVL72 data sheet)."""
 
+COMMON = {
+    "v100": "v100-sxm2-32gb",
+    "a100": "a100-sxm4-80gb",
+    "a100-40gb": "a100-sxm4-40gb",
+    "a100-80gb": "a100-sxm4-80gb",
+    "a100-sxm": "a100-sxm4-80gb",
+    "a100-sxm4": "a100-sxm4-80gb",
+    "a100-pcie": "a100-pcie-80gb",
+    "h100": "h100-sxm5-80gb",
+    "h100-80gb": "h100-sxm5-80gb",
+    "h100-sxm": "h100-sxm5-80gb",
+    "h100-sxm5": "h100-sxm5-80gb",
+    "h100-pcie": "h100-pcie-80gb",
+    "h100-nvl": "h100-nvl-94gb",
+    "h800": "h800-sxm5-80gb",
+    "h200": "h200-sxm-141gb",
+    "gh200": "gh200-96gb",
+    "b200": "b200-sxm-180gb",
+    "b300": "b300-sxm-288gb",
+    "mi250": "mi250x-gcd",
+    "mi250x": "mi250x-gcd",
+}
+"""A short name -> the variant that most machines have."""
+
 USUAL_NODE = 8
 """Accelerators of a node where only the part is named."""
 
@@ -62,20 +86,27 @@ def _lacks(site: SiteProfile, where: str, what: str) -> Problem:
     return Problem(where, f'the site "{site.name}" {what}', allowed="a key of the catalogue", remedy=remedy)
 
 
-def machine_of_part(key: str) -> Machine:
-    """Nodes of eight of an accelerator, with the network that such nodes usually have. Raises UserError."""
+def machine_of_part(name: str) -> Machine:
+    """Nodes of eight of an accelerator, with the network that such nodes usually have; of a short name the most common
+    variant. Raises UserError."""
     parts = load_accelerators()
+    short = name.strip().lower().replace("_", "-").replace(" ", "-")
+    key = short if short in parts else COMMON.get(short, name)
     if key not in parts:
         near = [each for each in parts if key and each.startswith(key)]
         near = near or difflib.get_close_matches(key, parts, n=3, cutoff=0.3)
         what = f'"{key}" is not in the catalogue of accelerators'
         allowed = ", ".join(parts)
         remedy = f"did you mean {' or '.join(near)}?" if near else ""
-        raise UserError(render_problems("the plan", [Problem("--gpu", what, allowed=allowed, remedy=remedy)]))
+        problem = Problem("--gpu", what, allowed=allowed, remedy=remedy)
+        raise UserError(render_problems("the plan", [problem]), [problem])
     part = parts[key]
     network = f"{USUAL_NETWORK * 8 / 1e9:g} Gb/s for each accelerator"
     told = f"nodes of {USUAL_NODE} with {network} and {USUAL_HOST_BYTES / 1e12:g} TB of memory"
-    machine = _machine(key, part, USUAL_NODE, part.link, USUAL_NETWORK, (told,))
+    others = [each for each in parts if each != key and each.startswith(short)]
+    variant = f"{part.name} for --gpu {name}" + (f" (also: {', '.join(others)})" if others else "")
+    assumed = (told,) if short == key else (variant, told)
+    machine = _machine(key, part, USUAL_NODE, part.link, USUAL_NETWORK, assumed)
     return replace(machine, host_bytes=USUAL_HOST_BYTES)
 
 

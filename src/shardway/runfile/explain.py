@@ -10,9 +10,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardway.errors import UserError
+from shardway.runfile.peers import PEERS, PeerName, find_peers, plain_name
 from shardway.runfile.problems import render_bound
 from shardway.runfile.schema import RunFile, all_keys, sections
 from shardway.runfile.write import render_value
+
+_MOST = 12
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,39 @@ class KeyDoc:
     def as_json(self) -> dict[str, str]:
         """Plain data."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a word led to: the docs of keys, and in a line each what other trainers call by it."""
+
+    docs: list[KeyDoc]
+    peers: tuple[PeerName, ...] = ()
+
+    def render(self) -> str:
+        """What a terminal shows."""
+        return "\n\n".join([*(row.render() for row in self.peers), *(doc.render() for doc in self.docs)])
+
+
+def search_keys(word: str) -> Found:
+    """The key or section of that name; else what other trainers call so; else keys whose name or doc has the word.
+
+    Raises UserError where there is none.
+    """
+    name = plain_name(word)
+    if name in all_keys() or name in sections():
+        return Found(explain_key(name), tuple(find_peers(name)) if name not in all_keys() else ())
+    if rows := find_peers(word):
+        keys = dict.fromkeys(key for row in rows for key in row.keys)
+        return Found([doc for key in keys for doc in explain_key(key)], tuple(rows))
+    docs = [doc for section in sections() for doc in _explain_section(section)]
+    by_name = [doc for doc in docs if name in doc.key]
+    text = " ".join(word.lower().split())
+    by_doc = [doc for doc in docs if doc not in by_name and len(text) > 1 and text in doc.doc.lower()]
+    near = [row for row in PEERS if len(name) > 3 and name in row.name][:_MOST]
+    if by_name or by_doc or near:
+        return Found([*by_name, *by_doc], tuple(near))
+    return Found(explain_key(word))
 
 
 def explain_key(name: str) -> list[KeyDoc]:

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic_core import ErrorDetails
 
 from shardway.errors import Problem
+from shardway.runfile.peers import find_peers
 from shardway.runfile.schema import all_keys, sections
 
 _WORDS = {
@@ -64,12 +65,15 @@ def unknown_key(dotted: str, origin: str) -> Problem:
         near = [] if elsewhere else near
     guess = f"{section}.{near[0]}" if near and name else near[0] if near else next(iter(elsewhere), "")
     kind = "key" if name else "section"
+    remedy = f"did you mean {guess}?" if guess else ""
+    if rows := find_peers(dotted) or find_peers(name or section):
+        remedy = "; ".join(row.render() for row in rows[:2])
     return Problem(
         where=dotted,
         what=f"there is no {kind} of this name",
         origin=origin,
         allowed=f"in [{section}]: {', '.join(known)}" if name and section in sections() else ", ".join(known),
-        remedy=f"did you mean {guess}?" if guess else "",
+        remedy=remedy,
     )
 
 

@@ -68,4 +68,4 @@ def _unknown(name: str) -> UserError:
         allowed=f"one of {len(names)}; {known}",
         remedy="correct the name, or name a Hugging Face folder, a hub name (org/name), or a run file",
     )
-    return UserError(render_problems("the model", [problem]))
+    return UserError(render_problems("the model", [problem]), [problem])
