@@ -14,7 +14,7 @@ from importlinter.cli import lint_imports
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "shardway"
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 
 

@@ -9,13 +9,15 @@ registered for it. This module must not import torch.
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from types import TracebackType
 
-from shardway.errors import ShardwayError
+from shardway.errors import Bug, ShardwayError, legible
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -39,6 +41,54 @@ def left_at_once(world: int) -> Iterator[None]:
         if world > 1:
             sys.excepthook = _leave_after(sys.excepthook)
         raise
+
+
+@dataclass
+class ScriptHook:
+    """Stands as `sys.excepthook` before the one that was there: an error of Shardway that nobody catches ends a script
+    with its message and its exit code, as on the command line; any other goes to the hook before.
+
+    `closes` are called first with the error: they end what is still open.
+    """
+
+    previous: Hook
+    closes: list[Hook] = field(default_factory=list)
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        closes = [*reversed(self.closes)]
+        for close in closes:
+            with contextlib.suppress(BaseException):  # the error itself is told below
+                close(kind, error, trace)
+        if closes and sys.excepthook is not self:  # among several ranks, the process is to end at once
+            sys.excepthook(kind, error, trace)
+            return
+        if not isinstance(error, ShardwayError) or isinstance(error, Bug):
+            self.previous(kind, error, trace)
+        if isinstance(error, ShardwayError):
+            with contextlib.suppress(OSError):
+                os.write(TOLD, f"shardway: {legible(str(error))}\n".encode())
+            raise SystemExit(error.exit_code)
+
+
+def script_hook() -> ScriptHook:
+    """The hook that stands, put there by the first call."""
+    if not isinstance(sys.excepthook, ScriptHook):
+        sys.excepthook = ScriptHook(sys.excepthook)
+    return sys.excepthook
+
+
+def restore_hook() -> None:
+    """Put the hook back that was there before, once nothing is open."""
+    if isinstance(sys.excepthook, ScriptHook) and not sys.excepthook.closes:
+        sys.excepthook = sys.excepthook.previous
+
+
+def tell_errors() -> None:
+    """From now on an error of Shardway that nobody catches is its message, in a script and in a notebook."""
+    script_hook()
+    shell = getattr(builtins, "get_ipython", lambda: None)()
+    if shell is not None:  # which shows errors itself: what the function returns, in place of a traceback
+        shell.set_custom_exc((ShardwayError,), lambda shell, kind, error, trace, tb_offset=None: [f"shardway: {error}"])
 
 
 class LastExit:
@@ -90,7 +140,8 @@ def _show_interrupt(kind: type[BaseException], error: BaseException, trace: Trac
 
 def _leave_after(show: Hook) -> Hook:
     def leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        show(kind, error, trace)
+        with contextlib.suppress(SystemExit):  # of a hook that says with which code to leave
+            show(kind, error, trace)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(_exit_code(error))

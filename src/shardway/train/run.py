@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from shardway.errors import UserError
 from shardway.parallel.apply import ApplyOptions, ParallelModel, apply_parallelism
 from shardway.parallel.compile import CompileOptions
 from shardway.plan.economy import GPU_MTBF_SECONDS
+from shardway.ranks.leave import tell_errors
 from shardway.resolve import DataFacts, Resolved, scale_of
 from shardway.resolve.request import Request, parse_words
 from shardway.rundir.directory import RunDir
@@ -49,6 +51,7 @@ from shardway.train.passes import Portions
 from shardway.train.saves.cadence import LeastCost
 from shardway.train.saves.tiers import LocalPlan
 from shardway.train.schedule import Course
+from shardway.train.script import OpenedRun
 from shardway.train.session import Session, open_session
 from shardway.train.validate import Validation
 from shardway.units import Scale, Span
@@ -68,6 +71,7 @@ class Run:
         self._loop: Loop | None = None
         self._engine: Engine | None = None
         self._probes_loss = False
+        self._opened: OpenedRun[Run] | None = None
 
     @property
     def resolved(self) -> Resolved:
@@ -95,7 +99,22 @@ class Run:
         return self._session
 
     def close(self) -> None:
-        """Called at the end of `start`: a loop that the script left early is saved and said to be stopped."""
+        """The end of the run in this script, where it was not opened by `with`; a second call does nothing."""
+        if self._opened is not None:
+            self._opened.close()
+        else:
+            self.leave()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._opened.close(kind, error, trace) if self._opened is not None else None
+
+    def leave(self) -> None:
+        """A loop that the script left early is saved and said to be stopped."""
         if self._loop is not None:
             self._loop.leave()
 
@@ -276,18 +295,20 @@ class Run:
         return every if isinstance(every, float) else None
 
 
-def start(
-    *words: str | Path | None, directory: str | Path | None = None, fresh: bool = False
-) -> contextlib.AbstractContextManager[Run]:
+def start(*words: str | Path | None, directory: str | Path | None = None, fresh: bool = False) -> Run:
     """Join whatever started this process (nothing, torchrun, srun, mpirun, PBS) and open the run directory.
 
     `words` are those of `shardway train`: a run file, and `key.path=value` to set over it; None is passed over.
     `directory` is the run directory where they set no run.root or run.name; `fresh` sets what an earlier run left
-    there aside. Raises ShardwayError on every rank alike.
+    there aside. The run ends with the block of a `with`, by `run.close()`, or with the script. Raises ShardwayError on
+    every rank alike; one that nobody catches ends the script with its message and its exit code.
     """
+    tell_errors()
     request = parse_words([str(word) for word in words if word is not None])
     place = Path(directory) if directory is not None else None
-    return open_run(replace(request, directory=place, fresh=fresh, own_model=True))
+    opened = OpenedRun(open_run(replace(request, directory=place, fresh=fresh, own_model=True)))
+    opened.run._opened = opened
+    return opened.run
 
 
 @contextlib.contextmanager
@@ -297,7 +318,7 @@ def open_run(request: Request) -> Iterator[Run]:
         run = Run(session)
         with memory_told(run.find_holder):
             yield run
-            run.close()
+            run.leave()
 
 
 def _loss_scale_of(section: PrecisionSection) -> LossScale:

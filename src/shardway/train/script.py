@@ -1,0 +1,48 @@
+"""A run that a script has opened: closed at the end of a `with`, by `run.close()`, or when the script ends.
+
+Invariant: a run is closed once, with the error that ended its script where there was one. This module must not know
+what a run is, nor end a process (that is `ranks.leave`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Generic, TypeVar
+
+from shardway.ranks.leave import restore_hook, script_hook
+
+T = TypeVar("T")
+
+
+class OpenedRun(Generic[T]):
+    """What a context manager gives, entered at once; `close` leaves it."""
+
+    def __init__(self, context: AbstractContextManager[T]) -> None:
+        self._context = context
+        self._is_open = False
+        self.run = context.__enter__()
+        self._is_open = True
+        script_hook().closes.append(self.close)
+        # Before threads are joined and pools are closed: a last save needs them.
+        getattr(threading, "_register_atexit", atexit.register)(self.close)
+
+    def close(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> bool:
+        """Leave the run, with the error that ends it where there is one; a second call does nothing."""
+        if not self._is_open:
+            return False
+        self._is_open = False
+        closes = script_hook().closes
+        if self.close in closes:
+            closes.remove(self.close)
+        handled = bool(self._context.__exit__(kind, error, trace))
+        if error is None:
+            restore_hook()
+        return handled
