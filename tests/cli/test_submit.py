@@ -15,15 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Shardway
+from command_line import TINY, Shardway, write_text
 from test_login_node import CODE, LIBRARIES, is_quick, run_python
 
 from golden_files import Golden, golden_names
+from shardway.launch.hosts import LocalHost
 from shardway.launch.job_script import RUNTIMES
-from shardway.launch.runs.registry import registry_path
+from shardway.launch.runs.registry import Known, registry_path
 from shardway.launch.submission import submit
 from shardway.launch.submission.checks import numbers, words
+from shardway.launch.submission.resume import read_last_order
 from shardway.rundir.directory import RunDir
+from shardway.runfile.load import load_run
 from shardway.sites.load import list_sites, load_site
 
 Setup = Callable[[Path], object]
@@ -406,3 +409,46 @@ def test_a_damaged_run_file_of_an_order_is_named(shardway: Shardway, ordered: Ru
     ended = shardway("resume", "run", "--dry-run")
     assert ended.code == 2
     assert ended.err.startswith("shardway: run/attempts/0001/run.toml is not valid TOML: ")
+
+
+# --- resume of what was trained by hand
+
+
+def test_a_run_that_was_trained_by_hand_is_resumed_as_it_was_started(shardway: Shardway, tmp_path: Path) -> None:
+    write_text(tmp_path)
+    (tmp_path / "my.toml").write_text("[optim]\nlr = 1e-3\n[run]\nname = 'it'\n")
+    assert shardway("train", "my.toml", *TINY).code == 0
+    with read_last_order(LocalHost(), Known("runs/it")) as order:
+        request = order.request
+        assert (request.directory, request.run_file) == (Path("runs/it"), Path("runs/it/run.toml"))
+        assert set(request.overrides) == {_as_toml(word) for word in TINY}
+        assert load_run(request.run_file, request.overrides).values.optim.lr == 1e-3
+    ended = shardway("resume", "runs/it", "train.steps=9", "--dry-run")
+    assert (ended.code, ended.err) == (0, "")
+    assert "runs/it" in ended.out
+
+
+def _as_toml(word: str) -> str:
+    name, _, value = word.partition("=")
+    text = {"data.path": f'"{value}"', "train.steps": f'"{value} steps"', "train.validate_every": f'"{value}"'}
+    return f"{name}={text.get(name, value)}"
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_script_that_was_started_by_hand_is_resumed_where_it_is(
+    is_here: bool, shardway: Shardway, tmp_path: Path
+) -> None:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    run.write_request("", 'format = 1\n\n[train]\nsteps = "9 steps"         # command line\n')
+    with run.event_writer(0) as events:
+        events.write("started", step=0, command=["train.py", "--lr", "3e-4", "train.steps=9"])
+    if not is_here:
+        ended = shardway("resume", "run", "--dry-run")
+        assert (ended.code, ended.out) == (2, "")
+        assert ended.err.startswith("shardway: run was trained by hand by a script (train.py), which is not here.\n")
+        return
+    (tmp_path / "train.py").write_text("import shardway\n")
+    with read_last_order(LocalHost(), Known("run")) as order:
+        assert order.command == ("python", "train.py", "--lr", "3e-4", "train.steps=9")
+        assert (order.request.directory, order.request.overrides) == (Path("run"), ())

@@ -233,7 +233,7 @@ def test_an_account_by_hand() -> None:
     )
     assert account.wall_s == 127.5
     assert account.productive_share == pytest.approx(15 / 127.5)
-    assert render_account(account) == "12 % of 2:08, then between attempts (78 %)"
+    assert render_account(account) == "12 % of 2:03, then between attempts (81 %); start-up 0:04"
     assert account.as_json() == {
         "wall_s": 127.5,
         "productive_share": account.productive_share,
@@ -312,3 +312,22 @@ def test_every_row_has_words() -> None:
         ["0 %", "0.5 %", "30 %", "99.5 %", "100 %"]
     )
     assert render_share(1.0, 0.0) == "n/a"
+
+
+@pytest.mark.parametrize(
+    ("account", "says"),
+    [
+        (Account(productive_s=100.0), "100 % of 1:40"),
+        (Account(productive_s=5.0, start_s=95.0), "100 % of 0:05; start-up 1:35"),
+        (Account(productive_s=90.0, start_s=0.5, save_s=10.0), "90 % of 1:40, then saving (10 %)"),
+        (
+            Account(productive_s=60.0, start_s=30.0, data_s=40.0),
+            "60 % of 1:40, then waiting for data (40 %: raise data.workers or data.prefetch); start-up 0:30",
+        ),
+        (Account(productive_s=97.0, data_s=3.0), "97 % of 1:40, then waiting for data (3.0 %)"),
+        (Account(start_s=9.0), "nothing yet; start-up 0:09"),
+        (Account(), "n/a of 0:00"),
+    ],
+)
+def test_start_up_is_no_part_of_the_headline(account: Account, says: str) -> None:
+    assert render_account(account) == says

@@ -188,9 +188,14 @@ class RunDir:
         """The resolved run; runs again as it stands."""
         return self.path / "resolved.toml"
 
+    @property
+    def request_path(self) -> Path:
+        """The user's file as it was read; empty where there was none."""
+        return self.path / "run.toml"
+
     def write_request(self, run_toml: str, resolved_toml: str) -> None:
         """Keep the user's file as it was read, and what was made of it."""
-        write_whole(self.path / "run.toml", run_toml)
+        write_whole(self.request_path, run_toml)
         write_whole(self.resolved_path, resolved_toml)
 
     def write_ds_config(self, text: str) -> None:

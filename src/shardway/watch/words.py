@@ -32,6 +32,12 @@ ACCOUNT_WORDS = {
 }
 """Row of an account -> what it is called."""
 
+REMEDIES = {"data_s": ": raise data.workers or data.prefetch"}
+"""Row of an account -> what makes it smaller, where that is known."""
+
+_SHOWN, _WORTH_A_REMEDY = 0.01, 0.05
+"""From which share of the time on a row is named, and its remedy."""
+
 
 def one_line(text: str) -> str:
     """Text without line breaks and control characters."""
@@ -111,12 +117,19 @@ def render_validation(validation: Validation) -> str:
 
 
 def render_account(account: Account) -> str:
-    """ "93 % of 1:02:41, then start-up (4 %)": the productive share, the whole, and where most of the rest went."""
-    words = f"{render_share(account.productive_s, account.wall_s)} of {render_time(account.wall_s)}"
-    name, seconds = max(list(account.rows.items())[1:], key=lambda row: row[1])
-    if seconds < 0.01 * account.wall_s:
-        return words
-    return f"{words}, then {ACCOUNT_WORDS[name]} ({render_share(seconds, account.wall_s)})"
+    """ "93 % of 1:02:41, then saving (4 %); start-up 0:38": the productive share of the time after start-up, and where
+    most of the rest went, with a remedy where one knows it; start-up by itself."""
+    running_s = account.wall_s - account.start_s
+    started = f"start-up {render_time(account.start_s)}" if account.start_s >= _SHOWN * account.wall_s else ""
+    if running_s <= 0:
+        return f"nothing yet; {started}" if started else f"{UNKNOWN} of {render_time(account.wall_s)}"
+    words = f"{render_share(account.productive_s, running_s)} of {render_time(running_s)}"
+    rest = {name: seconds for name, seconds in account.rows.items() if name not in ("productive_s", "start_s")}
+    name, seconds = max(rest.items(), key=lambda row: row[1])
+    if seconds >= _SHOWN * running_s:
+        remedy = REMEDIES.get(name, "") if seconds >= _WORTH_A_REMEDY * running_s else ""
+        words += f", then {ACCOUNT_WORDS[name]} ({render_share(seconds, running_s)}{remedy})"
+    return f"{words}; {started}" if started else words
 
 
 def render_share(part: float, whole: float) -> str:
