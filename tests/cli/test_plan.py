@@ -324,3 +324,28 @@ def test_what_fails_in_the_persons_own_file_is_told(shardway: Shardway, body: st
     done = shardway("plan", "my.toml", *A100, "--module", "own.py:make")
     assert done.code == 2
     assert '--module "own.py:make" failed' in done.err
+
+
+@pytest.mark.parametrize(
+    ("run_file", "says"),
+    [
+        ('[data]\npath = "later.txt"\n', "samples of data.seq_len tokens, since later.txt is not there yet"),
+        (
+            '[model]\nkind = "convnet"\n[data]\nkind = "idx"\npath = "later"\n',
+            "images of [1, 28, 28] (others: data.kind=synthetic data.shape=[...]), since later is not there yet",
+        ),
+    ],
+)
+@pytest.mark.parametrize("trace", [True, False])
+def test_a_plan_needs_no_data(run_file: str, says: str, trace: bool, shardway: Shardway, tmp_path: Path) -> None:
+    (tmp_path / "my.toml").write_text(run_file)
+    done = shardway("plan", "my.toml", *A100, "--gpus", "1", *(["--trace"] if trace else []))
+    assert (done.code, done.err) == (0, "")
+    if trace or "convnet" in run_file:
+        assert says in " ".join(done.out.split())
+
+
+def test_a_vocabulary_that_nothing_says_is_asked_for(shardway: Shardway, tmp_path: Path) -> None:
+    (tmp_path / "my.toml").write_text('[data]\nkind = "tokens"\npath = "later.bin"\n')
+    done = shardway("plan", "my.toml", *A100, "--gpus", "1", "--trace")
+    assert (done.code, "to do: set model.vocab" in done.err) == (2, True)

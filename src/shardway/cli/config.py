@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardway.cli.completing import complete_key
 from shardway.cli.options import DirOption, JsonOption, NprocOption, Words, read_request
 from shardway.errors import UserError
 
@@ -102,7 +103,9 @@ def explain(
     key: Annotated[
         str,
         typer.Argument(
-            metavar="WORD", help="A key such as train.steps, a section, a word, or what another trainer calls it."
+            metavar="WORD",
+            help="A key such as train.steps, a section, a word, or what another trainer calls it.",
+            autocompletion=complete_key,
         ),
     ],
     as_json: JsonOption = False,

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from shardway.cli.completing import complete_example
 from shardway.errors import UserError
 
 MINIMAL = """\
@@ -49,7 +50,13 @@ def init(
     minimal: Annotated[bool, typer.Option("--minimal", help="Only the keys that one has to decide.")] = False,
     example: Annotated[
         str | None,
-        typer.Option("--from", metavar="EXAMPLE", help="An example: default, mnist, wikitext2.", show_default=False),
+        typer.Option(
+            "--from",
+            metavar="EXAMPLE",
+            help="An example: default, mnist, wikitext2.",
+            show_default=False,
+            autocompletion=complete_example,
+        ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the file instead of writing it.")] = False,
 ) -> None:

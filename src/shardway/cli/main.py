@@ -39,7 +39,6 @@ app = typer.Typer(
     help="Carries a PyTorch training job from a laptop to a supercomputer without rewriting it.",
     epilog="A first run: `shardway train`. A run file of your own: `shardway init my.toml`.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},

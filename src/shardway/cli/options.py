@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardway.cli.completing import complete_run, complete_words
 from shardway.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,14 +21,22 @@ if TYPE_CHECKING:
 Words = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[RUN_FILE] [KEY=VALUE]...", help="A run file, and keys to set over it.", show_default=False
+        metavar="[RUN_FILE] [KEY=VALUE]...",
+        help="A run file, and keys to set over it.",
+        show_default=False,
+        autocompletion=complete_words,
     ),
 ]
 DirOption = Annotated[Path | None, typer.Option("--dir", help="The run directory (default: run.root/run.name).")]
 NprocOption = Annotated[int | None, typer.Option("--nproc", min=1, help="Ranks to start and watch on this machine.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print facts as JSON on stdout, and nothing else there.")]
 RunArgument = Annotated[
-    Path | None, typer.Argument(metavar="[RUN_DIR]", help="A run directory, or a folder of them (default: runs).")
+    Path | None,
+    typer.Argument(
+        metavar="[RUN_DIR]",
+        help="A run directory, or a folder of them (default: runs).",
+        autocompletion=complete_run,
+    ),
 ]
 
 

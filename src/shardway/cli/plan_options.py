@@ -6,15 +6,18 @@ told. This module must not read a value.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from shardway.cli.completing import complete_gpu, complete_site
 
-def _option(name: str, help_text: str) -> Any:
-    return typer.Option(name, help=help_text, show_default=False)
+
+def _option(name: str, help_text: str, complete: Callable[[str], list[str]] | None = None) -> Any:
+    return typer.Option(name, help=help_text, show_default=False, autocompletion=complete)
 
 
 Model = Annotated[
@@ -26,8 +29,8 @@ Model = Annotated[
     ),
 ]
 
-On = Annotated[str | None, _option("--on", "Site profile, by name or path.")]
-Gpu = Annotated[str | None, _option("--gpu", "Accelerator, where no site is named.")]
+On = Annotated[str | None, _option("--on", "Site profile, by name or path.", complete_site)]
+Gpu = Annotated[str | None, _option("--gpu", "Accelerator, where no site is named.", complete_gpu)]
 Nodes = Annotated[int | None, _option("--nodes", "Whole nodes (1 where nothing is said).")]
 Gpus = Annotated[int | None, _option("--gpus", "Accelerators, instead of --nodes.")]
 Queue = Annotated[str | None, _option("--queue", "Queue of the site, whose wall-time cuts the run into jobs.")]

@@ -159,9 +159,11 @@ def _digest(values: RunFile) -> str:
 
 def _of_images(values: RunFile) -> _Found:
     """The data say how large their images are."""
-    from shardway.data.open import open_described
+    from shardway.data.open import are_there, find_sample, open_described
     from shardway.plan.shapes.section import shape_of_section
 
+    if not are_there(values):
+        return _Found(shape_of_section(values.model, find_sample(values)[0]), _without_data(values))
     data = open_described(values)
     return _Found(shape_of_section(values.model, data.train.facts.sample_shape), samples=data.facts.samples)
 
@@ -175,10 +177,22 @@ def _trace(values: RunFile, path: Path, module: str) -> _Found:
             f"--trace builds the model, and {error.name} is not installed here.\n"
             "  To do: run it once where PyTorch is, and take the file of the shape along."
         ) from error
+    from shardway.data.open import are_there
+
     counted, stored = count_model(values, module), shape_path(path)
     counted = replace(counted, source=f"{counted.source}; of {_digest(values)}")
     try:
         stored.write_text(counted.to_json(), encoding="utf-8")
     except OSError as error:
         raise SiteError(f"{stored} cannot be written: {error.strerror}.") from error
-    return _Found(counted, f"the model as it was counted now, kept in {stored}")
+    told = f"the model as it was counted now, kept in {stored}"
+    return _Found(counted, told if are_there(values) else f"{told}; {_without_data(values)}")
+
+
+def _without_data(values: RunFile) -> str:
+    """What stands for data that are not there yet."""
+    images = values.model.kind in IMAGE_MODELS and not values.model.hf
+    says = "samples of data.seq_len tokens"
+    if images:
+        says = f"images of {list(values.data.shape)} (others: data.kind=synthetic data.shape=[...])"
+    return f"{says}, since {values.data.path} is not there yet"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardway.cli.completing import complete_run
 from shardway.cli.options import JsonOption
 from shardway.errors import ShardwayError, legible
 from shardway.units import render_clock, render_count
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 RunWord = Annotated[
     str | None,
     typer.Argument(
-        metavar="[RUN]", help="A run directory, a folder of them, HOST:DIRECTORY, or a run's name (default: all)."
+        metavar="[RUN]",
+        help="A run directory, a folder of them, HOST:DIRECTORY, or a run's name (default: all).",
+        autocompletion=complete_run,
     ),
 ]
 

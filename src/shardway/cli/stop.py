@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardway.cli.completing import complete_run
 from shardway.cli.options import JsonOption
 from shardway.errors import UserError
 
@@ -19,7 +20,12 @@ if TYPE_CHECKING:
     from shardway.launch.runs.ledger import Entry, Ledger
     from shardway.launch.runs.stop import Stopper, Stopping
 
-RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, HOST:DIRECTORY, or a run's name.")]
+RunName = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN", help="A run directory, HOST:DIRECTORY, or a run's name.", autocompletion=complete_run
+    ),
+]
 
 WARNING = """\
 {run}: killing its jobs may lose what was trained since the last checkpoint{saved}: ranks

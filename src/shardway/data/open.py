@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from shardway.data.sources.arrays import open_arrays
 from shardway.data.sources.base import Asked, Place, Slice, Source, Wants, data_error
 from shardway.data.sources.idx import TEST, has_part, open_idx, open_idx_validation
 from shardway.data.sources.synthetic import open_synthetic
-from shardway.data.sources.text import open_text
+from shardway.data.sources.text import STDLIB, open_text
+from shardway.data.sources.tokenizer import open_tokenizer
 from shardway.data.sources.tokens import open_tokens
 from shardway.resolve import DataFacts
 from shardway.resolve.applies import TOKEN_MODELS
@@ -52,6 +54,32 @@ class Data:
 def wants_of(model_kind: str) -> Wants:
     """Whether a model takes tokens or images."""
     return "tokens" if model_kind in TOKEN_MODELS else "images"
+
+
+def are_there(values: RunFile) -> bool:
+    """Whether there is anything where the data of a run file are to be."""
+    section = values.data
+    return section.kind == "synthetic" or section.path == STDLIB or Path(section.path).expanduser().exists()
+
+
+def find_sample(values: RunFile) -> tuple[tuple[int, ...], int | None]:
+    """The shape of a sample and the vocabulary, None where the model takes none: of the data, or where they are not
+    there yet, as data.shape, data.seq_len and data.tokenizer say. Raises UserError where nothing says it."""
+    section, tokens = values.data, wants_of(values.model.kind) == "tokens" or bool(values.model.hf)
+    if are_there(values):
+        facts = open_described(values).train.facts
+        return facts.sample_shape, facts.vocab
+    if not tokens:
+        return tuple(section.shape), None
+    if isinstance(values.model.vocab, int):
+        return (section.seq_len,), values.model.vocab
+    if section.kind != "text":
+        raise data_error(
+            "data.path",
+            f'"{section.path}" is not there, so its vocabulary is not known',
+            remedy="set model.vocab to a number of tokens",
+        )
+    return (section.seq_len,), 256 if section.tokenizer == "bytes" else open_tokenizer(section.tokenizer).vocab
 
 
 def open_described(values: RunFile) -> Data:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardway.data.open import open_described, wants_of
+from shardway.data.open import find_sample, wants_of
 from shardway.errors import UserError
 from shardway.hfconfig import locate_model
 from shardway.models.build import build_model
@@ -37,13 +37,13 @@ def _sample(values: RunFile) -> torch.Tensor:
     """One sample as the data of the run have it, without values."""
     if wants_of(values.model.kind) == "tokens" or values.model.hf:
         return torch.zeros((1, values.data.seq_len), dtype=torch.int64, device="meta")
-    return torch.zeros((1, *open_described(values).train.facts.sample_shape), device="meta")
+    return torch.zeros((1, *find_sample(values)[0]), device="meta")
 
 
 def _build(values: RunFile, sample_shape: tuple[int, ...]) -> nn.Module:
     section = values.model
     if not section.hf:
-        vocab = section.vocab if isinstance(section.vocab, int) else open_described(values).train.facts.vocab
+        vocab = section.vocab if isinstance(section.vocab, int) else find_sample(values)[1]
         return build_model(section, vocab=vocab, sample_shape=sample_shape)
     from shardway.models.huggingface.build import build_meta, load_config  # needs the extra `hf`
 

@@ -120,7 +120,8 @@ def render_account(account: Account) -> str:
     """ "93 % of 1:02:41, then saving (4 %); start-up 0:38": the productive share of the time after start-up, and where
     most of the rest went, with a remedy where one knows it; start-up by itself."""
     running_s = account.wall_s - account.start_s
-    started = f"start-up {render_time(account.start_s)}" if account.start_s >= _SHOWN * account.wall_s else ""
+    is_shown = account.start_s > 0 and account.start_s >= _SHOWN * account.wall_s
+    started = f"start-up {render_time(account.start_s)}" if is_shown else ""
     if running_s <= 0:
         return f"nothing yet; {started}" if started else f"{UNKNOWN} of {render_time(account.wall_s)}"
     words = f"{render_share(account.productive_s, running_s)} of {render_time(running_s)}"
