@@ -285,3 +285,36 @@ def test_a_job_is_told_of_a_failure_before_its_first_step(stage: Stage) -> None:
     assert "no such layer" in result.reason
     after = look(stage.run.path)
     assert {name: each for name, each in after.items() if name != "attempts/0001/result.json"} == before
+
+
+VERBS = {
+    "submit with an unknown key": ("submit", "--dir", "run", "train.stepz=3"),
+    "submit to no site": ("submit", "--dir", "run", "--on", "nowhere"),
+    "submit of no program": ("submit", "--dir", "run", "--", "python"),
+    "submit of a run file that is not there": ("submit", "gone.toml", "--dir", "run"),
+    "submit of another model": ("submit", *WORDS, "model.dim=32", "--dir", "run"),
+    "resume with an unknown key": ("resume", "run", "train.stepz=3"),
+    "resume with a wrong value": ("resume", "run", "site.walltime=soon"),
+    "stop of a run at rest": ("stop", "run"),
+    "stop at once of a run at rest": ("stop", "run", "--now", "--yes"),
+    "verify a step that is not there": ("checkpoint", "verify", "run", "--step", "77"),
+    "inspect a step that is not there": ("checkpoint", "inspect", "run", "--step", "77"),
+    "export into a folder that holds something": ("checkpoint", "export", "run", "full"),
+    "rehearse with an unknown key": ("rehearse", "train.stepz=3"),
+    "logs of an attempt that is not there": ("logs", "run", "--attempt", "7"),
+    "train with two run files": ("train", "a.toml", "b.toml", "--dir", "run"),
+    "train by nodes that are not named": ("train", "--nodes", "", "--dir", "run"),
+}
+
+
+@pytest.mark.parametrize("stage", ["finished", "failed"], indirect=True)
+@pytest.mark.parametrize("name", VERBS)
+def test_no_verb_changes_a_run_that_it_refuses(name: str, stage: Stage) -> None:
+    (stage.folder / "full").mkdir()
+    (stage.folder / "full" / "mine.txt").touch()
+    names = sorted(path.name for path in stage.folder.iterdir())
+    before = look(stage.run.path)
+    ended = stage.shardway(*VERBS[name])
+    assert ended.code == (0 if "at rest" in name else 2), ended
+    assert look(stage.run.path) == before
+    assert sorted(path.name for path in stage.folder.iterdir() if path.name not in ("cache", "state")) == names

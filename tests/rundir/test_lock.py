@@ -18,6 +18,7 @@ from holding import holding
 
 from shardway.errors import UserError
 from shardway.rundir import lock
+from shardway.rundir.claims import Claim, newest_epoch, write_claim
 from shardway.rundir.lease import Means
 from shardway.rundir.lock import Place, WriterLock, find_holder, find_holder_host
 from shardway.rundir.watching import Terms
@@ -284,3 +285,38 @@ def test_a_holder_that_has_not_beaten_for_long_is_not_shown(tmp_path: Path) -> N
     assert find_holder(place(tmp_path)) is None
     assert find_holder_host(place(tmp_path)) == ""
     mine.release()
+
+
+# --- a right under which nothing was written
+
+
+def test_a_withdrawn_right_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
+    mine = writer(tmp_path)
+    mine.acquire()
+    mine.withdraw()
+    mine.withdraw()
+    assert list(tmp_path.iterdir()) == []
+    first = writer(tmp_path)
+    first.acquire()
+    first.release()
+    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+    second = writer(tmp_path)
+    second.acquire()
+    assert second.lease.epoch == 2
+    with pytest.raises(UserError, match="another run is training into"):
+        writer(tmp_path).acquire()
+    second.withdraw()
+    assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
+    first.acquire()
+    assert first.lease.epoch == 2
+    first.release()
+
+
+def test_a_right_that_was_lost_is_not_withdrawn(tmp_path: Path) -> None:
+    """The epoch of whoever took over stays."""
+    mine = writer(tmp_path)
+    mine.acquire()
+    assert write_claim(place(tmp_path).files, Claim(2, "theirs"))
+    mine.withdraw()
+    assert newest_epoch(place(tmp_path).files.names()) == 2
+    assert (tmp_path / "writer.lock").exists()

@@ -171,3 +171,43 @@ def test_a_session_without_a_launcher_leaves_the_process_as_it_was(tmp_path: Pat
         assert session.mesh.data_ranks == 1
         assert session.directory.find_writer() is not None
     assert RunDir(tmp_path).find_writer() is None
+
+
+@ranks(2)
+def test_a_refusal_of_two_ranks_changes_nothing(rank: int, tmp_path: Path) -> None:
+    on = pool_ranks()
+    train_tiny(tmp_path, on, *SHORT, *layout(1, 2))
+    on.barrier()
+    before = snapshot(tmp_path)
+    on.barrier()
+    for words in (("train.steps=5",), ("train.steps=9", "data.samples=200"), ("train.steps=9", "model.dim=32")):
+        with pytest.raises(UserError):
+            train_tiny(tmp_path, on, "optim.warmup=0 steps", *layout(1, 2), *words)
+        on.barrier()
+        assert snapshot(tmp_path) == before
+    on.barrier()
+    train_tiny(tmp_path, on, *SHORT, *layout(1, 2), "train.steps=7")
+    on.barrier()
+    assert read_column(tmp_path, "step") == [1, 2, 3, 4, 5, 6, 7]
+
+
+@ranks(2)
+def test_a_start_over_on_two_ranks_writes_by_its_new_right(rank: int, tmp_path: Path) -> None:
+    on, folder = pool_ranks(), tmp_path / "run"
+    train_tiny(folder, on, *SHORT)
+    on.barrier()
+    with open_tiny(folder, on, *SHORT, "data.record_ids=true", fresh=True) as run:
+        train_run(run)
+        assert run.directory.epoch == 1
+    on.barrier()
+    assert read_column(folder, "step") == [1, 2, 3, 4, 5, 6]
+    assert len([event for event in RunDir(folder).events(1) if event["event"] == "step"]) == 6
+    assert RunDir(folder).find_writer() is None
+
+
+def test_a_script_that_only_looks_keeps_what_it_put_there(tmp_path: Path, quiet_threads: None) -> None:
+    with open_tiny(tmp_path / "run", lone_rank(), *SHORT) as run:
+        (run.directory.path / "notes.txt").write_text("mine")
+    assert (tmp_path / "run/notes.txt").read_text() == "mine"
+    train_tiny(tmp_path / "run", lone_rank(), *SHORT)
+    assert RunDir(tmp_path / "run").checkpoint_steps() == [3, 6]
