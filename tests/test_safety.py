@@ -18,6 +18,7 @@ REMOVERS = {
     "checkpoint/fetch.py": "a file that it has just received damaged",
     "checkpoint/retention.py": "checkpoints by their names, unfinished ones too",
     "checkpoint/save.py": "the unfinished folder of this step",
+    "checkpoint/state_dicts.py": "the hidden, unfinished neighbour of the folder that it writes, and a file in it",
     "checkpoint/stock.py": "the folder of links and of received files that it made to read through",
     "cli/rehearse.py": "a temporary folder of its own",
     "data/sources/cache.py": "temporary files of its own",

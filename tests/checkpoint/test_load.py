@@ -231,7 +231,11 @@ def test_another_model_is_a_misfit_on_every_rank(
     start = f"the checkpoint {directory.checkpoint_path(2)} does not fit this model or optimizer: "
     assert first.startswith(start)
     assert len(first) > len(start) + 10
-    assert second == "  To do: use the run file that it was saved with, or start over with --fresh."
+    assert second == (
+        "  To do: use the run file that it was saved with (in a script: its model and optimizer). `shardway checkpoint "
+        "export RUN FOLDER --own-names` takes its weights out. Or start over with --fresh, which sets the run "
+        "directory aside."
+    )
 
 
 def test_a_misfit_leaves_the_model_as_it_was(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from command_line import TINY, Shardway, write_text
 
 from drawn_layouts import SMALL
 from pool import ranks
-from runs import lone_rank, pool_ranks, train_tiny
+from runs import lone_rank, open_tiny, pool_ranks, train_tiny
 from saved_tensors import read_whole
 from shardway.rundir.directory import RunDir
 from shardway.train.export import _resolve, export_on
@@ -112,6 +112,38 @@ def test_export_says_what_it_wrote(shardway: Shardway, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     after = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*") if path.is_file()}
     assert after == before
+
+
+def test_a_scripts_own_model_goes_out_under_its_own_names(shardway: Shardway, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+    words = ("run.device=cpu", "run.threads=1", "train.steps=2", "checkpoint.background=false")
+    with open_tiny(tmp_path / "r", lone_rank(), *words, base=()) as run:
+        model = run.shard(net)
+        run.optimizer(torch.optim.AdamW, model)
+        for batch in run.steps(run.loader(torch.utils.data.TensorDataset(torch.randn(64, 4)), batch_size=8)):
+            run.step(model, batch, lambda model, batch: (model(batch[0]) - 1).square().mean())
+    ended = shardway("checkpoint", "export", "r", "out")
+    assert (ended.code, ended.out) == (0, "step 2 written to out: model.safetensors, model.pt\n")
+    found, expected = torch.load(tmp_path / "out" / "model.pt"), net.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    ended = shardway("checkpoint", "export", "r", "again", "--dtype", "fp16", "--json")
+    assert json.loads(ended.out)["files"] == ["model.safetensors", "model.pt"]
+
+
+@pytest.mark.slow
+def test_a_model_that_the_library_lacks_goes_out_under_its_own_names(shardway: Shardway, tmp_path: Path) -> None:
+    write_text(tmp_path)
+    assert shardway("train", *TINY, "model.norm=layernorm", "--dir", "a").code == 0
+    ended = shardway("checkpoint", "export", "a", "out")
+    assert ended.code == 2
+    assert ended.err.endswith(
+        "  `--own-names` writes its weights as model.safetensors and model.pt under its own names.\n"
+    )
+    ended = shardway("checkpoint", "export", "a", "out", "--own-names")
+    assert (ended.code, ended.out) == (0, "step 2 written to out: model.safetensors, model.pt\n")
+    assert "embedding.weight" in torch.load(tmp_path / "out" / "model.pt")
 
 
 def test_export_never_overwrites(shardway: Shardway, tmp_path: Path) -> None:

@@ -270,3 +270,22 @@ def test_a_model_on_meta_without_a_filler_is_refused() -> None:
         "Linear was built on the meta device and has no init_weights(seed) that fills it.\n"
         "  To do: build it on a real device, or give it that method."
     )
+
+
+class Unsummed(nn.Module):
+    """A plan that names no region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def plan(self) -> ModelPlan:
+        return ModelPlan(tensor={"up": "column", "down": "row"})
+
+
+@ranks(2)
+def test_a_split_module_outside_of_every_region_is_refused(rank: int) -> None:
+    """Each rank would go on with its own part of the sum, and nothing would say so."""
+    on, section = pool_ranks(), ParallelSection(dp_replicate=1, tp=2)
+    with pytest.raises(UserError, match=r"splits up \('column'\), which is in none of its regions"):
+        apply_parallelism(Unsummed(), build_mesh(on, section), on.device, ApplyOptions(section, FP32))

@@ -96,7 +96,8 @@ def test_what_must_not_change(dotted: str) -> None:
         "1 problem in what has changed since runs/a was started\n"
         f"  {dotted} ({origin}): {now!r}, but the run in runs/a was started with {CHANGES[dotted]!r}\n"
         f"      allowed: {CHANGES[dotted]!r}\n"
-        "      to do: restore the value, choose another directory with --dir, or start runs/a over with --fresh"
+        "      to do: restore the value, choose another directory with --dir, or start runs/a over with --fresh, which "
+        "sets it aside"
     )
 
 

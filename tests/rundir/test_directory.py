@@ -256,7 +256,8 @@ def test_a_resolved_run_that_cannot_be_read(tmp_path: Path, content: bytes) -> N
         RunDir(tmp_path).read_resolved()
     assert str(told.value).startswith(f"{tmp_path}/resolved.toml is damaged: ")
     assert str(told.value).endswith(
-        "\n  To do: delete that one file (it is written again from the run file), or start over with --fresh."
+        "\n  To do: move that one file away (it is written again from the run file), or start over with --fresh, which "
+        "sets the run directory aside."
     )
 
 

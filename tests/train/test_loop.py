@@ -260,7 +260,7 @@ def test_other_data_are_not_trained_on_under_an_old_position(tmp_path: Path, qui
     assert first.startswith("the training data is not what the first 4 steps were trained on: the fingerprint of ")
     assert second == (
         "  The position in the data would mean other samples, so nothing was trained. To do: restore the data, "
-        "or start over with --fresh."
+        "or start over with --fresh, which sets the run directory aside."
     )
     assert list(RunDir(tmp_path).all_events())[before:] == []
 
@@ -271,7 +271,8 @@ def test_fewer_steps_than_are_done_are_refused(tmp_path: Path, quiet_threads: No
         train_tiny(tmp_path, lone_rank(), "train.steps=5")
     assert str(failure.value) == (
         "6 steps are done, and train.steps asks for 5.\n"
-        "  Nothing was changed. To do: ask for more steps, or start over with --fresh."
+        "  Nothing was changed. To do: ask for more steps, or start over with --fresh, which sets the run "
+        "directory aside."
     )
 
 

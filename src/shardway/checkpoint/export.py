@@ -11,6 +11,7 @@ Written here rather than by the library, which wants all tensors of a file in me
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,9 +37,27 @@ FILE_BYTES = 4 * 2**30
 
 _BESIDE = ("generation_config.json", *TOKENIZER_FILES)
 
-_DTYPES: Mapping[torch.dtype, str] = MappingProxyType(
-    {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64"}
+SAFETENSORS_FORMATS: Mapping[torch.dtype, str] = MappingProxyType(
+    {
+        torch.float64: "F64",
+        torch.float32: "F32",
+        torch.float16: "F16",
+        torch.bfloat16: "BF16",
+        torch.float8_e4m3fn: "F8_E4M3",
+        torch.float8_e5m2: "F8_E5M2",
+        torch.complex64: "C64",
+        torch.int64: "I64",
+        torch.int32: "I32",
+        torch.int16: "I16",
+        torch.int8: "I8",
+        torch.uint64: "U64",
+        torch.uint32: "U32",
+        torch.uint16: "U16",
+        torch.uint8: "U8",
+        torch.bool: "BOOL",
+    }
 )
+"""Number formats that a safetensors file knows, by torch's."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +86,7 @@ def save_weights(
     it. Returns the folder. Raises UserError where it exists, JobError on every rank where it cannot be written.
     """
     partial = folder.with_name(f".{folder.name}.unfinished")
-    ranks.together(lambda: _make(folder, partial) if ranks.is_first else None)
+    ranks.together(lambda: begin_folder(folder, partial) if ranks.is_first else None)
     held = [_Parameter(name, tuple(tensor.shape)) for name, tensor in state.items()]
     files = _plan_files(ranks.gather(held), form.names, file_bytes // dtype.itemsize)
     writers = [_Writer(partial / file.name, file, dtype) for file in files if file.writer == ranks.rank]
@@ -87,7 +106,8 @@ def save_weights(
     return folder
 
 
-def _make(folder: Path, partial: Path) -> None:
+def begin_folder(folder: Path, partial: Path) -> None:
+    """Make the hidden neighbour that will become `folder`. Raises UserError where that exists or cannot be made."""
     if folder.exists():
         raise UserError(
             f"{folder} exists, and is not overwritten.\n  To do: name a folder that does not exist, or move it away."
@@ -155,7 +175,7 @@ class _Writer:
     def __init__(self, path: Path, file: _File, dtype: torch.dtype) -> None:
         self._path, self._dtype = path, dtype
         self._pieces = {name: [p for owner, p in file.pieces if owner == name] for name, _ in file.pieces}
-        self._header = _render_header([piece for _, piece in file.pieces], dtype)
+        self._header = render_header([(piece.name, dtype, piece.whole) for _, piece in file.pieces])
         self._stream: Any = None
 
     def take(self, name: str, whole: torch.Tensor) -> list[OSError]:
@@ -186,12 +206,13 @@ class _Writer:
         self._stream.write(values.to(self._dtype).contiguous().view(-1).view(torch.uint8).numpy())
 
 
-def _render_header(pieces: Sequence[Piece], dtype: torch.dtype) -> bytes:
+def render_header(tensors: Sequence[tuple[str, torch.dtype, Shape]]) -> bytes:
+    """The beginning of a safetensors file whose tensors (name, format, shape) follow in this order."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for piece in pieces:
-        start, end = end, end + piece.elements * dtype.itemsize
-        entries[piece.name] = {"dtype": _DTYPES[dtype], "shape": list(piece.whole), "data_offsets": [start, end]}
+    for name, dtype, shape in tensors:
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": SAFETENSORS_FORMATS[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)  # so that tensors start at a multiple of eight
     return len(text).to_bytes(8, "little") + text
@@ -205,11 +226,16 @@ def _finish(files: Sequence[_File], form: Form, partial: Path, folder: Path, dty
         _write_json(partial / CONFIG, {**form.config, "dtype": str(dtype).removeprefix("torch.")})
         if form.source is not None:
             _copy_beside(form.source, partial)
-        fsync_folder(partial)
-        os.rename(partial, folder)
-        fsync_folder(folder.parent)
+        finish_folder(partial, folder)
     except OSError as error:
         raise JobError(error.strerror or str(error)) from error
+
+
+def finish_folder(partial: Path, folder: Path) -> None:
+    """Let the folder appear. Raises OSError."""
+    fsync_folder(partial)
+    os.rename(partial, folder)
+    fsync_folder(folder.parent)
 
 
 def _copy_beside(source: Path, target: Path) -> None:

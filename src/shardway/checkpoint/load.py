@@ -25,7 +25,7 @@ from shardway.checkpoint.stock import SharedStock, Stock
 from shardway.checkpoint.verify import manifest_of, manifest_of_step
 from shardway.errors import JobError
 from shardway.ranks.start import Ranks
-from shardway.rundir.directory import RunDir
+from shardway.rundir.directory import START_OVER, RunDir
 from shardway.rundir.line import SHARED
 from shardway.rundir.steps import step_name
 
@@ -68,7 +68,7 @@ def peek_latest(directory: RunDir) -> Manifest | None:
         except Damaged as damage:
             passed_over.append(PassedOver(step, "; ".join(damage.reasons)))
     if passed_over:
-        raise JobError(_nothing_whole(directory, passed_over))
+        raise JobError(nothing_whole(directory, passed_over))
     return None
 
 
@@ -86,7 +86,7 @@ def load_latest(directory: RunDir, ranks: Ranks, state: State, without: Sequence
             return replace(loaded, passed_over=tuple(passed_over))
         passed_over.append(loaded)
     if passed_over:
-        raise JobError(_nothing_whole(directory, passed_over))
+        raise JobError(nothing_whole(directory, passed_over))
     return None
 
 
@@ -132,12 +132,12 @@ def _agree(ranks: Ranks, step: int, reasons: Sequence[str]) -> PassedOver | None
     return PassedOver(step, "; ".join(found)) if found else None
 
 
-def _nothing_whole(directory: RunDir, damaged: Sequence[PassedOver]) -> str:
+def nothing_whole(directory: RunDir, damaged: Sequence[PassedOver]) -> str:
+    """What is told where every checkpoint of a run is damaged."""
     told = "\n".join(f"  {directory.checkpoint_path(each.step).name}: {each.reason}" for each in damaged)
     return (
         f"no checkpoint in {directory.checkpoints} is whole:\n{told}\n"
-        "  None was loaded, and nothing was changed. To do: restore the files, or start over with --fresh, which sets "
-        "the run directory aside."
+        f"  None was loaded, and nothing was changed. To do: restore the files, or {START_OVER}."
     )
 
 
@@ -223,5 +223,6 @@ def _saved_state(name: str, saved: Sequence[str]) -> set[str]:
 def _misfit(folder: Path, error: BaseException) -> str:
     return (
         f"the checkpoint {folder} does not fit this model or optimizer: {error}\n"
-        "  To do: use the run file that it was saved with, or start over with --fresh."
+        "  To do: use the run file that it was saved with (in a script: its model and optimizer). `shardway checkpoint "
+        f"export RUN FOLDER --own-names` takes its weights out. Or {START_OVER}."
     )

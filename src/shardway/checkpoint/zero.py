@@ -23,6 +23,7 @@ from shardway.checkpoint.manifest import list_files
 from shardway.checkpoint.state import Tensors, settings_kept
 from shardway.errors import JobError
 from shardway.ranks.start import Ranks, is_lost_contact
+from shardway.rundir.directory import START_OVER
 
 TAG = "zero"
 """Folder of DeepSpeed's files inside a checkpoint."""
@@ -91,7 +92,7 @@ class ZeroState:
                 raise
             raise JobError(
                 f"the checkpoint {folder} is whole but does not fit this model, optimizer or stage of ZeRO: {error}\n"
-                "  To do: use the run file that it was saved with, or start over with --fresh."
+                f"  To do: use the run file that it was saved with, or {START_OVER}."
             ) from error
         return path
 

@@ -41,6 +41,10 @@ class Format(StrEnum):
     fp16 = "fp16"
 
 
+_OF_OWN_NAMES = ("files", "left_out")
+"""What is told of an export where there is something to tell."""
+
+
 @app.command("verify")
 def verify(
     run: CheckpointArgument,
@@ -79,10 +83,17 @@ def _render_verified(each: Verified) -> str:
 def export(
     run: Annotated[Path, typer.Argument(help="The run directory.")],
     folder: Annotated[Path, typer.Argument(help="The folder to write; it must not exist.")],
-    dtype: Annotated[Format, typer.Option(help="Number format of the weights that are written.")] = Format.fp32,
+    dtype: Annotated[
+        Format | None,
+        typer.Option(help="Number format of the weights that are written; else fp32, or under own names as saved."),
+    ] = None,
+    own_names: Annotated[
+        bool, typer.Option("--own-names", help="model.safetensors and model.pt under the model's own names.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the newest checkpoint as a folder that `from_pretrained` reads.
+    """Write the newest checkpoint as a folder that `from_pretrained` reads; of a script's model, as `model.safetensors`
+    and `model.pt` (a `state_dict`) under its own names.
 
     A model that one process cannot hold is exported by several: `torchrun --nproc-per-node 8 -m shardway checkpoint
     export ...`.
@@ -91,9 +102,13 @@ def export(
     from shardway.rundir.directory import RunDir
     from shardway.train.export import export_run
 
-    exported = export_run(RunDir(run), folder, dtype.value, os.environ)
-    if find_placement(os.environ).rank == 0:
+    exported = export_run(RunDir(run), folder, dtype and dtype.value, os.environ, own_names=own_names)
+    if exported is not None and find_placement(os.environ).rank == 0:
         for damaged in exported.passed_over:
             typer.echo(f"step {damaged.step} is damaged and was passed over: {damaged.reason}", err=True)
-        facts = asdict(exported)
-        typer.echo(json.dumps(facts, indent=1) if as_json else f"step {exported.step} written to {exported.folder}")
+        for why in exported.left_out:
+            typer.echo(why, err=True)
+        facts = {name: value for name, value in asdict(exported).items() if value or name not in _OF_OWN_NAMES}
+        files = f": {', '.join(exported.files)}" if exported.files else ""
+        told = f"step {exported.step} written to {exported.folder}{files}"
+        typer.echo(json.dumps(facts, indent=1) if as_json else told)

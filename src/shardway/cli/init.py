@@ -72,7 +72,7 @@ def init(
         with open(path, "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise UserError(f"{path} exists and is left as it is.\n  To do: name another file, or remove it.") from None
+        raise UserError(f"{path} exists and is left as it is.\n  To do: name another file, or move it away.") from None
     except OSError as error:
         raise UserError(
             f"{path} cannot be written: {error.strerror}.\n  To do: name a file in a folder that you may write to."

@@ -41,7 +41,7 @@ FREE_AT_RESUME = (
 """Sections and keys that change where a run goes on elsewhere, and nothing that it computes."""
 
 
-WAYS_OUT = "choose another directory with --dir, or start {directory} over with --fresh"
+WAYS_OUT = "choose another directory with --dir, or start {directory} over with --fresh, which sets it aside"
 """Where `shardway train` refuses it."""
 
 

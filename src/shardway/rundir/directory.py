@@ -40,6 +40,9 @@ FORMAT = 1
 FOLDER_MODE = 0o750
 """Of a new run directory: what a run says of data, code and machine is for its owner and group."""
 
+START_OVER = "start over with --fresh, which sets the run directory aside"
+"""The last way out of a run that cannot go on: what it has learnt stays on disk (`RunDir.set_aside`)."""
+
 WAITS = "waits"
 """A file in the folder of what the processes of a start print, while they are spares that wait to be ranks."""
 
@@ -231,7 +234,7 @@ class RunDir:
         except (ValueError, RecursionError, OSError) as error:
             raise JobError(
                 f"{self.resolved_path} is damaged: {error}.\n"
-                "  To do: delete that one file (it is written again from the run file), or start over with --fresh."
+                f"  To do: move that one file away (it is written again from the run file), or {START_OVER}."
             ) from None
 
     # --- events

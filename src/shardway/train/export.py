@@ -1,11 +1,13 @@
-"""From a run directory to a folder that `from_pretrained` of the Hugging Face library reads.
+"""From a run directory to a folder of weights: one that `from_pretrained` of the Hugging Face library reads, or, for
+the model of a script, files with the model's own names.
 
-Invariant: the run is only read; each rank holds its share of the model, on as many ranks as it is started on, whatever
-layout the run had. This module must not train.
+Invariant: the run is only read; each rank holds its share of a model that is built, on as many ranks as it is started
+on, whatever layout the run had. This module must not train.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +15,18 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from shardway.checkpoint.contents import list_entries, read_head
 from shardway.checkpoint.export import save_weights
-from shardway.checkpoint.find import PassedOver
-from shardway.checkpoint.load import load_latest
+from shardway.checkpoint.find import PassedOver, find_checkpoints
+from shardway.checkpoint.load import load_latest, nothing_whole
+from shardway.checkpoint.manifest import Damaged
 from shardway.checkpoint.state import Trained
-from shardway.errors import UserError
+from shardway.checkpoint.state_dicts import find_models, no_weights, write_state_dicts
+from shardway.errors import JobError, UserError
 from shardway.hfconfig import locate_model
 from shardway.models.build import build_model
 from shardway.models.huggingface.build import build_huggingface
-from shardway.models.huggingface.form import form_of
+from shardway.models.huggingface.form import Form, form_of
 from shardway.parallel.apply import ApplyOptions, apply_parallelism
 from shardway.parallel.formats.precision import read_precision
 from shardway.parallel.mesh import build_mesh
@@ -39,33 +44,68 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Exported:
-    """Where a model was written, from which step of the run, and which newer checkpoints are damaged."""
+    """Where a model was written, from which step of the run, and which newer checkpoints are damaged.
+
+    `files`, where names are the model's own: which files there are, and in `left_out` why one is not among them.
+    """
 
     folder: str
     step: int
     passed_over: tuple[PassedOver, ...] = ()
+    files: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
-def export_run(run: RunDir, folder: Path, dtype: str, environ: Mapping[str, str]) -> Exported:
-    """Write the newest checkpoint of a run as a Hugging Face folder. Raises UserError for a run without a checkpoint
-    and for a model that the library has no form for, JobError where it cannot be written."""
+def export_run(
+    run: RunDir, folder: Path, dtype: str | None, environ: Mapping[str, str], *, own_names: bool = False
+) -> Exported | None:
+    """Write the newest checkpoint of a run: as a Hugging Face folder, or, for the model of a script and with
+    `own_names`, as `model.safetensors` and `model.pt`; None on a rank that had nothing to do.
+
+    Raises UserError for a run without a checkpoint and for a model that the library has no form for, JobError where it
+    cannot be written.
+    """
     placement = find_placement(environ)
+    if not run.checkpoint_steps():
+        raise _no_checkpoint(run)
+    if own_names or is_of_script(run):
+        return export_state_dicts(run, folder, dtype) if placement.rank == 0 else None
     resolution = _resolve(run, placement.world, placement.local_world)
     section = resolution.resolved.values.run
     options = StartOptions(section.device, int(section.threads), section.start_timeout, section.collective_timeout)
     ranks = start_ranks(placement, options)
-    exported = export_on(ranks, resolution, run, folder, dtype)
+    exported = export_on(ranks, resolution, run, folder, dtype or "fp32")
     ranks.end()
     return exported
+
+
+def is_of_script(run: RunDir) -> bool:
+    """Whether a script trained its own model here: then no [model] is written down."""
+    return "model" not in run.read_resolved()
+
+
+def export_state_dicts(run: RunDir, folder: Path, dtype: str | None) -> Exported:
+    """The newest checkpoint under the names of its models, in `dtype` or as it was saved; nothing else is needed."""
+    passed_over: list[PassedOver] = []
+    for found in find_checkpoints(run.path):
+        step = found.step or 0
+        try:
+            written = write_state_dicts(found, folder, DTYPES[dtype] if dtype is not None else None)
+        except Damaged as damage:
+            passed_over.append(PassedOver(step, "; ".join(damage.reasons)))
+        else:
+            return Exported(str(folder), step, tuple(passed_over), written.files, written.left_out)
+    raise JobError(nothing_whole(run, passed_over))
 
 
 def export_on(ranks: Ranks, resolution: Resolution, run: RunDir, folder: Path, dtype: str) -> Exported:
     """The same on ranks that are there."""
     values = resolution.resolved.values
     model = _build(ranks, values)
-    form = form_of(model, max_positions=values.data.seq_len)
+    form = _find_form(model, values.data.seq_len)
     options = ApplyOptions(values.parallel, read_precision(PrecisionSection(weights=values.precision.weights)))
     parallel = apply_parallelism(model, build_mesh(ranks, values.parallel), ranks.device, options)
+    ranks.together(lambda: _check_has_weights(run))
     loaded = load_latest(run, ranks, Trained(parallel.module, None))
     if loaded is None:
         raise _no_checkpoint(run)
@@ -75,10 +115,26 @@ def export_on(ranks: Ranks, resolution: Resolution, run: RunDir, folder: Path, d
 
 
 def _resolve(run: RunDir, ranks: int, ranks_per_node: int) -> Resolution:
-    if not run.checkpoint_steps():
-        raise _no_checkpoint(run)
     asked = lay_evenly(load_run(run.resolved_path))
     return resolve_loaded(Request(run.resolved_path, directory=run.path), asked, ranks, ranks_per_node)
+
+
+def _find_form(model: nn.Module, max_positions: int) -> Form:
+    try:
+        return form_of(model, max_positions=max_positions)
+    except UserError as error:
+        raise UserError(
+            f"{error}\n  `--own-names` writes its weights as model.safetensors and model.pt under its own names."
+        ) from None
+
+
+def _check_has_weights(run: RunDir) -> None:
+    """Raise UserError where the newest checkpoint that can be looked into holds nothing of Shardway's form."""
+    for found in find_checkpoints(run.path):
+        with contextlib.suppress(Damaged):  # the load passes it over, and tells
+            if not find_models(list_entries(read_head(found))):
+                raise no_weights(found.folder)
+            return
 
 
 def _build(ranks: Ranks, values: RunFile) -> nn.Module:

@@ -161,7 +161,7 @@ def _list_hindrances(order: Order, ground: Ground) -> Iterator[Problem]:
         yield Problem("the runtime", f"there is no {command} on {where}", remedy=remedy)
     if ground.target_exists:
         what = f"{ground.target} exists, and is left as it is"
-        yield Problem("--to", what, remedy="choose another name, or remove the file")
+        yield Problem("--to", what, remedy="choose another name, or move the file away")
     if ground.base is not None and ground.base_bytes is None:
         yield Problem("the image", f"there is no {ground.base} on {where}", remedy="correct the path")
     wanted = order.architecture

@@ -34,12 +34,16 @@ def replicate(model: nn.Module, mesh: Mesh, parallel: ParallelSection) -> nn.Mod
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return model
     group = mesh.group("dp_replicate")
+    syncs = all(tensor.dtype in _SENT for tensor in (*model.parameters(), *model.buffers()))
+    if not syncs:
+        broadcast_from_first(model, mesh)
     copies = DistributedDataParallel(
         model,
         process_group=group,
         bucket_cap_mb=max(1, parallel.bucket // 2**20),
         gradient_as_bucket_view=True,
         static_graph=parallel.static_graph,
+        init_sync=syncs,
         **without_buffer_sync(),
     )
     if parallel.compress == "powersgd":
@@ -80,8 +84,16 @@ def broadcast_from_first(model: nn.Module, mesh: Mesh) -> None:
         return
     for tensor in (*model.parameters(), *model.buffers()):
         dense = tensor.detach().contiguous()  # gloo sends no strides
-        dist.broadcast(dense, src=0)
+        dist.broadcast(_as_sent(dense), src=0)
         tensor.data.copy_(dense)
+
+
+def _as_sent(dense: torch.Tensor) -> torch.Tensor:
+    """The same memory in a format that every backend sends: as bytes, where it is one that some do not know."""
+    return dense if dense.dtype in _SENT else dense.view(-1).view(torch.uint8)
+
+
+_SENT = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ of the whole: `apply_tensor` returns their names, `sum_partial_gradients` adds t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -94,12 +94,11 @@ def apply_tensor(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh, options: T
     for name, dim in match_parameters(model, plan.held):
         if not isinstance(model.get_parameter(name), DTensor):  # the expert axis has split it over both
             split_parameter(model, name, mesh, [dim])
-    styles: dict[str, ParallelStyle] = {}
-    for pattern, split in plan.tensor.items():
-        for name, _ in match_modules(model, [pattern]):
-            styles[name] = _Style(partial(_CHANGES[split], axis))
-    parallelize_module(model, mesh, styles)
+    splits = {name: split for pattern, split in plan.tensor.items() for name, _ in match_modules(model, [pattern])}
     regions = match_modules(model, plan.regions)
+    _check_sums(model, splits, [name for name, _ in regions])
+    styles: dict[str, ParallelStyle] = {name: _Style(partial(_CHANGES[split], axis)) for name, split in splits.items()}
+    parallelize_module(model, mesh, styles)
     for _, region in regions:
         region.register_forward_pre_hook(axis.before_region)
         region.register_forward_hook(axis.after_region)
@@ -117,6 +116,18 @@ def sum_partial_gradients(model: nn.Module, names: frozenset[str], group: dist.P
         dist.all_reduce(flat, group=group)
         for grad, total in zip(same, _unflatten_dense_tensors(flat, same), strict=True):
             grad.copy_(total)
+
+
+def _check_sums(model: nn.Module, splits: Mapping[str, Split], regions: Sequence[str]) -> None:
+    """Raise UserError for a module whose parts nobody would add up: each rank would go on with its own."""
+    parts = [name for name, split in splits.items() if split in ("row", "column", "key_value")]
+    for name in parts:
+        if not any(name == region or name.startswith(f"{region}.") for region in regions):
+            raise UserError(
+                f"the plan of {type(model).__name__} splits {name} ({splits[name]!r}), which is in none of its "
+                "regions, so no rank would have the whole of what it computes.\n"
+                '  To do: name the module that holds all "column" and "row" modules of one sum in `regions`.'
+            )
 
 
 class _Style(ParallelStyle):

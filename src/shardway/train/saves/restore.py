@@ -13,6 +13,7 @@ from shardway.checkpoint.load import Loaded, load_latest
 from shardway.checkpoint.quarantine import SetAside, set_aside
 from shardway.checkpoint.state import State
 from shardway.errors import UserError
+from shardway.rundir.directory import START_OVER
 from shardway.rundir.left_out import LeftOut
 from shardway.rundir.line import LOCAL, SHARED
 from shardway.rundir.steps import step_name
@@ -122,10 +123,10 @@ def _check_goes_on(plan: LoopPlan, step: int, saved_data: str) -> None:
             f"the training data is not what the first {step} steps were trained on: the fingerprint of data.path "
             f"is {plan.data_fingerprint}, the checkpoint says {saved_data}.\n"
             "  The position in the data would mean other samples, so nothing was trained. To do: restore the data, "
-            "or start over with --fresh."
+            f"or {START_OVER}."
         )
     if step > plan.total_steps:
         raise UserError(
             f"{step} steps are done, and train.steps asks for {plan.total_steps}.\n"
-            "  Nothing was changed. To do: ask for more steps, or start over with --fresh."
+            f"  Nothing was changed. To do: ask for more steps, or {START_OVER}."
         )

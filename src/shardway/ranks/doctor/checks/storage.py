@@ -117,7 +117,7 @@ def check_space(around: Surroundings) -> Finding:
 def judge_space(around: Surroundings, folder: str, free: int, inodes: int | None) -> Finding:
     """A checkpoint more than are kept is on disk while it is written."""
     said = f"{folder} has {free / GIB:.1f} GiB free"
-    remedy = "remove old runs, choose another folder with --dir, or keep fewer checkpoints (checkpoint.keep)"
+    remedy = "move old runs elsewhere, choose another folder with --dir, or keep fewer checkpoints (checkpoint.keep)"
     if inodes is not None and inodes < _FEW_INODES:
         return bad(f"{said}, but only {inodes} more files may be made", remedy)
     size, keep = around.wanted.checkpoint_bytes, around.wanted.keep
