@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from shardway.checkpoint.savable import check_collects
 from shardway.data.loader import Batch
 from shardway.errors import Bug, UserError
 from shardway.parallel.axes.replicate import average_buffers
@@ -397,6 +398,8 @@ class Loop:
             self._session.recorder.event("step_voided", step=self._counters.step, reason=result.decision.stop_reason)
             return
         self._loss_scale = result.loss_scale
+        if self._counters.step == self._began:
+            self._session.ranks.together(lambda: check_collects(self._parts.engine.state.collect))
         before = self._counters
         self._counters = before.after(self._plan.global_batch, result.targets, step.batch.next_position)
         self._owes_validation = self._validates_here()

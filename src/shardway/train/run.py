@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from shardway.checkpoint.retention import Keep
+from shardway.checkpoint.savable import check_savable
 from shardway.data.sources.base import Source
 from shardway.errors import UserError
 from shardway.parallel.apply import ApplyOptions, ParallelModel, apply_parallelism
@@ -141,6 +142,7 @@ class Run:
         )
         self._model = model
         self._parallel = apply_parallelism(model, self._session.mesh, self.device, options)
+        check_savable(self._parallel.module.state_dict(), f"what {type(model).__name__} holds")
         return self._parallel.call
 
     def optimizer(

@@ -36,6 +36,11 @@ def find_dtype(name: str) -> torch.dtype:
     return found
 
 
+def is_known(tensor: torch.Tensor) -> bool:
+    """Whether it is of a class that `take_apart` takes apart."""
+    return type(tensor).__name__ in _MODULES
+
+
 def take_apart(tensor: torch.Tensor) -> tuple[Special | None, list[torch.Tensor]]:
     """The plain tensors that a tensor consists of, and what puts them together; None for a plain one."""
     if not is_traceable_wrapper_subclass(tensor):

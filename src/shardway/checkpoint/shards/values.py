@@ -23,7 +23,7 @@ class SavePlanner(DefaultSavePlanner):
         """A tensor as it is, anything else as JSON."""
         if write_item.type is not WriteItemType.BYTE_IO:
             return object
-        if not _survives(object):
+        if not survives_json(object):
             raise Bug(f"{write_item.index.fqn} of the state is a {type(object).__name__}, which JSON does not keep")
         return io.BytesIO(json.dumps(object).encode())
 
@@ -36,10 +36,10 @@ class LoadPlanner(DefaultLoadPlanner):
         set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], json.loads(value.getvalue()))
 
 
-def _survives(value: Any) -> bool:
+def survives_json(value: Any) -> bool:
     """Whether a value comes back from JSON as it was; a tuple would be a list."""
     if isinstance(value, list):
-        return all(map(_survives, value))
+        return all(map(survives_json, value))
     if isinstance(value, dict):
-        return all(isinstance(name, str) for name in value) and all(map(_survives, value.values()))
+        return all(isinstance(name, str) for name in value) and all(map(survives_json, value.values()))
     return type(value) in (type(None), bool, int, float, str)
