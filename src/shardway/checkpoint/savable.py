@@ -1,7 +1,7 @@
 """Whether a checkpoint can hold a state: asked before there is work that could be lost.
 
-Invariant: what the writer of a checkpoint would raise for a value of the state is a UserError here, which names all such
-values. This module must not touch the disk.
+Invariant: what the writer of a checkpoint would raise for a value of the state is a UserError here, which names all
+such values. This module must not touch the disk.
 """
 
 from __future__ import annotations
