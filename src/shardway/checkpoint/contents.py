@@ -5,21 +5,26 @@ Invariant: what is shown was compared with the manifest as far as it was read. T
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from dataclasses import dataclass
 from typing import Any
 
-from shardway.checkpoint.find import Found
-from shardway.checkpoint.manifest import Manifest
+from shardway.checkpoint.find import Found, find_in_run
+from shardway.checkpoint.manifest import Damaged, Manifest
 from shardway.checkpoint.shards.table import NAME, Table, read_table
 from shardway.checkpoint.verify import check_files
+from shardway.rundir.directory import RunDir
 
 PARTS = ("model", "optimizer", "random")
 """What the names of tensors begin with."""
 
 VALUE = "value"
 """Stands for the dtype of what is no tensor."""
+
+
+_EMBEDDING, _HEAD = "model.model.embed_tokens.weight", "model.lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,21 @@ def read_head(found: Found) -> Head:
 def list_entries(head: Head) -> list[Entry]:
     """What a checkpoint holds, by name. Raises Damaged."""
     return make_entries(read_table(head.found.folder, head.manifest))
+
+
+def list_newest(run: RunDir) -> list[Entry]:
+    """What the newest checkpoint of a run holds that can be looked into; nothing where there is none."""
+    for step in reversed(run.checkpoint_steps()):
+        with contextlib.suppress(Damaged):  # a load passes it over, and tells
+            return list_entries(read_head(find_in_run(run, step)))
+    return []
+
+
+def find_tie(run: RunDir) -> bool | None:
+    """Whether the checkpoints of a model of the Hugging Face library hold one matrix for embedding and output layer;
+    None where no checkpoint tells."""
+    names = {entry.name for entry in list_newest(run)}
+    return _HEAD not in names if _EMBEDDING in names else None
 
 
 def make_entries(table: Table) -> list[Entry]:

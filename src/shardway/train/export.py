@@ -7,7 +7,6 @@ on, whatever layout the run had. This module must not train.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shardway.checkpoint.contents import list_entries, read_head
+from shardway.checkpoint.contents import find_tie, list_newest
 from shardway.checkpoint.export import save_weights
 from shardway.checkpoint.find import PassedOver, find_checkpoints
 from shardway.checkpoint.load import load_latest, nothing_whole
@@ -101,7 +100,7 @@ def export_state_dicts(run: RunDir, folder: Path, dtype: str | None) -> Exported
 def export_on(ranks: Ranks, resolution: Resolution, run: RunDir, folder: Path, dtype: str) -> Exported:
     """The same on ranks that are there."""
     values = resolution.resolved.values
-    model = _build(ranks, values)
+    model = _build(ranks, values, run)
     form = _find_form(model, values.data.seq_len)
     options = ApplyOptions(values.parallel, read_precision(PrecisionSection(weights=values.precision.weights)))
     parallel = apply_parallelism(model, build_mesh(ranks, values.parallel), ranks.device, options)
@@ -130,21 +129,18 @@ def _find_form(model: nn.Module, max_positions: int) -> Form:
 
 def _check_has_weights(run: RunDir) -> None:
     """Raise UserError where the newest checkpoint that can be looked into holds nothing of Shardway's form."""
-    for found in find_checkpoints(run.path):
-        with contextlib.suppress(Damaged):  # the load passes it over, and tells
-            if not find_models(list_entries(read_head(found))):
-                raise no_weights(found.folder)
-            return
+    entries = list_newest(run)
+    if entries and not find_models(entries):
+        raise no_weights(run.path)
 
 
-def _build(ranks: Ranks, values: RunFile) -> nn.Module:
+def _build(ranks: Ranks, values: RunFile, run: RunDir) -> nn.Module:
     """The model of the run on the meta device; its values come from the checkpoint."""
     section = values.model
     if section.hf:
         source = ranks.first_then_all(lambda: locate_model(section.hf, weights=False))
-        model = build_huggingface(source, vocab=0, seq_len=values.data.seq_len)
-        model.fit = None
-        return model
+        tied = ranks.ask_first(lambda: find_tie(run))
+        return build_huggingface(source, vocab=0, seq_len=values.data.seq_len, weights=False, tied=tied)
     vocab = section.vocab if isinstance(section.vocab, int) else None
     return build_model(section, vocab=vocab, sample_shape=(values.data.seq_len,))
 

@@ -21,7 +21,7 @@ from shardway.checkpoint.place import shared_place
 from shardway.checkpoint.save import Content, write_checkpoint
 from shardway.checkpoint.sources.base import Source
 from shardway.checkpoint.sources.find import open_source
-from shardway.checkpoint.sources.match import Match, match_source
+from shardway.checkpoint.sources.match import Match, has_own_head, match_source
 from shardway.checkpoint.sources.own import OwnSource
 from shardway.checkpoint.state import Trained, count_bytes
 from shardway.checkpoint.verify import verify_checkpoint
@@ -109,7 +109,7 @@ def import_on(ranks: Ranks, resolution: Resolution, wanted: Wanted) -> Imported:
     data = ranks.first_then_all(lambda: open_described(resolution.resolved.values))
     resolved = resolve_with_data(resolution.resolved, data.facts)
     ranks.together(lambda: _check_run(source, resolved, wanted))
-    model = _build(ranks, resolved.values, data)
+    model = _build(ranks, resolved.values, data, source)
     match = ranks.together(lambda: match_source(source, model, wanted.prefix))
     counts = len(match.fit.arrangements) + len(match.buffers), sum(each.numel() for each in model.parameters())
     with _appearing(ranks, target) as partial:
@@ -263,12 +263,12 @@ def _filler(match: Match, seed: int) -> Callable[[nn.Module], None]:
     return fill
 
 
-def _build(ranks: Ranks, values: RunFile, data: Data) -> nn.Module:
-    """The model of the run file on the meta device, as training builds it."""
+def _build(ranks: Ranks, values: RunFile, data: Data, source: Source) -> nn.Module:
+    """The model of the run file on the meta device, as training builds it with the weights of this source."""
     section, facts = values.model, data.train.facts
     if not section.hf:
         return build_model(section, vocab=facts.vocab, sample_shape=facts.sample_shape)
     folder = ranks.first_then_all(lambda: locate_model(section.hf, weights=False))
-    model = build_huggingface(folder, vocab=int(facts.vocab or 0), seq_len=facts.sample_shape[0])
-    model.fit = None
-    return model
+    tied = not ranks.ask_first(lambda: has_own_head(source))
+    size = int(facts.vocab or 0)
+    return build_huggingface(folder, vocab=size, seq_len=facts.sample_shape[0], weights=False, tied=tied)

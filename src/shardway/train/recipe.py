@@ -6,16 +6,19 @@ loop of its own beside the one of `Run.steps`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from shardway.checkpoint.contents import find_tie
 from shardway.data.open import Data, open_described, wants_of
 from shardway.hfconfig import locate_model
 from shardway.models.build import build_model
 from shardway.resolve.request import Request
+from shardway.rundir.directory import RunDir
 from shardway.train.loss import LossSum, class_cross_entropy, token_cross_entropy
 from shardway.train.optim import build_optimizer
 from shardway.train.run import Run, open_run
@@ -79,7 +82,17 @@ def _build(run: Run, data: Data) -> nn.Module:
     from shardway.models.huggingface.build import build_huggingface  # needs the extra `hf`
 
     folder = run.session.ranks.first_then_all(lambda: locate_model(section.hf, weights=section.hf_weights))
-    model = build_huggingface(folder, vocab=int(facts.vocab or 0), seq_len=facts.sample_shape[0])
-    if not section.hf_weights or run.session.ranks.ask_first(run.session.list_saved):
-        model.fit = None  # its weights are random, or come from the checkpoint
+    has_checkpoint, tied = run.session.ranks.ask_first(lambda: _look_back(run.session))
+    looks = section.hf_weights and (not has_checkpoint or tied is None)  # else they are random, or in the checkpoint
+    size = int(facts.vocab or 0)
+    model = build_huggingface(folder, vocab=size, seq_len=facts.sample_shape[0], weights=looks, tied=tied)
+    if has_checkpoint:
+        model.fit = None
+    for note in model.notes if run.is_first and not has_checkpoint else ():
+        logging.getLogger("shardway").warning(note)
     return model
+
+
+def _look_back(session: Session) -> tuple[bool, bool | None]:
+    """Whether a run has a checkpoint, and whether that ties the output layer of a language model to its embedding."""
+    return bool(session.list_saved()), find_tie(session.directory)

@@ -9,10 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from runs import lone_rank, read_named, train_tiny
 from shardway.errors import UserError
 from shardway.models.huggingface import build as build_module
 from shardway.models.huggingface.build import build_huggingface
-from tiny_hf import save_tiny
+from shardway.resolve.request import Request
+from shardway.rundir.directory import RunDir
+from shardway.train.export import _resolve, export_on
+from shardway.train.importing import Wanted, import_on, resolve_import
+from tiny_hf import TOKENS, load_reference, save_tiny
 
 
 def write_config(folder: Path, **changes: Any) -> Path:
@@ -104,3 +109,119 @@ def test_without_transformers_the_extra_is_named(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(build_module, "import_extra", refuse)
     with pytest.raises(UserError, match="transformers cannot be imported"):
         build_huggingface(tmp_path, vocab=50, seq_len=16)
+
+
+# --- what config.json says of ties, and what the files hold
+
+
+def write_head(folder: Path, head: torch.Tensor | None, *, embedding: bool = True, tied: bool = True) -> Path:
+    """Say in config.json whether the output layer is the embedding, and put a head into the files, or take it out."""
+    from safetensors.torch import load_file, save_file
+
+    path = next(path for path in folder.glob("*.safetensors") if "model.embed_tokens.weight" in load_file(path))
+    held = load_file(path)
+    whole = held["model.embed_tokens.weight"]
+    if not embedding:
+        del held["model.embed_tokens.weight"]
+    save_file(held, path, metadata={"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    placed = json.loads(index.read_text()) if index.is_file() else None
+    target = folder / "head.safetensors" if placed else path
+    others = {} if placed else held
+    others.pop("lm_head.weight", None)
+    if head is not None:
+        others["lm_head.weight"] = whole.clone() if head.numel() == 0 else head
+    save_file(others, target, metadata={"format": "pt"})
+    if placed:
+        placed["weight_map"] |= {"lm_head.weight": target.name}
+        index.write_text(json.dumps(placed))
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "tie_word_embeddings": tied}))
+    return folder
+
+
+EQUAL = torch.empty(0)
+OTHER = 0.05 * torch.randn(50, 32, generator=torch.Generator().manual_seed(3))
+NEAR = OTHER.clone().bfloat16()
+
+
+def filled(folder: Path) -> Any:
+    model = build_huggingface(folder, vocab=50, seq_len=16)
+    model.to_empty(device="cpu")
+    model.init_weights(0)
+    return model.eval()
+
+
+@pytest.mark.parametrize("file_size", ["4GB", "20KB"], ids=["one file", "several files"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2_moe"])
+@pytest.mark.parametrize(
+    ("head", "embedding", "ties"),
+    [(None, True, True), (EQUAL, True, True), (OTHER, True, False), (NEAR, True, False), (OTHER, False, True)],
+    ids=["no head", "equal", "other", "other format", "head alone"],
+)
+def test_the_output_layer_is_what_the_library_makes_of_it(
+    tmp_path: Path, family: str, file_size: str, head: torch.Tensor | None, embedding: bool, ties: bool
+) -> None:
+    folder = save_tiny(tmp_path / "model", family, tie_word_embeddings=True, file_size=file_size)
+    write_head(folder, head, embedding=embedding)
+    model, reference = filled(folder), load_reference(folder)
+    assert (reference.lm_head.weight is reference.model.embed_tokens.weight) == ties
+    assert model.config.tie_word_embeddings == ties
+    assert len(model.notes) == (not ties)
+    with torch.no_grad():
+        torch.testing.assert_close(model(TOKENS), reference(TOKENS).logits, rtol=0, atol=2e-6)
+
+
+def test_a_head_that_is_missing_is_told_with_both_remedies(tmp_path: Path) -> None:
+    folder = write_head(save_tiny(tmp_path / "model", "llama", tie_word_embeddings=True), None, tied=False)
+    with pytest.raises(UserError) as told:
+        build_huggingface(folder, vocab=50, seq_len=16)
+    assert "1 tensors are not in the files: lm_head.weight" in str(told.value)
+    assert "set tie_word_embeddings = true in its config.json" in str(told.value)
+
+
+RUN = (
+    "data.seq_len=12",
+    "data.kind=synthetic",
+    "data.samples=32",
+    "train.global_batch=8",
+    "train.validate_every=off",
+    "checkpoint.every=1 steps",
+    "checkpoint.background=false",
+    "run.device=cpu",
+    "run.threads=1",
+)
+
+
+def export(run: Path, target: Path) -> Path:
+    export_on(lone_rank(), _resolve(RunDir(run), 1, 1), RunDir(run), target, "fp32")
+    return target
+
+
+def test_a_head_of_its_own_is_trained_resumed_and_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is told once: a run that goes on knows by its checkpoint, even where the folder's weights are gone."""
+    hub = write_head(save_tiny(tmp_path / "hub", "llama", tie_word_embeddings=True), OTHER)
+    words = (*RUN, f"model.hf={hub}", "optim.lr=0.01")
+    train_tiny(tmp_path / "run", lone_rank(), *words, "train.steps=1", base=())
+    assert capsys.readouterr().err.count("tie_word_embeddings = false") == 1
+    (hub / "model.safetensors").unlink()
+    train_tiny(tmp_path / "run", lone_rank(), *words, "train.steps=3", base=())
+    assert [event["checkpoint"] for event in read_named(tmp_path / "run", "started")] == [None, "step-000000001"]
+    assert "tie_word_embeddings" not in capsys.readouterr().err
+    out = export(tmp_path / "run", tmp_path / "out")
+    reference = load_reference(out)
+    assert reference.lm_head.weight is not reference.model.embed_tokens.weight
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
+    assert not torch.equal(reference.lm_head.weight, OTHER)
+
+
+def test_what_was_imported_and_exported_is_what_the_library_would_have_loaded(tmp_path: Path) -> None:
+    for number, head in enumerate((OTHER, EQUAL, None)):
+        hub = write_head(save_tiny(tmp_path / f"hub-{number}", "llama", tie_word_embeddings=True), head)
+        run = tmp_path / f"run-{number}"
+        request = Request(None, (*RUN, f"model.hf={hub}", "train.steps=1"), run)
+        import_on(lone_rank(), resolve_import(request, 1, 1), Wanted(hub))
+        out = export(run, tmp_path / f"out-{number}")
+        expected, found = load_reference(hub).state_dict(), load_reference(out).state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())

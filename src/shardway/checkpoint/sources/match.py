@@ -20,8 +20,8 @@ from shardway.checkpoint.sources.own import OwnSource
 from shardway.checkpoint.sources.settings import is_tied, list_setting_problems
 from shardway.errors import Problem, UserError, check_no_problems, list_some
 from shardway.models.contract import canonical_name
-from shardway.models.huggingface.families import FAMILIES, SPARE, SPARE_IF_TIED
-from shardway.models.huggingface.load import Fit, find_fit, find_misfit, load_weights
+from shardway.models.huggingface.families import EMBEDDING, FAMILIES, HEAD, SPARE, SPARE_IF_TIED
+from shardway.models.huggingface.load import Fit, are_equal, find_fit, find_misfit, load_weights
 from shardway.models.huggingface.model import HuggingFaceModel
 from shardway.models.huggingface.own import names_of_transformer
 from shardway.models.huggingface.pieces import Arrangement, Names, Piece, Region, Shape, keep_names
@@ -30,8 +30,6 @@ from shardway.models.transformer import Transformer
 LISTED = 40
 """How many names of one sort a message has."""
 
-EMBEDDING = "model.embed_tokens.weight"
-_ROWS = 4096
 _WEIGHT_FORMATS = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -222,16 +220,19 @@ def _problem(where: str, what: str, names: Sequence[str], more: str = "") -> lis
 
 def _check_head(view: View, model: nn.Module) -> None:
     """Raise UserError where an output layer would be left out that is not the embedding which the model uses for it."""
-    head = SPARE_IF_TIED[0]
-    shapes = view.shapes
-    if not is_tied(model) or not {head, EMBEDDING} <= shapes.keys():
+    if not is_tied(model) or not {HEAD, EMBEDDING} <= view.shapes.keys() or are_equal(view, HEAD, EMBEDDING):
         return
-    rows = shapes[head][0]
-    with view.open() as first, view.open() as second:
-        for start in range(0, rows, _ROWS):
-            box = Region((start, 0), (min(_ROWS, rows - start), shapes[head][1]))
-            if not torch.equal(first.read(head, box), second.read(EMBEDDING, box)):
-                raise UserError(
-                    f"{view.folder} has an output layer ({head}) of its own, and the model of this run uses its "
-                    "embedding for it.\n  Nothing was written. To do: set model.tied = false."
-                )
+    raise UserError(
+        f"{view.folder} has an output layer ({HEAD}) of its own, and the model of this run uses its embedding for it.\n"
+        "  Nothing was written. To do: set model.tied = false."
+    )
+
+
+def has_own_head(source: Source) -> bool:
+    """Whether a source holds an output layer in the library's names that is not the embedding beside it."""
+    for name in source.tensors:
+        prefix = canonical_name(name).removesuffix(HEAD)
+        if prefix + HEAD == canonical_name(name):
+            view = _look_under(source, prefix)
+            return isinstance(source, OwnSource) or (EMBEDDING in view.shapes and not are_equal(view, HEAD, EMBEDDING))
+    return False

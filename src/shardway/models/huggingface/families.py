@@ -36,7 +36,10 @@ FAMILIES: Mapping[str, Names] = MappingProxyType(
 SPARE = ("*.rotary_emb.inv_freq",)
 """Tensors that old files hold and that follow from the config."""
 
-SPARE_IF_TIED = ("lm_head.weight",)
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""What a tied model uses twice: under which names files hold it."""
+
+SPARE_IF_TIED = (HEAD,)
 
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary positions whose frequencies do not depend on the length of the input."""

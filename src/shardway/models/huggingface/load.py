@@ -18,10 +18,13 @@ from torch import nn
 
 from shardway.errors import Problem, check_no_problems
 from shardway.models.contract import canonical_name
+from shardway.models.huggingface.families import HEAD
 from shardway.models.huggingface.pieces import Arrangement, Names, Piece, Region, Shape
 from shardway.models.initialise import Held, held_part
 
 _LISTED = 8
+_ROWS = 4096
+"""How much of a matrix is compared at a time."""
 
 
 class ReadsRegions(Protocol):
@@ -117,6 +120,19 @@ def load_weights(model: nn.Module, fit: Fit) -> None:
                 _fill(held, piece, reader)
 
 
+def are_equal(files: Files, one: str, other: str) -> bool:
+    """Whether two matrices of the files have the same values, whatever their formats; read block by block."""
+    shape = files.shapes[one]
+    if files.shapes[other] != shape:
+        return False
+    with files.open() as first, files.open() as second:
+        for start in range(0, shape[0], _ROWS):
+            box = Region((start, 0), (min(_ROWS, shape[0] - start), shape[1]))
+            if not torch.equal(first.read(one, box).float(), second.read(other, box).float()):
+                return False
+    return True
+
+
 def _fill(held: Held, piece: Piece, reader: ReadsRegions) -> None:
     wanted = Region(held.offset, tuple(held.local.shape)).meet(piece.region)
     if wanted.is_empty:
@@ -133,6 +149,11 @@ def _choose(name: str, shape: Shape, files: Files, names: Names) -> Arrangement:
 
 def _list_problems(missing: Sequence[str], left_over: Sequence[str], misshaped: Sequence[str]) -> list[Problem]:
     remedy = "fetch the model again, or correct config.json: they are not of the same model"
+    if HEAD in missing:
+        remedy = (
+            "set tie_word_embeddings = true in its config.json, if its output layer is its embedding; else save it "
+            "again with its output layer"
+        )
     found = {
         "missing": (missing, "not in the files"),
         "left over": (left_over, "in the files, and the model has no such parameter"),

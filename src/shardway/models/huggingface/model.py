@@ -45,6 +45,8 @@ class HuggingFaceModel(nn.Module):
     """Where `init_weights` finds values; None draws them at random."""
     source: Path | None = None
     """The folder that the model came from."""
+    notes: tuple[str, ...] = ()
+    """What a person is to know of how that folder was read."""
 
     def __init__(self, library: Any) -> None:
         """Takes the modules of a causal language model that was built with `ATTENTION`."""
