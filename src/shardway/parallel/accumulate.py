@@ -11,9 +11,8 @@ from collections.abc import Iterator
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 
-from shardway.parallel.axes.replicate import check_all_used
+from shardway.parallel.axes.replicate import check_all_used, find_copies
 
 
 @contextlib.contextmanager
@@ -25,12 +24,12 @@ def accumulating(model: nn.Module, *, last: bool) -> Iterator[None]:
     micro-batch, so that a rank never holds the whole gradient, and only the averaging over hybrid replicas waits for
     the end. Raises UserError where a replica has a parameter without gradient.
     """
-    if isinstance(model, DistributedDataParallel):
-        waits = not last and not model.static_graph
-        with model.no_sync() if waits else contextlib.nullcontext():
+    if (copies := find_copies(model)) is not None:
+        waits = not last and not copies.static_graph
+        with copies.no_sync() if waits else contextlib.nullcontext():
             yield
         if last:
-            check_all_used(model)
+            check_all_used(copies)
         return
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(last)

@@ -23,7 +23,7 @@ from shardway.parallel.axes.context import Chunks, apply_context
 from shardway.parallel.axes.cut import Stage, keep_stages, plan_cut
 from shardway.parallel.axes.expert import apply_experts
 from shardway.parallel.axes.pipeline import Pipeline, check_schedule, hide_forward, send_contiguous
-from shardway.parallel.axes.replicate import broadcast_from_first, replicate
+from shardway.parallel.axes.replicate import Copies, broadcast_from_first, give_back, replicate
 from shardway.parallel.axes.shard import Shards, shard
 from shardway.parallel.axes.tensor import TensorOptions, apply_tensor
 from shardway.parallel.compile import CompileOptions, apply_compile
@@ -32,7 +32,9 @@ from shardway.parallel.formats.float8 import Blocks, apply_float8
 from shardway.parallel.formats.parameters import apply_formats
 from shardway.parallel.formats.precision import Precision, formats_of
 from shardway.parallel.mesh import Mesh
+from shardway.parallel.methods import offer_methods
 from shardway.parallel.recompute import apply_recompute
+from shardway.parallel.takes import check_takes
 from shardway.parallel.units import find_units
 from shardway.runfile.schema import ParallelSection, RecomputeSection
 
@@ -71,6 +73,11 @@ class ParallelModel:
     dropout: DropoutSeeds | None = None
 
     @property
+    def given(self) -> nn.Module:
+        """What a script gets: its own module, with its own attributes and methods, wherever that can be."""
+        return give_back(self.call) if isinstance(self.call, Copies) else self.call
+
+    @property
     def answers_for_loss(self) -> bool:
         """Whether the losses that this rank computes are to be counted: no rank before it has the same."""
         has_them = self.pipeline is None or self.pipeline.has_last
@@ -83,6 +90,7 @@ def apply_parallelism(model: nn.Module, mesh: Mesh, device: torch.device, option
     A model on the meta device is materialised and filled; a model that already has weights keeps those of rank 0.
     Raises UserError where the model cannot be initialised or split.
     """
+    check_takes(model, 1 if mesh.devices is None else mesh.devices.size())
     on_meta = _check_device(model, options)
     plan = find_plan(model)
     degrees = {axis: mesh.degree(axis) for axis in ("pp", "tp", "cp", "ep")}
@@ -122,6 +130,8 @@ def apply_parallelism(model: nn.Module, mesh: Mesh, device: torch.device, option
             shard(stage.module, _pieces(stage.module, facts, units, mesh, device, options))
     if on_meta:
         _materialise(model, [stage.module for stage in stages], device, options)
+    if degrees["pp"] == 1:
+        offer_methods(model)
     splits_logits = degrees["tp"] > 1 and options.parallel.tp_loss and "logits" in facts.tensor.values()
     whole = ParallelModel(
         model, model, mesh, partial=names, chunks=chunks, splits_logits=splits_logits, dropout=dropout

@@ -20,7 +20,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.nn.parallel import DistributedDataParallel
 
 from shardway.data.batch_tree import count_rows, cut_rows, fill_empty, is_pair, map_tensors
 from shardway.data.order import position_share
@@ -30,6 +29,7 @@ from shardway.parallel.accumulate import accumulating
 from shardway.parallel.apply import ParallelModel
 from shardway.parallel.axes.balance import find_routers, set_gradient_scale
 from shardway.parallel.axes.pipeline import LossOf, Pipeline
+from shardway.parallel.axes.replicate import find_copies
 from shardway.parallel.formats.precision import Precision
 from shardway.train.loss import LossSum, as_sum, fill_missing_targets
 
@@ -127,7 +127,7 @@ class Passes:
 
     def count_averaged(self, model: nn.Module) -> int:
         """Over how many ranks gradients are averaged: DDP does so, everything else of torch adds up."""
-        return self.parallel.mesh.data_ranks if isinstance(model, DistributedDataParallel) else 1
+        return self.parallel.mesh.data_ranks if find_copies(model) is not None else 1
 
     def around(self, model: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[None]:
         """What surrounds the passes of one micro-batch."""
@@ -278,7 +278,18 @@ def call_loss(loss_fn: Loss, model: nn.Module, data: Any, *, pair: bool) -> Loss
     if pair:
         inputs, targets = data
         return loss_fn(model(inputs), targets)
-    return loss_fn(model, data)
+    copies = find_copies(model)
+    if copies is None:
+        return loss_fn(model, data)
+    if not torch.is_grad_enabled():
+        return loss_fn(copies.module, data)
+    found = copies.run(lambda: _take_apart(loss_fn(copies.module, data)))  # whichever methods it calls
+    return LossSum(*found) if isinstance(found, tuple) else found
+
+
+def _take_apart(loss: LossSum | torch.Tensor) -> tuple[Any, ...] | torch.Tensor:
+    """As DDP looks for tensors in what a forward pass returns."""
+    return (loss.total, loss.count, loss.correct, loss.metrics) if isinstance(loss, LossSum) else loss
 
 
 def cut(batch: Any, parts: int, known: int | None = None) -> Iterator[Micro]:

@@ -18,10 +18,10 @@ from shardway.data.open import Data, open_described, wants_of
 from shardway.hfconfig import locate_model
 from shardway.models.build import build_model
 from shardway.resolve.request import Request
-from shardway.rundir.directory import RunDir
 from shardway.train.loss import LossSum, class_cross_entropy, token_cross_entropy
 from shardway.train.optim import build_optimizer
 from shardway.train.run import Run, open_run
+from shardway.train.session import Session
 from shardway.watch.report import render_report
 
 LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], LossSum]] = {

@@ -143,7 +143,7 @@ class Run:
         self._model = model
         self._parallel = apply_parallelism(model, self._session.mesh, self.device, options)
         check_savable(self._parallel.module.state_dict(), f"what {type(model).__name__} holds")
-        return self._parallel.call
+        return self._parallel.given
 
     def optimizer(
         self, factory: Callable[..., torch.optim.Optimizer], model: nn.Module, **options: Any

@@ -8,6 +8,7 @@ it is not, since a peer may be dead. This module must not know models or data.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import platform
 import socket

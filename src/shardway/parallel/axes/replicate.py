@@ -6,8 +6,11 @@ shard.
 
 from __future__ import annotations
 
+import copyreg
 import math
+from collections.abc import Callable
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +24,11 @@ from shardway.errors import UserError, list_some
 from shardway.layout import SHARD
 from shardway.parallel.mesh import Mesh
 from shardway.runfile.schema import ParallelSection
+
+T = TypeVar("T")
+
+_LINK = "_shardway_copies"
+"""Where a module keeps the way to its wrapper."""
 
 SHOWN = 6
 """How many names a message lists."""
@@ -37,7 +45,7 @@ def replicate(model: nn.Module, mesh: Mesh, parallel: ParallelSection) -> nn.Mod
     syncs = all(tensor.dtype in _SENT for tensor in (*model.parameters(), *model.buffers()))
     if not syncs:
         broadcast_from_first(model, mesh)
-    copies = DistributedDataParallel(
+    copies = Copies(
         model,
         process_group=group,
         bucket_cap_mb=max(1, parallel.bucket // 2**20),
@@ -56,6 +64,96 @@ def replicate(model: nn.Module, mesh: Mesh, parallel: ParallelSection) -> nn.Mod
 
 
 _CASTS = MappingProxyType({"fp16": fp16_compress_hook, "bf16": bf16_compress_hook})
+
+
+class Copies(DistributedDataParallel):
+    """DDP that can put any work with the module into its forward pass, so that gradients are averaged whichever of the
+    module's methods the work calls."""
+
+    inside = False
+    """Whether the module runs within the forward pass of this wrapper now."""
+    _work: Callable[[], Any] | None = None
+
+    def run(self, work: Callable[[], T]) -> T:
+        """`work()` in place of the module's forward pass."""
+        self._work = work
+        result: T = self()
+        return result
+
+    def _run_ddp_forward(self, *inputs: Any, **named: Any) -> Any:
+        work, self._work = self._work, None
+        self.inside = True
+        try:
+            if work is None:
+                return super()._run_ddp_forward(*inputs, **named)
+            with self._inside_ddp_forward():
+                return work()
+        finally:
+            self.inside = False
+
+
+class _Link:
+    """From a replicated module to its wrapper; a copy of the module has none."""
+
+    def __init__(self, copies: Copies | None) -> None:
+        self.copies = copies
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Link:
+        return _Link(None)
+
+    def __reduce__(self) -> tuple[type[_Link], tuple[None]]:
+        return _Link, (None,)
+
+
+class _Replicated:
+    """What a user's class becomes: a call that shall have gradients goes through the wrapper; all else is its own."""
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        copies = find_copies(self)
+        if copies is None or copies.inside or not torch.is_grad_enabled():
+            return super().__call__(*inputs, **named)  # type: ignore[misc]
+        return copies(*inputs, **named)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copied and pickled as the module that it was."""
+        made = super().__reduce_ex__(protocol)
+        if not isinstance(made, tuple) or made[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+            return made
+        rest = made[2:]
+        if rest and isinstance(rest[0], dict):
+            rest = ({name: value for name, value in rest[0].items() if name != _LINK}, *rest[1:])
+        return (_make_plain, (type(self).__mro__[2], *made[1][1:]), *rest)
+
+
+def _make_plain(kind: type[nn.Module], *arguments: Any) -> nn.Module:
+    """As `copyreg.__newobj__`, which pickle wants the class of the object itself for."""
+    return kind.__new__(kind, *arguments)
+
+
+def give_back(copies: Copies) -> nn.Module:
+    """What a script gets of replicas: its own module, whose calls go through the wrapper.
+
+    The wrapper itself where the module's class cannot be extended (a compiled or scripted one).
+    """
+    module: nn.Module = copies.module
+    kind = type(module)
+    if isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in module._modules:
+        return copies
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    try:
+        module.__class__ = type(kind.__name__, (_Replicated, kind), names)
+    except TypeError:
+        return copies
+    module.__dict__[_LINK] = _Link(copies)
+    return module
+
+
+def find_copies(module: object) -> Copies | None:
+    """The wrapper of a replicated module, or that wrapper itself; None for any other module."""
+    if isinstance(module, Copies):
+        return module
+    link = getattr(module, "__dict__", {}).get(_LINK)
+    return link.copies if isinstance(link, _Link) else None
 
 
 def check_all_used(copies: DistributedDataParallel) -> None:

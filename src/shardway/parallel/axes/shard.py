@@ -60,6 +60,11 @@ def shard(model: nn.Module, shards: Shards) -> None:
                 offload_policy=offload,
             )
     reshard = _reshard(shards)
+    formats = _find_formats(model, units)
+    for module, dtype in formats.items():
+        if module is not model and module not in units:
+            kept = _policy_of(dtype, policy)
+            fully_shard(module, mesh=grid, mp_policy=kept, offload_policy=offload, reshard_after_forward=reshard)
     for experts in shards.experts:
         fully_shard(
             experts,
@@ -70,10 +75,12 @@ def shard(model: nn.Module, shards: Shards) -> None:
             shard_placement_fn=lambda parameter: Shard(_dim_to_shard(parameter, mesh.degree(EXPERT_SHARD))),
         )
     for unit in units:
-        fully_shard(unit, mesh=grid, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
+        kept = _policy_of(formats.get(unit), policy)
+        fully_shard(unit, mesh=grid, mp_policy=kept, offload_policy=offload, reshard_after_forward=reshard)
     # The root's weights are the first of the forward and the last of the backward pass: freeing them in between
     # would gather them twice.
-    fully_shard(model, mesh=grid, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
+    kept = _policy_of(formats.get(model), policy)
+    fully_shard(model, mesh=grid, mp_policy=kept, offload_policy=offload, reshard_after_forward=False)
     _add_up(model)
     _gather_ahead([unit for unit in units if isinstance(unit, FSDPModule)], shards.parallel.prefetch)
 
@@ -121,6 +128,40 @@ def _check_dims(model: nn.Module) -> None:
                 "parallel.dp_shard.\n  To do: make it a tensor of one element (`torch.zeros(1)`), or set "
                 "parallel.dp_shard = 1."
             )
+
+
+def _find_formats(model: nn.Module, units: Sequence[nn.Module]) -> dict[nn.Module, torch.dtype]:
+    """The format of the trained weights of each unit and of the rest, and the modules in them that have another one:
+    FSDP2 gathers these apart. Raises UserError where one module holds weights of several formats."""
+    found: dict[nn.Module, torch.dtype] = {}
+    taken: set[nn.Module] = set()
+    names = {module: name for name, module in model.named_modules()}
+    for scope in (*units, model):
+        inside = [module for module in scope.modules() if module not in taken and not isinstance(module, FSDPModule)]
+        taken.update(inside)
+        kinds = {module: kind for module in inside if (kind := _own_format(module, names[module]))}
+        if kinds:
+            main = kinds.get(scope) or Counter(kinds.values()).most_common(1)[0][0]
+            found |= {scope: main, **{module: kind for module, kind in kinds.items() if kind is not main}}
+    return found
+
+
+def _policy_of(dtype: torch.dtype | None, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """Complex weights are neither computed with nor added up in a real format."""
+    return MixedPrecisionPolicy() if dtype is not None and dtype.is_complex else policy
+
+
+def _own_format(module: nn.Module, name: str) -> torch.dtype | None:
+    """That of the weights that a module holds itself and trains."""
+    formats = {p.dtype: leaf for leaf, p in module.named_parameters(recurse=False) if p.requires_grad}
+    if len(formats) > 1:
+        each = " and ".join(f"{leaf} is {str(kind).removeprefix('torch.')}" for kind, leaf in formats.items())
+        raise UserError(
+            f"{name or 'the model'} (a {type(module).__name__}) has parameters of several number formats side by side: "
+            f"{each}. Shards (parallel.dp_shard) are gathered by module, in one format.\n  To do: put each into a "
+            "module of its own, give them one format, or set parallel.dp_shard = 1."
+        )
+    return next(iter(formats), None)
 
 
 def _is_self_contained(unit: nn.Module, model: nn.Module) -> bool:

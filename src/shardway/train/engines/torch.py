@@ -12,6 +12,7 @@ from torch import nn
 from shardway.checkpoint.state import State, Trained
 from shardway.models.contract import held_by_rank
 from shardway.train.engines.base import EngineParts
+from shardway.train.engines.explain import explained
 from shardway.train.passes import Loss, Passes
 from shardway.train.step import Moment, StepParts, StepResult, take_step
 
@@ -42,4 +43,5 @@ class TorchEngine:
 
     def step(self, model: nn.Module, batch: Any, loss_fn: Loss, moment: Moment) -> StepResult:
         """One step, as `take_step`."""
-        return take_step(self._step, model, batch, loss_fn, moment)
+        with explained(model):
+            return take_step(self._step, model, batch, loss_fn, moment)
