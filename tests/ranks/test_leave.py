@@ -91,3 +91,38 @@ def test_the_end_of_a_rank_comes_before_destructors_and_after_all_else(line: str
     assert ended.returncode == code
     assert ended.stdout == "before tidied up and printed" or code < 0, "what C has printed is not lost"
     assert said in ended.stderr
+
+
+SCRIPT = """
+import atexit, ctypes, sys
+from shardway.ranks.leave import left_at_once
+atexit.register(print, "tidied up", end="")
+library = ctypes.CDLL(None)
+library.__cxa_atexit(library.abort, None, None)  # as a destructor of C++ that fails
+library.printf(b"printed by C ")
+with left_at_once({world}):
+    print("trained", end=" ")
+atexit.register(print, "later", end=" ")
+{line}
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "world"),
+    [
+        ("pass", 0, 2),
+        ("sys.exit(3)", 3, 2),
+        ("raise SystemExit(4)", 4, 2),
+        ("raise KeyError(5)", 1, 2),
+        ("pass", -6, 1),
+    ],
+    ids=["end", "exit", "raised exit", "error", "alone"],
+)
+def test_a_script_among_others_ends_before_destructors_with_its_own_code(line: str, code: int, world: int) -> None:
+    """All that was registered in Python runs, whenever it was; a rank alone has no peer that left before."""
+    text = SCRIPT.format(line=line, world=world)
+    ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == code
+    if world > 1:
+        assert sorted(ended.stdout.split()) == sorted(["trained", "later", "tidied", "up", "printed", "by", "C"])
+    assert ("KeyError: 5" in ended.stderr) == (code == 1)

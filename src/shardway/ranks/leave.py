@@ -11,11 +11,13 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import dis
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from shardway.errors import Bug, ShardwayError, legible
 
@@ -34,6 +36,8 @@ def left_at_once(world: int) -> Iterator[None]:
     """
     try:
         yield
+        if world > 1 and threading.current_thread() is threading.main_thread():
+            ScriptExit(sys._getframe()).arm()
     except KeyboardInterrupt:
         sys.excepthook = _leave_after(_show_interrupt)
         raise
@@ -91,6 +95,43 @@ def tell_errors() -> None:
         shell.set_custom_exc((ShardwayError,), lambda shell, kind, error, trace, tb_offset=None: [f"shardway: {error}"])
 
 
+class ScriptExit:
+    """Ends the process of a script that came to its own end, after all that libraries and the script have registered
+    for it, and before the destructors of C++ (see `LastExit`).
+
+    Only where the outermost frame has returned is the exit code known to be 0 before the interpreter ends. A script
+    that ends by `sys.exit` or by an error ends as any Python does, but for those destructors (where the library of C
+    has `on_exit`, which is told the code).
+    """
+
+    def __init__(self, frame: FrameType) -> None:
+        while frame.f_back is not None:
+            frame = frame.f_back
+        self._outermost = frame
+
+    def arm(self) -> None:
+        """From now on; called in the main thread."""
+        register = getattr(threading, "_register_atexit", None)  # what is registered so comes before `atexit`
+        if register is not None:
+            with contextlib.suppress(RuntimeError):  # the interpreter ends already
+                register(self._come_first)
+        _exit_before_destructors()
+
+    def _come_first(self) -> None:
+        atexit.register(self._leave)
+
+    def _leave(self) -> None:
+        code = self._outermost.f_code.co_code
+        if not dis.opname[code[self._outermost.f_lasti]].startswith("RETURN_"):
+            return
+        atexit.unregister(self._leave)
+        atexit._run_exitfuncs()
+        with contextlib.suppress(OSError, ValueError):
+            flush_output()
+            _flush_libraries()
+            os._exit(0)
+
+
 class LastExit:
     """Made before anything else registers what it does at the end, so that this comes last of all.
 
@@ -110,12 +151,27 @@ class LastExit:
     def _leave(self) -> None:
         if self._code is None or "torch" not in sys.modules:
             return
-        import ctypes
-
         with contextlib.suppress(OSError):
             flush_output()
-        ctypes.CDLL(None).fflush(None)  # what libraries of C have printed
+        _flush_libraries()
         os._exit(self._code)
+
+
+def _exit_before_destructors() -> None:
+    """Of what C runs at an exit, the newest comes first: what was printed leaves, then the process, with its code."""
+    import ctypes
+
+    library = ctypes.CDLL(None)
+    with contextlib.suppress(AttributeError):
+        library.on_exit(library._exit, None)
+        library.__cxa_atexit(library.fflush, None, None)
+
+
+def _flush_libraries() -> None:
+    """What libraries of C have printed leaves this process."""
+    import ctypes
+
+    ctypes.CDLL(None).fflush(None)
 
 
 def flush_output() -> None:
