@@ -67,6 +67,13 @@ def _gathering(model: Any, name: str, method: Callable[..., Any]) -> Callable[..
     return call
 
 
+def _tied_names(model: nn.Module) -> dict[str, str]:
+    """Further names of a weight that a model uses several times -> its first."""
+    first: dict[int, str] = {}
+    names = [(name, first.setdefault(id(p), name)) for name, p in model.named_parameters(remove_duplicate=False)]
+    return {name: earliest for name, earliest in names if name != earliest}
+
+
 def _saving_whole(model: nn.Module, save: Callable[..., Any]) -> Callable[..., Any]:
     """`save_pretrained` of the Hugging Face library, which takes no shards: rank 0 writes what all have gathered."""
 
@@ -74,6 +81,9 @@ def _saving_whole(model: nn.Module, save: Callable[..., Any]) -> Callable[..., A
     def call(*inputs: Any, state_dict: dict[str, Any] | None = None, **named: Any) -> Any:
         if state_dict is None:
             state_dict = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+            for name, first in _tied_names(model).items():
+                if first in state_dict:  # on rank 0
+                    state_dict[name] = state_dict[first]
         result = save(*inputs, state_dict=state_dict, **named) if dist.get_rank() == 0 else None
         dist.barrier()
         return result

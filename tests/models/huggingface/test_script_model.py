@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch.utils.data import TensorDataset
 
 from pool import ranks
@@ -50,5 +51,6 @@ def test_save_pretrained_writes_what_the_checkpoint_holds(rank: int, tmp_path: P
         weights = {name.removeprefix("model."): value for name, value in saved.items() if name.startswith("model.")}
         assert found.keys() == weights.keys()
         assert all(torch.equal(found[name], value) for name, value in weights.items())
+        assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")  # it is the embedding
         config = json.loads((tmp_path / "out" / "config.json").read_text())
         assert config["architectures"] == ["GraniteForCausalLM"]
