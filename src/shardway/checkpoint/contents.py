@@ -17,8 +17,18 @@ from shardway.checkpoint.shards.table import NAME, Table, read_table
 from shardway.checkpoint.verify import check_files
 from shardway.rundir.directory import RunDir
 
-PARTS = ("model", "optimizer", "random")
-"""What the names of tensors begin with."""
+PARTS = ("model", "optimizer", "random", "kept", "script")
+"""What of a run a tensor may belong to; a script of one's own may keep things, and has settings and schedulers."""
+
+
+def part_of(name: str) -> str:
+    """The part of the run that a name in a checkpoint belongs to: one of `PARTS`.
+
+    Further models and optimizers have a name after a dash; `structure` says how a part is built that is no plain tree.
+    """
+    first, _, rest = name.partition(".")
+    return part_of(rest) if first == "structure" else first.partition("-")[0]
+
 
 VALUE = "value"
 """Stands for the dtype of what is no tensor."""
@@ -63,7 +73,7 @@ class Entry:
     @property
     def part(self) -> str:
         """What of the run it belongs to: one of `PARTS`."""
-        return self.name.partition(".")[0]
+        return part_of(self.name)
 
 
 def read_head(found: Found) -> Head:

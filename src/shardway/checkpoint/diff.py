@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardway.checkpoint.contents import Entry
+from shardway.checkpoint.contents import Entry, part_of
 from shardway.checkpoint.manifest import Manifest
 from shardway.checkpoint.shards import table
 from shardway.checkpoint.shards.table import is_shard
@@ -62,7 +62,7 @@ class FileDifference:
 def find_differences(first: TensorReader, second: TensorReader, parts: Sequence[str]) -> list[Difference]:
     """The tensors of these parts that differ, by name; read in the order of the first checkpoint's files, so that each
     block of them is read once."""
-    names = {name for name in {*first.entries, *second.entries} if name.partition(".")[0] in parts}
+    names = {name for name in {*first.entries, *second.entries} if part_of(name) in parts}
     ordered = sorted(names, key=lambda name: (first.place(name), second.place(name), name))
     return sorted(_compare(first, second, ordered), key=lambda each: each.name)
 

@@ -20,7 +20,14 @@ from shardway.checkpoint.seal import find_damage
 from shardway.checkpoint.shards.read import Source, list_wanted, read_tensors
 from shardway.checkpoint.shards.table import NAME as TABLE
 from shardway.checkpoint.shards.table import Table, read_table
-from shardway.checkpoint.state import State, Tensors, random_state, set_random_state
+from shardway.checkpoint.state import (
+    State,
+    Tensors,
+    is_optimizer,
+    list_parameters,
+    random_state,
+    set_random_state,
+)
 from shardway.checkpoint.stock import SharedStock, Stock
 from shardway.checkpoint.verify import manifest_of, manifest_of_step
 from shardway.errors import JobError
@@ -101,7 +108,8 @@ def load_from(stock: Stock, ranks: Ranks, state: State) -> Loaded | PassedOver:
     if isinstance(opened, Damaged):  # which is agreed by now
         raise opened
     manifest = opened.manifest
-    tensors = state.collect()
+    state.prepare(opened.table)
+    tensors = state.template(opened.table)
     if manifest.world == ranks.world:
         tensors["random"] = {f"rank-{ranks.rank}": random_state()}
     ranks.together(lambda: _fit(opened, tensors))
@@ -181,12 +189,14 @@ def _leave_out_unsaved_state(tensors: dict[str, Any], saved: Sequence[str]) -> N
     A parameter that no batch had used by then had none; the template made it up. A checkpoint of weights alone has no
     optimizer.
     """
-    if not _has(saved, "optimizer."):
-        tensors.pop("optimizer", None)
-    states = tensors.get("optimizer", {}).get("state", {})
-    for name in list(states):
-        if not _saved_state(name, saved):
-            del states[name]
+    for part in [part for part in tensors if is_optimizer(part)]:
+        if not _has(saved, f"{part}."):
+            del tensors[part]
+            continue
+        states = tensors[part].get("state", {})
+        for name in list(states):
+            if not _saved_state(part, name, saved):
+                del states[name]
 
 
 def _leave_out_unsaved_generators(tensors: dict[str, Any], saved: Sequence[str]) -> None:
@@ -206,16 +216,15 @@ def _has(saved: Sequence[str], prefix: str) -> bool:
 
 def _check_nothing_is_lost(tensors: dict[str, Any], saved: Sequence[str]) -> None:
     """Raise ValueError where the optimizer of today keeps less of a parameter than the sorted names `saved` hold."""
-    if "optimizer" not in tensors:
-        return
-    for name in tensors["model"]:
-        if lost := _saved_state(name, saved) - set(tensors["optimizer"]["state"].get(name, ())):
-            raise ValueError(f"it has {', '.join(sorted(lost))} of {name}, which this optimizer does not keep.")
+    for part in filter(is_optimizer, tensors):
+        for name in list_parameters(tensors):
+            if lost := _saved_state(part, name, saved) - set(tensors[part].get("state", {}).get(name, ())):
+                raise ValueError(f"it has {', '.join(sorted(lost))} of {name}, which this optimizer does not keep.")
 
 
-def _saved_state(name: str, saved: Sequence[str]) -> set[str]:
+def _saved_state(part: str, name: str, saved: Sequence[str]) -> set[str]:
     """What the sorted names `saved` hold of a parameter besides its values, such as "exp_avg"."""
-    prefix = f"optimizer.state.{name}."
+    prefix = f"{part}.state.{name}."
     of_it = saved[bisect_left(saved, prefix) : bisect_left(saved, f"{prefix}\U0010ffff")]
     return {each.removeprefix(prefix).partition(".")[0] for each in of_it}
 

@@ -7,12 +7,15 @@ sharding can read them. This module must not touch the disk.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -24,6 +27,15 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from shardway.checkpoint.shards.special import find_dtype
+from shardway.checkpoint.structure import Unstorable, put_state_together, take_state_apart
+from shardway.errors import UserError
+
+if TYPE_CHECKING:
+    from shardway.checkpoint.shards.table import Table
 
 _PACKED_BYTES = 2**15
 """Room for numpy's and Python's states: 2 x 624 numbers of at most ten digits and their commas."""
@@ -39,7 +51,15 @@ class State(Protocol):
     """
 
     def collect(self) -> Tensors:
-        """The tensors of this rank; also the template into which a checkpoint is read."""
+        """The tensors of this rank."""
+        ...
+
+    def prepare(self, table: Table) -> None:
+        """Get ready for a checkpoint with this table; before `template`."""
+        ...
+
+    def template(self, table: Table) -> Tensors:
+        """What a checkpoint with this table is read into."""
         ...
 
     def install(self, tensors: Tensors) -> None:
@@ -59,20 +79,11 @@ class State(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Trained:
-    """The parts of a run that have tensors; the optimizer is None where only the model counts. It has no files."""
+class WithoutFiles:
+    """What the states here have in common: all that they hold is in tensors and values."""
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer | None
-
-    def collect(self) -> Tensors:
-        """The tensors of model and optimizer."""
-        return collect_tensors(self)
-
-    def install(self, tensors: Tensors) -> None:
-        """Put loaded tensors into model and optimizer."""
-        install_tensors(self, tensors)
+    def prepare(self, table: Table) -> None:
+        """Nothing."""
 
     def count_file_bytes(self) -> int:
         """Nothing."""
@@ -85,43 +96,298 @@ class Trained:
         """Nothing."""
 
 
+@dataclass(frozen=True)
+class Trained(WithoutFiles):
+    """The parts of a run that have tensors; the optimizer is None where only the model counts. It has no files.
+
+    `further` are models beside the first, by name: each is saved as a part of its own ("model-NAME"). `others` are
+    optimizers beside the first, which are saved as "optimizer-NAME". An optimizer may be over several of the models.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    further: Mapping[str, nn.Module] = field(default_factory=lambda: MappingProxyType({}))
+    others: Mapping[str, torch.optim.Optimizer] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def models(self) -> dict[str, nn.Module]:
+        """Every model by the name of its part."""
+        return {MODEL: self.model, **{f"{MODEL}-{name}": model for name, model in self.further.items()}}
+
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """Every optimizer by the name of its part."""
+        first = {OPTIMIZER: self.optimizer} if self.optimizer is not None else {}
+        return {**first, **{f"{OPTIMIZER}-{name}": optimizer for name, optimizer in self.others.items()}}
+
+    def collect(self) -> Tensors:
+        """The tensors of models and optimizers."""
+        return collect_tensors(self)
+
+    def template(self, table: Table) -> Tensors:
+        """The same, with states also for parameters that have not been updated yet."""
+        tensors: Tensors = {part: get_model_state_dict(model) for part, model in self.models.items()}
+        for part, optimizer in self.optimizers.items():
+            if structure_name(part) in table.values:
+                begin = f"{part}.values."
+                rows = {name.removeprefix(begin): row for name, row in table.tensors.items() if name.startswith(begin)}
+                room = {name: torch.empty(row.shape, dtype=find_dtype(row.dtype)) for name, row in rows.items()}
+                tensors |= {part: {"values": room} if room else {}, structure_name(part): ""}
+                continue
+            if needs_closure(optimizer):
+                _check_same_kind(part, optimizer, "another optimizer", table)
+                tensors[part] = {"state": {}}
+                continue
+            with all_trainable(optimizer), hooks_silenced(optimizer):
+                state = get_optimizer_state_dict(self._around(optimizer), optimizer)
+            tensors[part] = {"state": self._named(state["state"])}
+        return tensors
+
+    def install(self, tensors: Tensors) -> None:
+        """Put loaded tensors into models and optimizers."""
+        install_tensors(self, tensors)
+
+    def _around(self, optimizer: torch.optim.Optimizer) -> nn.Module:
+        """A module that has all models in it, as far as torch looks at one."""
+        if not self.further:
+            return self.model
+        around = nn.Module()
+        for number, model in enumerate(self.models.values()):
+            around.add_module(f"m{number}", model)
+        return around
+
+    def _named(self, states: Any) -> dict[str, Any]:
+        """States by the names of parameters, from their names in `_around`."""
+        if not self.further:
+            return dict(states)
+        prefixes = {f"m{number}": _prefix(part) for number, part in enumerate(self.models)}
+        cut = ((name.partition("."), state) for name, state in states.items())
+        return {f"{prefixes[first]}{rest}": state for (first, _, rest), state in cut}
+
+    def _unnamed(self, states: Mapping[str, Any]) -> dict[str, Any]:
+        if not self.further:
+            return dict(states)
+        numbers = {_prefix(part): f"m{number}" for number, part in enumerate(self.models)}
+        cut = ((name.rpartition(":"), state) for name, state in states.items())
+        return {f"{numbers[f'{model}{colon}']}.{rest}": state for (model, colon, rest), state in cut}
+
+
+MODEL, OPTIMIZER = "model", "optimizer"
+"""What the names of tensors of the first model and the first optimizer begin with."""
+
+
+def _prefix(part: str) -> str:
+    """What stands before the names of a model's parameters in the state of an optimizer: "D:" of "model-D"."""
+    return "" if part == MODEL else f"{part.removeprefix(f'{MODEL}-')}:"
+
+
+def is_optimizer(part: str) -> bool:
+    """Whether a part of a state is that of an optimizer."""
+    return part == OPTIMIZER or part.startswith(f"{OPTIMIZER}-")
+
+
+def list_parameters(tensors: Tensors) -> list[str]:
+    """The names of all models' tensors in a state, as the state of an optimizer has them."""
+    models = [part for part in tensors if part == MODEL or part.startswith(f"{MODEL}-")]
+    return [f"{_prefix(part)}{name}" for part in models for name in tensors[part]]
+
+
+def structure_name(part: str) -> str:
+    """The name of the value that says how the state of this part is built."""
+    return f"structure.{part}"
+
+
 def collect_tensors(trained: Trained) -> Tensors:
-    """The tensors of model and optimizer; also the template into which a checkpoint is read."""
-    tensors: Tensors = {"model": get_model_state_dict(trained.model)}
-    if trained.optimizer is not None:
-        # The settings of parameter groups are those of the run file of today, and how many groups there are depends
-        # on the layout: neither belongs to what is saved.
-        state = get_optimizer_state_dict(trained.model, trained.optimizer)
-        tensors["optimizer"] = {"state": state["state"]}
+    """The tensors of models and optimizers."""
+    tensors: Tensors = {part: get_model_state_dict(model) for part, model in trained.models.items()}
+    for part, optimizer in trained.optimizers.items():
+        # Settings of parameter groups are none of its tensors, and how many groups there are depends on the layout.
+        if not optimizer.state:
+            tensors[part] = {"state": {}}
+            continue
+        if not all(_is_plain(value) for state in optimizer.state.values() for value in state.values()):
+            parts = take_state_apart({"of": type(optimizer).__name__, "state": optimizer.state_dict()["state"]})
+            tensors |= {part: {"values": dict(parts.tensors)}, structure_name(part): parts.text}
+            continue
+        state = get_optimizer_state_dict(trained._around(optimizer), optimizer)
+        tensors[part] = {"state": trained._named(state["state"])}
     return tensors
 
 
 def install_tensors(trained: Trained, tensors: Tensors) -> None:
-    """Put loaded tensors into model and optimizer; the optimizer's settings stay those of the run file of today.
+    """Put loaded tensors into models and optimizers; the settings of an optimizer's groups stay what they are.
 
     Where weights came alone, the optimizer begins anew: to collect a template has made up states for it.
     """
-    set_model_state_dict(trained.model, tensors["model"])
-    if trained.optimizer is None:
-        return
-    if "optimizer" not in tensors:
-        trained.optimizer.state.clear()
-        return
+    for part, model in trained.models.items():
+        if part in tensors:
+            set_model_state_dict(model, tensors[part])
     # Not strict: a parameter that no batch has used yet has no state.
     options = StateDictOptions(strict=False)
-    today = get_optimizer_state_dict(trained.model, trained.optimizer)
-    loaded = {"state": tensors["optimizer"]["state"], "param_groups": today["param_groups"]}
-    with settings_kept(trained.optimizer):
-        set_optimizer_state_dict(trained.model, trained.optimizer, loaded, options=options)
+    for part, optimizer in trained.optimizers.items():
+        if part not in tensors:
+            optimizer.state.clear()
+            continue
+        if text := tensors.get(structure_name(part)):
+            _install_structure(part, optimizer, text, tensors[part].get("values", {}))
+            continue
+        if not tensors[part]["state"] and needs_closure(optimizer):
+            optimizer.state.clear()
+            continue
+        around = trained._around(optimizer)
+        with all_trainable(optimizer), hooks_silenced(optimizer), settings_kept(optimizer):
+            today = get_optimizer_state_dict(around, optimizer)
+            loaded = {"state": trained._unnamed(tensors[part]["state"]), "param_groups": today["param_groups"]}
+            set_optimizer_state_dict(around, optimizer, loaded, options=options)
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step of the optimizer evaluates the loss itself, such as LBFGS."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def check_states_storable(trained: Trained) -> None:
+    """Raise UserError where a checkpoint cannot hold what an optimizer keeps."""
+    for part, optimizer in trained.optimizers.items():
+        values = [value for state in optimizer.state.values() for value in state.values()]
+        if all(map(_is_plain, values)):
+            continue
+        try:
+            parts = take_state_apart(optimizer.state_dict()["state"])
+            found = "lists of shards" if any(isinstance(each, DTensor) for each in parts.tensors.values()) else ""
+        except Unstorable as error:
+            found = f"a {error.kind}"
+        if found:
+            raise UserError(
+                f"the state of {part} ({type(optimizer).__name__}) holds {found}, which a checkpoint cannot hold.\n"
+                "  To do: use an optimizer whose state is tensors, numbers and strings"
+                f"{', or parallel.dp_shard = 1' if 'shards' in found else ''}."
+            )
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether torch's own form of an optimizer's state, tensors and single values by parameter, has room for it."""
+    return isinstance(value, torch.Tensor) or type(value) in (type(None), bool, int, float, str)
+
+
+def _check_same_kind(part: str, optimizer: torch.optim.Optimizer, saved: str, table: Table | None = None) -> None:
+    name = type(optimizer).__name__
+    if table is not None and not any(each.startswith(f"{part}.state.") for each in table.tensors):
+        return
+    if saved != name:
+        raise UserError(
+            f"the checkpoint holds the state of {saved} as {part}, and today it is {name}.\n"
+            "  Nothing was changed. To do: use the optimizer that the run was saved with."
+        )
+
+
+def _install_structure(
+    part: str, optimizer: torch.optim.Optimizer, text: str, values: Mapping[str, torch.Tensor]
+) -> None:
+    saved = put_state_together(text, lambda name, device: values[name])
+    _check_same_kind(part, optimizer, saved["of"])
+    groups = optimizer.state_dict()["param_groups"]
+    with settings_kept(optimizer):
+        optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+
+
+@contextlib.contextmanager
+def all_trainable(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Meanwhile every parameter of the optimizer may have a state: one that is frozen now may have been trained."""
+    frozen = [p for group in optimizer.param_groups for p in group["params"] if not p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+@contextlib.contextmanager
+def hooks_silenced(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Meanwhile a step of the optimizer calls no hook of a script: torch takes one to make its states."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    hooks = {name: getattr(optimizer, name) for name in names if hasattr(optimizer, name)}
+    for name in hooks:
+        setattr(optimizer, name, OrderedDict())
+    try:
+        yield
+    finally:
+        for name, before in hooks.items():
+            setattr(optimizer, name, before)
+
+
+class Together(WithoutFiles):
+    """Several states as one: what each of them holds has names of its own."""
+
+    def __init__(self, states: Sequence[State]) -> None:
+        self._states = states
+
+    def collect(self) -> Tensors:
+        """What all hold."""
+        return {name: value for state in self._states for name, value in state.collect().items()}
+
+    def prepare(self, table: Table) -> None:
+        """Get all ready, in their order."""
+        for state in self._states:
+            state.prepare(table)
+
+    def template(self, table: Table) -> Tensors:
+        """The templates of all."""
+        return {name: value for state in self._states for name, value in state.template(table).items()}
+
+    def install(self, tensors: Tensors) -> None:
+        """Let all take their part, in their order."""
+        for state in self._states:
+            state.install(tensors)
+
+    def count_file_bytes(self) -> int:
+        """The sum of all."""
+        return sum(state.count_file_bytes() for state in self._states)
+
+    def write_files(self, folder: Path) -> None:
+        """The files of all."""
+        for state in self._states:
+            state.write_files(folder)
+
+    def read_files(self, folder: Path, world: int) -> None:
+        """The files of all."""
+        for state in self._states:
+            state.read_files(folder, world)
 
 
 @contextlib.contextmanager
 def settings_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Whatever is loaded meanwhile, the settings of parameter groups are afterwards what they were before."""
-    settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    """Whatever is loaded meanwhile, the settings of parameter groups are afterwards what they were before.
+
+    The groups are the same dicts as well: a script may hold one of them, and torch makes new ones.
+    """
+    groups = list(optimizer.param_groups)
+    settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
     yield
-    for group, setting in zip(optimizer.param_groups, settings, strict=True):
-        group.update(setting)
+    for group, setting, loaded in zip(groups, settings, list(optimizer.param_groups), strict=True):
+        content = {**loaded, **setting}
+        group.clear()
+        group.update(content)
+    optimizer.param_groups[:] = groups
+
+
+class Freezable(Together):
+    """States that stay in a checkpoint what they were when they were frozen, whatever becomes of them."""
+
+    def __init__(self, states: Sequence[State]) -> None:
+        super().__init__(states)
+        self._frozen: Tensors | None = None
+
+    def freeze(self) -> None:
+        """Keep what all hold now."""
+        self._frozen = tree_map_only(torch.Tensor, torch.clone, super().collect())
+
+    def collect(self) -> Tensors:
+        """What all hold, or held when they were frozen."""
+        return super().collect() if self._frozen is None else self._frozen
 
 
 def count_bytes(tensors: Tensors) -> int:

@@ -28,7 +28,7 @@ from shardway.checkpoint.shards.special import dtype_name, find_dtype
 from shardway.checkpoint.tensors import TensorReader
 from shardway.errors import JobError, UserError
 
-NO_MODEL = ("optimizer", "random", "scheduler")
+NO_MODEL = ("optimizer", "random", "kept", "script")
 """How the parts of a checkpoint begin that are no weights."""
 
 _EXTRA = "_extra_state"

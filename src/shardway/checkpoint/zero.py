@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from shardway.checkpoint.manifest import list_files
-from shardway.checkpoint.state import Tensors, settings_kept
+from shardway.checkpoint.shards.table import Table
+from shardway.checkpoint.state import Tensors, WithoutFiles, settings_kept
 from shardway.errors import JobError
 from shardway.ranks.start import Ranks, is_lost_contact
 from shardway.rundir.directory import START_OVER
@@ -32,7 +33,7 @@ _FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
-class ZeroState:
+class ZeroState(WithoutFiles):
     """The state of a `deepspeed.DeepSpeedEngine` whose model has so many `parameters`."""
 
     engine: Any
@@ -42,6 +43,10 @@ class ZeroState:
 
     def collect(self) -> Tensors:
         """Nothing: DeepSpeed's flat parts mean something to DeepSpeed alone."""
+        return {}
+
+    def template(self, table: Table) -> Tensors:
+        """Nothing."""
         return {}
 
     def install(self, tensors: Tensors) -> None:

@@ -31,6 +31,8 @@ class Part(StrEnum):
     model = "model"
     optimizer = "optimizer"
     random = "random"
+    kept = "kept"
+    script = "script"
 
 
 CheckpointArgument = Annotated[

@@ -7,9 +7,9 @@ the same decision out of the sum; nobody acts on a wish of its own. It must not 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-WISH_SLOTS = 5
+WISH_SLOTS = 6
 """Numbers that one rank's wishes take up in the vector."""
 
 
@@ -18,7 +18,7 @@ class Wishes:
     """What one rank wants to happen after the current step.
 
     `deadline`: a stop, since the wall-time is about to end. `void`: the step must not count, since a stop ended this
-    rank's wait for its batch.
+    rank's wait for its batch. `finish`: the script says that the run is done.
     """
 
     stop_signal: bool = False
@@ -26,10 +26,11 @@ class Wishes:
     save: bool = False
     deadline: bool = False
     void: bool = False
+    finish: bool = False
 
     def as_numbers(self) -> list[float]:
         """One slot a wish: 1.0 where this rank has it."""
-        wishes = (self.stop_signal, self.stop_file, self.save, self.deadline, self.void)
+        wishes = (self.stop_signal, self.stop_file, self.save, self.deadline, self.void, self.finish)
         return [float(wish) for wish in wishes]
 
 
@@ -37,18 +38,25 @@ class Wishes:
 class Decision:
     """What all ranks do after the current step; `stop_reason` is empty where they go on.
 
-    `deadline`: nothing but the end of the wall-time asked for the stop. `void`: the step did not count.
+    `deadline`: nothing but the end of the wall-time asked for the stop. `void`: the step did not count. `finish`: the
+    run is done with it, whatever steps are left.
     """
 
     stop_reason: str = ""
     save: bool = False
     deadline: bool = False
     void: bool = False
+    finish: bool = False
+
+    def also(self, other: Decision) -> Decision:
+        """What follows from this decision and a later one of the same step."""
+        stop = self if self.stop_reason or not other.stop_reason else other
+        return replace(stop, save=self.save or other.save, finish=self.finish or other.finish)
 
 
 def read_decision(summed: Sequence[float]) -> Decision:
     """The decision in the sum of all ranks' wishes."""
-    signals, files, saves, deadlines, voids = summed
+    signals, files, saves, deadlines, voids, finishes = summed
     reasons = []
     if signals:
         reasons.append("a signal asked for a stop")
@@ -57,6 +65,6 @@ def read_decision(summed: Sequence[float]) -> Decision:
     alone = bool(deadlines) and not reasons
     if deadlines:
         reasons.append("the wall-time is about to end")
-    if voids and not reasons:
+    if voids and not reasons and not finishes:
         reasons.append("a rank gave up waiting for its data")
-    return Decision(" and ".join(reasons), save=saves > 0, deadline=alone, void=voids > 0)
+    return Decision(" and ".join(reasons), save=saves > 0, deadline=alone, void=voids > 0, finish=finishes > 0)

@@ -69,7 +69,7 @@ class Before:
 
     generators: Generators
     buffers: tuple[_Buffer, ...]
-    compression: CompressionBefore | None
+    compressions: tuple[CompressionBefore, ...]
     batch: tuple[tuple[torch.Tensor, int], ...]
 
     def put_back(self) -> None:
@@ -82,8 +82,8 @@ class Before:
         """All but the generators: a step that is skipped has drawn its random numbers."""
         for buffer in self.buffers:
             buffer.put_back()
-        if self.compression is not None:
-            self.compression.put_back()
+        for compression in self.compressions:
+            compression.put_back()
 
     def has_its_batch(self) -> bool:
         """Whether no pass wrote into the tensors of the batch."""
@@ -95,7 +95,7 @@ class Changeable:
     """The parts of a model that passes may change; found once, since walking over a large model takes time."""
 
     owners: tuple[nn.Module, ...]
-    compression: Compression | None = None
+    compressions: tuple[Compression, ...] = ()
 
     @torch.no_grad()
     def remember(self, batch: Any) -> Before:
@@ -107,14 +107,15 @@ class Changeable:
             if tensor is not None
         ]
         buffers = tuple(_Buffer(owner, name, tensor, tensor.clone()) for owner, name, tensor in held)
-        compression = self.compression.remember() if self.compression is not None else None
-        return Before(find_generators(), buffers, compression, tuple(_versions(list_leaves(batch))))
+        compressions = tuple(each.remember() for each in self.compressions)
+        return Before(find_generators(), buffers, compressions, tuple(_versions(list_leaves(batch))))
 
 
-def find_changeable(parallel: ParallelModel) -> Changeable:
-    """Of a model as it is trained."""
-    owners = tuple(module for module in parallel.module.modules() if module._buffers)
-    return Changeable(owners, find_compression(parallel.call))
+def find_changeable(*parallels: ParallelModel) -> Changeable:
+    """Of models as they are trained."""
+    owners = tuple(module for each in parallels for module in each.module.modules() if module._buffers)
+    found = (find_compression(each.call) for each in parallels)
+    return Changeable(owners, tuple(each for each in found if each is not None))
 
 
 def _versions(leaves: Iterable[Any]) -> list[tuple[torch.Tensor, int]]:

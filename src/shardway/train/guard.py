@@ -101,7 +101,7 @@ class Guard:
 
     session: Session
     plan: GuardPlan
-    parallel: ParallelModel
+    parallels: Sequence[ParallelModel]
     settle: Callable[[], None] = lambda: None
     counters: GuardCounters = field(default_factory=GuardCounters)
     is_new: bool = True
@@ -208,7 +208,8 @@ class Guard:
         """Right after a step and so before its save: a checkpoint of the same step holds what was compared."""
         ranks = self.session.ranks
         with ranks.contact("while the copies of weights were compared"):
-            differences = compare_replicas(self.parallel.module, self.session.mesh, ranks)
+            found = (compare_replicas(each.module, self.session.mesh, ranks) for each in self.parallels)
+            differences = [difference for each in found for difference in each]
         if not differences:
             self.counters = replace(self.counters, equal_at=step)
             return

@@ -6,36 +6,41 @@ user extends it by passing functions or by what stands between two batches. It m
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from shardway.checkpoint.savable import check_collects
-from shardway.data.loader import Batch
+from shardway.checkpoint.state import Freezable, State, Together, Trained, check_states_storable
 from shardway.errors import Bug, UserError
 from shardway.parallel.axes.replicate import average_buffers
 from shardway.parallel.formats.float8 import compute_scales
 from shardway.ranks.progress import Activity
 from shardway.rundir.attempts import Ending
+from shardway.rundir.directory import RunDir
 from shardway.rundir.left_out import LeftOut
 from shardway.rundir.line import LOCAL
 from shardway.train.before import Before, find_changeable, find_generators
 from shardway.train.counters import Counters
 from shardway.train.ending import End
 from shardway.train.guard import BackPlan, Guard
+from shardway.train.learning_rate import ScheduledLR
 from shardway.train.loop_plan import LoopParts, LoopPlan
 from shardway.train.machine import Facts, Phase, next_phase
+from shardway.train.open_step import OpenStep, StepCall, TakenStep, lr_of
 from shardway.train.saves.back import Spiked, all_skips, as_numbers, decide_back, set_undone_aside
 from shardway.train.saves.restore import Restored, restore, set_damaged_aside, settle_restored
 from shardway.train.saves.saving import Point, Saver
 from shardway.train.saves.tiers import open_tier
-from shardway.train.schedule import lr_factor
+from shardway.train.script_state import ScriptState
 from shardway.train.session import Session, machine_facts
+from shardway.train.several import evaluating, let_go
 from shardway.train.skipping import tell_late_spans, tell_skipped
-from shardway.train.step import Moment, StepResult
+from shardway.train.step import Moment
 from shardway.train.stops.stopping import Stopping
 from shardway.train.stops.waiting import TrainingStream
 from shardway.train.validate import validate
@@ -53,15 +58,6 @@ _ACTIVITIES = {
 """What a rank does first in a phase; a step goes on once its batch is there."""
 
 
-@dataclass(frozen=True)
-class _OpenStep:
-    """A batch that was handed out, the learning rate of its step, and when (perf_counter)."""
-
-    batch: Batch
-    lr: float
-    started: float
-
-
 class Loop:
     """One walk through the states, from restoring to the end."""
 
@@ -72,16 +68,25 @@ class Loop:
         self._counters = Counters()
         self._stopping = Stopping(session)
         self._loss_scale = plan.loss_scale
-        self._result: StepResult | None = None
         self._stream: TrainingStream | None = None
-        self._peak_lrs: list[float] = []
+        self._lrs = ScheduledLR(session, plan, parts)
+        held = parts.held
+        self._script = ScriptState(held, session.mesh, writes_lr=plan.writes_lr) if held is not None else None
+        self._kept = Freezable([self._script, held.kept] if held is not None and self._script is not None else [])
+        own = parts.engine.state
+        self._trained: State = held.trained() if held is not None and isinstance(own, Trained) else own
+        self._state: State = Together([self._trained, self._kept])
+        self._finish_reason = ""
+        self._finishes, self._adopts = False, held is not None
+        self._last_call: StepCall | None = None
         self._tier = open_tier(session, plan.local)
         local = (self._tier, plan.local.every_s) if self._tier is not None and plan.local is not None else None
         self._saver = Saver(session, plan.save_every_s, plan.keep, self._took_save, tier=local)
-        self._guard = Guard(session, plan.guard, parts.engine.passes.parallel, self._saver.settle)
+        self._guard = Guard(session, plan.guard, parts.parallels, self._saver.settle)
         self._phase = Phase.RESTORE
-        self._open_step: _OpenStep | None = None
+        self._open_step: OpenStep | None = None
         self._owes_validation, self._has_validated, self._began = False, False, 0
+        self._validated_at = -1
         self._rests = False
         """Whether there is nothing to do: the run was finished before."""
         self._left_out: tuple[LeftOut, ...] = ()
@@ -110,37 +115,80 @@ class Loop:
                 self._actions[self._phase]()
             self._phase = Phase.END if self._rests else next_phase(self._phase, self._facts())
 
-    def check_awaits_step(self) -> None:
-        """Raise UserError unless a batch waits for its one step."""
+    @property
+    def has_begun(self) -> bool:
+        """Whether it is known where the run goes on from."""
+        return self._phase is not Phase.RESTORE
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is no further batch."""
+        return self._phase is Phase.END
+
+    def step(self, call: StepCall, batch: Any, look: Callable[[int | None], None]) -> float:
+        """The update that the script asks for with the batch that it was handed; its loss.
+
+        `look` is called with the rows of the batch once an update counts.
+        """
+        self._check_awaits_step()
+        if self._open_step is not None and self._open_step.taken and self._open_step.decision.void:
+            return math.nan  # nothing of this batch counts
+        self._lrs.check()
+        lr = lr_of(call.engine)
+        moment = self._moment()  # it looks for the stop file: a file system that hangs is no hang of a step
+        self._session.progress.take_step(self._counters.step)
+        result = call.engine.step(call.model, batch, call.loss_fn, moment)
+        if self._open_step is not None:
+            self._open_step.taken.append(TakenStep(call.name, lr, result))
+            self._last_call = call if len(self._open_step.taken) == 1 else self._last_call
+        if result.decision.void:
+            self._kept.freeze()  # what the script does next belongs to a step that does not count
+        else:
+            self._loss_scale = result.loss_scale
+            look(moment.rows)
+        self._session.progress.enter(Activity.SCRIPT, self._counters.step)
+        return result.loss
+
+    def finish_early(self, reason: str) -> None:
+        """The run is done after the step under way: the script says so, on any rank."""
+        self._finish_reason = self._finish_reason or str(reason).strip() or "the script ended it"
+
+    def resume_scheduler(self, name: str, scheduler: Any) -> None:
+        """A scheduler that was made while the run goes on takes what the checkpoint has of it."""
+        if self._script is not None and self.has_begun:
+            self._script.take_waiting(name, scheduler)
+
+    def _check_awaits_step(self) -> None:
+        """Raise UserError unless a batch waits for a step: its one step, where the run has one optimizer."""
         if self._open_step is None:
             raise UserError("run.step was called outside `for batch in run.steps(loader)`.")
-        if self._result is not None:
+        if self._open_step.taken and len(self._parts.engines) == 1:
             raise UserError(
                 f"run.step was called twice for the batch of step {self._counters.step + 1}.\n"
                 "  To do: call it once for each batch; it takes the micro-batches and the update together."
             )
 
-    def note(self, result: StepResult) -> None:
-        """Take the result of the step under way."""
-        self._result = result
-        self._session.progress.enter(Activity.SCRIPT, self._counters.step)
-
     def leave(self) -> None:
         """End a walk that the script broke off: count the step that it took, save, and say so."""
         if self._phase in (Phase.RESTORE, Phase.END):
             return
-        if self._open_step is not None and self._result is not None:
-            self._close_step(self._open_step, self._result)
+        if self._open_step is not None and self._open_step.taken:
+            self._close_step(self._open_step)
+        self._finishes = self._finishes or any(self._session.ranks.gather(bool(self._finish_reason)))
         self._session.progress.enter(Activity.SAVE, self._counters.step)
         self._save_point(last=True)
-        self._end("stopped", End(Ending.STOPPED, "the script left its loop"))
+        if self._finishes:
+            self._finish()
+        else:
+            self._end("stopped", End(Ending.STOPPED, "the script left its loop"))
         self._phase = Phase.END
 
-    def moment(self) -> Moment:
+    def _moment(self, *, void: bool = False) -> Moment:
         """What the step to come needs to know of where the run stands."""
         watch = self._guard.watch(self._counters.step + 1, scales_loss=self._loss_scale is not None)
         missed = self._stream is not None and self._stream.missed
-        wishes = self._stopping.wishes(save=self._saver.is_due(), void=missed)
+        finish = bool(self._finish_reason)
+        wishes = self._stopping.wishes(save=self._saver.is_due(), void=missed or void, finish=finish)
         rows = len(self._open_step.batch.ids) if self._open_step is not None and not missed else None
         return Moment(self._counters.position, wishes, self._loss_scale, watch, rows)
 
@@ -150,14 +198,17 @@ class Loop:
 
     def _facts(self) -> Facts:
         step, plan = self._counters.step, self._plan
-        done, stop = step >= plan.total_steps, bool(self._stopping.decision.stop_reason)
+        done, stop = step >= plan.total_steps or self._finishes, bool(self._stopping.decision.stop_reason)
         return Facts(
             done=done,
             stop=stop,
             validate_due=self._owes_validation,
             goes_back=self._guard.must_go_back,
             save_owed=self._save_owed,
-            save_due=stop or self._stopping.decision.save or self._is_save_due(done=done),
+            save_due=stop
+            or self._stopping.decision.save
+            or self._is_save_due(done=done)
+            or (self._finishes and step > self._began),
         )
 
     def _is_save_due(self, *, done: bool) -> bool:
@@ -172,16 +223,20 @@ class Loop:
 
     def _validates_here(self) -> bool:
         step, every = self._counters.step, self._plan.validate_every
-        due = every is not None and (step >= self._plan.total_steps or step % every == 0)
+        done = step >= self._plan.total_steps or self._finishes
+        due = every is not None and (done or step % every == 0)
         return due and self._parts.validation is not None
 
     # --- states
 
     def _restore(self) -> None:
-        session, engine = self._session, self._parts.engine
-        self._peak_lrs = [float(group["lr"]) for group in engine.groups]
+        session = self._session
         if self._plan.guard.back is not None:
-            self._untrained = find_changeable(engine.passes.parallel).remember(None)
+            self._untrained = find_changeable(*self._parts.parallels).remember(None)
+        if self._parts.held is not None and self._script is not None:
+            self._parts.held.adopt()
+            self._script.begin()
+        self._lrs.begin()
         restored = self._take_up()
         if self._is_done_already(restored):
             return
@@ -215,15 +270,40 @@ class Loop:
 
     def _take_up(self) -> Restored:
         """Go on from the newest checkpoint that holds, or from the start."""
-        restored = restore(self._session, self._plan, self._parts.engine.state, self._tier)
+        restored = restore(self._session, self._plan, self._state, self._tier)
         self._counters, self._loss_scale = restored.counters, restored.loss_scale
         self._guard.restore(restored.loaded.numbers if restored.loaded is not None else {})
         self._began = self._counters.step
-        past = recall_validations(self._session, self._counters.step) if restored.loaded is not None else Validated()
+        past = Validated()
+        if restored.loaded is not None:
+            known, step = str(restored.loaded.numbers.get("finished", "")), self._counters.step
+            directory = self._session.directory
+            self._finish_reason = known or self._session.ranks.ask_first(lambda: _find_early_end(directory, step))
+            self._finishes = bool(self._finish_reason)
+            self._tell_script(restored.loaded.name)
+            past = recall_validations(self._session, step)
         self._owes_validation = restored.owes_validation and self._validates_here() and not past.tried_last
         if self._parts.validation is not None:
             self._parts.validation.recall(past.results)
         return restored
+
+    def _tell_script(self, checkpoint: str) -> None:
+        """What of the script is not as the checkpoint has it: on rank 0, once."""
+        held, script = self._parts.held, self._script
+        if held is None or script is None:
+            return
+        self._session.changes.update(script.changes)
+        if not self._session.ranks.is_first:
+            return
+        say = logging.getLogger("shardway").warning
+        for name, (before, today) in script.changes.items():
+            say(f"{name} was {before} when {checkpoint} was saved and is {today} now: it goes on with {today}.")
+        for name in (*script.unknown, *held.kept.waiting):
+            say(f"{checkpoint} holds the state of {name}, which the script has not made: it waits to be made.")
+        for name in held.kept.missing:
+            say(f"{checkpoint} holds no state of {name}: it begins as the script has made it.")
+        if self._finishes:
+            say(f"this run is finished ({self._finish_reason}): nothing is left to do.")
 
     def _settle(self, restored: Restored) -> Restored:
         """The run goes on from there: its directory says so from now on."""
@@ -234,7 +314,8 @@ class Loop:
     def _is_done_already(self, restored: Restored) -> bool:
         """Whether an earlier attempt has finished the run as it is asked for: then nothing is written once more."""
         step, session = self._counters.step, self._session
-        if restored.loaded is None or step < self._plan.total_steps or self._owes_validation or self._save_owed:
+        done = step >= self._plan.total_steps or self._finishes
+        if restored.loaded is None or not done or self._owes_validation or self._save_owed:
             return False
 
         def is_finished() -> bool:
@@ -246,12 +327,13 @@ class Loop:
         if session.ranks.is_first:
             session.directory.clear_stop()
         session.recorder.keep(step=step)
-        session.recorder.end("finished", End(Ending.FINISHED, f"all {self._plan.total_steps} steps are done"))
+        reason = self._finish_reason or f"all {self._plan.total_steps} steps are done"
+        session.recorder.end("finished", End(Ending.FINISHED, reason))
         self._rests = True
         return True
 
     def _open_stream(self) -> None:
-        device, can_void = self._session.ranks.device, self._parts.engine.can_void
+        device, can_void = self._session.ranks.device, self._parts.engine.can_void and not self._parts.others
         stream = self._parts.batches_from(self._counters.position, all_skips(self._session, self._left_out))
         self._stream = TrainingStream(
             stream, self._stopping.waits, device, lambda ready: self._agree(void=not ready), can_void=can_void
@@ -259,7 +341,7 @@ class Loop:
 
     def _go_back(self) -> None:
         """To a checkpoint from before a spike, in this process as a new one would; a run that stops only decides."""
-        plan, session, engine = self._plan.guard.back, self._session, self._parts.engine
+        plan, session = self._plan.guard.back, self._session
         if plan is None or self._untrained is None or self._stream is None:
             raise Bug("the run goes back before it has begun")
         self._saver.settle()
@@ -272,7 +354,8 @@ class Loop:
         else:
             self._untrained.put_back()
             restored = self._settle(self._take_up())
-            compute_scales(engine.passes.parallel.module, engine.passes.precision.float8)
+            for parallel in self._parts.parallels:
+                compute_scales(parallel.module, self._parts.engine.passes.precision.float8)
         facts = back.left_out[-1].as_json()
         session.recorder.go_back(self._counters.step, roll_backs=len(back.left_out), **facts)
         set_damaged_aside(session, restored)
@@ -291,18 +374,49 @@ class Loop:
         batch = self._stream.next() if self._stream is not None else None
         if batch is None:
             return  # all ranks stop before the first step of this attempt
-        self._session.progress.enter(Activity.SCRIPT, self._counters.step)
-        lr = self._set_lr()
-        self._result = None
-        self._open_step = _OpenStep(batch, lr, started)
-        yield batch.data
+        self._open_step = OpenStep(batch, started)
+        if self._finish_reason and self._last_call is not None:
+            self._agree_to_finish(self._last_call, self._open_step)
+        else:
+            self._session.progress.enter(Activity.SCRIPT, self._counters.step)
+            self._lrs.write(self._counters.step)
+            yield batch.data
         self._session.progress.enter(Activity.DATA, self._counters.step)
-        if self._result is None:
+        if self._finish_reason and not self._open_step.taken and self._finish_without_step():
+            return
+        if not self._open_step.taken:
             raise UserError(
                 f"the loop went on without run.step for the batch of step {self._counters.step + 1}, so nothing was "
                 "learnt from it.\n  To do: call run.step(model, batch, loss_fn) once for each batch of run.steps."
             )
-        self._close_step(self._open_step, self._result)
+        self._close_step(self._open_step)
+
+    def _finish_without_step(self) -> bool:
+        """The script has ended the run in place of a step: whether that is done, or a step agrees on it."""
+        if self._open_step is None or self._stream is None:
+            return False
+        if self._session.ranks.world > 1:
+            if self._last_call is not None:
+                self._agree_to_finish(self._last_call, self._open_step)
+            return False
+        self._open_step, self._finishes = None, True
+        self._stream.put_back()
+        if self._validated_at != self._counters.step:
+            self._owes_validation = self._validates_here()
+        return True
+
+    def _agree_to_finish(self, call: StepCall, step: OpenStep) -> None:
+        """The script of this rank has ended the run after its last step, and other ranks may wait for it in the next.
+
+        So it takes part in that one with the wish that it shall not count, by which all ranks know.
+        """
+        self._lrs.write(self._counters.step)
+        lr, moment = lr_of(call.engine), self._moment(void=call.engine.can_void)
+        self._session.progress.take_step(self._counters.step)
+        if call.engine.can_void:
+            self._kept.freeze()
+        result = call.engine.step(call.model, step.batch.data, call.loss_fn, moment)
+        step.taken.append(TakenStep(call.name, lr, result))
 
     def _count_parameters(self) -> int:
         """Of the whole model, whatever part of it this rank holds."""
@@ -318,8 +432,13 @@ class Loop:
         passes, generators = self._parts.engine.passes, find_generators()
         breaks, deadline = self._stopping.breaks(), self._stopping.deadline
         self._has_validated = True
-        with session.recorder.failure_noted("validation_failed", self._counters.step):
+        with (
+            session.recorder.failure_noted("validation_failed", self._counters.step),
+            evaluating([each for each in self._parts.parallels if each is not passes.parallel]),
+        ):
             metrics = validate(passes.parallel.call, self._parts.validation, passes, session.ranks, breaks)
+        for parallel in self._parts.parallels if self._parts.held is not None else ():
+            let_go(parallel)
         generators.put_back()  # its step is saved already; and one that was broken off is made again
         seconds = time.perf_counter() - started
         if deadline is not None:
@@ -329,7 +448,7 @@ class Loop:
             facts = {"batches": breaks.batches, "seconds": seconds, "reason": breaks.decision.stop_reason}
             session.recorder.event("validation_stopped", step=self._counters.step, **facts)
             return
-        self._owes_validation = False
+        self._owes_validation, self._validated_at = False, self._counters.step
         self._parts.validation.results[self._counters.step] = metrics
         session.recorder.event("validation", step=self._counters.step, **metrics, seconds=seconds)
         session.recorder.status(validation=metrics, validation_seconds=seconds)
@@ -345,21 +464,41 @@ class Loop:
             self._save_point(last=True)  # waits for the one that is under way, and makes it where that failed
 
     def _save_point(self, *, last: bool) -> None:
-        engine = self._parts.engine
-        average_buffers(engine.passes.parallel.module, self._session.mesh)
+        self._adopt_late()
+        for parallel in self._parts.parallels:
+            average_buffers(parallel.module, self._session.mesh)
         numbers = {
             **self._counters.as_numbers(),
             "data": self._plan.data_fingerprint,
             **self._guard.as_numbers(),
             **as_numbers(self._left_out),
         }
+        if self._finishes:
+            numbers["finished"] = self._agree_on_reason()
         if self._owes_validation:
             numbers["validation_owed"] = True
         if self._loss_scale is not None:
             numbers["loss_scale"] = self._loss_scale.as_numbers()
         step, plan = self._counters.step, self._plan
         asks = plan.saves_shared_after(step), plan.saves_local_after(step)
-        self._saver.save(Point(engine.state, step, numbers, last, self._guard.in_spike, *asks))
+        self._saver.save(Point(self._state, step, numbers, last, self._guard.in_spike, *asks))
+
+    def _adopt_late(self) -> None:
+        """Once: hold what the script has made since it trains. A name that is a guess must not cost a save."""
+        if not self._adopts or self._parts.held is None:
+            return
+        self._adopts = False
+        try:
+            self._parts.held.adopt(late=True)
+        except UserError as error:
+            if self._session.ranks.is_first:
+                logging.getLogger("shardway").warning(f"not saved: {error}")
+
+    def _agree_on_reason(self) -> str:
+        """Why the script has finished the run, in the words of the first rank that did."""
+        reasons = [each for each in self._session.ranks.gather(self._finish_reason) if each]
+        self._finish_reason = reasons[0] if reasons else "the script ended it"
+        return self._finish_reason
 
     def _took_save(self, seconds: float) -> None:
         if self._stopping.deadline is not None:
@@ -370,7 +509,11 @@ class Loop:
 
     def _finish(self) -> None:
         self._saver.finish()
-        self._end("finished", End(Ending.FINISHED, f"all {self._plan.total_steps} steps are done"))
+        reason = f"all {self._plan.total_steps} steps are done"
+        if self._finishes:
+            reason = self._agree_on_reason()
+            self._session.recorder.keep(finished_early=reason)
+        self._end("finished", End(Ending.FINISHED, reason))
 
     # --- parts of states
 
@@ -383,35 +526,41 @@ class Loop:
             self._session.directory.clear_stop()
         self._session.ranks.barrier()
 
-    def _set_lr(self) -> float:
-        groups = self._parts.engine.groups
-        factor = lr_factor(self._plan.schedule, self._plan.course, self._counters.step)
-        for group, peak in zip(groups, self._peak_lrs, strict=True):
-            group["lr"] = peak * factor
-        return float(groups[0]["lr"])
-
-    def _close_step(self, step: _OpenStep, result: StepResult) -> None:
+    def _close_step(self, step: OpenStep) -> None:
         self._open_step = None
-        self._stopping.obey(result.decision)
-        if result.decision.void and self._stream is not None:
+        decision, result = step.decision, step.taken[0].result
+        self._stopping.obey(decision)
+        self._finishes = self._finishes or decision.finish or self._finishes_alone()
+        if decision.void and self._stream is not None:
             self._stream.put_back()
-            self._session.recorder.event("step_voided", step=self._counters.step, reason=result.decision.stop_reason)
+            if decision.stop_reason:
+                reason = decision.stop_reason
+                self._session.recorder.event("step_voided", step=self._counters.step, reason=reason)
+            elif self._finishes and self._validated_at != self._counters.step:
+                self._owes_validation = self._validates_here()
             return
-        self._loss_scale = result.loss_scale
         if self._counters.step == self._began:
-            self._session.ranks.together(lambda: check_collects(self._parts.engine.state.collect))
+            self._session.ranks.together(lambda: check_collects(self._trained.collect))
         before = self._counters
+        if before.step == self._began and isinstance(self._trained, Trained):
+            check_states_storable(self._trained)  # before there is much to lose
         self._counters = before.after(self._plan.global_batch, result.targets, step.batch.next_position)
         self._owes_validation = self._validates_here()
         seconds = time.perf_counter() - step.started
         if self._stopping.deadline is not None:
             self._stopping.deadline.took_step(seconds)
-        self._record(result, step.batch, step.lr, seconds)
+        self._record(step, seconds)
         tell_skipped(self._session, before, self._counters, self._left_out)
-        self._guard.look_at(self._counters.step, result, step.batch)
+        for taken in step.taken:
+            self._guard.look_at(self._counters.step, taken.result, step.batch)
 
-    def _record(self, result: StepResult, batch: Batch, lr: float, seconds: float) -> None:
-        plan, step = self._plan, self._counters.step
+    def _finishes_alone(self) -> bool:
+        """Whether the script has finished the run after its step, and there is no other rank to agree with."""
+        return bool(self._finish_reason) and self._session.ranks.world == 1
+
+    def _record(self, taken: OpenStep, seconds: float) -> None:
+        plan, step, batch = self._plan, self._counters.step, taken.batch
+        result, lr = taken.taken[0].result, taken.taken[0].lr
         facts: dict[str, Any] = {
             "step": step,
             "loss": result.loss,
@@ -421,6 +570,8 @@ class Loop:
             "samples_per_s": plan.global_batch / seconds,
             "seconds": seconds,
         }
+        if len(taken.taken) > 1:
+            facts["losses"] = {each.name: each.result.loss for each in taken.taken}
         if result.loss_scale is not None:
             facts["loss_scale"] = result.loss_scale.scale
         if result.skipped or result.loss_scale is not None:
@@ -430,3 +581,10 @@ class Loop:
         self._session.recorder.status(step=step, loss=result.loss)
         if self._parts.on_step is not None:
             self._parts.on_step(step, facts)
+
+
+def _find_early_end(directory: RunDir, step: int) -> str:
+    """Why the script has finished the run at this step, where its checkpoint was saved before it did; else empty."""
+    status = directory.read_status()
+    here = status.get("state") == "finished" and status.get("step") == step
+    return str(status.get("finished_early", "")) if here else ""

@@ -11,8 +11,10 @@ from typing import Any
 
 from shardway.checkpoint.retention import Keep
 from shardway.data.loader import Batch
+from shardway.parallel.apply import ParallelModel
 from shardway.train.engines.base import Engine
 from shardway.train.guard import GuardPlan
+from shardway.train.held import Holdings
 from shardway.train.loss_scale import LossScale
 from shardway.train.saves.cadence import LeastCost
 from shardway.train.saves.tiers import LocalPlan
@@ -22,7 +24,10 @@ from shardway.train.validate import Validation
 
 @dataclass(frozen=True)
 class LoopPlan:
-    """Lengths and cadences of a run, in steps unless named otherwise; None: never."""
+    """Lengths and cadences of a run, in steps unless named otherwise; None: never.
+
+    `writes_lr`: each step sets the learning rate by the schedule; otherwise it is the script's own.
+    """
 
     total_steps: int
     global_batch: int
@@ -33,6 +38,7 @@ class LoopPlan:
     save_at_end: bool = True
     keep: Keep = field(default_factory=lambda: Keep(3))
     schedule: str = "constant"
+    writes_lr: bool = True
     course: Course = field(default_factory=lambda: Course(1, 0, 0, 1.0))
     data_fingerprint: str = ""
     loss_scale: LossScale | None = None
@@ -55,9 +61,26 @@ class LoopPlan:
 
 @dataclass(frozen=True)
 class LoopParts:
-    """What the loop works with: the engine, a stream of batches from a data position without some spans, validation."""
+    """What the loop works with: the engine, a stream of batches from a data position without some spans, validation.
+
+    `others` are the engines of further optimizers. `held` is what a script of its own holds; None for a recipe.
+    """
 
     engine: Engine
     batches_from: Callable[[int, Sequence[Sequence[int]]], Iterator[Batch]]
     validation: Validation | None = None
     on_step: Callable[[int, dict[str, Any]], None] | None = None
+    others: tuple[Engine, ...] = ()
+    held: Holdings | None = None
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """All of them, the first first."""
+        return (self.engine, *self.others)
+
+    @property
+    def parallels(self) -> tuple[ParallelModel, ...]:
+        """Every model that is trained, each once."""
+        if self.held is not None:
+            return tuple(each.parallel for each in self.held.models)
+        return (self.engine.passes.parallel,)

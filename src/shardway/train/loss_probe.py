@@ -23,7 +23,7 @@ from shardway.data.batch_tree import count_rows, cut_rows
 from shardway.errors import LostContact
 from shardway.train.before import find_changeable
 from shardway.train.passes import Loss, Passes
-from shardway.train.script_state import ScriptState
+from shardway.train.python_state import PythonState
 from shardway.train.session import Session
 
 MOST_ROWS, MOST_WINDOWS = 16, 4
@@ -63,7 +63,7 @@ def probe_loss(session: Session, passes: Passes, model: nn.Module, batch: Any, l
     count = min(session.ranks.gather(_count_rows(batch, rows)))
     if count < 2:
         return
-    before, script = find_changeable(passes.parallel).remember(None), ScriptState(loss_fn, passes.parallel.module)
+    before, script = find_changeable(passes.parallel).remember(None), PythonState(loss_fn, passes.parallel.module)
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +28,12 @@ REST = "activations and all else"
 
 @dataclass(frozen=True)
 class Holder:
-    """A rank and what it holds: `model` and `optimizer` as far as they are made, and how many steps are done."""
+    """A rank and what it holds: models and optimizers as far as they are made, and how many steps are done."""
 
     ranks: Ranks
     values: RunFile
-    model: nn.Module | None
-    optimizer: torch.optim.Optimizer | None
+    models: Sequence[nn.Module]
+    optimizers: Sequence[torch.optim.Optimizer]
     steps: int
 
 
@@ -79,7 +79,9 @@ def memory_told(find_holder: Callable[[], Holder]) -> Iterator[None]:
 
 def _explain(error: BaseException, holder: Holder) -> str:
     device = holder.ranks.device
-    held = count_held(holder.model, holder.optimizer, device.type)
+    held = count_held(nn.ModuleList(holder.models), None, device.type)
+    states = [count_held(None, each, device.type)["optimizer state"] for each in holder.optimizers]
+    held["optimizer state"] = sum(states)
     held[REST] = max(0, _count_in_use(device) - sum(held.values()))
     largest_first = sorted((name for name in held if held[name]), key=lambda name: -held[name])
     remedies = advise(largest_first[0], holder.values, device.type)

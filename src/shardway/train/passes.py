@@ -81,10 +81,15 @@ class Passes:
     precision: Precision
     device: torch.device
 
+    @property
+    def parallels(self) -> tuple[ParallelModel, ...]:
+        """All models whose parameters these passes give gradients that count."""
+        return (self.parallel,)
+
     @cached_property
     def routers(self) -> list[Balancing]:
         """The modules that balance experts, on this rank."""
-        return find_routers(self.parallel.module)
+        return [router for parallel in self.parallels for router in find_routers(parallel.module)]
 
     def train(
         self,

@@ -20,11 +20,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from shardway.checkpoint.kept import KeptObjects
 from shardway.checkpoint.retention import Keep
 from shardway.checkpoint.savable import check_savable
 from shardway.data.sources.base import Source
@@ -41,6 +42,7 @@ from shardway.train.engines import ENGINES
 from shardway.train.engines.base import Engine, EngineParts
 from shardway.train.feed import Loader, training_batches, validation_data, validation_rows
 from shardway.train.guard import plan_guard
+from shardway.train.held import HeldOptimizer, Holdings, check_several
 from shardway.train.loaders import LoaderArguments, check_length, make_loader, take_validation
 from shardway.train.loop import Loop
 from shardway.train.loop_plan import LoopParts, LoopPlan
@@ -48,6 +50,7 @@ from shardway.train.loss import LossSum
 from shardway.train.loss_probe import probe_loss
 from shardway.train.loss_scale import LossScale
 from shardway.train.memory import Holder, memory_told
+from shardway.train.open_step import StepCall
 from shardway.train.passes import Portions
 from shardway.train.saves.cadence import LeastCost
 from shardway.train.saves.tiers import LocalPlan
@@ -56,6 +59,8 @@ from shardway.train.script import OpenedRun
 from shardway.train.session import Session, open_session
 from shardway.train.validate import Validation
 from shardway.units import Scale, Span
+
+T = TypeVar("T")
 
 OWN_MODEL_KEYS = ("data.shuffle", "data.workers", "data.prefetch", "data.record_ids", "data.skip")
 """Of [model] and [data], what has an effect on a script that brings its own model and data."""
@@ -66,11 +71,9 @@ class Run:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._model: nn.Module | None = None
-        self._parallel: ParallelModel | None = None
-        self._optimizer: torch.optim.Optimizer | None = None
+        self._held = Holdings(KeptObjects(session.ranks.device, leads=session.ranks.is_first))
         self._loop: Loop | None = None
-        self._engine: Engine | None = None
+        self._engines: dict[int, Engine] = {}
         self._probes_loss = False
         self._opened: OpenedRun[Run] | None = None
 
@@ -99,6 +102,31 @@ class Run:
         """What the run is made of, for recipes."""
         return self._session
 
+    @property
+    def _model(self) -> nn.Module | None:
+        return self._held.models[0].parallel.module if self._held.models else None
+
+    @property
+    def _parallel(self) -> ParallelModel | None:
+        return self._held.models[0].parallel if self._held.models else None
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer | None:
+        return self._held.optimizers[0].optimizer if self._held.optimizers else None
+
+    @property
+    def step_number(self) -> int:
+        """How many steps are done; in the loop of a resumed run, with those of earlier attempts.
+
+        Raises UserError before the loop has begun: what the run goes on from is known then.
+        """
+        if self._loop is None or not self._loop.has_begun:
+            raise UserError(
+                "run.step_number was read before the first batch, when it is not known yet from which step the run "
+                "goes on.\n  To do: read it within `for batch in run.steps(loader)`."
+            )
+        return self._loop.counters.step
+
     def close(self) -> None:
         """The end of the run in this script, where it was not opened by `with`; a second call does nothing."""
         if self._opened is not None:
@@ -122,14 +150,18 @@ class Run:
     def find_holder(self) -> Holder:
         """What this rank holds."""
         steps = self._loop.counters.step if self._loop is not None else 0
-        return Holder(self._session.ranks, self.resolved.values, self._model, self._optimizer, steps)
+        models = [each.parallel.module for each in self._held.models]
+        optimizers = [each.optimizer for each in self._held.optimizers]
+        return Holder(self._session.ranks, self.resolved.values, models, optimizers, steps)
 
-    def shard(self, model: nn.Module) -> nn.Module:
+    def shard(self, model: nn.Module, name: str | None = None) -> nn.Module:
         """Make a model parallel as the run file says and move it to this rank's device; returns what to call.
 
         A model that has weights keeps those of rank 0; one on the meta device is filled by its `init_weights(seed)`.
-        Raises UserError where the model cannot be split or filled.
+        A run may have several models; `name` is what a further one is called in checkpoints and events. Raises
+        UserError where the model cannot be split or filled.
         """
+        self._check_not_begun("run.shard")
         values = self.resolved.values
         options = ApplyOptions(
             parallel=values.parallel,
@@ -140,20 +172,61 @@ class Run:
             seed=values.train.seed,
             wrap_copies=ENGINES[values.train.engine].wraps_copies,
         )
-        self._model = model
-        self._parallel = apply_parallelism(model, self._session.mesh, self.device, options)
-        check_savable(self._parallel.module.state_dict(), f"what {type(model).__name__} holds")
-        return self._parallel.given
+        parallel = apply_parallelism(model, self._session.mesh, self.device, options)
+        check_savable(parallel.module.state_dict(), f"what {type(model).__name__} holds")
+        return self._held.add_model(parallel, name).parallel.given
 
     def optimizer(
-        self, factory: Callable[..., torch.optim.Optimizer], model: nn.Module, **options: Any
+        self,
+        factory: Callable[..., torch.optim.Optimizer],
+        model: nn.Module,
+        *,
+        name: str | None = None,
+        **options: Any,
     ) -> torch.optim.Optimizer:
         """`factory(model.parameters(), **options)`, saved and resumed with the run.
 
-        Its learning rate stays as given unless the run file sets `optim.schedule`; then it is the peak of it.
+        Its learning rate is the script's own unless the run file sets `optim.schedule`; then it is the peak of it.
+        `name` is what a further optimizer is called in checkpoints.
         """
-        self._optimizer = factory(model.parameters(), **options)
-        return self._optimizer
+        self._check_not_begun("run.optimizer")
+        return self._held.add_optimizer(factory(model.parameters(), **options), model, name).optimizer
+
+    def scheduler(
+        self,
+        factory: Callable[..., Any],
+        optimizer: torch.optim.Optimizer,
+        *,
+        name: str | None = None,
+        **options: Any,
+    ) -> Any:
+        """`factory(optimizer, **options)`, a learning-rate scheduler that is saved and resumed with the run.
+
+        The script calls its `step()`: after each `run.step`, at the end of an epoch, or with a metric. `name` is what
+        it is called in checkpoints.
+        """
+        scheduler = factory(optimizer, **options)
+        name = self._held.add_scheduler(scheduler, optimizer, name)
+        if self._loop is not None:
+            self._loop.resume_scheduler(name, scheduler)
+        return scheduler
+
+    def keep(self, name: str, thing: T) -> T:
+        """Save and resume an object that has `state_dict()` and `load_state_dict(state)`; returns it.
+
+        The state may be nested dicts, lists and tuples of tensors, numbers, strings and None. What all ranks have alike
+        is saved once, as rank 0 has it. Raises UserError where a checkpoint cannot hold the state.
+        """
+        self._held.keep(name, thing)
+        return thing
+
+    def stop(self, reason: str = "the script ended it") -> None:
+        """Let the run be finished after the step under way, saved, and never continued; where any rank calls it."""
+        if self._loop is None or not self._loop.has_begun:
+            raise UserError(
+                "run.stop was called before the first batch.\n  To do: call it within `for batch in run.steps(loader)`."
+            )
+        self._loop.finish_early(reason)
 
     def loader(
         self,
@@ -216,39 +289,69 @@ class Run:
             self._session.own_model = True
             check_length(self._session, loader, given=length is not None)
             self._session.settle(DataFacts(loader.size, loader.tokens_per_sample, None), keep=_has_effect_on_own_model)
-        self._engine, self._probes_loss = self._make_engine(), self._session.own_model
-        parts = LoopParts(self._engine, partial(training_batches, self._session, loader), validation, on_step)
+        first, *others = self._make_engines()
+        self._probes_loss = self._session.own_model
+        held = self._held if self._session.own_model else None
+        batches = partial(training_batches, self._session, loader)
+        parts = LoopParts(first, batches, validation, on_step, tuple(others), held)
         self._loop = Loop(self._session, self._plan(loader), parts)
         return self._loop.batches()
 
-    def step(self, model: nn.Module, batch: Any, loss_fn: Callable[..., LossSum | torch.Tensor]) -> float:
+    def step(
+        self,
+        model: nn.Module,
+        batch: Any,
+        loss_fn: Callable[..., LossSum | torch.Tensor],
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> float:
         """One optimizer step on this batch; the mean loss over the global batch.
+
+        The model's own optimizer takes it, or the one that is given. With several optimizers a batch may have any
+        number of steps, and counts as one.
 
         Of a pair (inputs, targets), `loss_fn(model(inputs), targets)` is the loss; of any other batch,
         `loss_fn(model, batch)`. It returns the mean over its samples, or a `LossSum` where targets may not count.
         Gradients of a script's own model are clipped only where the run file sets `optim.clip`.
         """
-        if self._loop is None or self._engine is None:
+        if self._loop is None:
             raise UserError("run.step was called before run.optimizer and `for batch in run.steps(loader)`.")
-        self._loop.check_awaits_step()
-        moment = self._loop.moment()  # it looks for the stop file: a file system that hangs is no hang of a step
-        self._session.progress.take_step(self._loop.counters.step)
-        result = self._engine.step(model, batch, loss_fn, moment)
-        self._loop.note(result)
-        if self._probes_loss and not result.decision.void:
-            self._probes_loss = False
-            probe_loss(self._session, self._engine.passes, model, batch, loss_fn, moment.rows)
-        return result.loss
+        held = self._held.find_optimizer(model, optimizer)
+        call = StepCall(self._engines[id(held.optimizer)], self._name_step(held), model, loss_fn)
+        return self._loop.step(call, batch, partial(self._probe, call, batch))
 
-    def _make_engine(self) -> Engine:
-        if self._parallel is None or self._optimizer is None:
-            missing = "run.shard(model)" if self._parallel is None else "run.optimizer(...)"
+    def _probe(self, call: StepCall, batch: Any, rows: int | None) -> None:
+        """Look once whether the loss depends on how its batch is cut."""
+        if self._probes_loss:
+            self._probes_loss = False
+            probe_loss(self._session, call.engine.passes, call.model, batch, call.loss_fn, rows)
+
+    def _name_step(self, held: HeldOptimizer) -> str:
+        """What the loss of an optimizer's step is called: as its model, or as itself where the model has several."""
+        alone = sum(each.model is held.model for each in self._held.optimizers) == 1
+        return held.model.name if alone else held.name
+
+    def _check_not_begun(self, caller: str) -> None:
+        if self._loop is not None and not self._loop.has_ended:
+            raise UserError(
+                f"{caller} was called after run.steps, so what it makes would neither be trained nor saved.\n"
+                "  To do: call it before run.steps."
+            )
+
+    def _make_engines(self) -> list[Engine]:
+        if not self._held.models or not self._held.optimizers:
+            missing = "run.optimizer(...)" if self._held.models else "run.shard(model)"
             raise UserError(f"run.steps needs what is to be resumed and saved: call {missing} before it.")
+        check_several(self._held, self.resolved.values)
+        self._engines = {id(each.optimizer): self._make_engine(each) for each in self._held.optimizers}
+        return list(self._engines.values())
+
+    def _make_engine(self, held: HeldOptimizer) -> Engine:
         session, (train, derived) = self._session, (self.resolved.values.train, self.resolved.derived)
         clip = self.resolved.values.optim.clip
+        first, further, beside = self._held.around(held)
         parts = EngineParts(
-            parallel=self._parallel,
-            optimizer=self._optimizer,
+            parallel=first,
+            optimizer=held.optimizer,
             portions=Portions(train.global_batch, int(train.micro_batch), derived.accumulation, derived.per_pass),
             precision=session.precision,
             clip=None if clip == "off" or session.leaves_alone("optim.clip") else float(clip),
@@ -256,6 +359,9 @@ class Run:
             resolved=self.resolved,
             to_write=session.to_write,
             at_end=session.at_end,
+            further=further,
+            beside=beside,
+            own_model=session.own_model,
         )
         return ENGINES[train.engine].make(parts)
 
@@ -276,6 +382,7 @@ class Run:
             save_at_end=every != "off" or values.checkpoint.local_every != "off",
             keep=Keep(values.checkpoint.keep, None if kept == "off" else max(1, kept.in_steps(scale))),
             schedule="constant" if constant else values.optim.schedule,
+            writes_lr=not constant,
             course=Course(derived.total_steps, warmup_steps, derived.decay_steps, values.optim.final_lr),
             data_fingerprint=loader.fingerprint,
             loss_scale=_loss_scale_of(values.precision) if self._session.precision.scales_loss else None,

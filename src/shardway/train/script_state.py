@@ -1,145 +1,325 @@
-"""What a script's own model and loss function keep in Python objects, so that calls of them can be undone.
+"""What a script changes between two steps besides tensors, saved and put back: settings of parameter groups (learning
+rate, weight decay, ...), groups that were added, its schedulers, what is frozen, which modules evaluate.
 
-Counters, lists and dicts that a function reaches: in its closure, among the global names that it uses, in attributes
-of its object or module; also random generators of its own. Objects of libraries are left alone.
+Invariant: what the script has changed holds after a resume as if the run had not stopped. Where today's script begins
+otherwise than the saved one began (another argument), the person has changed it: today's value holds, and that is
+told. This module must not touch the disk.
 
-Invariant: after `put_back` each of them holds what it held, and is the same object. This module must not call what it
-looks at.
+Each value is kept twice: as it was when the loop began, and as it is now. Values are JSON (`checkpoint.structure`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import random
-import types
-from collections import deque
-from collections.abc import Callable, Iterator
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-_DEPTH = 8
-_MOST, _SMALL = 1_000_000, 200
-"""Elements of a container that is copied, and of one whose elements are looked at: a longer one holds data."""
+from shardway.checkpoint.shards.table import Table
+from shardway.checkpoint.state import Tensors, WithoutFiles
+from shardway.checkpoint.structure import Unstorable, inline, read_inline
+from shardway.errors import UserError, list_some
+from shardway.parallel.mesh import DIMS, Mesh
+from shardway.train.held import HeldModel, HeldOptimizer, Holdings
+
+VALUE = "script"
+"""The name of the value in a checkpoint."""
+
+Settings = dict[str, Any]
+"""Name of a setting -> its value as JSON."""
+
+Changes = dict[str, list[Any]]
+"""Name of an argument -> its value when the run was saved, and today."""
+
+_NOT_SETTINGS = frozenset(("params", "param_names"))
+_DERIVED = frozenset(("base_lrs", "initial_lr", "min_lrs"))
+"""What schedulers make of the optimizer's learning rate: told of once, as the learning rate."""
 
 
-class ScriptState:
-    """What some functions and modules of a script hold now."""
+@dataclass
+class Begin:
+    """How the script began: settings of groups by optimizer, states of schedulers, what was frozen by model."""
 
-    def __init__(self, *holders: Any) -> None:
-        self._undo: list[Callable[[], object]] = []
-        self._seen: set[int] = set()
-        modules = {"__main__", *(_module_of(holder) for holder in holders)}
-        self._own = {module for module in modules if module.split(".")[0] not in ("torch", "shardway", "builtins")}
-        for holder in holders:
-            self._look_at(holder, _DEPTH)
+    groups: dict[str, list[Settings]] = field(default_factory=dict)
+    schedulers: dict[str, Any] = field(default_factory=dict)
+    frozen: dict[str, list[str]] = field(default_factory=dict)
+    evaluating: dict[str, list[str]] = field(default_factory=dict)
 
-    def put_back(self) -> None:
-        """Everything as it was."""
-        for undo in self._undo:
-            undo()
 
-    def _look_at(self, value: Any, depth: int) -> None:
-        if id(value) in self._seen or depth < 0 or isinstance(value, torch.Tensor | type | types.ModuleType):
+class ScriptState(WithoutFiles):
+    """The state of a script, as the first rank of each pipeline stage has it. `writes_lr`: the run file's schedule sets
+    the learning rate, so that none is put back."""
+
+    def __init__(self, holdings: Holdings, mesh: Mesh, *, writes_lr: bool) -> None:
+        self._holdings, self._writes_lr = holdings, writes_lr
+        self._stage, self._stages = mesh.coordinate("pp"), mesh.degree("pp")
+        self._leads = all(mesh.coordinate(dim) == 0 for dim in (*DIMS, "cp") if dim != "pp")
+        self._begin = Begin()
+        self._saved: dict[str, Any] = {}
+        self.changes: Changes = {}
+
+    def begin(self) -> None:
+        """Take what the script has set up, before anything is put back. Raises UserError where it cannot be stored."""
+        held = self._holdings
+        self._begin = Begin(
+            {each.name: [_read_group(group) for group in each.optimizer.param_groups] for each in held.optimizers},
+            {name: read_scheduler(name, scheduler) for name, scheduler in held.schedulers.items()},
+            {each.name: _list_frozen(each) for each in held.models},
+            {each.name: _list_evaluating(each) for each in held.models},
+        )
+
+    def collect(self) -> Tensors:
+        """One value, of the rank that leads."""
+        if not self._leads:
+            return {}
+        held, begin = self._holdings, self._begin
+        names = {id(each): name for model in held.models for name, each in model.parameters()}
+        optimizers = {
+            each.name: {
+                "begin": begin.groups.get(each.name, []),
+                "now": [_read_group(group) for group in each.optimizer.param_groups],
+                "parameters": _name_added(each, len(begin.groups.get(each.name, [])), names),
+            }
+            for each in held.optimizers
+        }
+        unknown = {name: self._saved["schedulers"][name] for name in self.unknown}
+        schedulers = unknown | {
+            name: {"begin": begin.schedulers.get(name), "now": read_scheduler(name, scheduler)}
+            for name, scheduler in held.schedulers.items()
+        }
+        models = {
+            each.name: {
+                "frozen": [begin.frozen.get(each.name, []), _list_frozen(each)],
+                "evaluating": [begin.evaluating.get(each.name, []), _list_evaluating(each)],
+            }
+            for each in held.models
+        }
+        content = {"optimizers": optimizers, "schedulers": schedulers, "models": models}
+        return {_value_of(self._stage): json.dumps(content)}
+
+    def prepare(self, table: Table) -> None:
+        """Make groups that the run has added, and freeze what it has frozen. Raises UserError where a group cannot be
+        made again."""
+        self._saved = self._read(table)
+        self.changes = {}
+        for model in self._holdings.models:
+            if (saved := self._saved.get("models", {}).get(model.name)) is not None:
+                self._put_back_flags(model, saved)
+        parameters = {name: each for model in self._holdings.models for name, each in model.parameters()}
+        for held in self._holdings.optimizers:
+            if (saved := self._saved.get("optimizers", {}).get(held.name)) is not None:
+                _add_groups(held, saved, parameters)
+
+    def template(self, table: Table) -> Tensors:
+        """Nothing: `prepare` has read it."""
+        return {}
+
+    def install(self, tensors: Tensors) -> None:
+        """Put back settings and schedulers."""
+        for held in self._holdings.optimizers:
+            if (saved := self._saved.get("optimizers", {}).get(held.name)) is not None:
+                self._put_back_groups(held, saved)
+        for name, scheduler in self._holdings.schedulers.items():
+            if (saved := self._saved.get("schedulers", {}).get(name)) is not None:
+                self._put_back_scheduler(name, scheduler, saved)
+
+    @property
+    def unknown(self) -> list[str]:
+        """Schedulers that the checkpoint that was loaded last knows and the script of today has not made."""
+        return [name for name in self._saved.get("schedulers", {}) if name not in self._holdings.schedulers]
+
+    def take_waiting(self, name: str, scheduler: Any) -> None:
+        """A scheduler that was made after the run was resumed takes what was saved of it."""
+        saved = self._saved.get("schedulers", {}).get(name)
+        if saved is not None:
+            scheduler.load_state_dict(read_inline(saved["now"]))
+
+    # --- parts
+
+    def _read(self, table: Table) -> dict[str, Any]:
+        """What was saved of this rank's stage; of all stages where there were others than today."""
+        names = itertools.takewhile(lambda name: name in table.values, map(_value_of, itertools.count()))
+        stages = [json.loads(json.loads(table.values[name])) for name in names]
+        if len(stages) == self._stages:
+            return dict(stages[self._stage])
+        if not stages:
+            return {}
+        models = {
+            name: {
+                kind: [[each for stage in stages for each in stage["models"][name][kind][at]] for at in (0, 1)]
+                for kind in ("frozen", "evaluating")
+            }
+            for name in stages[0]["models"]
+        }
+        return {**stages[0], "models": models}
+
+    def _put_back_flags(self, model: HeldModel, saved: Mapping[str, Any]) -> None:
+        parameters, modules = dict(model.parameters()), dict(_modules(model))
+        before, now = (set(names) & parameters.keys() for names in saved["frozen"])
+        if set(self._begin.frozen.get(model.name, ())) == before:
+            for name in before ^ now:
+                parameters[name].requires_grad_(name not in now)
+        before, now = (set(names) & modules.keys() for names in saved["evaluating"])
+        if set(self._begin.evaluating.get(model.name, ())) == before:
+            for name in before ^ now:
+                modules[name].training = name not in now
+
+    def _put_back_groups(self, held: HeldOptimizer, saved: Mapping[str, Any]) -> None:
+        begun = self._begin.groups.get(held.name, [])
+        if len(saved["begin"]) != len(begun):
+            self.changes[f"{held.name}.param_groups"] = [len(saved["begin"]), len(begun)]
             return
-        self._seen.add(id(value))
-        for part in self._take(value):
-            self._look_at(part, depth - 1)
+        many = len(begun) > 1
+        for number, group in enumerate(held.optimizer.param_groups[: len(saved["now"])]):
+            place = f"{held.name}.param_groups[{number}]" if many else held.name
+            now = saved["now"][number]
+            if number >= len(begun):
+                _set(group, now, {})
+                continue
+            merged = self._merge_settings(place, saved["begin"][number], now, begun[number])
+            if self._writes_lr:
+                merged.pop("lr", None)
+            _set(group, merged, begun[number])
 
-    def _take(self, value: Any) -> Iterator[Any]:
-        """Remember what a value holds; what else it leads to."""
-        if isinstance(value, functools.partial):
-            yield from (value.func, *value.args, *value.keywords.values())
-        elif isinstance(value, types.MethodType):
-            yield from (value.__self__, value.__func__)
-        elif isinstance(value, types.FunctionType):
-            yield from self._take_function(value)
-        elif isinstance(value, list | dict | set | deque):
-            yield from self._take_container(value)
-        elif isinstance(value, torch.Generator):
-            self._undo.append(functools.partial(value.set_state, value.get_state()))
-        elif isinstance(value, random.Random):
-            self._undo.append(functools.partial(value.setstate, value.getstate()))
-        elif isinstance(value, np.random.Generator):
-            self._undo.append(functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state))
-        elif isinstance(value, nn.Module):
-            for module in value.modules():
-                yield from self._take_attributes(module)
-                yield from (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-        elif _module_of(value) in self._own:
-            yield from self._take_attributes(value)
+    def _merge_settings(self, place: str, before: Settings, now: Settings, today: Settings) -> Settings:
+        merged = {**today, **now}
+        for name in before.keys() & today.keys() & now.keys():
+            merged[name] = _merge(f"{place}.{name}", before[name], now[name], today[name], self.changes)
+        for name in today.keys() - before.keys():
+            if today[name] != now.get(name, today[name]):
+                merged[name] = today[name]
+        if "lr" in merged and before.get("lr") != today.get("lr") and "initial_lr" in before.keys() & today.keys():
+            merged["lr"] = _scaled(before["initial_lr"], now["lr"], today["initial_lr"], merged["lr"])
+        return merged
 
-    def _take_function(self, function: types.FunctionType) -> Iterator[Any]:
-        if function.__module__ not in self._own:
-            return
-        for cell in function.__closure__ or ():
-            with contextlib.suppress(ValueError):  # it is empty
-                self._undo.append(functools.partial(setattr, cell, "cell_contents", cell.cell_contents))
-                yield cell.cell_contents
-        names = set(_names_of(function.__code__)) & function.__globals__.keys()
-        for name in sorted(names):
-            self._undo.append(functools.partial(function.__globals__.__setitem__, name, function.__globals__[name]))
-            yield function.__globals__[name]
-        yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-        yield function.__dict__
-
-    def _take_container(self, value: list[Any] | dict[Any, Any] | set[Any] | deque[Any]) -> Iterator[Any]:
-        if len(value) > _MOST:
-            return
-        kept: Any = list(value.items()) if isinstance(value, dict) else list(value)
-        self._undo.append(functools.partial(_refill, value, kept))
-        yield from (value.values() if isinstance(value, dict) else kept) if len(value) <= _SMALL else ()
-
-    def _take_attributes(self, value: Any) -> Iterator[Any]:
-        """Not those that torch keeps: tensors and hooks of modules."""
-        for kind in type(value).__mro__:
-            if kind.__module__ in self._own:
-                yield from (held for held in vars(kind).values() if isinstance(held, types.FunctionType))
-        attributes = getattr(value, "__dict__", None)
-        if attributes is None:
-            return
-        hidden = "_" if isinstance(value, nn.Module) else "__"
-        plain = {name: held for name, held in attributes.items() if not name.startswith(hidden)}
-        plain = {name: held for name, held in plain.items() if not isinstance(held, torch.Tensor)}
-        self._undo.append(functools.partial(attributes.update, plain))
-        yield from plain.values()
+    def _put_back_scheduler(self, name: str, scheduler: Any, saved: Mapping[str, Any]) -> None:
+        before, now, today = saved["begin"], saved["now"], self._begin.schedulers.get(name)
+        merged = now if before is None or today is None else _merge(name, before, now, today, self.changes)
+        try:
+            scheduler.load_state_dict(read_inline(merged))
+        except Exception as error:
+            raise UserError(
+                f"the scheduler {name} does not take the state that the checkpoint holds of it: "
+                f"{type(error).__name__}: {error}\n"
+                "  Nothing was changed in the run directory. To do: make it as it was when the run was saved."
+            ) from error
 
 
-def _refill(value: Any, kept: list[Any]) -> None:
-    """A container with what it held; nothing is done where it has not changed."""
-    now = list(value.items()) if isinstance(value, dict) else list(value)
-    if len(now) == len(kept) and all(a is b or _is_same_item(a, b) for a, b in zip(now, kept, strict=True)):
-        return
-    value.clear()
-    if isinstance(value, list | deque):
-        value.extend(kept)
-    elif isinstance(value, set):
-        value.update(kept)
-    else:
-        for key, held in kept:  # a Counter would count what `update` is given
-            value[key] = held
+def _value_of(stage: int) -> str:
+    return VALUE if stage == 0 else f"{VALUE}-{stage}"
 
 
-def _is_same_item(one: Any, other: Any) -> bool:
-    """Whether two items of a dict have the same key and the very same value."""
-    pair = isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other) == 2
-    return pair and one[0] is other[0] and one[1] is other[1]
+def read_scheduler(name: str, scheduler: Any) -> Any:
+    """The state of a scheduler as JSON. Raises UserError where it cannot be stored."""
+    try:
+        return _plain(inline(scheduler.state_dict()))
+    except Unstorable as error:
+        where = f" at {error.path}" if error.path else ""
+        raise UserError(
+            f"the state_dict() of the scheduler {name}{where} is a {error.kind}, which a checkpoint cannot hold.\n"
+            "  To do: let its state_dict() return numbers, strings, lists and dicts alone."
+        ) from None
 
 
-def _names_of(code: types.CodeType) -> Iterator[str]:
-    """The global names that a function uses, and the functions inside it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names_of(constant)
+def _merge(place: str, before: Any, now: Any, today: Any, changes: Changes) -> Any:
+    """What holds of a value: what it had become, where the script of today begins as the saved one has begun.
+
+    All are values as JSON; of dicts and lists each element is merged for itself.
+    """
+    if before == today:
+        return now
+    kinds = {before[0], now[0], today[0]}
+    if len(kinds) == 1 and before[0] in ("dict", "ordered"):
+        olds, news, todays = ({json.dumps(key): each for key, each in node[1]} for node in (before, now, today))
+        merged = {**todays, **news}
+        for key in olds.keys() & news.keys() & todays.keys():
+            merged[key] = _merge(f"{place}.{json.loads(key)[-1]}", olds[key], news[key], todays[key], changes)
+        return [now[0], [[json.loads(key), each] for key, each in merged.items()]]
+    if len(kinds) == 1 and before[0] in ("list", "tuple") and len(before[1]) == len(now[1]) == len(today[1]):
+        triples = zip(before[1], now[1], today[1], strict=True)
+        return [now[0], [_merge(f"{place}[{at}]", *each, changes) for at, each in enumerate(triples)]]
+    name = place.rpartition(".")[2]
+    if not name.startswith("_") and name.partition("[")[0] not in _DERIVED:
+        changes[place] = [_shown(before), _shown(today)]
+    return today
 
 
-def _module_of(value: Any) -> str:
-    """Where a function, or the class of an object, was written."""
-    if isinstance(value, functools.partial):
-        return _module_of(value.func)
-    named = value if isinstance(value, types.FunctionType | types.MethodType) else type(value)
-    return str(getattr(named, "__module__", ""))
+def _scaled(before: Any, now: Any, today: Any, otherwise: Any) -> Any:
+    """A learning rate under a scheduler whose base was changed: at the same place in its schedule."""
+    base, current, new = (float(read_inline(each)) for each in (before, now, today))
+    return inline(new * (current / base)) if base else otherwise
+
+
+def _shown(encoded: Any) -> Any:
+    value = read_inline(encoded)
+    return value if isinstance(value, bool | int | float | str | type(None)) else repr(value)
+
+
+def _plain(encoded: Any) -> Any:
+    """As it comes back from a file."""
+    return json.loads(json.dumps(encoded))
+
+
+def _read_group(group: Mapping[str, Any]) -> Settings:
+    """The settings of a group. What cannot be stored (a function) is the script's own to make again."""
+    settings: Settings = {}
+    for name, value in group.items():
+        if name not in _NOT_SETTINGS:
+            with contextlib.suppress(Unstorable):
+                settings[name] = _plain(inline(value))
+    return settings
+
+
+def _set(group: dict[str, Any], settings: Settings, today: Settings) -> None:
+    """Put settings into a group; what has its value already stays the object that it is."""
+    current = _read_group(group)
+    for name, encoded in settings.items():
+        if current.get(name) == encoded:
+            continue
+        value, held = read_inline(encoded), group.get(name)
+        if isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor) and held.shape == value.shape:
+            held.detach().copy_(value)
+        else:
+            group[name] = value
+
+
+def _name_added(held: HeldOptimizer, first: int, names: Mapping[int, str]) -> list[list[str | None]]:
+    """The names of the parameters of each group that was added since the script began."""
+    return [[names.get(id(each)) for each in group["params"]] for group in held.optimizer.param_groups[first:]]
+
+
+def _add_groups(held: HeldOptimizer, saved: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Make the groups again that the run has added to an optimizer. Raises UserError."""
+    optimizer, begun = held.optimizer, len(saved["begin"])
+    missing = range(len(optimizer.param_groups), len(saved["now"]))
+    if len(optimizer.param_groups) < begun:
+        return  # told as a change of the groups that the script makes
+    taken = {id(each) for each in held.parameters()}
+    for number in missing:
+        names = saved["parameters"][number - begun]
+        lost = [name or "one of no model" for name in names if name not in parameters]
+        double = [name for name in names if name in parameters and id(parameters[name]) in taken]
+        if lost or double:
+            why = f"has no {list_some(lost, 6)}" if lost else f"has {list_some(double, 6)} in another group"
+            raise UserError(
+                f"the run has added a parameter group to {held.name} (group {number}), and the script of today {why}.\n"
+                "  Nothing was changed. To do: make models and groups as they were when the run was saved."
+            )
+        optimizer.add_param_group({"params": [parameters[name] for name in names]})
+
+
+def _modules(model: HeldModel) -> Iterator[tuple[str, nn.Module]]:
+    return model.parallel.module.named_modules()
+
+
+def _list_frozen(model: HeldModel) -> list[str]:
+    return [name for name, each in model.parameters() if not each.requires_grad]
+
+
+def _list_evaluating(model: HeldModel) -> list[str]:
+    return [name for name, module in _modules(model) if not module.training]

@@ -8,14 +8,18 @@ fetch data, write files or decide what comes next.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from shardway.checkpoint.state import needs_closure
+from shardway.errors import UserError
+from shardway.parallel.apply import ParallelModel
 from shardway.parallel.axes.balance import balance
 from shardway.parallel.axes.tensor import sum_partial_gradients
 from shardway.parallel.formats.float8 import compute_scales
@@ -31,17 +35,48 @@ from shardway.train.passes import SUMS, Loss, Passes
 
 @dataclass(frozen=True)
 class StepParts:
-    """What a step works with; `clip` is what the norm of its gradient is limited to (None: not at all)."""
+    """What a step works with; `clip` is what the norm of its gradient is limited to (None: not at all).
+
+    `beside` are the run's other models: a loss may run them, and what it leaves in their gradients counts for nothing.
+    """
 
     passes: Passes
     optimizer: torch.optim.Optimizer
     ranks: Ranks
     clip: float | None
+    beside: Sequence[ParallelModel] = ()
 
     @cached_property
     def changeable(self) -> Changeable:
         """What the passes change beside gradients."""
-        return find_changeable(self.passes.parallel)
+        return find_changeable(*self.passes.parallels, *self.beside)
+
+    def clear_gradients(self) -> None:
+        """Drop all gradients, also those in models beside."""
+        self.optimizer.zero_grad(set_to_none=True)
+        for parallel in self.beside:
+            for parameter in parallel.module.parameters():
+                parameter.grad = None
+
+    @cached_property
+    def needs_closure(self) -> bool:
+        """Whether the optimizer evaluates the loss itself, as often as it wants."""
+        return needs_closure(self.optimizer)
+
+    def check_takes_closure(self) -> None:
+        """Raise UserError where an optimizer that evaluates the loss itself cannot train."""
+        name = type(self.optimizer).__name__
+        if any(isinstance(parameter, DTensor) for parameter in self.parameters()):
+            raise UserError(
+                f"{name} looks at all parameters as one vector, and here they are shards or slices (parallel.dp_shard, "
+                "tp, ep).\n  To do: use parallel.dp_replicate alone, or another optimizer."
+            )
+        if self.passes.parallel.pipeline is not None or self.passes.precision.scales_loss:
+            what = "a pipeline (parallel.pp)" if self.passes.parallel.pipeline is not None else "a loss scale (fp16)"
+            raise UserError(
+                f"{name} evaluates the loss itself, as often as it wants, which {what} does not allow.\n"
+                "  To do: use parallel.pp = 1 and a format without a loss scale, or another optimizer."
+            )
 
     def parameters(self) -> list[nn.Parameter]:
         """All that the optimizer updates."""
@@ -108,9 +143,13 @@ def take_step(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, mom
         norm = math.sqrt(squares) * per_target
         if not (overflow or refused):
             scale_gradients(parts.parameters(), per_target * _clipping(norm, parts.clip))
-            optimizer.step()
-            compute_scales(passes.parallel.module, passes.precision.float8)
-        optimizer.zero_grad(set_to_none=True)
+            if parts.needs_closure:
+                _step_with_closure(parts, run, total / targets if targets else 0.0)
+            else:
+                optimizer.step()
+            for parallel in passes.parallels:
+                compute_scales(parallel.module, passes.precision.float8)
+        parts.clear_gradients()
         if not refused:
             balance(passes.routers, passes.parallel.mesh)
         elif decision.void:
@@ -126,21 +165,39 @@ def take_step(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, mom
     )
 
 
+def _step_with_closure(parts: StepParts, run: Callable[[], Tried], loss: float) -> None:
+    """A step of an optimizer that evaluates loss and gradients itself: the first evaluation is there already."""
+    losses = [loss]
+
+    def evaluate() -> Any:
+        if losses:
+            return torch.tensor(losses.pop(), dtype=torch.float64)
+        parts.clear_gradients()
+        with torch.enable_grad():
+            numbers = run().numbers
+        total, targets, squares = numbers[0], numbers[1], numbers[SUMS]
+        per_target = _samples_per_target(targets, parts.passes.portions.global_batch)
+        scale_gradients(parts.parameters(), per_target * _clipping(math.sqrt(squares) * per_target, parts.clip))
+        return torch.tensor(total / targets if targets else 0.0, dtype=torch.float64)
+
+    parts.optimizer.step(evaluate)
+
+
 def _run_passes(parts: StepParts, run: Callable[[], Tried], batch: Any, watch: Watch | None, before: Before) -> Watched:
     """The passes of a step, watched where somebody wants that."""
     if watch is None:
         return Watched(run())
-    clear = partial(parts.optimizer.zero_grad, set_to_none=True)
-    return run_watched(Work(run, clear, parts.gradients, parts.ranks, batch, SUMS), watch, before)
+    return run_watched(Work(run, parts.clear_gradients, parts.gradients, parts.ranks, batch, SUMS), watch, before)
 
 
 def _accumulate(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, moment: Moment) -> Tried:
     """The gradients of this rank's share, and the numbers of all ranks."""
     passes, scale = parts.passes, moment.loss_scale
-    parallel, factor = passes.parallel, scale.scale if scale is not None else 1.0
+    factor = scale.scale if scale is not None else 1.0
     sums = passes.train(model, batch, loss_fn, position=moment.position, loss_scale=factor, rows=moment.rows)
-    if parallel.partial:
-        sum_partial_gradients(parallel.module, parallel.partial, parallel.mesh.group("tp"))
+    for parallel in passes.parallels:
+        if parallel.partial:
+            sum_partial_gradients(parallel.module, parallel.partial, parallel.mesh.group("tp"))
     vector = _own_vector(sums, parts.parameters(), passes, moment.wishes)
     return Tried(sums, parts.ranks.sum(vector))
 

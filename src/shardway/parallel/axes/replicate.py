@@ -6,9 +6,11 @@ shard.
 
 from __future__ import annotations
 
+import copy
 import copyreg
 import math
 from collections.abc import Callable
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -41,9 +43,53 @@ def replicate(model: nn.Module, mesh: Mesh, parallel: ParallelSection) -> nn.Mod
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return model
+    return _wrap(model, mesh, parallel, init_sync=True)
+
+
+def follow_frozen(copies: nn.Module, model: nn.Module, mesh: Mesh, parallel: ParallelSection) -> None:
+    """Let the copies of a model average the gradients of what is trained now, where a script has frozen a part of it,
+    or has let a part be trained, since they were made; on all ranks together.
+
+    DDP would wait for ever for the gradient of a part that was frozen (and not average its neighbours meanwhile), and
+    never average that of a part that was not to be trained. Raises UserError where it cannot be helped.
+    """
+    now = _list_trained(model)
+    if now == copies.__dict__.get(_TRAINED, ()):
+        return
+    name = type(model).__name__
+    if not isinstance(copies, DistributedDataParallel):
+        raise UserError(
+            f"all parameters of {name} were frozen when run.shard was given it, and some are to be trained now; its "
+            "replicas (parallel.dp_replicate) would not average their gradients.\n"
+            "  To do: call run.shard(model) first and freeze parameters after it."
+        )
+    if parallel.compress == "powersgd":
+        raise UserError(
+            f'the script has changed which parameters of {name} are trained, and parallel.compress = "powersgd" keeps '
+            "what it has left out of the gradients of those before.\n"
+            "  To do: freeze before run.shard(model), or set another parallel.compress."
+        )
+    if not any(now):
+        copies.__dict__[_TRAINED] = now  # nothing waits for a gradient: no pass reaches the reducer
+        return
+    made = _wrap(model, mesh, parallel, init_sync=False)
+    made.train(copies.training)
+    copies.__dict__.clear()
+    copies.__dict__.update(made.__dict__)
+
+
+_TRAINED = "_shardway_trained"
+"""Attribute of DDP: which parameters it was made to average."""
+
+
+def _list_trained(model: nn.Module) -> tuple[bool, ...]:
+    return tuple([parameter.requires_grad for parameter in model.parameters()])
+
+
+def _wrap(model: nn.Module, mesh: Mesh, parallel: ParallelSection, *, init_sync: bool) -> Copies:
     group = mesh.group("dp_replicate")
     syncs = all(tensor.dtype in _SENT for tensor in (*model.parameters(), *model.buffers()))
-    if not syncs:
+    if init_sync and not syncs:
         broadcast_from_first(model, mesh)
     copies = Copies(
         model,
@@ -51,9 +97,12 @@ def replicate(model: nn.Module, mesh: Mesh, parallel: ParallelSection) -> nn.Mod
         bucket_cap_mb=max(1, parallel.bucket // 2**20),
         gradient_as_bucket_view=True,
         static_graph=parallel.static_graph,
-        init_sync=syncs,
+        init_sync=init_sync and syncs,
         **without_buffer_sync(),
     )
+    # What a script copies (an average of weights does so) is the model, not what averages its gradients.
+    copies.__dict__["__deepcopy__"] = partial(copy.deepcopy, model)
+    copies.__dict__[_TRAINED] = _list_trained(model)
     if parallel.compress == "powersgd":
         # What a step leaves out is added to the next; that remainder is not saved, so a resumed run starts without.
         state = PowerSGDState(group, matrix_approximation_rank=parallel.powersgd_rank, start_powerSGD_iter=2)
@@ -136,6 +185,8 @@ def give_back(copies: Copies) -> nn.Module:
     The wrapper itself where the module's class cannot be extended (a compiled or scripted one).
     """
     module: nn.Module = copies.module
+    if find_copies(module) is copies:
+        return module
     kind = type(module)
     if isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in module._modules:
         return copies

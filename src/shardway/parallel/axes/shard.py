@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -81,8 +83,19 @@ def shard(model: nn.Module, shards: Shards) -> None:
     # would gather them twice.
     kept = _policy_of(formats.get(model), policy)
     fully_shard(model, mesh=grid, mp_policy=kept, offload_policy=offload, reshard_after_forward=False)
+    model.__dict__["__deepcopy__"] = partial(_refuse_copy, type(model).__name__.removeprefix("FSDP"))
     _add_up(model)
     _gather_ahead([unit for unit in units if isinstance(unit, FSDPModule)], shards.parallel.prefetch)
+
+
+def _refuse_copy(name: str, memo: object) -> NoReturn:
+    raise UserError(
+        f"a copy of {name} was asked for (copy.deepcopy, AveragedModel), and its weights are shards of FSDP2, which "
+        "cannot be copied so.\n"
+        "  To do: for an average of weights, shard a second model of the same class (run.shard(model, "
+        'name="average")) and update its parameters from those of the first; or keep {name: p.detach().clone()} of its '
+        "named_parameters() and hand that to run.keep."
+    )
 
 
 def _grid(mesh: Mesh) -> DeviceMesh:

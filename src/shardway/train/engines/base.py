@@ -30,6 +30,8 @@ class EngineParts:
 
     `clip` is what the norm of gradients is limited to (None: not at all); `at_end` undoes what the engine changes
     outside the model, however the run ends; `to_write` is what is written into the run directory once the run goes on.
+    `further` are models beside `parallel` that the optimizer updates as well, `beside` those of the run that it does
+    not update; `own_model`: a script steps them, and may freeze what it likes.
     """
 
     parallel: ParallelModel
@@ -41,6 +43,9 @@ class EngineParts:
     resolved: Resolved
     to_write: list[Callable[[RunDir], None]]
     at_end: contextlib.ExitStack
+    further: tuple[ParallelModel, ...] = ()
+    beside: tuple[ParallelModel, ...] = ()
+    own_model: bool = False
 
 
 class Engine(Protocol):

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardway.checkpoint.state import State
+from shardway.checkpoint.state import State, needs_closure
 from shardway.checkpoint.zero import ZeroState
+from shardway.errors import UserError
 from shardway.parallel.axes.balance import balance
 from shardway.parallel.host import send
 from shardway.ranks.agreement import read_decision
@@ -56,6 +57,11 @@ class DeepSpeedEngine:
     """What trains where `train.engine` is "deepspeed"."""
 
     def __init__(self, parts: EngineParts) -> None:
+        if needs_closure(parts.optimizer):
+            raise UserError(
+                f"{type(parts.optimizer).__name__} evaluates the loss itself, which DeepSpeed does not allow.\n"
+                '  To do: set train.engine = "torch", or use another optimizer.'
+            )
         self._ranks, self._optimizer = parts.ranks, parts.optimizer
         self._parameters = sum(parameter.numel() for parameter in parts.parallel.module.parameters())
         settings = _settings(parts)

@@ -1,0 +1,181 @@
+"""Any state dict as text and tensors, and back: nested dicts, lists and tuples of tensors, numbers, strings and None.
+
+Invariant: what comes back has the types and the bits of what went in; nothing is a pickle, and a shape of today is not
+needed to read what was saved. This module must not touch the disk.
+
+The text is JSON. Each value is a list that begins with its kind; a tensor stands in it by name or, where it is
+`inline`, with its numbers.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardway.checkpoint.shards.special import dtype_name, find_dtype
+
+MOST_INLINE = 4096
+"""Elements of a tensor that text holds; settings of an optimizer are single numbers."""
+
+
+class Unstorable(ValueError):
+    """A value that no checkpoint holds: where in the state it is, and its type."""
+
+    def __init__(self, path: str, kind: str) -> None:
+        self.path, self.kind = path, kind
+        super().__init__(f"{path or 'it'} is a {kind}")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A state taken apart: its structure, and its tensors by name. Those of DTensors are still DTensors."""
+
+    text: str
+    tensors: Mapping[str, torch.Tensor]
+
+
+def take_state_apart(state: Any) -> Parts:
+    """The parts of a state. Raises Unstorable."""
+    tensors: dict[str, torch.Tensor] = {}
+
+    def keep(path: str, tensor: torch.Tensor) -> list[Any]:
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+            raise Unstorable(path, f"tensor of the layout {tensor.layout}" + (" on the meta device" * tensor.is_meta))
+        name, number = path or "tensor", 1
+        while name in tensors:
+            number += 1
+            name = f"{path}#{number}"
+        tensors[name] = tensor.detach()
+        return ["tensor", name, tensor.device.type]
+
+    return Parts(json.dumps(_encode(state, "", keep)), tensors)
+
+
+def put_state_together(text: str, find: Callable[[str, str], torch.Tensor]) -> Any:
+    """The state of a text; `find` gives a tensor by its name and the type of the device that it was on."""
+    return _decode(json.loads(text), find)
+
+
+def inline(value: Any) -> Any:
+    """A value without large tensors as plain JSON, so that equal values are equal JSON. Raises Unstorable."""
+    return _encode(value, "", _keep_inline)
+
+
+def read_inline(encoded: Any) -> Any:
+    """The value of what `inline` gave."""
+
+    def find(name: str, device: str) -> torch.Tensor:
+        raise ValueError(f"the tensor {name} is not in the text")
+
+    return _decode(encoded, find)
+
+
+def _keep_inline(path: str, tensor: torch.Tensor) -> list[Any]:
+    if (
+        isinstance(tensor, DTensor)
+        or tensor.numel() > MOST_INLINE
+        or tensor.is_complex()
+        or tensor.layout != torch.strided
+    ):
+        raise Unstorable(path, f"tensor of shape {tuple(tensor.shape)}")
+    numbers = [_number(each) for each in tensor.detach().flatten().tolist()]
+    return ["numbers", dtype_name(tensor.dtype), list(tensor.shape), numbers, tensor.device.type]
+
+
+def _encode(value: Any, path: str, keep: Callable[[str, torch.Tensor], list[Any]]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return keep(path, value)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return ["array", keep(path, torch.from_numpy(np.ascontiguousarray(value)))]
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        return ["scalar", value.dtype.str, _number(value.item())]
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return ["value", value]
+    if kind is float:
+        return ["value", _number(value)] if math.isfinite(value) else ["float", _number(value)]
+    if kind is bytes:
+        return ["bytes", base64.b64encode(value).decode()]
+    if kind is complex:
+        return ["complex", _number(value.real), _number(value.imag)]
+    if kind is torch.dtype:
+        return ["dtype", dtype_name(value)]
+    if kind in (torch.device, torch.Size):
+        return ["device", str(value)] if kind is torch.device else ["size", list(value)]
+    if kind in _MAPPINGS:
+        items = [[_encode_key(key, path), _encode(each, _join(path, key), keep)] for key, each in value.items()]
+        return [_MAPPINGS[kind], items]
+    if kind in _SEQUENCES:
+        ordered = sorted(value, key=repr) if kind in (set, frozenset) else value
+        return [_SEQUENCES[kind], [_encode(each, _join(path, at), keep) for at, each in enumerate(ordered)]]
+    raise Unstorable(path, kind.__name__)
+
+
+_MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
+_SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset", deque: "deque"}
+_MADE: dict[str, Callable[[Any], Any]] = {
+    "dict": dict,
+    "ordered": OrderedDict,
+    "counter": lambda pairs: Counter(dict(pairs)),
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": deque,
+}
+
+
+def _encode_key(key: Any, path: str) -> Any:
+    def refuse(where: str, tensor: torch.Tensor) -> list[Any]:
+        raise Unstorable(where, "tensor as a key")
+
+    return _encode(key, _join(path, key), refuse)
+
+
+def _decode(node: Any, find: Callable[[str, str], torch.Tensor]) -> Any:
+    kind, *rest = node
+    if kind == "tensor":
+        return find(*rest)
+    if kind == "numbers":
+        dtype, shape, numbers, device = rest
+        tensor = torch.tensor([_float(each) for each in numbers], dtype=find_dtype(dtype)).reshape(shape)
+        return tensor if device == "cpu" or not torch.cuda.is_available() else tensor.to(device)
+    if kind == "array":
+        return _decode(rest[0], find).cpu().numpy()
+    if kind == "scalar":
+        return np.dtype(rest[0]).type(_float(rest[1]))
+    if kind in ("value", "float"):
+        return rest[0] if kind == "value" else _float(rest[0])
+    if kind == "bytes":
+        return base64.b64decode(rest[0])
+    if kind == "complex":
+        return complex(_float(rest[0]), _float(rest[1]))
+    if kind == "dtype":
+        return find_dtype(rest[0])
+    if kind in ("device", "size"):
+        return torch.device(rest[0]) if kind == "device" else torch.Size(rest[0])
+    if kind in ("dict", "ordered", "counter"):
+        return _MADE[kind]([(_decode(key, find), _decode(each, find)) for key, each in rest[0]])
+    return _MADE[kind]([_decode(each, find) for each in rest[0]])
+
+
+def _number(value: Any) -> Any:
+    """A number as JSON that comes back with its bits, whoever writes it."""
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _float(value: Any) -> Any:
+    return float(value) if isinstance(value, str) else value
+
+
+def _join(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
