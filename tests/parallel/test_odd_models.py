@@ -361,3 +361,15 @@ def test_a_loss_of_other_methods_has_the_gradients_of_one_rank(rank: int, tmp_pa
             folder = tmp_path / f"{name}-{len(words)}"
             found = train(folder, pool_ranks(), Coder, *layout(*shape), *words, loss=loss)
             assert found == pytest.approx(expected[0], rel=1e-5), name
+
+
+def dense() -> nn.Module:
+    model = Sparse()
+    model.table.sparse = False
+    return model
+
+
+@pytest.mark.parametrize("words", [(), ("train.micro_batch=2",), ("optim.clip=0.1",)])
+def test_sparse_gradients_are_those_of_a_dense_table_on_one_rank(tmp_path: Path, words: tuple[str, ...]) -> None:
+    found, expected = (train(tmp_path / make.__name__, lone_rank(), make, *words) for make in (Sparse, dense))
+    assert found == pytest.approx(expected, rel=1e-6)

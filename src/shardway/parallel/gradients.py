@@ -21,7 +21,7 @@ def own_squares(parameters: Sequence[nn.Parameter], mesh: Mesh, device: torch.de
 
     Summed over all ranks it is the square of the global norm.
     """
-    grads = [held_by_rank(p.grad) for p in parameters if p.grad is not None and mesh.answers_for(p)]
+    grads = [_added_up(held_by_rank(p.grad)) for p in parameters if p.grad is not None and mesh.answers_for(p)]
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
     norms = [norm.to(device) for norm in torch._foreach_norm(grads)]
@@ -33,7 +33,13 @@ def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
     """Multiply every gradient by a factor."""
     if factor == 1.0:
         return  # a pass over all gradients less
-    grads = [held_by_rank(p.grad) for p in parameters if p.grad is not None]
+    held = [held_by_rank(p.grad) for p in parameters if p.grad is not None]
+    grads = [grad._values() if grad.is_sparse else grad for grad in held]
     for kind in {(grad.device, grad.dtype) for grad in grads}:
         same = [grad for grad in grads if (grad.device, grad.dtype) == kind]
         torch._foreach_mul_(same, factor)
+
+
+def _added_up(grad: torch.Tensor) -> torch.Tensor:
+    """Of a sparse gradient (one rank alone has them) the numbers that are there, each row once."""
+    return grad.coalesce().values() if grad.is_sparse else grad
