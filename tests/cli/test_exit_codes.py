@@ -142,9 +142,9 @@ def start(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_process_ends_with_the_code() -> None:
-    done = start("config", "explain", "train.step", capture_output=True)
+    done = start("config", "explain", "train.stpes", capture_output=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("shardway: there is no key train.step;")
+    assert done.stderr.startswith("shardway: there is no key train.stpes;")
 
 
 def test_a_reader_that_went_away_is_no_error() -> None:

@@ -12,7 +12,7 @@ import signal
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -22,7 +22,6 @@ import typer
 
 from shardway.cli.options import JsonOption, NprocOption, read_request
 from shardway.errors import JobError, UserError, check_no_problems
-from shardway.rundir.look import list_missing
 from shardway.units import parse_seconds
 
 if TYPE_CHECKING:
@@ -126,7 +125,6 @@ def _ended_by_sigterm() -> Iterator[None]:
 @contextmanager
 def _scratch(root: Path, keep: bool) -> Iterator[Path]:
     folder = root / f"{SCRATCH}-{uuid.uuid4().hex[:8]}"
-    made = list_missing(root)
     try:
         folder.mkdir(parents=True)
     except OSError as error:
@@ -136,9 +134,6 @@ def _scratch(root: Path, keep: bool) -> Iterator[Path]:
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
-            for each in made:
-                with suppress(OSError):  # somebody else has put something there meanwhile
-                    each.rmdir()
 
 
 def _told(piece: Piece, folder: Path, *, quiet: bool) -> Iterator[Check]:
