@@ -493,7 +493,9 @@ def test_a_run_that_the_script_has_stopped_is_finished(tmp_path: Path, quiet_thr
     assert read_column(tmp_path, "step") == [1, 2, 3]
     assert attempt() == []
     ends = read_named(tmp_path, "finished")
-    assert [(each["step"], each["reason"]) for each in ends] == [(3, "no gain for 2 steps")] * 2
+    assert [(each["step"], each["reason"]) for each in ends] == [(3, "no gain for 2 steps")], (
+        "the second start writes nothing"
+    )
 
 
 def test_a_run_that_is_stopped_after_its_save_is_finished_too(tmp_path: Path, quiet_threads: None) -> None:

@@ -57,6 +57,7 @@ from shardway.train.saves.tiers import LocalPlan
 from shardway.train.schedule import Course
 from shardway.train.script import OpenedRun
 from shardway.train.session import Session, open_session
+from shardway.train.several import let_go
 from shardway.train.validate import Validation
 from shardway.units import Scale, Span
 
@@ -324,6 +325,8 @@ class Run:
         if self._probes_loss:
             self._probes_loss = False
             probe_loss(self._session, call.engine.passes, call.model, batch, call.loss_fn, rows)
+            for each in self._held.models:
+                let_go(each.parallel)
 
     def _name_step(self, held: HeldOptimizer) -> str:
         """What the loss of an optimizer's step is called: as its model, or as itself where the model has several."""
