@@ -22,7 +22,7 @@ PROGRAMS = (  # noqa: SIM905
     "pwd readlink realpath renice rm rmdir sed seq setsid sh sha1sum sha256sum sha512sum shred shuf sleep sort "
     "split stat stdbuf stty sum sync tac tail tar taskset tee test timeout touch tr true truncate tsort tty uname "
     "unexpand uniq unlink users wc which who whoami xargs xz yes zcat "
-    "cc c++ gcc g++ clang clang++ ld as ar nm make cmake ninja pkg-config "
+    "cc c++ gcc g++ clang clang++ ld ldd as ar nm make cmake ninja pkg-config "
     "git ssh ssh-keygen ssh-agent ssh-add scp dash zsh fish csh tcsh ksh script gawk mawk "
     "ip mount umount losetup mkfs.ext4 mksquashfs unsquashfs newuidmap newgidmap nsenter setpriv unshare "
     "glusterfs glusterfsd strace gdb"

@@ -20,6 +20,7 @@ REMOVERS = {
     "checkpoint/save.py": "the unfinished folder of this step",
     "checkpoint/state_dicts.py": "the hidden, unfinished neighbour of the folder that it writes, and a file in it",
     "checkpoint/stock.py": "the folder of links and of received files that it made to read through",
+    "cli/local.py": "empty folders for output of a start that was refused",
     "cli/rehearse.py": "a temporary folder of its own",
     "data/sources/cache.py": "temporary files of its own",
     "launch/hosts/local.py": "a temporary folder of its own",
@@ -32,8 +33,10 @@ REMOVERS = {
     "ranks/local.py": "a folder that it has just made to see whether it can",
     "rundir/atomic.py": "temporary files of its own, and for those above and below the folder that they name",
     "rundir/claims.py": "files of older epochs",
+    "rundir/lock.py": "the lock and the lease that it has just made, which nothing has ever held",
     "rundir/local.py": "what this run, by its id, has saved on the disk of a node",
     "train/importing.py": "the hidden, unfinished neighbour of the run directory that it makes",
+    "train/hold.py": "empty folders that it made for a start that was refused",
     "rundir/directory.py": "a mark that it has just made, and the stop file",
 }
 """Who removes files or folders, and which. Whoever joins them shows here that it made what it removes."""

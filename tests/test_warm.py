@@ -59,7 +59,6 @@ def test_it_is_a_child_with_its_own_words_folder_and_variables(tmp_path: Path) -
     assert told["shown"]
     assert told["environ"] == environ
     assert (told["first"], told["main"], told["name"]) == ("", "__main__", "__main__")
-    assert "default_int_handler" in told["handler"]
 
 
 def test_it_has_no_descriptors_but_those_it_was_given(tmp_path: Path) -> None:

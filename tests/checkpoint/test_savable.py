@@ -112,7 +112,7 @@ def test_a_model_whose_state_cannot_be_saved_is_refused_at_once(
 ) -> None:
     with pytest.raises(UserError, match="_extra_state: a tuple"):
         train(tmp_path, pool_ranks(), *layout(*shape), model=Remembers((1, "a")))
-    assert not list((tmp_path / "checkpoints").iterdir())
+    assert not list(tmp_path.glob("checkpoints/*"))
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
@@ -120,8 +120,8 @@ def test_a_model_whose_state_cannot_be_saved_is_refused_at_once(
 def test_an_optimizer_whose_state_cannot_be_saved_is_refused_with_the_first_step(
     rank: int, tmp_path: Path, shape: tuple[int, int]
 ) -> None:
-    with pytest.raises(UserError, match=r"optimizer\.state\.(weight|bias)\.note: a set"):
-        train(tmp_path, pool_ranks(), *layout(*shape), value={1, 2})
+    with pytest.raises(UserError, match=r"the state of optimizer \(Noting\) holds a object"):
+        train(tmp_path, pool_ranks(), *layout(*shape), value=object())
 
 
 def test_a_state_of_plain_data_trains_and_is_saved(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ REFUSALS: dict[str, Refuse] = {
     "a script with another model": own_script(body=lambda run: _steps(run, torch.nn.Linear(2, 2)), error=ShardwayError),
     "a script without a model": own_script(body=lambda run: next(run.steps(run.loader([1] * 8, batch_size=2)))),
     "a script with a step before its loop": own_script(body=lambda run: run.step(None, None, None)),
-    "a script with data of no length": own_script(body=lambda run: run.loader(iter(()), batch_size=2)),
+    "a script with data that are none": own_script(body=lambda run: run.loader(object(), batch_size=2)),
     "a script that fails": own_script(body=_fail, error=Died),
 }
 

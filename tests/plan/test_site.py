@@ -102,7 +102,7 @@ def test_every_complete_part_is_a_machine(key: str) -> None:
     assert machine.peak("bf16") > 0
 
 
-@pytest.mark.parametrize(("word", "meant"), [("h100", "h100-sxm5-80gb"), ("a100-sxm4-80", "a100-sxm4-80gb")])
+@pytest.mark.parametrize(("word", "meant"), [("h1000", "h100-sxm5-80gb"), ("a100-sxm4-80", "a100-sxm4-80gb")])
 def test_a_part_that_is_not_known_is_told_with_those_like_it(word: str, meant: str) -> None:
     with pytest.raises(UserError) as told:
         machine_of_part(word)

@@ -96,7 +96,7 @@ def test_the_end_of_a_rank_comes_before_destructors_and_after_all_else(line: str
 SCRIPT = """
 import atexit, ctypes, sys
 from shardway.ranks.leave import left_at_once
-atexit.register(print, "tidied up", end="")
+atexit.register(print, "tidied up", end=" ")
 library = ctypes.CDLL(None)
 library.__cxa_atexit(library.abort, None, None)  # as a destructor of C++ that fails
 library.printf(b"printed by C ")

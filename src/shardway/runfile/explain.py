@@ -55,7 +55,7 @@ def search_keys(word: str) -> Found:
     """
     name = plain_name(word)
     if name in all_keys() or name in sections():
-        return Found(explain_key(name), tuple(find_peers(name)) if name not in all_keys() else ())
+        return Found(explain_key(name))
     if rows := find_peers(word):
         keys = dict.fromkeys(key for row in rows for key in row.keys)
         return Found([doc for key in keys for doc in explain_key(key)], tuple(rows))
