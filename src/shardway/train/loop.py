@@ -539,11 +539,11 @@ class Loop:
             elif self._finishes and self._validated_at != self._counters.step:
                 self._owes_validation = self._validates_here()
             return
-        if self._counters.step == self._began:
+        if self._counters.step == self._began:  # before there is much to lose
+            if isinstance(self._trained, Trained):
+                check_states_storable(self._trained)
             self._session.ranks.together(lambda: check_collects(self._trained.collect))
         before = self._counters
-        if before.step == self._began and isinstance(self._trained, Trained):
-            check_states_storable(self._trained)  # before there is much to lose
         self._counters = before.after(self._plan.global_batch, result.targets, step.batch.next_position)
         self._owes_validation = self._validates_here()
         seconds = time.perf_counter() - step.started
