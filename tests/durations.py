@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 
 TABLE = Path(__file__).with_name("durations.txt")
-SLOW_S = 0.2
-"""The tests below it, some six thousand, take a minute of one core together: `make check`."""
+SLOW_S = 0.1
+"""The tests below it, some seven thousand, take a minute of one core together: `make check`."""
 LONG_S = 20.0
 FILE_S = 0.1
 """What a file takes to be imported, and all that is known of one that was not measured."""
@@ -31,6 +31,8 @@ FILE_S = 0.1
 WHY = {
     "tests/test_readme.py::test_every_shell_block_runs": "what a newcomer types: every process starts cold",
     "tests/train/test_processes.py::test_what_was_killed_goes_on_with_the_same": "two kills, four starts, 320 steps",
+    "tests/train/test_nodes.py::": "agents wait for a lost node as long as it may take",
+    "tests/train/test_takeover.py::": "a run that is stopped is overtaken once its lease has run out, and then goes on",
 }
 """Why a test may take LONG_S or more, by what its name begins with."""
 

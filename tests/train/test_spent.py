@@ -77,7 +77,7 @@ def test_a_step_that_fails_is_lost_however_long_it_hung(tmp_path: Path, quiet_th
         raise Died
 
     with pytest.raises(Died), open_tiny(tmp_path, lone_rank(), *WORDS) as run:
-        run._make_engine, make = lambda: with_step(make(), hang), run._make_engine  # type: ignore[method-assign]
+        run._make_engine, make = lambda held: with_step(make(held), hang), run._make_engine  # type: ignore[method-assign]
         train_run(run)
     (fault,) = read_named(tmp_path, "fault")
     assert fault["spent"]["step"] >= fault["unfinished_s"] >= 4 * NAP_S

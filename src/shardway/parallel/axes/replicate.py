@@ -58,6 +58,8 @@ def follow_frozen(copies: nn.Module, model: nn.Module, mesh: Mesh, parallel: Par
         return
     name = type(model).__name__
     if not isinstance(copies, DistributedDataParallel):
+        if not any(now):
+            return
         raise UserError(
             f"all parameters of {name} were frozen when run.shard was given it, and some are to be trained now; its "
             "replicas (parallel.dp_replicate) would not average their gradients.\n"
