@@ -123,3 +123,15 @@ def test_no_template_outlives_the_process_that_it_serves() -> None:
     deadline = time.monotonic() + 30
     while psutil.wait_procs(children, timeout=0.1)[1]:
         assert time.monotonic() < deadline
+
+
+def test_a_kernel_that_refuses_names_makes_it_cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse = "warm._libc.prctl = lambda *given: -1; "
+    monkeypatch.setattr(warm, "_TEMPLATE_CODE", warm._TEMPLATE_CODE.replace("warm.serve", f"{refuse}warm.serve"))
+    monkeypatch.setattr(warm, "_template", None)
+    monkeypatch.setattr(warm, "_is_refused", False)
+    with warm.starts():
+        told = tell("-c", TELL)
+        assert warm._is_refused
+    assert not told["warm"]
+    assert told["parent"] == os.getpid()

@@ -57,6 +57,8 @@ _PR_SET_MM, _PR_SET_CHILD_SUBREAPER = 35, 36
 _PR_SET_MM_MAP = 14
 _LENGTH = struct.Struct("!Q")
 _STANDARD = (0, 1, 2)
+_CAN_START = b"+"
+"""What a template says before it imports: processes that it starts can be what exec would have made of them."""
 _TEMPLATE_CODE = "import sys; sys.path[0] = sys.argv[1]; import warm; warm.serve(int(sys.argv[2]))"
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -96,6 +98,8 @@ class _Template:
 
 
 _template: _Template | None = None
+_is_refused = False
+"""Whether this kernel does not let a process name itself, which the first template has tried."""
 _cold_fork_exec = subprocess._fork_exec  # type: ignore[attr-defined]
 _cold_spawn = multiprocessing.util.spawnv_passfds
 
@@ -124,8 +128,8 @@ def close() -> None:
 
 
 def _ensure_template() -> None:
-    global _template
-    if _template is not None:
+    global _template, _is_refused
+    if _template is not None or _is_refused:
         return
     ours, theirs = socket.socketpair()
     # Threads of libraries do not live through a fork; the processes count theirs anew.
@@ -139,6 +143,10 @@ def _ensure_template() -> None:
             start_new_session=True,
         )
     process.returncode = 0  # it ends by itself when this process does: nothing waits for it
+    _is_refused = ours.recv(1) != _CAN_START
+    if _is_refused:
+        ours.close()
+        return
     _template = _Template(ours, {name: os.environ[name] for name in _list_read_at_start(os.environ)})
 
 
@@ -362,13 +370,18 @@ def _run_program(argv: Sequence[str]) -> None:
 def serve(descriptor: int) -> None:
     """Be a template at the end of a wire; in each process that is forked, run its program and return."""
     sys.path.pop(0)  # the folder of this file
+    path, wire = list(sys.path), socket.socket(fileno=descriptor)
+    try:
+        _show([sys.executable, "template of warm processes"], {})
+    except OSError:
+        return
+    wire.sendall(_CAN_START)
     gc.disable()
     for name in PRELOADED:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
     gc.enable()
-    path, wire = list(sys.path), socket.socket(fileno=descriptor)
     while True:
         _show([sys.executable, "template of warm processes"], {})
         order = _serve(wire)

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from shardway.checkpoint.shards.special import find_dtype
-from shardway.checkpoint.structure import Unstorable, put_state_together, take_state_apart
+from shardway.checkpoint.structure import Parts, Unstorable, put_state_together, take_state_apart
 from shardway.errors import UserError
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def structure_name(part: str) -> str:
 
 
 def collect_tensors(trained: Trained) -> Tensors:
-    """The tensors of models and optimizers."""
+    """The tensors of models and optimizers. Raises UserError where a checkpoint cannot hold what an optimizer keeps."""
     tensors: Tensors = {part: get_model_state_dict(model) for part, model in trained.models.items()}
     for part, optimizer in trained.optimizers.items():
         # Settings of parameter groups are none of its tensors, and how many groups there are depends on the layout.
@@ -206,7 +206,7 @@ def collect_tensors(trained: Trained) -> Tensors:
             tensors[part] = {"state": {}}
             continue
         if not all(_is_plain(value) for state in optimizer.state.values() for value in state.values()):
-            parts = take_state_apart({"of": type(optimizer).__name__, "state": optimizer.state_dict()["state"]})
+            parts = _take_optimizer_apart(part, optimizer)
             tensors |= {part: {"values": dict(parts.tensors)}, structure_name(part): parts.text}
             continue
         state = get_optimizer_state_dict(trained._around(optimizer), optimizer)
@@ -247,23 +247,20 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def check_states_storable(trained: Trained) -> None:
-    """Raise UserError where a checkpoint cannot hold what an optimizer keeps."""
-    for part, optimizer in trained.optimizers.items():
-        values = [value for state in optimizer.state.values() for value in state.values()]
-        if all(map(_is_plain, values)):
-            continue
-        try:
-            parts = take_state_apart(optimizer.state_dict()["state"])
-            found = "lists of shards" if any(isinstance(each, DTensor) for each in parts.tensors.values()) else ""
-        except Unstorable as error:
-            found = f"a {error.kind}"
-        if found:
-            raise UserError(
-                f"the state of {part} ({type(optimizer).__name__}) holds {found}, which a checkpoint cannot hold.\n"
-                "  To do: use an optimizer whose state is tensors, numbers and strings"
-                f"{', or parallel.dp_shard = 1' if 'shards' in found else ''}."
-            )
+def _take_optimizer_apart(part: str, optimizer: torch.optim.Optimizer) -> Parts:
+    """The state of an optimizer for which torch's own form has no room. Raises UserError."""
+    try:
+        parts = take_state_apart({"of": type(optimizer).__name__, "state": optimizer.state_dict()["state"]})
+        found = "lists of shards" if any(isinstance(each, DTensor) for each in parts.tensors.values()) else ""
+    except Unstorable as error:
+        found = f"a {error.kind}"
+    if found:
+        raise UserError(
+            f"the state of {part} ({type(optimizer).__name__}) holds {found}, which a checkpoint cannot hold.\n"
+            "  To do: use an optimizer whose state is tensors, numbers and strings"
+            f"{', or parallel.dp_shard = 1' if 'shards' in found else ''}."
+        )
+    return parts
 
 
 def _is_plain(value: Any) -> bool:

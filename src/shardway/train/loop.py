@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from shardway.checkpoint.savable import check_collects
-from shardway.checkpoint.state import Freezable, State, Together, Trained, check_states_storable
+from shardway.checkpoint.state import Freezable, State, Together, Trained
 from shardway.errors import Bug, UserError
 from shardway.parallel.axes.replicate import average_buffers
 from shardway.parallel.formats.float8 import compute_scales
@@ -86,7 +86,6 @@ class Loop:
         self._phase = Phase.RESTORE
         self._open_step: OpenStep | None = None
         self._owes_validation, self._has_validated, self._began = False, False, 0
-        self._validated_at = -1
         self._rests = False
         """Whether there is nothing to do: the run was finished before."""
         self._left_out: tuple[LeftOut, ...] = ()
@@ -224,8 +223,8 @@ class Loop:
     def _validates_here(self) -> bool:
         step, every = self._counters.step, self._plan.validate_every
         done = step >= self._plan.total_steps or self._finishes
-        due = every is not None and (done or step % every == 0)
-        return due and self._parts.validation is not None
+        due, validation = every is not None and (done or step % every == 0), self._parts.validation
+        return due and validation is not None and step not in validation.results
 
     # --- states
 
@@ -281,10 +280,11 @@ class Loop:
             self._finish_reason = known or self._session.ranks.ask_first(lambda: _find_early_end(directory, step))
             self._finishes = bool(self._finish_reason)
             self._tell_script(restored.loaded.name)
-            past = recall_validations(self._session, step)
-        self._owes_validation = restored.owes_validation and self._validates_here() and not past.tried_last
+            if self._parts.validation is not None:
+                past = recall_validations(self._session, step)
         if self._parts.validation is not None:
             self._parts.validation.recall(past.results)
+        self._owes_validation = restored.owes_validation and self._validates_here() and not past.tried_last
         return restored
 
     def _tell_script(self, checkpoint: str) -> None:
@@ -401,8 +401,7 @@ class Loop:
             return False
         self._open_step, self._finishes = None, True
         self._stream.put_back()
-        if self._validated_at != self._counters.step:
-            self._owes_validation = self._validates_here()
+        self._owes_validation = self._validates_here()
         return True
 
     def _agree_to_finish(self, call: StepCall, step: OpenStep) -> None:
@@ -448,7 +447,7 @@ class Loop:
             facts = {"batches": breaks.batches, "seconds": seconds, "reason": breaks.decision.stop_reason}
             session.recorder.event("validation_stopped", step=self._counters.step, **facts)
             return
-        self._owes_validation, self._validated_at = False, self._counters.step
+        self._owes_validation = False
         self._parts.validation.results[self._counters.step] = metrics
         session.recorder.event("validation", step=self._counters.step, **metrics, seconds=seconds)
         session.recorder.status(validation=metrics, validation_seconds=seconds)
@@ -536,12 +535,10 @@ class Loop:
             if decision.stop_reason:
                 reason = decision.stop_reason
                 self._session.recorder.event("step_voided", step=self._counters.step, reason=reason)
-            elif self._finishes and self._validated_at != self._counters.step:
+            elif self._finishes:
                 self._owes_validation = self._validates_here()
             return
         if self._counters.step == self._began:  # before there is much to lose
-            if isinstance(self._trained, Trained):
-                check_states_storable(self._trained)
             self._session.ranks.together(lambda: check_collects(self._trained.collect))
         before = self._counters
         self._counters = before.after(self._plan.global_batch, result.targets, step.batch.next_position)
