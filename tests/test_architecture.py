@@ -14,7 +14,8 @@ from importlinter.cli import lint_imports
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "shardway"
-MAX_FILE_LINES = 600
+MAX_FILE_LINES = 800
+"""A file is a concept, of usually 150 to 600 lines."""
 MAX_FUNCTION_LINES = 60
 
 

@@ -177,27 +177,29 @@ def test_a_device_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_wishes_fill_their_slots() -> None:
     assert len(Wishes().as_numbers()) == WISH_SLOTS
-    assert Wishes(stop_signal=True).as_numbers() == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-    assert Wishes(stop_file=True, save=True).as_numbers() == [0.0, 1.0, 1.0, 0.0, 0.0, 0.0]
-    assert Wishes(deadline=True).as_numbers() == [0.0, 0.0, 0.0, 1.0, 0.0, 0.0]
-    assert Wishes(void=True).as_numbers() == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
-    assert Wishes(finish=True).as_numbers() == [0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    assert Wishes(stop_signal=True).as_numbers() == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert Wishes(stop_file=True, save=True).as_numbers() == [0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert Wishes(deadline=True).as_numbers() == [0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+    assert Wishes(void=True).as_numbers() == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0]
+    assert Wishes(log=True).as_numbers() == [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    assert Wishes(finish=True).as_numbers() == [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize(
     ("summed", "decision"),
     [
-        ([0, 0, 0, 0, 0, 0], Decision()),
-        ([3, 0, 0, 0, 0, 0], Decision("a signal asked for a stop")),
-        ([0, 1, 0, 0, 0, 0], Decision("the stop file asked for a stop")),
-        ([1, 1, 2, 0, 0, 0], Decision("a signal asked for a stop and the stop file asked for a stop", save=True)),
-        ([0, 0, 1, 0, 0, 0], Decision(save=True)),
-        ([0, 0, 0, 1, 0, 0], Decision("the wall-time is about to end", deadline=True)),
-        ([2, 0, 0, 1, 0, 0], Decision("a signal asked for a stop and the wall-time is about to end")),
-        ([0, 1, 0, 0, 1, 0], Decision("the stop file asked for a stop", void=True)),
-        ([0, 0, 0, 0, 2, 0], Decision("a rank gave up waiting for its data", void=True)),
-        ([0, 0, 0, 0, 1, 1], Decision(void=True, finish=True)),
-        ([1, 0, 0, 0, 0, 2], Decision("a signal asked for a stop", finish=True)),
+        ([0, 0, 0, 0, 0, 0, 0], Decision()),
+        ([0, 0, 0, 0, 0, 0, 2], Decision(log=True)),
+        ([3, 0, 0, 0, 0, 0, 0], Decision("a signal asked for a stop")),
+        ([0, 1, 0, 0, 0, 0, 0], Decision("the stop file asked for a stop")),
+        ([1, 1, 2, 0, 0, 0, 0], Decision("a signal asked for a stop and the stop file asked for a stop", save=True)),
+        ([0, 0, 1, 0, 0, 0, 0], Decision(save=True)),
+        ([0, 0, 0, 1, 0, 0, 0], Decision("the wall-time is about to end", deadline=True)),
+        ([2, 0, 0, 1, 0, 0, 0], Decision("a signal asked for a stop and the wall-time is about to end")),
+        ([0, 1, 0, 0, 1, 0, 0], Decision("the stop file asked for a stop", void=True)),
+        ([0, 0, 0, 0, 2, 0, 0], Decision("a rank gave up waiting for its data", void=True)),
+        ([0, 0, 0, 0, 1, 1, 0], Decision(void=True, finish=True)),
+        ([1, 0, 0, 0, 0, 2, 0], Decision("a signal asked for a stop", finish=True)),
     ],
 )
 def test_a_wish_of_any_rank_decides(summed: list[float], decision: Decision) -> None:

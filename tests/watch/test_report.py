@@ -13,6 +13,8 @@ from shardway.rundir.directory import RunDir
 from shardway.watch.figures import POINTS, find_marks
 from shardway.watch.progress import read_progress
 from shardway.watch.report import render_report
+from shardway.watch.summary import summarise
+from shardway.watch.words import render_logged, render_validation
 
 NASTY = '</script><b>&"'
 
@@ -155,6 +157,22 @@ def test_accuracy_and_samples(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> N
     assert _figure(html, "accuracy")["traces"][0]["y"] == [0.985]
     assert _figure(html, "speed")["title"] == "Throughput (samples/s)"
     assert _figure(html, "speed")["traces"][0]["y"] == [400.25]
+
+
+def test_values_that_a_script_names(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged = [event("logged", number, number, values={"a <b>": 0.5 * number, "lag": None}) for number in (1, 2)]
+    checked = event("validation", 2, 2.1, loss=0.05, f1=0.75)
+    write_events(monkeypatch, run, [started(), step(1, 1.0), logged[0], step(2, 2.0), logged[1], checked])
+    html = render_report(run)
+    assert "a <b>" not in re.sub(r"<script.*?</script>", "", _without_plotly(html), flags=re.DOTALL)
+    assert _figure(html, "named0")["title"] == "a <b>"
+    assert _figure(html, "named0")["traces"][0]["y"] == [0.5, 1.0]
+    assert _figure(html, "named1")["traces"][0]["y"] == [None, None]
+    assert _figure(html, "named2")["traces"][0]["y"] == [0.75]
+    summary = summarise(run)
+    assert summary.logged is not None
+    assert render_logged(summary.logged) == "a <b> 1  lag nan  at step 2"
+    assert render_validation(summary.validation) == "loss 0.0500  f1 0.75"  # type: ignore[arg-type]
 
 
 def test_the_same_events_give_the_same_report(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

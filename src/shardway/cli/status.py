@@ -203,6 +203,7 @@ def _summary_lines(summary: RunSummary, standings: Sequence[Standing]) -> list[s
         f"  step        {summary.step}{total}{share}",
         _line("loss", summary.loss, "{:.4f}"),
         f"  validation  {_say_metrics(summary)}" if summary.validation else "",
+        f"  logged      {_say_logged(summary)}" if summary.logged else "",
         f"  speed       {render_count(rate)} {summary.unit}/s" if rate else "",
         f"  time left   {render_clock(summary.seconds_left)}" if summary.seconds_left else "",
         f"  last save   step {save.step}, {render_clock(time.time() - save.time)} ago" if save else "",
@@ -258,6 +259,12 @@ def _say_jobs_to_go(summary: RunSummary, standings: Sequence[Standing]) -> str:
 
 def _line(label: str, value: float | None, form: str) -> str:
     return f"  {label:<11} {form.format(value)}" if value is not None else ""
+
+
+def _say_logged(summary: RunSummary) -> str:
+    from shardway.watch.words import render_logged
+
+    return render_logged(summary.logged) if summary.logged else ""
 
 
 def _say_metrics(summary: RunSummary) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from shardway.train.guard import BackPlan, Guard
 from shardway.train.learning_rate import ScheduledLR
 from shardway.train.loop_plan import LoopParts, LoopPlan
 from shardway.train.machine import Facts, Phase, next_phase
+from shardway.train.metrics import MetricLog, Values
 from shardway.train.open_step import OpenStep, StepCall, TakenStep, lr_of
 from shardway.train.saves.back import Spiked, all_skips, as_numbers, decide_back, set_undone_aside
 from shardway.train.saves.restore import Restored, restore, set_damaged_aside, settle_restored
@@ -82,6 +83,7 @@ class Loop:
         self._tier = open_tier(session, plan.local)
         local = (self._tier, plan.local.every_s) if self._tier is not None and plan.local is not None else None
         self._saver = Saver(session, plan.save_every_s, plan.keep, self._took_save, tier=local)
+        self._metrics = MetricLog(session.ranks, self._write_logged)
         self._guard = Guard(session, plan.guard, parts.parallels, self._saver.settle)
         self._phase = Phase.RESTORE
         self._open_step: OpenStep | None = None
@@ -152,6 +154,20 @@ class Loop:
         """The run is done after the step under way: the script says so, on any rank."""
         self._finish_reason = self._finish_reason or str(reason).strip() or "the script ended it"
 
+    def log(self, values: Mapping[str, Any], way: str) -> None:
+        """Values of the step under way, of this rank's samples in its batch."""
+        if not self.has_begun:
+            raise UserError(
+                "run.log was called before the first batch.\n  To do: call it within `for batch in run.steps(loader)`."
+            )
+        step, samples = self._counters.step, 1
+        if self._open_step is not None:
+            step, samples = step + 1, len(self._open_step.batch.ids)
+        self._metrics.add(step, samples, values, way)
+
+    def _write_logged(self, step: int, values: Values) -> None:
+        self._session.recorder.event("logged", step=step, values=values)
+
     def resume_scheduler(self, name: str, scheduler: Any) -> None:
         """A scheduler that was made while the run goes on takes what the checkpoint has of it."""
         if self._script is not None and self.has_begun:
@@ -187,7 +203,8 @@ class Loop:
         watch = self._guard.watch(self._counters.step + 1, scales_loss=self._loss_scale is not None)
         missed = self._stream is not None and self._stream.missed
         finish = bool(self._finish_reason)
-        wishes = self._stopping.wishes(save=self._saver.is_due(), void=missed or void, finish=finish)
+        due, logged = self._saver.is_due(), self._metrics.is_waiting
+        wishes = self._stopping.wishes(save=due, void=missed or void, finish=finish, log=logged)
         rows = len(self._open_step.batch.ids) if self._open_step is not None and not missed else None
         return Moment(self._counters.position, wishes, self._loss_scale, watch, rows)
 
@@ -464,6 +481,8 @@ class Loop:
 
     def _save_point(self, *, last: bool) -> None:
         self._adopt_late()
+        if self._parts.held is not None:
+            self._metrics.flush()
         for parallel in self._parts.parallels:
             average_buffers(parallel.module, self._session.mesh)
         numbers = {
@@ -520,6 +539,8 @@ class Loop:
         if self._stream is not None:
             self._stream.close()
         self._saver.settle()
+        if self._parts.held is not None:
+            self._metrics.flush()
         self._session.recorder.end(event, end)
         if self._session.ranks.is_first:
             self._session.directory.clear_stop()
@@ -532,6 +553,7 @@ class Loop:
         self._finishes = self._finishes or decision.finish or self._finishes_alone()
         if decision.void and self._stream is not None:
             self._stream.put_back()
+            self._metrics.drop_after(self._counters.step)
             if decision.stop_reason:
                 reason = decision.stop_reason
                 self._session.recorder.event("step_voided", step=self._counters.step, reason=reason)
@@ -547,6 +569,8 @@ class Loop:
         if self._stopping.deadline is not None:
             self._stopping.deadline.took_step(seconds)
         self._record(step, seconds)
+        if decision.log or (self._metrics.is_waiting and self._session.ranks.world == 1):
+            self._metrics.flush()
         tell_skipped(self._session, before, self._counters, self._left_out)
         for taken in step.taken:
             self._guard.look_at(self._counters.step, taken.result, step.batch)

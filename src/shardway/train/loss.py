@@ -6,7 +6,7 @@ ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,12 +27,15 @@ class LossSum:
 
     `count` may be a tensor (it depends on the data). `correct` is the number of right answers where that means
     something. `metrics` are further sums by name: a validation adds them up over all samples and gives the sums back.
+    `outputs` is what metric objects of a validation are updated with (predictions, targets), where that is not what the
+    loss function was given.
     """
 
     total: torch.Tensor
     count: torch.Tensor | int
     correct: torch.Tensor | None = None
     metrics: Mapping[str, torch.Tensor | float] = field(default_factory=dict)
+    outputs: Sequence[Any] | None = None
 
     def counted(self, counts: torch.Tensor) -> LossSum:
         """The same where `counts` (a 0-dim bool), and else nothing."""

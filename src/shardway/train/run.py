@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -50,6 +50,7 @@ from shardway.train.loss import LossSum
 from shardway.train.loss_probe import probe_loss
 from shardway.train.loss_scale import LossScale
 from shardway.train.memory import Holder, memory_told
+from shardway.train.metrics import check_metrics
 from shardway.train.open_step import StepCall
 from shardway.train.passes import Portions
 from shardway.train.saves.cadence import LeastCost
@@ -221,6 +222,19 @@ class Run:
         self._held.keep(name, thing)
         return thing
 
+    def log(self, metrics: Mapping[str, Any] | None = None, /, *, reduce: str = "mean", **values: Any) -> None:
+        """Write down values of the step under way: `run.log(accuracy=0.93)`, or `run.log({"top 5": 0.99})`.
+
+        A value is a number, a tensor of one element, or a metric object such as torchmetrics', which is computed over
+        all ranks. `reduce` says how numbers of several ranks become one: their "mean" by samples of the batch, "sum",
+        "min" or "max". Ranks need not log alike, and none waits. Raises UserError for what is no number.
+        """
+        if self._loop is None:
+            raise UserError(
+                "run.log was called before run.steps.\n  To do: call it within `for batch in run.steps(loader)`."
+            )
+        self._loop.log({**dict(metrics.items() if metrics is not None else ()), **values}, reduce)
+
     def stop(self, reason: str = "the script ended it") -> None:
         """Let the run be finished after the step under way, saved, and never continued; where any rank calls it."""
         if self._loop is None or not self._loop.has_begun:
@@ -255,16 +269,20 @@ class Run:
         dataset: Any,
         loss_fn: Callable[..., LossSum | torch.Tensor],
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        metrics: Any = None,
     ) -> Validation:
         """What `steps` validates on: every sample of a dataset (as of `loader`) once, over all ranks.
 
         `loss_fn` as in `step`. `train.validation_samples`, where the run file sets it, is how many at most. Afterwards
         `last` of what is returned holds the metrics, `step` their step, `results` those of all validations by step.
+        `metrics` are metric objects by name, such as torchmetrics': each sees outputs and targets of every sample once.
         """
         bytes_per_token = dataset.facts.bytes_per_token if isinstance(dataset, Source) else None
         samples, collate = take_validation(dataset, collate_fn)
         rows = partial(validation_rows, self._session, samples)
-        return Validation(partial(validation_data, self._session, samples, collate), loss_fn, bytes_per_token, rows)
+        objects = check_metrics(metrics) if metrics is not None else {}
+        data = partial(validation_data, self._session, samples, collate)
+        return Validation(data, loss_fn, bytes_per_token, rows, objects)
 
     def steps(
         self,

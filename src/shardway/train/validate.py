@@ -20,13 +20,15 @@ from shardway.errors import UserError
 from shardway.parallel.axes.replicate import average_buffers
 from shardway.ranks.start import Ranks
 from shardway.train.loss import LossSum
+from shardway.train.metrics import OutputMetrics
 from shardway.train.passes import SUMS, Passes
 
 
 @dataclass(frozen=True)
 class Validation:
     """What is validated on: a fresh pass over this rank's batches (as many on every rank, the last one perhaps
-    without samples), and the loss. `rows`: this rank's samples in each of them, where that is known.
+    without samples), and the loss. `rows`: this rank's samples in each of them, where that is known. `objects` are
+    metrics with a state, by name.
 
     `results` are the metrics of each validation of the run by its step, the same on all ranks: the loop puts them in,
     those of earlier attempts as well.
@@ -36,6 +38,7 @@ class Validation:
     loss_fn: Callable[..., LossSum | torch.Tensor]
     bytes_per_token: float | None = None
     rows: Callable[[], Sequence[int]] | None = None
+    objects: Mapping[str, Any] = field(default_factory=dict)
     results: dict[int, dict[str, float]] = field(default_factory=dict)
 
     def recall(self, results: Mapping[int, dict[str, float]]) -> None:
@@ -85,9 +88,13 @@ class Undisturbed:
 def validate(
     model: nn.Module, validation: Validation, passes: Passes, ranks: Ranks, breaks: Breaks | None = None
 ) -> dict[str, float] | None:
-    """Mean loss in nats, accuracy or bits per byte where they mean something, and the sums over all samples that the
-    loss names; None where it was broken off."""
-    breaks = breaks or Undisturbed()
+    """Mean loss in nats, accuracy or bits per byte where they mean something, the sums over all samples that the loss
+    names, and the values of metrics; None where it was broken off."""
+    breaks, loss_fn, objects = breaks or Undisturbed(), validation.loss_fn, None
+    if validation.objects:
+        _check_no_pipeline(passes)
+        objects = OutputMetrics(validation.objects, ranks.device, counts=passes.parallel.answers_for_loss)
+        loss_fn = objects.watch(loss_fn)
     average_buffers(model, passes.parallel.mesh)
     sums, named = torch.zeros(SUMS, dtype=torch.float64, device=ranks.device), dict[str, torch.Tensor]()
     any_missed = False
@@ -99,7 +106,10 @@ def validate(
             any_missed = any_missed or missed
             if breaks.breaks_off(missed=any_missed):
                 return None
-            found = passes.evaluate(model, data, validation.loss_fn, next(rows, None))
+            known = next(rows, None)
+            if objects is not None:
+                objects.begin_batch(data, known)
+            found = passes.evaluate(model, data, loss_fn, known)
             sums += found.sums
             for name, value in found.metrics.items():
                 named[name] = named.get(name, 0) + value
@@ -115,21 +125,36 @@ def validate(
     if validation.bytes_per_token:
         # Shannon: nats a token / ln 2 = bits a token, spread over the bytes that a token stands for.
         metrics["bits_per_byte"] = metrics["loss"] / math.log(2) / validation.bytes_per_token
-    return {**_sum_named(ranks, named), **metrics}
+    computed = objects.compute(ranks) if objects is not None else {}
+    _check_names(computed, "run.validation(metrics=...)")
+    return {**computed, **_sum_named(ranks, named), **metrics}
+
+
+def _check_no_pipeline(passes: Passes) -> None:
+    if passes.parallel.pipeline is not None:
+        raise UserError(
+            "run.validation(metrics=...) takes no metric objects in a pipeline (parallel.pp > 1), of which the last "
+            "stage alone has outputs.\n"
+            "  To do: hand sums back by shardway.LossSum(total, count, metrics={...}), or set parallel.pp = 1."
+        )
 
 
 _TAKEN = {"loss": "", "bits_per_byte": "", "accuracy": "LossSum(correct=...)", "step": "", "seconds": "", "time": ""}
 """Names that results and events have already -> what to use instead."""
 
 
-def _sum_named(ranks: Ranks, own: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Sums by name over all ranks; a rank may know nothing of a name. Raises UserError for a name that is taken."""
-    for name in own:
+def _check_names(names: Iterable[str], where: str) -> None:
+    for name in names:
         if name in _TAKEN:
             raise UserError(
-                f'LossSum(metrics=...) of the loss function holds "{name}", a name that the results of a validation '
-                f"have already.\n  To do: {_TAKEN[name] or 'choose another name'}."
+                f'{where} holds "{name}", a name that the results of a validation have already.\n'
+                f"  To do: {_TAKEN[name] or 'choose another name'}."
             )
+
+
+def _sum_named(ranks: Ranks, own: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Sums by name over all ranks; a rank may know nothing of a name. Raises UserError for a name that is taken."""
+    _check_names(own, "LossSum(metrics=...) of the loss function")
     every = ranks.gather({name: float(value) for name, value in own.items()})
     names = dict.fromkeys(name for each in every for name in each)
     return {name: math.fsum(each.get(name, 0.0) for each in every) for name in names}

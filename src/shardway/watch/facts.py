@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardway.rundir.line import SHARED
@@ -111,7 +111,8 @@ def read_start(event: Mapping[str, Any]) -> Start:
 
 @dataclass(frozen=True)
 class Validation:
-    """One validation; `loss` is NaN where it was not a number, the other metrics None where not measured."""
+    """One validation; `loss` is NaN where it was not a number, the other metrics None where not measured. `others` are
+    those that the script names itself."""
 
     step: int
     time: float
@@ -119,6 +120,10 @@ class Validation:
     bits_per_byte: float | None
     accuracy: float | None
     seconds: float | None
+    others: Mapping[str, float] = field(default_factory=dict)
+
+
+_NO_METRICS = frozenset(("event", "time", "step", "seconds", "loss", "bits_per_byte", "accuracy"))
 
 
 def read_validation(event: Mapping[str, Any]) -> Validation:
@@ -130,7 +135,23 @@ def read_validation(event: Mapping[str, Any]) -> Validation:
         bits_per_byte=number(event, "bits_per_byte"),
         accuracy=number(event, "accuracy"),
         seconds=seconds(event, "seconds"),
+        others={str(name): measured(event, name) for name in event if name not in _NO_METRICS},
     )
+
+
+@dataclass(frozen=True)
+class Logged:
+    """What a script has logged for a step; NaN where a value was no number."""
+
+    step: int
+    values: Mapping[str, float]
+
+
+def read_logged(event: Mapping[str, Any]) -> Logged:
+    """The facts of a `logged` event."""
+    values = event.get("values")
+    known = values if isinstance(values, dict) else {}
+    return Logged(whole(event, "step") or 0, {str(name): measured(known, name) for name in known})
 
 
 @dataclass(frozen=True)

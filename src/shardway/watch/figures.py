@@ -14,7 +14,7 @@ from typing import Any
 
 from shardway.rundir.events import Event
 from shardway.watch.curve import Point, smooth, thin
-from shardway.watch.facts import Validation, measured, whole
+from shardway.watch.facts import Validation, measured, read_logged, whole
 from shardway.watch.progress import Progress
 from shardway.watch.words import render_unit
 
@@ -23,6 +23,8 @@ POINTS = 2000
 
 SAVE_MARKS = 200
 """Marks of saves that are drawn at most."""
+NAMED = 24
+"""Pictures of a script's own values that are drawn at most."""
 
 Trace = dict[str, Any]
 
@@ -59,7 +61,21 @@ def make_figures(events: Sequence[Event], progress: Progress) -> list[Figure]:
         Figure("lr", "Learning rate", _step_traces(steps, "lr", "learning rate", "rate")),
         Figure("grad", "Gradient norm", _noisy_traces(steps, "grad_norm", "gradient norm", "norm"), log=True),
     ]
-    return [figure for figure in candidates if figure.traces]
+    return [figure for figure in (*candidates, *_named_figures(events, progress)) if figure.traces]
+
+
+def _named_figures(events: Sequence[Event], progress: Progress) -> list[Figure]:
+    """One for each name under which a script has logged values or returned them from a validation."""
+    logged = [read_logged(event) for event in events if event["event"] == "logged"]
+    values = (*(each.values for each in logged), *(each.others for each in progress.validations))
+    figures = []
+    for number, name in enumerate(list(dict.fromkeys(name for each in values for name in each))[:NAMED]):
+        trained = [Point(each.step, each.values[name]) for each in logged if name in each.values]
+        held_out = [Point(each.step, each.others[name]) for each in progress.validations if name in each.others]
+        traces = [_line("train", trained, "train")] if trained else []
+        dots = [_dots("validation", held_out)] if held_out else []
+        figures.append(Figure(f"named{number}", name, [*traces, *dots]))
+    return figures
 
 
 def find_marks(progress: Progress) -> list[Mark]:

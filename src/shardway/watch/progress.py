@@ -19,6 +19,7 @@ from shardway.watch.account import Book
 from shardway.watch.facts import (
     Ending,
     Fault,
+    Logged,
     Save,
     Start,
     Validation,
@@ -26,6 +27,7 @@ from shardway.watch.facts import (
     number,
     read_ending,
     read_fault,
+    read_logged,
     read_save,
     read_start,
     read_validation,
@@ -73,6 +75,7 @@ class Progress:
         self.attempts: list[Attempt] = []
         self.validations = list(validations)
         self.saves: list[Save] = []
+        self.logged: Logged | None = None
         self.recent: deque[Event] = deque(maxlen=RECENT_STEPS)
         self.book = Book()
         self._restarted: Event | None = None
@@ -94,6 +97,8 @@ class Progress:
                 self._go_back(attempt, whole(event, "step") or 0)
             case "validation":
                 self.validations.append(read_validation(event))
+            case "logged":
+                self.logged = read_logged(event)
             case "saved":
                 self.saves.append(read_save(event))
             case "fault":
@@ -119,6 +124,7 @@ class Progress:
         self.recent.clear()
         self.validations = [validation for validation in self.validations if validation.step <= step]
         self.saves = [save for save in self.saves if save.step <= step]
+        self.logged = self.logged if self.logged is not None and self.logged.step <= step else None
 
     def _add_step(self, attempt: Attempt, event: Event) -> None:
         attempt.step = whole(event, "step") or attempt.step

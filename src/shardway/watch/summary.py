@@ -16,7 +16,7 @@ from shardway.errors import JobError
 from shardway.rundir.directory import RunDir
 from shardway.rundir.left_out import LeftOut
 from shardway.watch.account import Account
-from shardway.watch.facts import Save, Validation, text, whole
+from shardway.watch.facts import Logged, Save, Validation, text, whole
 from shardway.watch.progress import Progress, read_progress
 
 GONE = "the process is gone (killed?)"
@@ -67,6 +67,7 @@ class RunSummary:
     left_out: tuple[LeftOut, ...] = ()
     tier_dropped: int | None = None
     restarts: int = 0
+    logged: Logged | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Plain data that strict JSON can hold: paths as text, numbers that are not finite as None."""
@@ -100,6 +101,7 @@ def summarise_progress(run: RunDir, progress: Progress) -> RunSummary:
         samples_per_s=progress.typical("samples_per_s"),
         seconds_left=progress.seconds_left if standing.state == "running" else None,
         validation=progress.validations[-1] if progress.validations else None,
+        logged=progress.logged,
         best_validation=progress.best_validation,
         last_save=progress.saves[-1] if progress.saves else None,
         checkpoints=tuple(run.checkpoint_steps()),

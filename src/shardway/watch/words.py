@@ -7,12 +7,13 @@ colours, widths or HTML.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from shardway.rundir.left_out import LeftOut
 from shardway.rundir.line import LOCAL
 from shardway.units import render_clock, render_count
 from shardway.watch.account import Account
-from shardway.watch.facts import Ending, FailedSave, Fault, Restart, Save, SetAside, Start, Validation
+from shardway.watch.facts import Ending, FailedSave, Fault, Logged, Restart, Save, SetAside, Start, Validation
 from shardway.watch.progress import Progress
 
 UNKNOWN = "n/a"
@@ -107,13 +108,28 @@ def render_start(start: Start) -> str:
 
 
 def render_validation(validation: Validation) -> str:
-    """ "loss 2.4012  1.830 bits/byte  98.51 % correct"."""
+    """ "loss 2.4012  1.830 bits/byte  98.51 % correct  f1 0.912"."""
     parts = [f"loss {render_loss(validation.loss)}"]
     if validation.bits_per_byte is not None:
         parts.append(f"{validation.bits_per_byte:.3f} bits/byte")
     if validation.accuracy is not None:
         parts.append(f"{validation.accuracy:.2%} correct")
-    return "  ".join(parts)
+    return "  ".join((*parts, *_render_named(validation.others)))
+
+
+def render_logged(logged: Logged) -> str:
+    """ "accuracy 0.931  lag 12  at step 400"."""
+    return "  ".join((*_render_named(logged.values), f"at step {logged.step}"))
+
+
+def _render_named(values: Mapping[str, float]) -> list[str]:
+    """Some values by their names."""
+    shown = [f"{' '.join(name.split())} {value:.4g}" for name, value in list(values.items())[:_MOST_NAMED]]
+    return [*shown, f"and {len(values) - _MOST_NAMED} more"] if len(values) > _MOST_NAMED else shown
+
+
+_MOST_NAMED = 5
+"""Values of a script that a line shows."""
 
 
 def render_account(account: Account) -> str:

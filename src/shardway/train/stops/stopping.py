@@ -53,14 +53,16 @@ class Stopping:
         self.deadline.expect_save_of(parameters / session.ranks.world)
         session.recorder.event("deadline", step=step, **self.deadline.facts())
 
-    def wishes(self, *, save: bool = False, void: bool = False, finish: bool = False) -> Wishes:
+    def wishes(self, *, save: bool = False, void: bool = False, finish: bool = False, log: bool = False) -> Wishes:
         """What this rank wants to happen after the current step; `void`: it waited for data until it gave up."""
         now, looks = time.monotonic(), void or self._session.ranks.is_first
         if void or (looks and now - self._looked_at >= LOOK_EVERY_S):
             self._looked_at = now
             self._look_for_stop_file()
         signalled = self._session.signals.received is not None
-        return Wishes(signalled, self._stop_file is not None, save, looks and self._is_near_deadline(), void, finish)
+        return Wishes(
+            signalled, self._stop_file is not None, save, looks and self._is_near_deadline(), void, finish, log
+        )
 
     def agree(self, *, void: bool = False, obeys_clock: bool = True) -> bool:
         """Whether all ranks stop here, between two steps; called on all of them together."""
