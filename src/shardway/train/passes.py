@@ -28,6 +28,7 @@ from shardway.models.contract import Balancing
 from shardway.parallel.accumulate import accumulating
 from shardway.parallel.apply import ParallelModel
 from shardway.parallel.axes.balance import find_routers, set_gradient_scale
+from shardway.parallel.axes.context import Chunks
 from shardway.parallel.axes.pipeline import LossOf, Pipeline
 from shardway.parallel.axes.replicate import find_copies
 from shardway.parallel.formats.precision import Precision
@@ -106,7 +107,7 @@ class Passes:
         `position`: where this batch begins in the order of samples. `rows`: how many samples it was made of (None: what
         its tensors say).
         """
-        batch = self._take_chunks(batch)
+        batch = take_chunks(self.parallel.chunks, batch)
         scale = loss_scale * self.count_averaged(model) / self.portions.global_batch
         with self._split_logits():
             if self.parallel.pipeline is not None:
@@ -116,19 +117,12 @@ class Passes:
     @torch.no_grad()
     def evaluate(self, model: nn.Module, batch: Any, loss_fn: Loss, rows: int | None = None) -> Evaluated:
         """Forward passes alone, of this rank. A batch without rows is run through as well, and does not count."""
-        batch = self._take_chunks(batch)
+        batch = take_chunks(self.parallel.chunks, batch)
         with self._split_logits():
             if self.parallel.pipeline is not None:
                 return self._through_pipeline(self.parallel.pipeline, batch, loss_fn, None, rows=rows)
             (micro,) = cut(batch, 1, rows)
             return self._add_up([(self._forward(model, micro, loss_fn), micro.weight)])
-
-    def _take_chunks(self, batch: Any) -> Any:
-        """This rank's chunks of every tensor [batch, seq, ...], where the sequence is split."""
-        chunks = self.parallel.chunks
-        if chunks.ranks == 1:
-            return batch
-        return map_tensors(lambda tensor: chunks.take(tensor) if tensor.dim() > 1 else tensor, batch)
 
     def count_averaged(self, model: nn.Module) -> int:
         """Over how many ranks gradients are averaged: DDP does so, everything else of torch adds up."""
@@ -157,7 +151,7 @@ class Passes:
         self, model: nn.Module, batch: Any, loss_fn: Loss, parts: Sequence[tuple[int, int]], rows: int | None = None
     ) -> list[tuple[float, float]]:
         """The loss of some parts of a batch, each from one row to another, as sum and count; no pipeline."""
-        batch = self._take_chunks(batch)
+        batch = take_chunks(self.parallel.chunks, batch)
         count = count_rows(batch, rows)
         pair, sums = is_pair(batch, count), []
         with self._split_logits():
@@ -276,6 +270,13 @@ class Passes:
 
     def _split_logits(self) -> contextlib.AbstractContextManager[object]:
         return loss_parallel() if self.parallel.splits_logits else contextlib.nullcontext()
+
+
+def take_chunks(chunks: Chunks, batch: Any) -> Any:
+    """This rank's chunks of every tensor [batch, seq, ...] of a tree, where the sequence is split."""
+    if chunks.ranks == 1:
+        return batch
+    return map_tensors(lambda tensor: chunks.take(tensor) if tensor.dim() > 1 else tensor, batch)
 
 
 def call_loss(loss_fn: Loss, model: nn.Module, data: Any, *, pair: bool) -> LossSum | torch.Tensor:

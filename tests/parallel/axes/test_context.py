@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from pool import ranks
 from shardway.errors import UserError
 from shardway.parallel.axes.context import Chunks, ContextAttention
+from shardway.train.passes import take_chunks
 
 
 def whole_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -65,7 +66,7 @@ def test_chunks_pair_the_first_with_the_last() -> None:
 
 def test_of_a_batch_every_tensor_with_a_sequence_is_cut() -> None:
     batch = {"inputs": torch.arange(8).reshape(2, 4), "weight": torch.ones(2)}
-    cut = Chunks(0, 2).take_batch(batch)
+    cut = take_chunks(Chunks(0, 2), batch)
     assert cut["inputs"].tolist() == [[0, 3], [4, 7]]
     assert cut["weight"] is batch["weight"]
 

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from shardway.errors import Bug, UserError
 from shardway.models.contract import ModelPlan, match_modules
@@ -44,12 +43,6 @@ class Chunks:
             )
         chunks = tensor.chunk(2 * self.ranks, dim=1)
         return torch.cat((chunks[self.place], chunks[-1 - self.place]), dim=1)
-
-    def take_batch(self, batch: Any) -> Any:
-        """This rank's chunks of every tensor [batch, seq, ...] of a tree; others are left as they are."""
-        if self.ranks == 1:
-            return batch
-        return tree_map_only(torch.Tensor, lambda tensor: self.take(tensor) if tensor.dim() > 1 else tensor, batch)
 
     def positions(self, length: int, device: torch.device) -> torch.Tensor:
         """The positions in the whole sequence of this rank's `length` tokens."""
