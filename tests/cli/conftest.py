@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,14 +14,10 @@ from shardway.cli.main import app, run_guarded
 from shardway.hardware import probe
 from shardway.rundir import lock
 
-_LAUNCHERS = re.compile(r"(SLURM|PBS|OMPI|PMI|PMIX|PALS|MPI|TORCHELASTIC)_.*|(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE")
-
 
 @pytest.fixture
 def shardway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Shardway]:
     """`shardway("train", "train.steps=2")`, run in tmp_path. No output may hold a traceback."""
-    for name in filter(_LAUNCHERS.fullmatch, list(os.environ)):
-        monkeypatch.delenv(name)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # what a run would set for its ranks
     for name in ("CACHE", "CONFIG", "STATE"):
         monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name.lower()))

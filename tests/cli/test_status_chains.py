@@ -104,3 +104,15 @@ def test_an_attempt_whose_ranks_spoke_is_told_in_their_words(lines: Lines, run: 
 def test_a_wall_time_that_is_over_is_no_failure(lines: Lines, run: RunDir) -> None:
     ended(run, 3, Result(Ending.DEADLINE, "the wall-time is over"), began=4e9)
     assert lines()[0] == f"{run.path}  stopped: {DONE}"
+
+
+def test_a_job_that_is_refused_leaves_a_finished_run_finished(lines: Lines, run: RunDir) -> None:
+    """A start with another model, after the last step, is no failure of what was trained."""
+    event = {"event": "finished", "step": 100, "pid": 3, "host": "n1", "reason": "all 100 steps are done", "time": 50.0}
+    with open(run.path / "events/rank-00000.jsonl", "a", encoding="utf-8") as file:
+        print(json.dumps(event), file=file)
+    run.write_status(state="finished", step=100, total_steps=100, reason="all 100 steps are done")
+    refused = "the run has another model.dim"
+    ended(run, 3, Result(Ending.CRASHED, refused, exit_code=2, by="job script"), began=4e9)
+    assert lines()[0] == f"{run.path}  finished: all 100 steps are done"
+    assert any(refused in line for line in lines()[1:])

@@ -154,11 +154,8 @@ REFUSALS = ("refused-account", "no-sbatch", "still-queued")
 
 
 @pytest.fixture(autouse=True)
-def no_state_of_the_person(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No registry, no profiles, no environment of the person who tests."""
-    monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+def no_state_of_the_person(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A registry and profiles of its own where a test can look, and no environment of Python's."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setattr(sys, "prefix", sys.base_prefix)

@@ -353,7 +353,12 @@ class Loop:
         device, can_void = self._session.ranks.device, self._parts.engine.can_void and not self._parts.others
         stream = self._parts.batches_from(self._counters.position, all_skips(self._session, self._left_out))
         self._stream = TrainingStream(
-            stream, self._stopping.waits, device, lambda ready: self._agree(void=not ready), can_void=can_void
+            stream,
+            self._stopping.waits,
+            device,
+            lambda ready: self._agree(void=not ready),
+            can_void=can_void,
+            draws=self._parts.reading_draws,
         )
 
     def _go_back(self) -> None:

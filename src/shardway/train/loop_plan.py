@@ -63,7 +63,8 @@ class LoopPlan:
 class LoopParts:
     """What the loop works with: the engine, a stream of batches from a data position without some spans, validation.
 
-    `others` are the engines of further optimizers. `held` is what a script of its own holds; None for a recipe.
+    `others` are the engines of further optimizers. `reading_draws`: whether reading a batch may draw random numbers.
+    `held` is what a script of its own holds; None for a recipe.
     """
 
     engine: Engine
@@ -72,6 +73,7 @@ class LoopParts:
     on_step: Callable[[int, dict[str, Any]], None] | None = None
     others: tuple[Engine, ...] = ()
     held: Holdings | None = None
+    reading_draws: bool = True
 
     @property
     def engines(self) -> tuple[Engine, ...]:

@@ -312,7 +312,8 @@ class Run:
         self._probes_loss = self._session.own_model
         held = self._held if self._session.own_model else None
         batches = partial(training_batches, self._session, loader)
-        parts = LoopParts(first, batches, validation, on_step, tuple(others), held)
+        draws = self._session.own_model or not isinstance(loader.samples, Source)  # ours draw nothing
+        parts = LoopParts(first, batches, validation, on_step, tuple(others), held, draws)
         self._loop = Loop(self._session, self._plan(loader), parts)
         return self._loop.batches()
 

@@ -87,7 +87,8 @@ class TrainingStream:
     """The batches of training, from the one at which this process begins.
 
     `agree_first(ready)` is asked once, on all ranks together, when each has its first batch or gave up: whether the run
-    stops before its first step. `can_void`: whether a step may be taken with a stand-in.
+    stops before its first step. `can_void`: whether a step may be taken with a stand-in. `draws`: whether reading a
+    batch may draw random numbers in this process.
     """
 
     def __init__(
@@ -98,7 +99,9 @@ class TrainingStream:
         agree_first: Callable[[bool], bool],
         *,
         can_void: bool,
+        draws: bool = True,
     ) -> None:
+        self._draws = draws
         self._stream, self._waits, self._device, self._agree_first = stream, waits, device, agree_first
         self._begun = False
         self._shapes: Shapes | None = None
@@ -109,7 +112,7 @@ class TrainingStream:
 
     def next(self) -> Batch | None:
         """The next batch, or a stand-in where it is `missed`; None where all ranks stop before their first step."""
-        self._before = find_generators()
+        self._before = find_generators() if self._draws else None
         can_stand_in = self._shapes is not None and self._can_void
         fetched = self._waits.fetch(self._stream, breakable=can_stand_in or not self._begun)
         batch = fetched.value
