@@ -20,6 +20,7 @@ from pool import ranks
 from runs import layout, lone_rank, open_tiny, pool_ranks
 from shardway.errors import UserError
 from shardway.ranks.start import Ranks
+from shardway.train.engines.explain import script_explained
 
 SCRIPT = (
     "run.device=cpu",
@@ -348,6 +349,20 @@ def test_a_models_own_methods_and_attributes_are_there(rank: int, tmp_path: Path
             torch.save(net, stream)
             stream.seek(0)
             assert type(torch.load(stream, weights_only=False)) is Coder
+
+
+@ranks(2)
+def test_a_submodule_of_a_model_in_shards_called_by_itself_is_told(rank: int, tmp_path: Path) -> None:
+    """Its weights are not gathered; the line of the script is named."""
+    with open_tiny(tmp_path, pool_ranks(), *layout(1, 2)) as run:
+        model = run.shard(Coder())
+        with (
+            pytest.raises(UserError, match=r"in test_odd_models\.py, line \d+, a weight was used that is not gathered"),
+            script_explained(),
+        ):
+            model.encoder(torch.ones(2, 4))
+        with pytest.raises(RuntimeError, match="of the script"), script_explained():
+            raise RuntimeError("of the script")
 
 
 @pytest.mark.parametrize("loss", [by_method, by_both])

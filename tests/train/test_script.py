@@ -153,3 +153,21 @@ def test_a_script_of_its_own_process(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     status = RunDir(tmp_path / "run").read_status()
     assert (status["state"], status["reason"], status["step"]) == ("stopped", "the script left its loop", 1)
+
+
+def test_what_an_error_means_is_told_in_its_place(
+    hooks: list[BaseException], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Closing a run may say what an error of torch means: that is told, with its exit code, and no traceback."""
+
+    def close(kind: object, error: BaseException, trace: object) -> None:
+        raise UserError("a weight was used that is not gathered") from error
+
+    tell_errors()
+    script_hook().closes.append(close)
+    try:
+        assert uncaught(RuntimeError("mixed")) == 2
+    finally:
+        script_hook().closes.remove(close)
+    assert capfd.readouterr().err == "shardway: a weight was used that is not gathered\n"
+    assert hooks == []

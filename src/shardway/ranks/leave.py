@@ -62,7 +62,10 @@ class ScriptHook:
         closes = [*reversed(self.closes)]
         for close in closes:
             with contextlib.suppress(BaseException):  # the error itself is told below
-                close(kind, error, trace)
+                try:
+                    close(kind, error, trace)
+                except ShardwayError as explained:  # what it means
+                    kind, error, trace = type(explained), explained, explained.__traceback__
         if closes and sys.excepthook is not self:  # among several ranks, the process is to end at once
             sys.excepthook(kind, error, trace)
             return

@@ -40,6 +40,7 @@ from shardway.rundir.directory import RunDir
 from shardway.runfile.schema import PrecisionSection
 from shardway.train.engines import ENGINES
 from shardway.train.engines.base import Engine, EngineParts
+from shardway.train.engines.explain import script_explained
 from shardway.train.feed import Loader, training_batches, validation_data, validation_rows
 from shardway.train.guard import plan_guard
 from shardway.train.held import HeldOptimizer, Holdings, check_several
@@ -447,7 +448,7 @@ def open_run(request: Request) -> Iterator[Run]:
     """The run of a request, open on this rank."""
     with open_session(request, os.environ) as session:
         run = Run(session)
-        with memory_told(run.find_holder):
+        with memory_told(run.find_holder), script_explained():
             yield run
             run.leave()
 

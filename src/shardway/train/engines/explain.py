@@ -7,11 +7,15 @@ must not catch anything else.
 from __future__ import annotations
 
 import contextlib
+import os
+import traceback
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
+import torch
 from torch import nn
 
+import shardway
 from shardway.errors import UserError
 from shardway.parallel.methods import MIXED
 
@@ -47,3 +51,22 @@ def explained(model: nn.Module) -> Iterator[None]:
             if part in str(error):
                 raise UserError(f"in a step of {type(model).__name__}, {meant}") from error
         raise
+
+
+@contextlib.contextmanager
+def script_explained() -> Iterator[None]:
+    """Around a script: the same for what it computes itself with a model in shards."""
+    try:
+        yield
+    except RuntimeError as error:
+        if MIXED not in str(error):
+            raise
+        raise UserError(f"in {_find_line(error)}, {_MEANT[MIXED]}") from error
+
+
+def _find_line(error: BaseException) -> str:
+    """The line of the script that an error came from: the innermost one that is no library's."""
+    libraries = (os.path.dirname(os.path.dirname(torch.__file__)), os.path.dirname(shardway.__file__))
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(libraries)]
+    return f"{os.path.basename(own[-1].filename)}, line {own[-1].lineno}" if own else "the script"
