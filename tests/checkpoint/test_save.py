@@ -197,6 +197,16 @@ def test_two_rules_keep_checkpoints() -> None:
     assert Keep(9, 10).find_doomed(saved) == []
 
 
+def test_the_best_are_kept_beside_them() -> None:
+    """Of those that are there: what was validated and not saved takes no place."""
+    saved = [5, 10, 15, 20, 25]
+    assert Keep(1, None, 2).find_doomed(saved, [10, 15, 25, 5]) == [5, 20]
+    assert Keep(1, None, 2).find_doomed(saved, [7, 5, 8, 9, 20, 25]) == [10, 15]
+    assert Keep(2, 10, 1).find_doomed(saved, [20, 5]) == [5, 15]
+    assert Keep(1, None, 2).find_doomed(saved) == [5, 10, 15, 20]
+    assert Keep(1).find_doomed(saved, [5, 10]) == [5, 10, 15, 20]
+
+
 def test_a_removal_that_is_cut_off_leaves_no_half_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, trained = made(tmp_path), make_trained(lone_rank())
     for step in (1, 2):

@@ -134,6 +134,18 @@ def test_config_explain(shardway: Shardway) -> None:
         '  allowed: such as "500 steps", "1 epochs", "off"\n'
         '  default: "off"\n'
         "\n"
+        "checkpoint.keep_best\n"
+        "  How many of the steps with the best validation are kept besides, whatever `every` says; `monitor` is what "
+        "makes them the best. 0 = none.\n"
+        "  allowed: a whole number, at least 0\n"
+        "  default: 0\n"
+        "\n"
+        "checkpoint.monitor\n"
+        "  Which metric of a validation keep_best and train.patience go by: loss, accuracy, bits_per_byte, or another "
+        'name of its results with its direction, "max f1" or "min rmse".\n'
+        '  allowed: such as "loss", "accuracy", "max f1", "min rmse"\n'
+        '  default: "loss"\n'
+        "\n"
         "checkpoint.background\n"
         "  Write checkpoints while the run goes on, from a copy of the state in the host's memory; the last one is "
         "waited for, as are all where that memory does not suffice or the engine writes files of its own.\n"
@@ -156,6 +168,8 @@ def test_config_explain(shardway: Shardway) -> None:
         "checkpoint.every",
         "checkpoint.keep",
         "checkpoint.keep_every",
+        "checkpoint.keep_best",
+        "checkpoint.monitor",
         "checkpoint.background",
         "checkpoint.local_every",
         "checkpoint.local_dir",

@@ -45,6 +45,22 @@ REFUSALS: list[Refuses] = [
         '      allowed: a text that begins with /, ~ or $, such as "$TMPDIR"',
     ),
     Refuses(
+        "the_best_is_found_by_validating",
+        ("checkpoint.keep_best=2", "train.validate_every=off"),
+        "  checkpoint.keep_best (command line): 2 is of steps with the best validation, and train.validate_every = "
+        '"off" (command line) makes none\n'
+        "      allowed: 0\n"
+        '      to do: set train.validate_every, such as "100 steps"',
+    ),
+    Refuses(
+        "the_best_is_found_by_validating",
+        ("train.patience=3", "data.validation_fraction=0.0"),
+        '  train.patience (command line): 3 is a number of validations, and train.validate_every = "off" (derived: '
+        "nothing is held out) makes none\n"
+        '      allowed: "off"\n'
+        '      to do: set train.validate_every, such as "100 steps"',
+    ),
+    Refuses(
         "a_probe_repeats_what_has_one_result",
         ("run.device=cuda", "guard.probe_every=500 steps"),
         "  guard.probe_every (command line): two runs of the same passes are compared bit by bit, and on a GPU "

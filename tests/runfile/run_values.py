@@ -119,6 +119,8 @@ _BY_KEY: dict[str, st.SearchStrategy[Any]] = {
     "recompute.budget": FRACTION,
     "checkpoint.every": st.one_of(st.just("off"), spans(), times()),
     "checkpoint.keep_every": st.one_of(st.just("off"), spans()),
+    "checkpoint.monitor": st.sampled_from(["loss", "accuracy", "bits_per_byte", "max f1", "min rmse", "max max"]),
+    "train.patience": st.one_of(st.just("off"), st.integers(1, 99)),
     "checkpoint.local_every": st.one_of(st.sampled_from(["off", "auto"]), spans(), times()),
     "guard.non_finite": st.sampled_from(["skip", "stop", "off"]),
     "guard.spike": st.one_of(st.just("off"), POSITIVE),

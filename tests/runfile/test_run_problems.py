@@ -14,7 +14,7 @@ OPTIM = (
     "name, kernel, state_dtype, lr, betas, eps, muon_lr_factor, muon_adjust, muon_momentum, muon_iterations, momentum, "
     "nesterov, weight_decay, clip, schedule, warmup, decay, final_lr, lr_scaling, base_batch"
 )
-CHECKPOINT = "every, keep, keep_every, background, local_every, local_dir"
+CHECKPOINT = "every, keep, keep_every, keep_best, monitor, background, local_every, local_dir"
 TOP = "model, data, train, optim, parallel, deepspeed, precision, recompute, checkpoint, guard, run, site, format"
 
 

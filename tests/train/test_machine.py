@@ -80,3 +80,13 @@ def test_a_run_that_ends_where_it_went_on_from_saves_what_its_directory_lacks(
     for phase in (T, V, S, STOP, FINISH):
         assert next_phase(phase, owed) is next_phase(phase, Facts(*facts))
     assert validate_due or after is not V
+
+
+@pytest.mark.parametrize("facts", ALL, ids=str)
+def test_a_result_that_asks_for_a_checkpoint_is_saved_next(facts: tuple[bool, bool, bool, bool]) -> None:
+    """After its validation, or where a run that goes on finds that it is missing; a save asks for no second one."""
+    asked = Facts(*facts, result_save_due=True)
+    for phase in (R, Phase.GO_BACK, V):
+        assert next_phase(phase, asked) is S
+    for phase in (T, S, STOP, FINISH):
+        assert next_phase(phase, asked) is next_phase(phase, Facts(*facts))

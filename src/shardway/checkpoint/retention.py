@@ -20,22 +20,30 @@ from shardway.rundir.directory import RunDir
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints stay: the `newest` (at least 1), and for ever those whose step is a multiple of `every`."""
+    """Which checkpoints stay: the `newest` (at least 1), for ever those whose step is a multiple of `every`, and as
+    many as `best` of those with the best validation."""
 
     newest: int
     every: int | None = None
+    best: int = 0
 
-    def find_doomed(self, steps: Sequence[int]) -> list[int]:
+    def find_best(self, steps: Sequence[int], ranking: Sequence[int]) -> list[int]:
+        """Of some steps, those that are kept for their validation; `ranking` has all validated ones, the best first."""
+        there = frozenset(steps)
+        return [step for step in ranking if step in there][: self.best]
+
+    def find_doomed(self, steps: Sequence[int], ranking: Sequence[int] = ()) -> list[int]:
         """Of the steps that are saved, oldest first, those that may go."""
-        return [step for step in steps[: -self.newest] if self.every is None or step % self.every]
+        best = self.find_best(steps, ranking)
+        return [s for s in steps[: -self.newest] if (self.every is None or s % self.every) and s not in best]
 
 
-def retire(directory: RunDir, ranks: Ranks, keep: Keep, newest: int) -> None:
-    """Remove what neither rule keeps, after the checkpoint of step `newest` was read back; on all ranks together.
+def retire(directory: RunDir, ranks: Ranks, keep: Keep, newest: int, ranking: Sequence[int] = ()) -> None:
+    """Remove what no rule keeps, after the checkpoint of step `newest` was read back; on all ranks together.
 
     Raises JobError on every rank where it is not what was saved, or another run has taken over: nothing goes then.
     """
-    doomed = ranks.ask_first(lambda: keep.find_doomed(directory.checkpoint_steps()))
+    doomed = ranks.ask_first(lambda: keep.find_doomed(directory.checkpoint_steps(), ranking))
     if not doomed:
         return
     ranks.together(lambda: _read_back(directory, ranks, newest))

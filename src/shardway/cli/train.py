@@ -274,7 +274,8 @@ def _print_end(outcome: dict[str, Any], as_json: bool, before: dict[str, Any]) -
         return
     run = RunDir(Path(outcome["directory"]))
     if outcome["state"] == "finished" and run.read_status() == before:
-        typer.echo(f"nothing to do: {outcome['reason']} (to go on, ask for more with train.steps)")
+        key = before.get("finished_by", "train.steps")
+        typer.echo(f"nothing to do: {outcome['reason']} (to go on, ask for more with {key})")
     typer.echo(f"run directory  {run.path}")
     typer.echo(f"report         {run.report_path}")
     if outcome["state"] == "stopped" and ATTEMPT not in os.environ:  # whose script says how

@@ -5,8 +5,9 @@ Invariant: as in `schema`: strict keys, each with its sentence. This module must
 
 from __future__ import annotations
 
-from shardway.runfile.section import PositiveInt, Section, key
-from shardway.runfile.types import SaveCadence, SpanOrOff
+from shardway.best import LOSS
+from shardway.runfile.section import NonNegativeInt, PositiveInt, Section, key
+from shardway.runfile.types import MonitorField, SaveCadence, SpanOrOff
 from shardway.units import Span
 
 
@@ -23,6 +24,16 @@ class CheckpointSection(Section):
     )
     keep_every: SpanOrOff = key(
         "off", "Steps whose checkpoints are kept for ever, beside the newest; they are saved whatever `every` says."
+    )
+    keep_best: NonNegativeInt = key(
+        0,
+        "How many of the steps with the best validation are kept besides, whatever `every` says; `monitor` is what "
+        "makes them the best. 0 = none.",
+    )
+    monitor: MonitorField = key(
+        LOSS,
+        "Which metric of a validation keep_best and train.patience go by: loss, accuracy, bits_per_byte, or another "
+        'name of its results with its direction, "max f1" or "min rmse".',
     )
     background: bool = key(
         True,

@@ -29,6 +29,9 @@ class PeerName:
 
 _BATCH = "all samples of a step over all ranks; accumulation follows from it and train.micro_batch"
 
+_BEST = "`shardway checkpoint export RUN FOLDER --best` takes the best one out"
+_DIRECTION = 'a word before the metric, as in "max f1" or "min rmse"'
+
 PEERS: tuple[PeerName, ...] = (
     # --- transformers' TrainingArguments
     PeerName("learning_rate", HF, ("optim.lr",)),
@@ -39,6 +42,10 @@ PEERS: tuple[PeerName, ...] = (
     PeerName("max_steps", f"{HF}, Lightning", ("train.steps",)),
     PeerName("num_train_epochs", HF, ("train.steps",), 'as in "3 epochs"'),
     PeerName("save_total_limit", HF, ("checkpoint.keep",)),
+    PeerName("load_best_model_at_end", HF, ("checkpoint.keep_best",), _BEST),
+    PeerName("metric_for_best_model", HF, ("checkpoint.monitor",), 'as in "accuracy" or "max f1"'),
+    PeerName("greater_is_better", HF, ("checkpoint.monitor",), _DIRECTION),
+    PeerName("early_stopping_patience", HF, ("train.patience",), "counted in validations"),
     PeerName("save_steps", HF, ("checkpoint.every",), 'as in "500 steps"'),
     PeerName("save_strategy", HF, ("checkpoint.every",)),
     PeerName("eval_steps", HF, ("train.validate_every",)),
@@ -83,7 +90,14 @@ PEERS: tuple[PeerName, ...] = (
     PeerName("gradient_clip_val", LIGHTNING, ("optim.clip",)),
     PeerName("val_check_interval", LIGHTNING, ("train.validate_every",)),
     PeerName("limit_val_batches", LIGHTNING, ("train.validation_samples",)),
-    PeerName("save_top_k", LIGHTNING, ("checkpoint.keep",)),
+    PeerName("save_top_k", LIGHTNING, ("checkpoint.keep_best",), _BEST),
+    PeerName("save_last", LIGHTNING, ("checkpoint.keep",), "the newest are always kept"),
+    PeerName("monitor", LIGHTNING, ("checkpoint.monitor",), 'as in "accuracy" or "max f1"'),
+    PeerName("mode", LIGHTNING, ("checkpoint.monitor",), _DIRECTION),
+    PeerName(
+        "EarlyStopping", f"{LIGHTNING}, Keras", ("train.patience", "checkpoint.monitor"), "counted in validations"
+    ),
+    PeerName("patience", f"{LIGHTNING}, Keras", ("train.patience",), "counted in validations"),
     PeerName("every_n_train_steps", LIGHTNING, ("checkpoint.every",)),
     PeerName("deterministic", LIGHTNING, ("train.deterministic",)),
     PeerName("benchmark", LIGHTNING, ("train.cudnn_benchmark",)),
@@ -191,5 +205,7 @@ def find_peers(word: str) -> list[PeerName]:
     """The rows of a name, with or without the section that the peer has it in, or a person has put it in here; of such
     a section alone those of its names."""
     name = plain_name(word)
-    exact = [row for row in PEERS if row.name == name] or [row for row in PEERS if row.name.startswith(f"{name}.")]
+    name = name.partition("(")[0]  # EarlyStopping(patience=3)
+    exact = [row for row in PEERS if row.name.lower() == name]
+    exact = exact or [row for row in PEERS if row.name.startswith(f"{name}.")]
     return exact or [row for row in PEERS if "." in name and row.name == name.rpartition(".")[2]]

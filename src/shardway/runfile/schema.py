@@ -148,6 +148,10 @@ class TrainSection(Section):
     )
     validate_every: SpanOrOff = key(Span(100, "steps"), "How often to validate; also at the end.")
     validation_samples: PositiveInt = key(512, "At most so many samples are validated on.")
+    patience: PositiveInt | Off = key(
+        "off",
+        'The run is finished after so many validations in a row without a better checkpoint.monitor; "off" = never.',
+    )
     deterministic: bool = key(
         False,
         "Choose operations whose result is the same in every run, and refuse those that have none. On a CPU the same "

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 
+from shardway.best import Monitor, parse_monitor
 from shardway.runfile.skips import read_skips
 from shardway.units import (
     Cadence,
@@ -56,6 +57,14 @@ def _as_seconds(value: Any) -> float:
     if seconds <= 0:
         raise ValueError(f'"{value}" is no time to wait; allowed: more than 0s')
     return seconds
+
+
+def _as_monitor(value: Any) -> Monitor:
+    if isinstance(value, Monitor):
+        return value
+    if not isinstance(value, str):
+        raise ValueError(f'{_show(value)} is not a text; allowed: a metric such as "loss" or "max f1"')
+    return parse_monitor(value)
 
 
 def _as_bytes(value: Any) -> int:
@@ -129,6 +138,12 @@ SecondsField = Annotated[
     BeforeValidator(_as_seconds),
     PlainSerializer(render_seconds, return_type=str),
     _schema(_TEXT, ["90s", "1h30m"], "a time with d, h, min, m, s or ms"),
+]
+MonitorField = Annotated[
+    Monitor,
+    BeforeValidator(_as_monitor),
+    PlainSerializer(str, return_type=str),
+    _schema(_TEXT, ["loss", "accuracy", "max f1", "min rmse"], "a metric, with max or min where that is not known"),
 ]
 BytesField = Annotated[
     int,

@@ -41,3 +41,10 @@ def _steps_of(run: RunDir, status: Mapping[str, Any]) -> Iterator[int]:
         key = {"step": "step", "started": "reached"}.get(event["event"], "")
         if isinstance(value := event.get(key), int):
             yield value
+
+
+def find_early_end(directory: RunDir, step: int) -> str:
+    """Why the script has finished the run at this step, where its checkpoint was saved before it did; else empty."""
+    status = directory.read_status()
+    here = status.get("state") == "finished" and status.get("step") == step
+    return str(status.get("finished_early", "")) if here else ""

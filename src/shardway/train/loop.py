@@ -21,17 +21,18 @@ from shardway.parallel.axes.replicate import average_buffers
 from shardway.parallel.formats.float8 import compute_scales
 from shardway.ranks.progress import Activity
 from shardway.rundir.attempts import Ending
-from shardway.rundir.directory import RunDir
 from shardway.rundir.left_out import LeftOut
 from shardway.rundir.line import LOCAL
 from shardway.train.before import Before, find_changeable, find_generators
 from shardway.train.counters import Counters
+from shardway.train.earlier import find_early_end
 from shardway.train.ending import End
 from shardway.train.guard import BackPlan, Guard
 from shardway.train.learning_rate import ScheduledLR
 from shardway.train.loop_plan import LoopParts, LoopPlan
 from shardway.train.machine import Facts, Phase, next_phase
 from shardway.train.metrics import MetricLog, Values
+from shardway.train.monitoring import Monitoring
 from shardway.train.open_step import OpenStep, StepCall, TakenStep, lr_of
 from shardway.train.saves.back import Spiked, all_skips, as_numbers, decide_back, set_undone_aside
 from shardway.train.saves.restore import Restored, restore, set_damaged_aside, settle_restored
@@ -84,6 +85,7 @@ class Loop:
         local = (self._tier, plan.local.every_s) if self._tier is not None and plan.local is not None else None
         self._saver = Saver(session, plan.save_every_s, plan.keep, self._took_save, tier=local)
         self._metrics = MetricLog(session.ranks, self._write_logged)
+        self._monitoring = Monitoring(session, plan, parts.validation)
         self._guard = Guard(session, plan.guard, parts.parallels, self._saver.settle)
         self._phase = Phase.RESTORE
         self._open_step: OpenStep | None = None
@@ -221,6 +223,7 @@ class Loop:
             validate_due=self._owes_validation,
             goes_back=self._guard.must_go_back,
             save_owed=self._save_owed,
+            result_save_due=self._monitoring.save_due,
             save_due=stop
             or self._stopping.decision.save
             or self._is_save_due(done=done)
@@ -267,6 +270,7 @@ class Loop:
             tokens_per_step=self._plan.global_batch * self._plan.tokens_per_sample,
             bytes_per_token=self._parts.validation.bytes_per_token if self._parts.validation else None,
             parameters=parameters,
+            monitor=str(self._plan.monitor),
             checkpoint=loaded.name if loaded else None,
             checkpoint_tier=loaded.tier if loaded else None,
             checkpoint_world=loaded.world if loaded else None,
@@ -294,7 +298,7 @@ class Loop:
         if restored.loaded is not None:
             known, step = str(restored.loaded.numbers.get("finished", "")), self._counters.step
             directory = self._session.directory
-            self._finish_reason = known or self._session.ranks.ask_first(lambda: _find_early_end(directory, step))
+            self._finish_reason = known or self._session.ranks.ask_first(lambda: find_early_end(directory, step))
             self._finishes = bool(self._finish_reason)
             self._tell_script(restored.loaded.name)
             if self._parts.validation is not None:
@@ -302,6 +306,8 @@ class Loop:
         if self._parts.validation is not None:
             self._parts.validation.recall(past.results)
         self._owes_validation = restored.owes_validation and self._validates_here() and not past.tried_last
+        if not self._owes_validation:
+            self._heed_results()
         return restored
 
     def _tell_script(self, checkpoint: str) -> None:
@@ -474,6 +480,16 @@ class Loop:
         session.recorder.event("validation", step=self._counters.step, **metrics, seconds=seconds)
         session.recorder.status(validation=metrics, validation_seconds=seconds)
         self._agree()
+        self._heed_results()
+        if self._monitoring.unknown:
+            self._save_point(last=True)
+            raise UserError(self._monitoring.unknown)
+
+    def _heed_results(self) -> None:
+        """Let what the results up to this step ask for come next."""
+        self._monitoring.look(self._counters.step, finished=self._finishes)
+        self._finish_reason = self._finish_reason or self._monitoring.finish_reason
+        self._finishes = self._finishes or bool(self._monitoring.finish_reason)
 
     def _save(self) -> None:
         facts = self._facts()
@@ -496,15 +512,15 @@ class Loop:
             **self._guard.as_numbers(),
             **as_numbers(self._left_out),
         }
-        if self._finishes:
+        if self._finishes and not self._monitoring.finish_reason:  # which the results say
             numbers["finished"] = self._agree_on_reason()
         if self._owes_validation:
             numbers["validation_owed"] = True
         if self._loss_scale is not None:
             numbers["loss_scale"] = self._loss_scale.as_numbers()
         step, plan = self._counters.step, self._plan
-        asks = plan.saves_shared_after(step), plan.saves_local_after(step)
-        self._saver.save(Point(self._state, step, numbers, last, self._guard.in_spike, *asks))
+        asked = plan.saves_shared_after(step), plan.saves_local_after(step), *self._monitoring.take_save()
+        self._saver.save(Point(self._state, step, numbers, last, self._guard.in_spike, *asked))
 
     def _adopt_late(self) -> None:
         """Once: hold what the script has made since it trains. A name that is a guess must not cost a save."""
@@ -535,7 +551,7 @@ class Loop:
         reason = f"all {self._plan.total_steps} steps are done"
         if self._finishes:
             reason = self._agree_on_reason()
-            self._session.recorder.keep(finished_early=reason)
+            self._session.recorder.keep(**self._monitoring.describe_finish(reason))
         self._end("finished", End(Ending.FINISHED, reason))
 
     # --- parts of states
@@ -546,6 +562,7 @@ class Loop:
         self._saver.settle()
         if self._parts.held is not None:
             self._metrics.flush()
+        self._saver.prune(self._monitoring.ranking, in_doubt=self._guard.in_spike)
         self._session.recorder.end(event, end)
         if self._session.ranks.is_first:
             self._session.directory.clear_stop()
@@ -607,10 +624,3 @@ class Loop:
         self._session.recorder.status(step=step, loss=result.loss)
         if self._parts.on_step is not None:
             self._parts.on_step(step, facts)
-
-
-def _find_early_end(directory: RunDir, step: int) -> str:
-    """Why the script has finished the run at this step, where its checkpoint was saved before it did; else empty."""
-    status = directory.read_status()
-    here = status.get("state") == "finished" and status.get("step") == step
-    return str(status.get("finished_early", "")) if here else ""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardway.best import LOSS, Monitor
 from shardway.checkpoint.retention import Keep
 from shardway.data.loader import Batch
 from shardway.parallel.apply import ParallelModel
@@ -26,7 +27,8 @@ from shardway.train.validate import Validation
 class LoopPlan:
     """Lengths and cadences of a run, in steps unless named otherwise; None: never.
 
-    `writes_lr`: each step sets the learning rate by the schedule; otherwise it is the script's own.
+    `writes_lr`: each step sets the learning rate by the schedule; otherwise it is the script's own. `patience`: how
+    many validations without a better `monitor` finish the run.
     """
 
     total_steps: int
@@ -45,6 +47,8 @@ class LoopPlan:
     stop_margin_s: float | None = None
     guard: GuardPlan = field(default_factory=GuardPlan)
     local: LocalPlan | None = None
+    monitor: Monitor = LOSS
+    patience: int | None = None
 
     def saves_after(self, step: int) -> bool:
         """Whether a save is due by the number of this step."""

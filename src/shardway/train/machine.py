@@ -4,6 +4,8 @@
        └─────────┴───────┴─────────┴─► STOP ─► END         (asked to stop: save first, do not validate)
                                    └─► FINISH ─► END       (the last step: save and validate first)
 
+    VALIDATE ─► SAVE ─► STEP ...                           (the result asks for a checkpoint: it is one of the best)
+
     STEP or RESTORE ─► GO_BACK ─► as after RESTORE         (a spike: nothing of it is validated or saved)
 
 A save comes before the validation of its step, so that an error in a validation costs no work. A validation that a stop
@@ -39,7 +41,7 @@ class Facts:
 
     `validate_due`: a validation belongs after the step that was done last, and was not made. `goes_back`: the last
     steps were a spike that the run goes back before. `save_owed`: the run directory lacks the step that the run went on
-    from.
+    from. `result_save_due`: the validation of this step asks for a checkpoint of it in the run directory.
     """
 
     done: bool
@@ -48,6 +50,7 @@ class Facts:
     save_due: bool
     goes_back: bool = False
     save_owed: bool = False
+    result_save_due: bool = False
 
 
 def next_phase(phase: Phase, facts: Facts) -> Phase:
@@ -57,6 +60,8 @@ def next_phase(phase: Phase, facts: Facts) -> Phase:
     if phase in (Phase.RESTORE, Phase.STEP) and facts.goes_back:
         return Phase.GO_BACK
     if (phase is Phase.STEP or (phase is Phase.VALIDATE and facts.stop)) and facts.save_due:
+        return Phase.SAVE
+    if phase in (Phase.RESTORE, Phase.GO_BACK, Phase.VALIDATE) and facts.result_save_due:
         return Phase.SAVE
     if phase is Phase.RESTORE and facts.save_owed and (facts.done or facts.stop):
         return Phase.SAVE

@@ -52,6 +52,7 @@ from shardway.train.loss_probe import probe_loss
 from shardway.train.loss_scale import LossScale
 from shardway.train.memory import Holder, memory_told
 from shardway.train.metrics import check_metrics
+from shardway.train.monitoring import check_is_validated
 from shardway.train.open_step import StepCall
 from shardway.train.passes import Portions
 from shardway.train.saves.cadence import LeastCost
@@ -275,7 +276,8 @@ class Run:
         """What `steps` validates on: every sample of a dataset (as of `loader`) once, over all ranks.
 
         `loss_fn` as in `step`. `train.validation_samples`, where the run file sets it, is how many at most. Afterwards
-        `last` of what is returned holds the metrics, `step` their step, `results` those of all validations by step.
+        `last` of what is returned holds the metrics, `step` their step, `results` those of all validations by step, and
+        `best` step and metrics of the best by `checkpoint.monitor`.
         `metrics` are metric objects by name, such as torchmetrics': each sees outputs and targets of every sample once.
         """
         bytes_per_token = dataset.facts.bytes_per_token if isinstance(dataset, Source) else None
@@ -283,7 +285,7 @@ class Run:
         rows = partial(validation_rows, self._session, samples)
         objects = check_metrics(metrics) if metrics is not None else {}
         data = partial(validation_data, self._session, samples, collate)
-        return Validation(data, loss_fn, bytes_per_token, rows, objects)
+        return Validation(data, loss_fn, bytes_per_token, rows, objects, self.resolved.values.checkpoint.monitor)
 
     def steps(
         self,
@@ -309,6 +311,7 @@ class Run:
             self._session.own_model = True
             check_length(self._session, loader, given=length is not None)
             self._session.settle(DataFacts(loader.size, loader.tokens_per_sample, None), keep=_has_effect_on_own_model)
+        check_is_validated(self._session, validation)
         first, *others = self._make_engines()
         self._probes_loss = self._session.own_model
         held = self._held if self._session.own_model else None
@@ -403,7 +406,11 @@ class Run:
             save_every=max(1, every.in_steps(scale)) if isinstance(every, Span) else None,
             save_every_s=self._save_interval(every),
             save_at_end=every != "off" or values.checkpoint.local_every != "off",
-            keep=Keep(values.checkpoint.keep, None if kept == "off" else max(1, kept.in_steps(scale))),
+            keep=Keep(
+                values.checkpoint.keep,
+                None if kept == "off" else max(1, kept.in_steps(scale)),
+                values.checkpoint.keep_best,
+            ),
             schedule="constant" if constant else values.optim.schedule,
             writes_lr=not constant,
             course=Course(derived.total_steps, warmup_steps, derived.decay_steps, values.optim.final_lr),
@@ -412,6 +419,8 @@ class Run:
             stop_margin_s=None if margin == "auto" else float(margin),
             guard=plan_guard(self._session, scale),
             local=self._plan_local(scale),
+            monitor=values.checkpoint.monitor,
+            patience=None if values.train.patience == "off" else values.train.patience,
         )
 
     def _plan_local(self, scale: Scale) -> LocalPlan | None:

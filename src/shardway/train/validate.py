@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from shardway.best import LOSS, BestResult, Monitor
 from shardway.errors import UserError
 from shardway.parallel.axes.replicate import average_buffers
 from shardway.ranks.start import Ranks
@@ -31,7 +32,7 @@ class Validation:
     metrics with a state, by name.
 
     `results` are the metrics of each validation of the run by its step, the same on all ranks: the loop puts them in,
-    those of earlier attempts as well.
+    those of earlier attempts as well. `monitor` says which of them is the best.
     """
 
     batches: Callable[[], Iterable[Any]]
@@ -40,6 +41,7 @@ class Validation:
     rows: Callable[[], Sequence[int]] | None = None
     objects: Mapping[str, Any] = field(default_factory=dict)
     results: dict[int, dict[str, float]] = field(default_factory=dict)
+    monitor: Monitor = LOSS
 
     def recall(self, results: Mapping[int, dict[str, float]]) -> None:
         """Hold these results and no others."""
@@ -55,6 +57,11 @@ class Validation:
     def last(self) -> dict[str, float] | None:
         """The metrics of the last validation, {"loss": ..., ...}; None before the first."""
         return self.results.get(self.step)
+
+    @property
+    def best(self) -> BestResult | None:
+        """Step and metrics of the best validation so far, by `checkpoint.monitor`; None before there is one."""
+        return self.monitor.find_best(self.results)
 
 
 class Breaks(Protocol):

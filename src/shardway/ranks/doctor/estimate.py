@@ -22,7 +22,7 @@ def read_wanted(resolution: Resolution) -> Wanted:
     return Wanted(
         folder=Path(values.run.root) / values.run.name,
         checkpoint_bytes=estimate_checkpoint(values, resolution),
-        keep=values.checkpoint.keep + count_kept_for_ever(values),
+        keep=values.checkpoint.keep + values.checkpoint.keep_best + count_kept_for_ever(values),
         device=values.run.device,
         account=site.account,
         uses_hub=bool(values.model.hf and not Path(values.model.hf).exists()),

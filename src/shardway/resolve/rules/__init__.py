@@ -19,6 +19,7 @@ from shardway.resolve.rules.axes import (
     the_tensor_axis_splits_evenly,
 )
 from shardway.resolve.rules.checkpoint import (
+    the_best_is_found_by_validating,
     what_nodes_save_has_a_folder,
     what_nodes_save_is_written_by_shardway,
 )
@@ -130,6 +131,7 @@ BEFORE_A_LAYOUT: tuple[Rule, ...] = (
     bytes_have_256_values,
     a_token_file_does_not_say_its_vocabulary,
     validation_needs_something_held_out,
+    the_best_is_found_by_validating,
     tf32_needs_a_device_that_has_it,
 )
 

@@ -1,4 +1,4 @@
-"""Rules of what is saved on the disks of nodes.
+"""Rules of which checkpoints are kept, and of what is saved on the disks of nodes.
 
 Invariant: a rule derives what was left open or refuses; it never changes what the user set. This module must not
 read files or look at the machine.
@@ -38,3 +38,15 @@ def what_nodes_save_is_written_by_shardway(draft: Draft) -> None:
             "DeepSpeed writes its files into one folder that all ranks see, not on the disks of nodes",
             '"off"; or train.engine = "torch"',
         )
+
+
+def the_best_is_found_by_validating(draft: Draft) -> None:
+    """Whether a script hands over something to validate on is seen later (`train.monitoring`)."""
+    off = f'train.validate_every = "off" ({draft.origin("train.validate_every")}) makes none'
+    remedy = 'set train.validate_every, such as "100 steps"'
+    if draft.get("train.validate_every") != "off":
+        return
+    if best := draft.get("checkpoint.keep_best"):
+        draft.refuse("checkpoint.keep_best", f"{best} is of steps with the best validation, and {off}", "0", remedy)
+    if (patience := draft.get("train.patience")) != "off":
+        draft.refuse("train.patience", f"{patience} is a number of validations, and {off}", '"off"', remedy)

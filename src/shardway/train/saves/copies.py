@@ -27,6 +27,7 @@ class Copies:
         self._session = session
         self._tier = tier
         self._under_way: UnderWay | None = None
+        self.last_begun = 0
 
     @property
     def copying(self) -> int | None:
@@ -51,7 +52,7 @@ class Copies:
             then(apart)
             return carried
 
-        self._tier.copied = step
+        self._tier.copied = self.last_begun = step
         self._under_way = UnderWay(Flight(step, apart, write), started, source.stall_s, SHARED)
 
     def wait(self, timeout_s: float | None = None) -> None:

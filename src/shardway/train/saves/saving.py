@@ -40,7 +40,8 @@ class Point:
     """What is saved: the state, the step that it belongs to, the run's counters.
 
     `last`: nothing comes after it. `in_doubt`: it may be undone, so that no older one is removed for it. `shared` and
-    `local`: for which tiers its number is one to be saved at.
+    `local`: for which tiers its number is one to be saved at. `best`: its validation is one of the best, so that it is
+    never left out. `ranking`: the steps that were validated, the best first.
     """
 
     state: State
@@ -50,6 +51,8 @@ class Point:
     in_doubt: bool = False
     shared: bool = True
     local: bool = False
+    best: bool = False
+    ranking: tuple[int, ...] = ()
 
 
 class Saver:
@@ -95,7 +98,9 @@ class Saver:
         Raises JobError on every rank where it fails and nothing comes after it, or where memory ran out.
         """
         started = time.perf_counter()
-        if point.last:
+        if point.best and not point.last and self._is_under_way(point.step):
+            return
+        if point.last or point.best:
             self.settle()
         elif self._background.is_busy():
             self._skip(point.step, self._background.last_begun)
@@ -120,11 +125,25 @@ class Saver:
         self._wait()
         self.poll()
 
+    def prune(self, ranking: tuple[int, ...], *, in_doubt: bool) -> None:
+        """Remove what the last validation has made one too many, unless it may be undone; nothing is under way."""
+        if not self._keep.best or in_doubt:
+            return
+        steps = self._session.ranks.ask_first(self._session.directory.checkpoint_steps)
+        if steps:
+            retire(self._session.directory, self._session.ranks, self._keep, steps[-1], ranking)
+
     def finish(self) -> None:
         """The run is at its end, and saved: nothing of it stays on the disks of the nodes."""
         self.settle()
         if self._tier is not None:
             self._tier.remove()
+
+    def _is_under_way(self, step: int) -> bool:
+        """Whether this step is on its way into the run directory by now; asked on all ranks together."""
+        if self._copies is None:
+            return self._background.last_begun == step and self._background.is_busy()
+        return self._copies.last_begun == step and self._copies.is_busy()
 
     # --- where to
 
@@ -139,8 +158,10 @@ class Saver:
         shared = shared_place(self._session.directory, self._session.ranks)
         if point.last or self._tier is None or self._copies is None:
             return [(shared, False)]
+        if point.best and is_saved(shared, self._session.ranks, point.step):
+            return []
         due = self._session.ranks.ask_first(self._due)
-        wants_shared, wants_local = point.shared or due[SHARED], point.local or due[LOCAL]
+        wants_shared, wants_local = point.shared or point.best or due[SHARED], point.local or due[LOCAL]
         self._owed = False
         if wants_shared and self._copies.is_busy():
             self._skip(point.step, self._copies.copying)
@@ -192,7 +213,7 @@ class Saver:
         if place.local is not None and self._tier is not None:
             self._tier.retire(point.step, ranks)
         elif not point.in_doubt:
-            retire(self._session.directory, ranks, self._keep, point.step)
+            retire(self._session.directory, ranks, self._keep, point.step, point.ranking)
 
     # --- what is told
 

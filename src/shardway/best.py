@@ -1,0 +1,88 @@
+"""Which validation of a run is the best, and how many came after it.
+
+Invariant: a value that is not finite is never the best, and of equal values the earlier is; so whoever reads the same
+results finds the same steps. `parse_monitor(str(monitor)) == monitor`. This module must not know where results come
+from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+Results = Mapping[int, Mapping[str, float]]
+"""Metrics of validations by their step."""
+
+_IS_HIGHER_BETTER: Mapping[str, bool] = MappingProxyType({"loss": False, "accuracy": True, "bits_per_byte": False})
+"""Metrics whose direction is known."""
+
+_WORDS = {"max": True, "min": False}
+
+
+@dataclass(frozen=True)
+class Monitor:
+    """A metric of validations, and whether more of it is better: "loss", "accuracy", "max f1", "min rmse"."""
+
+    metric: str
+    highest: bool
+
+    def __str__(self) -> str:
+        if self.metric in _IS_HIGHER_BETTER:
+            return self.metric
+        return f"{'max' if self.highest else 'min'} {self.metric}"
+
+    def rank(self, results: Results) -> list[int]:
+        """The steps whose value is a finite number, the best first."""
+        values = {step: float(metrics.get(self.metric, math.nan)) for step, metrics in results.items()}
+        sign = -1 if self.highest else 1
+        return sorted(
+            (step for step, value in values.items() if math.isfinite(value)),
+            key=lambda step: (sign * values[step], step),
+        )
+
+    def find_best(self, results: Results) -> BestResult | None:
+        """The best of them; None where no value is a finite number."""
+        ranked = self.rank(results)
+        return BestResult(ranked[0], results[ranked[0]]) if ranked else None
+
+    def count_since_best(self, results: Results) -> int:
+        """How many validations that have the metric came after the best one, or in all where there is no best."""
+        best = self.find_best(results)
+        return sum(self.metric in results[step] for step in results if best is None or step > best.step)
+
+    def render(self, metrics: Mapping[str, float]) -> str:
+        """The metric and its value: "loss 2.314"."""
+        return f"{self.metric} {metrics.get(self.metric, math.nan):.4g}"
+
+
+@dataclass(frozen=True)
+class BestResult:
+    """The best validation so far: its step and all metrics of it."""
+
+    step: int
+    metrics: Mapping[str, float]
+
+
+LOSS = Monitor("loss", highest=False)
+
+
+def parse_monitor(text: str) -> Monitor:
+    """A Monitor from "loss", "max f1" or "min rmse"; ValueError with a sentence for anything else."""
+    words = text.split(maxsplit=1)
+    known = ", ".join(f'"{name}"' for name in _IS_HIGHER_BETTER)
+    if len(words) == 2 and words[0] in _WORDS:
+        metric, highest = words[1].strip(), _WORDS[words[0]]
+        if _IS_HIGHER_BETTER.get(metric, highest) is not highest:
+            raise ValueError(f'"{text}" would take the worst {metric} for the best; allowed: "{metric}"')
+        return Monitor(metric, highest)
+    metric = text.strip()
+    if metric in _IS_HIGHER_BETTER:
+        return Monitor(metric, _IS_HIGHER_BETTER[metric])
+    if not metric or metric in _WORDS:
+        raise ValueError(f'"{text}" names no metric; allowed: {known}, or any other with its direction: "max f1"')
+    raise ValueError(
+        f'whether more or less of "{metric}" is better is not known; allowed: "max {metric}" or "min {metric}", or '
+        f"{known}"
+    )
