@@ -16,7 +16,8 @@ from pool import ranks
 from runs import lone_rank, open_tiny, pool_ranks, train_tiny
 from saved_tensors import read_whole
 from shardway.rundir.directory import RunDir
-from shardway.train.export import _resolve, export_on
+from shardway.train.export import Which, _resolve, export_on
+from shardway.train.loss import LossSum
 
 RUN = ("checkpoint.every=100 steps", "train.steps=5", "model.tied=false", "model.kv_heads=2")
 TOKENS = torch.arange(24).reshape(2, 12) % 32
@@ -144,6 +145,79 @@ def test_a_model_that_the_library_lacks_goes_out_under_its_own_names(shardway: S
     ended = shardway("checkpoint", "export", "a", "out", "--own-names")
     assert (ended.code, ended.out) == (0, "step 2 written to out: model.safetensors, model.pt\n")
     assert "embedding.weight" in torch.load(tmp_path / "out" / "model.pt")
+
+
+def train_by_f1(folder: Path, values: list[float], *words: str) -> None:
+    """A script whose validation after step s finds `values[s - 1]` as its f1."""
+    quiet = ("run.device=cpu", "run.threads=1", "checkpoint.background=false", "train.validate_every=1 steps")
+    data = torch.utils.data.TensorDataset(torch.arange(32.0).reshape(8, 4) / 32)
+    with open_tiny(folder, lone_rank(), *quiet, *words, base=()) as run:
+
+        def validated(model: torch.nn.Module, batch: list[torch.Tensor]) -> LossSum:
+            return LossSum(model(batch[0]).sum(), len(batch[0]), metrics={"f1": values[run.step_number - 1]})
+
+        torch.manual_seed(0)
+        model = run.shard(torch.nn.Linear(4, 1))
+        run.optimizer(torch.optim.AdamW, model, lr=0.1)
+        validation = run.validation(torch.utils.data.Subset(data, [0]), validated)
+        for batch in run.steps(run.loader(data, batch_size=8), len(values), validation):
+            run.step(model, batch, lambda model, batch: (model(batch[0]) - 1).square().mean())
+
+
+def test_the_best_checkpoint_is_marked_and_exported(shardway: Shardway, tmp_path: Path) -> None:
+    train_by_f1(tmp_path / "r", [0.5, 0.8125, 0.25, 0.75], "checkpoint.monitor=max f1", "checkpoint.keep_best=2")
+    lines = shardway("checkpoint", "verify", "r").out.splitlines()
+    assert [line.partition(", the best: ")[2] for line in lines] == ["", "f1 0.8125", ""]
+    facts = json.loads(shardway("checkpoint", "verify", "r", "--json").out)
+    assert [(each["step"], each["best"]) for each in facts] == [(4, False), (2, True), (1, False)]
+    for words, step in ((("--best",), 2), (("--step", "4"), 4), ((), 4)):
+        ended = shardway("checkpoint", "export", "r", f"out{step}{len(words)}", *words)
+        assert (ended.code, ended.out.partition(" written")[0]) == (0, f"step {step}")
+        found = torch.load(tmp_path / f"out{step}{len(words)}" / "model.pt")
+        saved = read_whole(RunDir(tmp_path / "r").checkpoint_path(step))
+        assert all(torch.equal(value, saved[f"model.{name}"]) for name, value in found.items())
+    assert "  best        f1 0.8125 at step 2, kept\n" in shardway("status", "r").out
+    ended = shardway("checkpoint", "export", "r", "both", "--best", "--step", "2")
+    assert (ended.code, ended.err.splitlines()[0]) == (2, "shardway: --best and --step 2 name two checkpoints.")
+    ended = shardway("checkpoint", "export", "r", "none", "--step", "3")
+    assert ended.code == 2
+    assert "r holds no checkpoint of step 3.\n      allowed: 1, 2, 4" in ended.err
+    shard = tmp_path / "r/checkpoints/step-000000002/rank-00000.bin"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    ended = shardway("checkpoint", "export", "r", "damaged", "--best")
+    assert ended.code == 4
+    assert ended.err.startswith("shardway: the checkpoint of step 2 is damaged: rank-00000.bin has ")
+
+
+def test_the_best_that_was_not_kept_is_told(shardway: Shardway, tmp_path: Path) -> None:
+    train_by_f1(tmp_path / "r", [0.5, 0.9, 0.25, 0.75], "checkpoint.monitor=max f1", "checkpoint.keep=1")
+    told = "  best        f1 0.9000 at step 2, not kept; of those that are, step 4 is the best\n"
+    assert told in shardway("status", "r").out
+    assert shardway("checkpoint", "export", "r", "out", "--best").out.startswith("step 4 written")
+    words = ("train.validate_every=off", "checkpoint.keep=1")
+    train_by_f1(tmp_path / "s", [0.5, 0.9], *words)
+    ended = shardway("checkpoint", "export", "s", "none", "--best")
+    assert ended.code == 2
+    assert ended.err == (
+        "shardway: no checkpoint in s is of a step that was validated, so none is the best.\n"
+        "  To do: leave out --best for the newest, or name one by --step; checkpoint.keep_best in the run file keeps "
+        "the best ones.\n"
+    )
+
+
+@ranks(2)
+def test_the_best_of_a_run_file_goes_out_from_any_layout(rank: int, tmp_path: Path) -> None:
+    words = ("parallel.dp_shard=2", "parallel.dp_replicate=1", "train.validate_every=1 steps", "optim.lr=10.0")
+    train_tiny(tmp_path / "run", pool_ranks(), *RUN, *words, "checkpoint.keep_best=1", "checkpoint.keep=1", base=SMALL)
+    run = RunDir(tmp_path / "run")
+    best = run.checkpoint_steps()[0]
+    assert len(run.checkpoint_steps()) == 2
+    exported = export_on(pool_ranks(), _resolve(run, 2, 2), run, tmp_path / "two", "fp32", Which(best=True))
+    assert exported.step == best
+    if rank == 0:
+        saved = [t for name, t in read_whole(run.checkpoint_path(best)).items() if name.startswith("model.")]
+        pairs = list(zip(sorted(saved, key=order), library_weights(tmp_path / "two"), strict=True))
+        assert all(torch.equal(one, other) for one, other in pairs)
 
 
 def test_export_never_overwrites(shardway: Shardway, tmp_path: Path) -> None:

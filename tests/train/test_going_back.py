@@ -84,6 +84,7 @@ def train(
     before_step: Callable[[Run, int], None] | None = None,
     alone: bool = False,
     kind: Callable[[], nn.Module] = Net,
+    validates: Callable[[Run], float] | None = None,
 ) -> dict[str, torch.Tensor]:
     """A script's own loop; the state at its end."""
     on = lone_rank() if alone or not torch.distributed.is_initialized() else pool_ranks()
@@ -93,7 +94,10 @@ def train(
         torch.manual_seed(4)
         net = run.shard(kind())
         optimizer = run.optimizer(torch.optim.AdamW, net, lr=1e-3)
-        for batch in run.steps(run.loader(make_data(poisoned))):
+        validation = None
+        if validates is not None:
+            validation = run.validation(make_data(()), lambda output, targets: output.sum() * 0 + validates(run))
+        for batch in run.steps(run.loader(make_data(poisoned)), validation=validation):
             run.step(net, batch, mean_square)
         return whole_state(net, optimizer)
 
@@ -148,6 +152,30 @@ def test_what_was_saved_in_the_spike_is_set_aside(tmp_path: Path, quiet_threads:
     assert run.checkpoint_steps() == [40]
     manifest = json.loads((run.checkpoint_path(40) / "manifest.json").read_text())
     assert manifest["numbers"]["left_out"] == [each.as_json() for each in run.left_out.read()]
+
+
+def test_what_was_validated_in_the_spike_is_no_best_one(tmp_path: Path, quiet_threads: None) -> None:
+    """The validation of step 33 is the best of all, until the run goes back before it; the second one of it is not."""
+    seen: list[int] = []
+
+    def find(run: Run) -> float:
+        seen.append(run.step_number)
+        is_spike = run.step_number == 33 and seen.count(33) == 1
+        return 1.0 if is_spike else 50.0 - run.step_number + 9 * (run.step_number > 30)
+
+    words = (
+        "train.validate_every=3 steps",
+        "train.validation_samples=1",
+        "checkpoint.keep=1",
+        "checkpoint.keep_best=2",
+    )
+    train(tmp_path, *words, *BACK, "checkpoint.every=6 steps", validates=find)
+    assert seen.count(33) == 2
+    results = {event["step"]: event["loss"] for event in RunDir(tmp_path).events() if event["event"] == "validation"}
+    best = sorted(results, key=lambda step: (results[step], step))[:2]
+    assert best == [40, 30]  # 39 is as good as 30, and later
+    assert RunDir(tmp_path).checkpoint_steps() == [30, 40]
+    assert [event["name"] for event in read_named(tmp_path, "set_aside")] == ["step-000000033"]
 
 
 def wait_until_step_33_is_saved(run: Run, step: int) -> None:

@@ -5,6 +5,7 @@ Invariant: a run directory that exists is only read. This module must not know f
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import asdict
@@ -17,10 +18,11 @@ import typer
 from shardway.cli.checkpoint_contents import CheckpointArgument, diff, inspect
 from shardway.cli.checkpoint_import import import_
 from shardway.cli.options import JsonOption
-from shardway.errors import legible
+from shardway.errors import JobError, UserError, legible
 
 if TYPE_CHECKING:
     from shardway.checkpoint.verify import Verified
+    from shardway.watch.progress import BestCheckpoint
 
 app = typer.Typer(
     help="Whether a run's checkpoints are whole, what is in them, and weights to and from elsewhere.",
@@ -56,26 +58,34 @@ def verify(
     """
     from shardway.checkpoint.find import find_checkpoints
     from shardway.checkpoint.verify import verify_all
+    from shardway.rundir.directory import RunDir
+    from shardway.watch.progress import find_best_checkpoint
 
-    found = []
+    found, best = [], None
+    with contextlib.suppress(JobError):  # events that cannot be read are no damage of a checkpoint
+        best = find_best_checkpoint(RunDir(run))
     for each in verify_all(find_checkpoints(run)):
         found.append(each)
         if not as_json:
-            typer.echo(legible(_render_verified(each)))
+            typer.echo(legible(_render_verified(each, best)))
     if as_json:
-        typer.echo(json.dumps([each.as_json() for each in found], indent=1))
+        marked = [{**each.as_json(), "best": best is not None and each.step == best.step} for each in found]
+        typer.echo(json.dumps(marked, indent=1))
     return 0 if all(each.is_whole for each in found) else 4
 
 
-def _render_verified(each: Verified) -> str:
-    from shardway.watch.words import render_size
+def _render_verified(each: Verified, best: BestCheckpoint | None) -> str:
+    from shardway.watch.words import render_monitored, render_size
 
     if each.manifest is None or not each.is_whole:
         return f"{each.name}  damaged: {'; '.join(each.reasons)}"
     files, ranks = len(each.manifest.files), each.manifest.world
+    mark = ""
+    if best is not None and each.step == best.step:
+        mark = f", the best: {render_monitored(best.metric, best.value)}"
     return (
         f"{each.name}  whole  {render_size(each.manifest.total_bytes)} in {files} file{'s' * (files != 1)}, "
-        f"saved by {ranks} rank{'s' * (ranks != 1)}"
+        f"saved by {ranks} rank{'s' * (ranks != 1)}{mark}"
     )
 
 
@@ -87,22 +97,29 @@ def export(
         Format | None,
         typer.Option(help="Number format of the weights that are written; else fp32, or under own names as saved."),
     ] = None,
+    step: Annotated[int | None, typer.Option("--step", min=0, help="The step (default: the newest).")] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="The one with the best validation by checkpoint.monitor, of those kept.")
+    ] = False,
     own_names: Annotated[
         bool, typer.Option("--own-names", help="model.safetensors and model.pt under the model's own names.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the newest checkpoint as a folder that `from_pretrained` reads; of a script's model, as `model.safetensors`
-    and `model.pt` (a `state_dict`) under its own names.
+    """Write a checkpoint, the newest unless told, as a folder that `from_pretrained` reads; of a script's model, as
+    `model.safetensors` and `model.pt` (a `state_dict`) under its own names.
 
     A model that one process cannot hold is exported by several: `torchrun --nproc-per-node 8 -m shardway checkpoint
     export ...`.
     """
     from shardway.ranks.launcher import find_placement
     from shardway.rundir.directory import RunDir
-    from shardway.train.export import export_run
+    from shardway.train.export import Which, export_run
 
-    exported = export_run(RunDir(run), folder, dtype and dtype.value, os.environ, own_names=own_names)
+    if best and step is not None:
+        raise UserError(f"--best and --step {step} name two checkpoints.\n  To do: leave one of them out.")
+    which = Which(step, best)
+    exported = export_run(RunDir(run), folder, dtype and dtype.value, os.environ, own_names=own_names, which=which)
     if exported is not None and find_placement(os.environ).rank == 0:
         for damaged in exported.passed_over:
             typer.echo(f"step {damaged.step} is damaged and was passed over: {damaged.reason}", err=True)

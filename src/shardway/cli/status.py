@@ -203,6 +203,7 @@ def _summary_lines(summary: RunSummary, standings: Sequence[Standing]) -> list[s
         f"  step        {summary.step}{total}{share}",
         _line("loss", summary.loss, "{:.4f}"),
         f"  validation  {_say_metrics(summary)}" if summary.validation else "",
+        _say_best(summary),
         f"  logged      {_say_logged(summary)}" if summary.logged else "",
         f"  speed       {render_count(rate)} {summary.unit}/s" if rate else "",
         f"  time left   {render_clock(summary.seconds_left)}" if summary.seconds_left else "",
@@ -217,6 +218,19 @@ def _summary_lines(summary: RunSummary, standings: Sequence[Standing]) -> list[s
         f"  writer      {summary.writer}" if summary.writer else "",
     ]
     return [line for line in lines if line]
+
+
+def _say_best(summary: RunSummary) -> str:
+    """The best validation, and the best checkpoint where that is another one."""
+    from shardway.watch.words import render_monitored
+
+    best, kept = summary.best_validation, summary.best_checkpoint
+    if best is None:
+        return ""
+    words = f"  best        {render_monitored(summary.monitor, best.metrics[summary.monitor])} at step {best.step}"
+    if kept is None or kept.step == best.step:
+        return f"{words}, {'kept' if kept else 'not kept'}"
+    return f"{words}, not kept; of those that are, step {kept.step} is the best"
 
 
 def _say_productive(summary: RunSummary) -> str:
@@ -270,4 +284,4 @@ def _say_logged(summary: RunSummary) -> str:
 def _say_metrics(summary: RunSummary) -> str:
     from shardway.watch.words import render_validation
 
-    return render_validation(summary.validation) if summary.validation else ""
+    return render_validation(summary.validation, summary.monitor) if summary.validation else ""

@@ -16,11 +16,12 @@ from torch import nn
 
 from shardway.checkpoint.contents import find_tie, list_newest
 from shardway.checkpoint.export import save_weights
-from shardway.checkpoint.find import PassedOver, find_checkpoints
-from shardway.checkpoint.load import load_latest, nothing_whole
+from shardway.checkpoint.find import PassedOver, find_checkpoint, find_checkpoints, find_in_run
+from shardway.checkpoint.load import Loaded, load_from, load_latest, nothing_whole
 from shardway.checkpoint.manifest import Damaged
 from shardway.checkpoint.state import Trained
 from shardway.checkpoint.state_dicts import find_models, no_weights, write_state_dicts
+from shardway.checkpoint.stock import SharedStock
 from shardway.errors import JobError, UserError
 from shardway.hfconfig import locate_model
 from shardway.models.build import build_model
@@ -36,9 +37,34 @@ from shardway.rundir.directory import RunDir
 from shardway.runfile.load import load_run
 from shardway.runfile.schema import PrecisionSection, RunFile
 from shardway.train.evenly import lay_evenly
+from shardway.watch.progress import find_best_checkpoint
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Name of a number format of weights -> torch's."""
+
+
+@dataclass(frozen=True)
+class Which:
+    """The checkpoint that is meant: that of a step, the best by `checkpoint.monitor`, or else the newest."""
+
+    step: int | None = None
+    best: bool = False
+
+    def choose(self, run: RunDir) -> int | None:
+        """Its step; None for the newest. Raises UserError where there is no such checkpoint."""
+        if not self.best:
+            return find_checkpoint(run.path, self.step).step if self.step is not None else None
+        found = find_best_checkpoint(run)
+        if found is None:
+            raise UserError(
+                f"no checkpoint in {run.path} is of a step that was validated, so none is the best.\n"
+                "  To do: leave out --best for the newest, or name one by --step; checkpoint.keep_best in the run file "
+                "keeps the best ones."
+            )
+        return found.step
+
+
+NEWEST = Which()
 
 
 @dataclass(frozen=True)
@@ -56,10 +82,16 @@ class Exported:
 
 
 def export_run(
-    run: RunDir, folder: Path, dtype: str | None, environ: Mapping[str, str], *, own_names: bool = False
+    run: RunDir,
+    folder: Path,
+    dtype: str | None,
+    environ: Mapping[str, str],
+    *,
+    own_names: bool = False,
+    which: Which = NEWEST,
 ) -> Exported | None:
-    """Write the newest checkpoint of a run: as a Hugging Face folder, or, for the model of a script and with
-    `own_names`, as `model.safetensors` and `model.pt`; None on a rank that had nothing to do.
+    """Write a checkpoint of a run: as a Hugging Face folder, or, for the model of a script and with `own_names`, as
+    `model.safetensors` and `model.pt`; None on a rank that had nothing to do.
 
     Raises UserError for a run without a checkpoint and for a model that the library has no form for, JobError where it
     cannot be written.
@@ -68,14 +100,28 @@ def export_run(
     if not run.checkpoint_steps():
         raise _no_checkpoint(run)
     if own_names or is_of_script(run):
-        return export_state_dicts(run, folder, dtype) if placement.rank == 0 else None
+        return export_state_dicts(run, folder, dtype, which) if placement.rank == 0 else None
     resolution = _resolve(run, placement.world, placement.local_world)
     section = resolution.resolved.values.run
     options = StartOptions(section.device, int(section.threads), section.start_timeout, section.collective_timeout)
     ranks = start_ranks(placement, options)
-    exported = export_on(ranks, resolution, run, folder, dtype or "fp32")
+    exported = export_on(ranks, resolution, run, folder, dtype or "fp32", which)
     ranks.end()
     return exported
+
+
+def _load_chosen(run: RunDir, ranks: Ranks, state: Trained, step: int) -> Loaded:
+    loaded = load_from(SharedStock(find_in_run(run, step), ranks), ranks, state)
+    if isinstance(loaded, PassedOver):
+        raise _damaged(loaded)
+    return loaded
+
+
+def _damaged(chosen: PassedOver) -> JobError:
+    return JobError(
+        f"the checkpoint of step {chosen.step} is damaged: {chosen.reason}\n"
+        "  Nothing was written. To do: choose another step; `shardway checkpoint verify` tells which are whole."
+    )
 
 
 def is_of_script(run: RunDir) -> bool:
@@ -83,10 +129,11 @@ def is_of_script(run: RunDir) -> bool:
     return "model" not in run.read_resolved()
 
 
-def export_state_dicts(run: RunDir, folder: Path, dtype: str | None) -> Exported:
-    """The newest checkpoint under the names of its models, in `dtype` or as it was saved; nothing else is needed."""
+def export_state_dicts(run: RunDir, folder: Path, dtype: str | None, which: Which = NEWEST) -> Exported:
+    """A checkpoint under the names of its models, in `dtype` or as it was saved; nothing else is needed."""
     passed_over: list[PassedOver] = []
-    for found in find_checkpoints(run.path):
+    chosen = which.choose(run)
+    for found in find_checkpoints(run.path) if chosen is None else [find_in_run(run, chosen)]:
         step = found.step or 0
         try:
             written = write_state_dicts(found, folder, DTYPES[dtype] if dtype is not None else None)
@@ -94,22 +141,27 @@ def export_state_dicts(run: RunDir, folder: Path, dtype: str | None) -> Exported
             passed_over.append(PassedOver(step, "; ".join(damage.reasons)))
         else:
             return Exported(str(folder), step, tuple(passed_over), written.files, written.left_out)
+    if chosen is not None:
+        raise _damaged(passed_over[0])
     raise JobError(nothing_whole(run, passed_over))
 
 
-def export_on(ranks: Ranks, resolution: Resolution, run: RunDir, folder: Path, dtype: str) -> Exported:
+def export_on(
+    ranks: Ranks, resolution: Resolution, run: RunDir, folder: Path, dtype: str, which: Which = NEWEST
+) -> Exported:
     """The same on ranks that are there."""
-    values = resolution.resolved.values
+    values, chosen = resolution.resolved.values, ranks.ask_first(lambda: which.choose(run))
     model = _build(ranks, values, run)
     form = _find_form(model, values.data.seq_len)
     options = ApplyOptions(values.parallel, read_precision(PrecisionSection(weights=values.precision.weights)))
     parallel = apply_parallelism(model, build_mesh(ranks, values.parallel), ranks.device, options)
     ranks.together(lambda: _check_has_weights(run))
-    loaded = load_latest(run, ranks, Trained(parallel.module, None))
+    state = Trained(parallel.module, None)
+    loaded = load_latest(run, ranks, state) if chosen is None else _load_chosen(run, ranks, state, chosen)
     if loaded is None:
         raise _no_checkpoint(run)
-    state = {name: parameter.detach() for name, parameter in parallel.module.named_parameters()}
-    save_weights(state, form, folder, ranks, dtype=DTYPES[dtype])
+    weights = {name: parameter.detach() for name, parameter in parallel.module.named_parameters()}
+    save_weights(weights, form, folder, ranks, dtype=DTYPES[dtype])
     return Exported(str(folder), loaded.step, loaded.passed_over)
 
 

@@ -285,7 +285,8 @@ class Run:
         rows = partial(validation_rows, self._session, samples)
         objects = check_metrics(metrics) if metrics is not None else {}
         data = partial(validation_data, self._session, samples, collate)
-        return Validation(data, loss_fn, bytes_per_token, rows, objects, self.resolved.values.checkpoint.monitor)
+        monitor = self.resolved.values.checkpoint.monitor
+        return Validation(data, loss_fn, bytes_per_token, rows, objects, monitor=monitor)
 
     def steps(
         self,

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardway.best import LOSS, Monitor, parse_monitor
 from shardway.rundir.line import SHARED
 
 MOST = 2.0**63
@@ -71,6 +72,7 @@ class Start:
     checkpoint: str
     changes: tuple[str, ...]
     machine: dict[str, str]
+    monitor: Monitor = LOSS
 
     @property
     def counts_tokens(self) -> bool:
@@ -106,13 +108,25 @@ def read_start(event: Mapping[str, Any]) -> Start:
         checkpoint=text(event, "checkpoint"),
         changes=_read_changes(event),
         machine={str(label): str(value) for label, value in machine.items()} if isinstance(machine, dict) else {},
+        monitor=_read_monitor(event),
     )
+
+
+def _read_monitor(event: Mapping[str, Any]) -> Monitor:
+    """By which metric an attempt finds its best validation; attempts before there was a choice went by the loss."""
+    try:
+        return parse_monitor(text(event, "monitor"))
+    except ValueError:
+        return LOSS
+
+
+_NOT_METRICS = frozenset(("event", "time", "step", "seconds"))
 
 
 @dataclass(frozen=True)
 class Validation:
-    """One validation; `loss` is NaN where it was not a number, the other metrics None where not measured. `others` are
-    those that the script names itself."""
+    """One validation; `loss` is NaN where it was not a number, the other metrics None where not measured. `metrics` has
+    all of them by name, sums of the loss function too."""
 
     step: int
     time: float
@@ -120,10 +134,15 @@ class Validation:
     bits_per_byte: float | None
     accuracy: float | None
     seconds: float | None
-    others: Mapping[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def others(self) -> dict[str, float]:
+        """The metrics that a script names itself."""
+        return {name: value for name, value in self.metrics.items() if name not in _KNOWN_METRICS}
 
 
-_NO_METRICS = frozenset(("event", "time", "step", "seconds", "loss", "bits_per_byte", "accuracy"))
+_KNOWN_METRICS = frozenset(("loss", "bits_per_byte", "accuracy"))
 
 
 def read_validation(event: Mapping[str, Any]) -> Validation:
@@ -135,7 +154,11 @@ def read_validation(event: Mapping[str, Any]) -> Validation:
         bits_per_byte=number(event, "bits_per_byte"),
         accuracy=number(event, "accuracy"),
         seconds=seconds(event, "seconds"),
-        others={str(name): measured(event, name) for name in event if name not in _NO_METRICS},
+        metrics={
+            name: measured(event, name)
+            for name, value in event.items()
+            if name not in _NOT_METRICS and (value is None or number(event, name) is not None)
+        },
     )
 
 

@@ -173,12 +173,13 @@ class LiveView:
 
     def _validation(self) -> list[Words]:
         validations, best = self._progress.validations, self._progress.best_validation
+        metric = self._progress.monitor.metric
         if not validations:
             return [("none yet", "dim")]
-        words = [(f"{render_validation(validations[-1])}  at step {validations[-1].step}", "")]
+        words = [(f"{render_validation(validations[-1], metric)}  at step {validations[-1].step}", "")]
         if validations[-1] is best:
             return [*words, ("  ★ best", "green")]
-        return [*words, (f"  best {render_validation(best)} at step {best.step}", "dim")] if best else words
+        return [*words, (f"  best {render_validation(best, metric)} at step {best.step}", "dim")] if best else words
 
     def _speed(self) -> list[Words]:
         if not self._progress.recent:

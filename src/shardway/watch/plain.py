@@ -107,4 +107,4 @@ class PlainLines:
     def _validation(self) -> str:
         validation = self._progress.validations[-1]
         best = "  best so far" if validation is self._progress.best_validation else ""
-        return render_validation(validation) + best
+        return render_validation(validation, self._progress.monitor.metric) + best

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from shardway.best import LOSS, Monitor
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
 from shardway.watch.account import Book
@@ -186,10 +187,20 @@ class Progress:
         return median(values) if values else None
 
     @property
+    def monitor(self) -> Monitor:
+        """By which metric a validation is the best."""
+        return self.attempts[-1].start.monitor if self.attempts else LOSS
+
+    @property
     def best_validation(self) -> Validation | None:
-        """The validation with the lowest finite loss (the earliest of equals)."""
-        finite = [validation for validation in self.validations if math.isfinite(validation.loss)]
-        return min(finite, key=lambda validation: validation.loss, default=None)
+        """The best by `checkpoint.monitor` (the earliest of equals)."""
+        return self.find_best()
+
+    def find_best(self, among: Collection[int] | None = None) -> Validation | None:
+        """The best validation, or the best of those of some steps."""
+        by_step = {each.step: each for each in self.validations if among is None or each.step in among}
+        best = self.monitor.find_best({step: each.metrics for step, each in by_step.items()})
+        return by_step[best.step] if best is not None else None
 
     @property
     def seconds_left(self) -> float | None:
@@ -210,10 +221,30 @@ class Progress:
 
 def read_validations(run: RunDir) -> list[Validation]:
     """The validations of a run that hold."""
+    return _read_validated(run).validations
+
+
+@dataclass(frozen=True)
+class BestCheckpoint:
+    """The checkpoint with the best validation of those that are there: its step, the metric and its value."""
+
+    step: int
+    metric: str
+    value: float
+
+
+def find_best_checkpoint(run: RunDir) -> BestCheckpoint | None:
+    """None where no step that is saved was validated."""
+    progress = _read_validated(run)
+    best, metric = progress.find_best(run.checkpoint_steps()), progress.monitor.metric
+    return BestCheckpoint(best.step, metric, best.metrics[metric]) if best is not None else None
+
+
+def _read_validated(run: RunDir) -> Progress:
     progress = Progress()
     for event in run.all_events(names=("started", "validation", "rolled_back")):
         progress.update(event)
-    return progress.validations
+    return progress
 
 
 def read_progress(run: RunDir) -> Progress:

@@ -35,6 +35,7 @@ from shardway.watch.words import (
     UNKNOWN,
     one_line,
     render_loss,
+    render_monitored,
     render_plural,
     render_size,
     render_time,
@@ -91,6 +92,7 @@ def _header(summary: RunSummary) -> str:
 def _tiles(summary: RunSummary) -> str:
     rate = summary.tokens_per_s if summary.unit == "tokens" else summary.samples_per_s
     saved = f"last at step {summary.checkpoints[-1]}" if summary.checkpoints else "none kept"
+    saved += f", best at step {summary.best_checkpoint.step}" if summary.best_checkpoint else ""
     tiles = [
         render_tile("steps", f"{summary.step}", f"of {summary.total_steps or UNKNOWN}"),
         render_tile("loss, recent mean", render_loss(summary.smooth_loss), f"last step {render_loss(summary.loss)}"),
@@ -108,7 +110,12 @@ def _validation_tile(summary: RunSummary) -> list[str]:
     best = summary.best_validation
     if best is None:
         return []
-    place = f"best, at step {best.step}"
+    place, value = f"best, at step {best.step}", best.metrics[summary.monitor]
+    if summary.monitor not in ("loss", "bits_per_byte", "accuracy"):
+        named = render_monitored(summary.monitor, value).removeprefix(f"{one_line(summary.monitor)} ")
+        return [
+            render_tile(f"validation {one_line(summary.monitor)}", named, f"loss {render_loss(best.loss)}, {place}")
+        ]
     if best.bits_per_byte is not None:
         return [render_tile("validation bits/byte", f"{best.bits_per_byte:.3f}", place)]
     if best.accuracy is not None:

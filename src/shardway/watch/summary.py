@@ -33,6 +33,7 @@ class RunSummary:
     that of the first attempt, `updated` that of the last event; `wall_s` adds up all attempts. `restarts`: how often
     ranks started again in place, as a part of their attempt. `account` says where the time went; None where that was
     not recorded. `left_out` is what the run left out of its data by itself.
+    `best_validation` is the best by the metric `monitor`, `best_checkpoint` the best whose step is saved.
     `tier_dropped`: the step from which two starts failed, so that this one left out what the nodes had saved.
     """
 
@@ -67,6 +68,8 @@ class RunSummary:
     left_out: tuple[LeftOut, ...] = ()
     tier_dropped: int | None = None
     restarts: int = 0
+    monitor: str = "loss"
+    best_checkpoint: Validation | None = None
     logged: Logged | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -84,7 +87,7 @@ def summarise(run: RunDir) -> RunSummary:
 def summarise_progress(run: RunDir, progress: Progress) -> RunSummary:
     """Where the run stands, for a reader that has read its events already."""
     standing = _standing(run, progress)
-    start = progress.start
+    start, saved = progress.start, run.checkpoint_steps()
     return RunSummary(
         name=run.path.resolve().name,
         path=run.path,
@@ -104,7 +107,7 @@ def summarise_progress(run: RunDir, progress: Progress) -> RunSummary:
         logged=progress.logged,
         best_validation=progress.best_validation,
         last_save=progress.saves[-1] if progress.saves else None,
-        checkpoints=tuple(run.checkpoint_steps()),
+        checkpoints=tuple(saved),
         world=start.world if start else None,
         device=start.device if start else "",
         host=start.host if start else "",
@@ -118,6 +121,8 @@ def summarise_progress(run: RunDir, progress: Progress) -> RunSummary:
         account=progress.book.account(run.read_status(), time.time() if standing.state == "running" else None),
         left_out=_left_out(run),
         tier_dropped=whole(run.read_status(), "tier_dropped"),
+        monitor=progress.monitor.metric,
+        best_checkpoint=progress.find_best(saved),
     )
 
 

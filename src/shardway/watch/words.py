@@ -107,14 +107,17 @@ def render_start(start: Start) -> str:
     return f"started, {render_plural(start.total_steps, 'step')}"
 
 
-def render_validation(validation: Validation) -> str:
-    """ "loss 2.4012  1.830 bits/byte  98.51 % correct  f1 0.912"."""
+def render_validation(validation: Validation, metric: str = "loss") -> str:
+    """ "loss 2.4012  1.830 bits/byte  98.51 % correct  f1 0.8125": a script's own metrics come last, of these first the
+    one that a best validation is found by."""
     parts = [f"loss {render_loss(validation.loss)}"]
     if validation.bits_per_byte is not None:
         parts.append(f"{validation.bits_per_byte:.3f} bits/byte")
     if validation.accuracy is not None:
         parts.append(f"{validation.accuracy:.2%} correct")
-    return "  ".join((*parts, *_render_named(validation.others)))
+    others = validation.others
+    first = {metric: others[metric]} if metric in others else {}
+    return "  ".join((*parts, *_render_named({**first, **others})))
 
 
 def render_logged(logged: Logged) -> str:
@@ -124,12 +127,17 @@ def render_logged(logged: Logged) -> str:
 
 def _render_named(values: Mapping[str, float]) -> list[str]:
     """Some values by their names."""
-    shown = [f"{' '.join(name.split())} {value:.4g}" for name, value in list(values.items())[:_MOST_NAMED]]
+    shown = [f"{one_line(name)} {value:.4g}" for name, value in list(values.items())[:_MOST_NAMED]]
     return [*shown, f"and {len(values) - _MOST_NAMED} more"] if len(values) > _MOST_NAMED else shown
 
 
 _MOST_NAMED = 5
 """Values of a script that a line shows."""
+
+
+def render_monitored(metric: str, value: float) -> str:
+    """ "loss 2.4012", "f1 0.8125", "accuracy 98.51 %": what a validation is the best by."""
+    return f"accuracy {value:.2%}" if metric == "accuracy" else f"{one_line(metric)} {render_loss(value)}"
 
 
 def render_account(account: Account) -> str:
