@@ -20,6 +20,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from shardway.data import samplers
 from shardway.data.loader import Share, StepLoader
 from shardway.data.order import Order
 from shardway.data.samplers import AnyOrder, BatchOrder, SamplerOrder, WholeBatches
@@ -96,6 +97,51 @@ def test_an_order_is_the_same_from_any_position_on(name: str) -> None:
     assert later.ids(positions[start:]).tolist() == through[start:]
     if name != "with a state":
         assert later.ids(positions).tolist() == order.ids(positions).tolist() == through
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_an_epoch_that_is_read_in_parts_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where fewer parts are kept than an epoch has, and something else draws between two parts."""
+    whole = SamplerOrder(SAMPLERS[name](), 7)
+    positions = np.arange(4 * whole.samples)
+    through = whole.ids(positions).tolist()
+    for block, kept in ((4, 4), (3, 2), (1, 1)):
+        monkeypatch.setattr(samplers, "_BLOCK", block)
+        monkeypatch.setattr(samplers, "_KEPT", kept)
+        order = SamplerOrder(SAMPLERS[name](), 7)
+        found = []
+        for part in np.array_split(positions, 11):
+            found += order.ids(part).tolist()
+            torch.rand(2)
+            np.random.rand()
+            random.random()
+        assert found == through
+        start = 2 * whole.samples + 2
+        assert SamplerOrder(SAMPLERS[name](), 7).ids(positions[start:]).tolist() == through[start:]
+        if name != "with a state":
+            assert order.ids(positions[1:3]).tolist() == through[1:3]
+    monkeypatch.setattr(samplers, "_BLOCK", 1)
+    with pytest.raises(UserError, match="gives 3 in epoch 1"):
+        SamplerOrder(Wrong(5), 0).ids(np.arange(5))
+    with pytest.raises(UserError, match="gives more than 2 in epoch 1"):
+        SamplerOrder(Wrong(2), 0).ids(np.arange(2))
+
+
+def test_a_sampler_without_an_end_is_read_as_far_as_is_needed() -> None:
+    """As people write it who count in steps; it took all memory, and then the run."""
+    many = 10**10
+    for make in (
+        lambda: RandomSampler(DATA, replacement=True, num_samples=many),
+        lambda: RandomSampler(DATA, replacement=True, num_samples=many, generator=seeded(3)),
+        lambda: range(many),
+    ):
+        order = SamplerOrder(make(), 1)
+        assert order.samples == many
+        through = order.ids(np.arange(40)).tolist()
+        assert SamplerOrder(make(), 1).ids(np.arange(30, 40)).tolist() == through[30:]
+    batches = BatchOrder(BatchSampler(RandomSampler(DATA, replacement=True, num_samples=many), 4, drop_last=True), 1)
+    assert (batches.size, batches.samples) == (4, many)
+    assert len(batches.batch(5)) == 4
 
 
 def test_an_epoch_is_what_the_sampler_gives() -> None:

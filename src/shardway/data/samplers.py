@@ -34,8 +34,11 @@ from shardway.data.order import Ids, Order, derive_keys
 from shardway.errors import UserError
 
 _STATELESS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-_KEPT = 4
-"""Epochs whose orders are kept: going back after a spike must not run through a sampler again."""
+_BLOCK = 2**16
+"""Elements that a sampler is asked for at once: an epoch that is longer, RandomSampler(replacement=True,
+num_samples=10**10) for one, is read as far as is needed."""
+_KEPT = 64
+"""Blocks that are kept: going back after a spike must not run through a sampler again."""
 
 
 @dataclass
@@ -79,14 +82,16 @@ def kept_random_states() -> Iterator[None]:
 
 
 class _Epochs:
-    """What a sampler gives in each epoch."""
+    """What a sampler gives in each epoch, read in blocks."""
 
     def __init__(self, sampler: Any, seed: int, what: str) -> None:
         self._sampler, self._seed, self._what = sampler, seed, what
         self._set_epoch = _find_set_epoch(sampler)
         self._generators = [(generator, generator.get_state()) for generator in _find_generators(sampler)]
-        self._next = 0
-        self._kept: dict[int, list[Any]] = {}
+        self._next = (0, 0)
+        self._elements: Iterator[Any] = iter(())
+        self._states: RandomStates | None = None
+        self._kept: dict[tuple[int, int], list[Any]] = {}
         self.count = _length_of(sampler, what)
 
     @property
@@ -94,40 +99,54 @@ class _Epochs:
         """Whether the sampler may draw from what is not known here."""
         return not (_is_known(self._sampler) or self._set_epoch is not None or self._generators)
 
-    def read(self, epoch: int) -> list[Any]:
-        """All that it gives in an epoch."""
-        if epoch not in self._kept:
-            if self._set_epoch is not None and not self._generators:
-                self._next = epoch
-            elif epoch < self._next:
-                self._next = 0
-            if self._next == 0:
+    def element(self, epoch: int, row: int) -> Any:
+        """What it gives in an epoch as number `row`."""
+        number, at = divmod(row, _BLOCK)
+        return self.block(epoch, number)[at]
+
+    def block(self, epoch: int, number: int = 0) -> list[Any]:
+        """What it gives in an epoch from `number` x _BLOCK on, until the next block or the end."""
+        wanted = (epoch, number)
+        if wanted not in self._kept:
+            if self._set_epoch is not None and not self._generators and epoch != self._next[0]:
+                self._next = (epoch, 0)
+            elif wanted < self._next:
+                self._next = (epoch, 0) if self._set_epoch is not None and not self._generators else (0, 0)
+            if self._next == (0, 0):
                 for generator, state in self._generators:
                     generator.set_state(state)
-            while self._next <= epoch:
-                self._keep(self._next, self._run_through(self._next))
-                self._next += 1
-        return self._kept[epoch]
+            while self._next <= wanted:
+                self._keep(self._next, self._run_on(*self._next))
+        return self._kept[wanted]
 
-    def _keep(self, epoch: int, found: list[Any]) -> None:
-        self._kept[epoch] = found
+    def _keep(self, place: tuple[int, int], found: list[Any]) -> None:
+        self._kept[place] = found
         for old in sorted(self._kept)[:-_KEPT]:
-            if old != epoch:
+            if old != place:
                 del self._kept[old]
 
-    def _run_through(self, epoch: int) -> list[Any]:
+    def _run_on(self, epoch: int, number: int) -> list[Any]:
+        """The next block."""
+        before = number * _BLOCK
+        left = self.count - before
         with kept_random_states():
-            RandomStates.seeded(self._seed, epoch).put_back()
-            if self._set_epoch is not None:
-                self._set_epoch(epoch)
-            found = list(itertools.islice(self._sampler, self.count + 1))
-        if len(found) != self.count:
-            many = f"{len(found)}" if len(found) < self.count else f"more than {self.count}"
+            if self._states is None or number == 0:
+                RandomStates.seeded(self._seed, epoch).put_back()
+                if self._set_epoch is not None:
+                    self._set_epoch(epoch)
+                self._elements = iter(self._sampler)
+            else:
+                self._states.put_back()
+            found = list(itertools.islice(self._elements, left + 1 if left <= _BLOCK else _BLOCK))
+            self._states = RandomStates.read()
+        if len(found) != min(left, _BLOCK):
+            many = f"{before + len(found)}" if len(found) < left else f"more than {self.count}"
             raise UserError(
                 f"{self._what} of run.loader says that its length is {self.count}, and gives {many} in epoch "
                 f"{epoch + 1}: positions in such an order cannot be counted.\n"
                 "  To do: let its __len__ say how many it gives in every epoch."
             )
+        self._next = (epoch, number + 1) if left > _BLOCK else (epoch + 1, 0)
         return found
 
 
@@ -145,24 +164,20 @@ class SamplerOrder:
 
     def ids(self, positions: Ids) -> Ids:
         """The sample at each position (any shape, from 0 on), int64 -> int64."""
-        epochs, rows = np.divmod(positions, np.int64(self.samples))
-        ids = np.empty_like(positions)
-        for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            ids[here] = _as_ids(self._epochs.read(epoch))[rows[here]]
-        return ids
+        places = zip(*(part.flatten().tolist() for part in np.divmod(positions, np.int64(self.samples))), strict=True)
+        return _as_ids([self._epochs.element(*place) for place in places]).reshape(np.shape(positions))
 
 
 class BatchOrder:
     """The endless sequence of batches of a batch sampler; step s takes its batch number s mod its length.
 
-    Positions count as if each batch had `size` samples, which is the most that any of epoch 1 has.
+    Positions count as if each batch had `size` samples, which is the most that any of epoch 1 has (of its first block).
     """
 
     def __init__(self, sampler: Any, seed: int) -> None:
         self._epochs = _Epochs(_whole(sampler), seed, f"the batch sampler {type(sampler).__name__}")
         self.seed = seed
-        self.size = max((len(batch) for batch in self._epochs.read(0)), default=0)
+        self.size = max((len(batch) for batch in self._epochs.block(0)), default=0)
         self.samples = self._epochs.count * self.size
         if not self.size:
             raise UserError("the batch_sampler of run.loader gives no batches with samples in them.")
@@ -175,7 +190,7 @@ class BatchOrder:
     def batch(self, number: int) -> Ids:
         """The samples of a step, over all ranks."""
         epoch, at = divmod(number, self._epochs.count)
-        return _as_ids(self._epochs.read(epoch)[at])
+        return _as_ids(self._epochs.element(epoch, at))
 
 
 @dataclass(frozen=True)
