@@ -21,6 +21,7 @@ from shardway.ranks.start import Ranks
 from shardway.rundir.directory import RunDir
 from shardway.train.loss import LossSum
 from shardway.train.validate import Validation
+from trained import whole
 
 QUIET = ("run.device=cpu", "run.threads=1", "checkpoint.background=false", "train.validate_every=2 steps")
 
@@ -176,6 +177,46 @@ def test_f1_and_accuracy_of_two_ranks_are_those_of_one(rank: int, tmp_path: Path
         assert both.last["seen"] == count
         assert f1(both.last) == f1(alone.last)
     assert read_named(tmp_path / "33", "validation")[-1]["seen"] == 33
+
+
+def f1_by_hand(model: nn.Module, held_out: TensorDataset) -> float:
+    """In plain torch, of all samples at once, with the weights that the ranks hold together."""
+    plain = Net()
+    plain.load_state_dict({name: whole(each) for name, each in model.state_dict().items()})
+    x, y = held_out.tensors
+    with torch.no_grad():
+        guess, truth = plain(x).argmax(1) == 1, y == 1
+    right = int((guess & truth).sum())
+    return 2 * right / int(guess.sum() + truth.sum())
+
+
+@ranks(4)
+def test_f1_of_four_ranks_is_that_of_one_and_the_exact_one(rank: int, tmp_path: Path) -> None:
+    """While the model learns; also with fewer samples than ranks. A mean of the ranks' F1 would be another."""
+    for shape, count in (((4, 1), 53), ((2, 2), 29), ((1, 4), 3)):
+        both = f1_by_step(tmp_path / f"{shape}", pool_ranks(), count, *layout(*shape))
+        if rank == 0:
+            assert both == f1_by_step(tmp_path / f"{shape} alone", lone_rank(), count)
+        assert list(both) == [2, 4, 6]
+        assert count == 3 or len(set(both.values())) > 1
+        pool_ranks().barrier()
+
+
+def f1_by_step(folder: Path, on: Ranks, count: int, *words: str) -> dict[int, float]:
+    """F1 after each validation, as the run says and as it is by hand, which is the same."""
+    held_out, by_hand = images(count), dict[int, float]()
+    with open_tiny(folder, on, *words, base=QUIET) as run:
+        model = run.shard(Net())
+        run.optimizer(torch.optim.SGD, model, lr=0.1)
+        validation = run.validation(held_out, f1_sums)
+        for batch in run.steps(run.loader(images(64), 8), 6, validation):
+            if validation.step == run.step_number > 0:
+                by_hand[validation.step] = f1_by_hand(model, held_out)
+            run.step(model, batch, F.cross_entropy)
+        by_hand[6] = f1_by_hand(model, held_out)
+    assert all(sums["seen"] == count for sums in validation.results.values())
+    assert {step: f1(sums) for step, sums in validation.results.items()} == by_hand
+    return by_hand
 
 
 def test_a_name_of_a_sum_that_is_taken_is_refused(tmp_path: Path, quiet_threads: None) -> None:
