@@ -420,3 +420,34 @@ class Unseeded:
 def test_a_sampler_that_differs_on_ranks_is_refused(rank: int, tmp_path: Path) -> None:
     text = refused(lambda: train(tmp_path, pool_ranks(), ROWS, mean_output, *layout(1, 2), sampler=Unseeded()))
     assert text.startswith("the sampler of run.loader gives each rank another order")
+
+
+def test_other_data_in_the_same_run_are_refused_in_the_words_of_a_script(tmp_path: Path, quiet_threads: None) -> None:
+    """Also of a second loop of the same script."""
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return model(batch).mean()
+
+    first = [row(index) for index in range(64)]
+    words = ("checkpoint.every=2 steps",)
+    others = ([row(index) for index in range(48)], torch.stack(first), Stream())
+    with open_tiny(tmp_path, lone_rank(), *words, base=QUIET) as run:
+        model = run.shard(nn.Linear(4, 1))
+        run.optimizer(torch.optim.SGD, model, lr=0.01)
+        for batch in run.steps(run.loader(first, batch_size=8), 2):
+            run.step(model, batch, loss)
+        with pytest.raises(UserError, match=r"run\.loader was given list of 48, the checkpoint says list of 64"):
+            next(run.steps(run.loader(others[0], batch_size=8), 4))
+    for data in others:
+        with pytest.raises(UserError) as failure:
+            train(tmp_path, lone_rank(), data, loss, *words)
+        assert str(failure.value).splitlines()[1] == (
+            "  The position in the data would mean other samples, so nothing was trained. To do: restore the data, "
+            "give these a run of their own (shardway.start(directory=...)), or start over with "
+            "shardway.start(fresh=True), which sets the run directory aside."
+        )
+    with pytest.raises(UserError, match=r"ask for more steps, or start over with shardway.start\(fresh=True\)"):
+        train(tmp_path, lone_rank(), first, loss, *words, steps=1)
+    assert len(read_column(tmp_path)) == 2
+    train(tmp_path, lone_rank(), first, loss, *words)
+    assert len(read_column(tmp_path)) == 4

@@ -43,6 +43,9 @@ FOLDER_MODE = 0o750
 START_OVER = "start over with --fresh, which sets the run directory aside"
 """The last way out of a run that cannot go on: what it has learnt stays on disk (`RunDir.set_aside`)."""
 
+START_OVER_IN_SCRIPT = "start over with shardway.start(fresh=True), which sets the run directory aside"
+"""As `START_OVER`, for a script of one's own."""
+
 WAITS = "waits"
 """A file in the folder of what the processes of a start print, while they are spares that wait to be ranks."""
 

@@ -13,7 +13,7 @@ from shardway.checkpoint.load import Loaded, load_latest
 from shardway.checkpoint.quarantine import SetAside, set_aside
 from shardway.checkpoint.state import State
 from shardway.errors import UserError
-from shardway.rundir.directory import START_OVER
+from shardway.rundir.directory import START_OVER, START_OVER_IN_SCRIPT
 from shardway.rundir.left_out import LeftOut
 from shardway.rundir.line import LOCAL, SHARED
 from shardway.rundir.steps import step_name
@@ -65,7 +65,7 @@ def restore(session: Session, plan: LoopPlan, state: State, tier: LocalTier | No
         if scale is not None and "loss_scale" in loaded.numbers:
             scale = scale.with_numbers(loaded.numbers["loss_scale"])
         counters = read_counters(loaded.numbers)
-        _check_goes_on(plan, counters.step, str(loaded.numbers.get("data", "")))
+        _check_goes_on(session, plan, counters.step, str(loaded.numbers.get("data", "")))
     return Restored(loaded, counters, scale, nearest=nearest)
 
 
@@ -116,17 +116,21 @@ def _tell_nearest(session: Session, restored: Restored) -> None:
         recorder.status(tier_dropped=dropped)
 
 
-def _check_goes_on(plan: LoopPlan, step: int, saved_data: str) -> None:
+def _check_goes_on(session: Session, plan: LoopPlan, step: int, saved_data: str) -> None:
     """Raise UserError where the checkpoint belongs to other data, or is past what is asked for."""
+    own = session.own_model
+    start_over = START_OVER_IN_SCRIPT if own else START_OVER
     if saved_data and plan.data_fingerprint and saved_data != plan.data_fingerprint:
+        what = "run.loader was given" if own else "the fingerprint of data.path is"
+        elsewhere = "give these a run of their own (shardway.start(directory=...)), " if own else ""
         raise UserError(
-            f"the training data is not what the first {step} steps were trained on: the fingerprint of data.path "
-            f"is {plan.data_fingerprint}, the checkpoint says {saved_data}.\n"
+            f"the training data is not what the first {step} steps were trained on: {what} {plan.data_fingerprint}, "
+            f"the checkpoint says {saved_data}.\n"
             "  The position in the data would mean other samples, so nothing was trained. To do: restore the data, "
-            f"or {START_OVER}."
+            f"{elsewhere}or {start_over}."
         )
     if step > plan.total_steps:
         raise UserError(
             f"{step} steps are done, and train.steps asks for {plan.total_steps}.\n"
-            f"  Nothing was changed. To do: ask for more steps, or {START_OVER}."
+            f"  Nothing was changed. To do: ask for more steps, or {start_over}."
         )
