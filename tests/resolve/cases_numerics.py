@@ -214,7 +214,7 @@ REFUSALS: list[Refuses] = [
     ),
     Refuses(
         "a_memory_budget_needs_the_compiler",
-        ("recompute.mode=budget",),
+        ("recompute.mode=budget", "train.compile=off"),
         '  recompute.mode (command line): "budget": it is the compiler that chooses, and train.compile is "off"\n'
         '      allowed: "none", "selective", "full"; or train.compile = "blocks"',
     ),

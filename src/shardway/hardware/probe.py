@@ -20,10 +20,12 @@ from shardway.hardware.cgroup import CgroupLimits, read_cgroup_limits
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator as its driver lists it; `memory_bytes` is the whole of its memory."""
+    """One accelerator as its driver lists it; `memory_bytes` is the whole of its memory, `capability` its CUDA compute
+    capability."""
 
     name: str
     memory_bytes: int | None
+    capability: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,16 @@ def _read_device(nvml: Any, index: int) -> Device:
     name = nvml.nvmlDeviceGetName(handle)
     # Releases of nvidia-ml-py before 11.5 return bytes.
     name = name.decode() if isinstance(name, bytes) else name
-    return Device(name, _read_memory_bytes(nvml, handle))
+    return Device(name, _read_memory_bytes(nvml, handle), _read_capability(nvml, handle))
+
+
+def _read_capability(nvml: Any, handle: Any) -> tuple[int, int] | None:
+    """None where the driver, or a library older than 11.5, does not say it."""
+    try:
+        major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    except (nvml.NVMLError, AttributeError):
+        return None
+    return int(major), int(minor)
 
 
 def _read_memory_bytes(nvml: Any, handle: Any) -> int | None:

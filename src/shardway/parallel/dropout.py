@@ -61,7 +61,7 @@ class DropoutSeeds:
 
 def seed_dropout(stages: Sequence[Stage], units: Sequence[nn.Module], seeds: DropoutSeeds) -> DropoutSeeds | None:
     """Have each stage and each of its units start from their own seed; None for a model without dropout."""
-    if not any(_drops(stage.module) for stage in stages):
+    if not any(drops(stage.module) for stage in stages):
         return None
     wanted = set(units)
     for stage in stages:
@@ -74,7 +74,8 @@ def seed_dropout(stages: Sequence[Stage], units: Sequence[nn.Module], seeds: Dro
     return seeds
 
 
-def _drops(model: nn.Module) -> bool:
+def drops(model: nn.Module) -> bool:
+    """Whether a model has dropout."""
     kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.MultiheadAttention)
     dropping = (module for module in model.modules() if isinstance(module, kinds))
     return any(getattr(module, "p", getattr(module, "dropout", 0.0)) > 0.0 for module in dropping)

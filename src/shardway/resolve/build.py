@@ -12,6 +12,7 @@ from typing import cast
 
 from shardway.errors import Problem, check_no_problems
 from shardway.resolve.applies import TOKEN_MODELS
+from shardway.resolve.device_defaults import leave_short_runs_uncompiled
 from shardway.resolve.draft import Draft
 from shardway.resolve.resolved import Circumstances, DataFacts, Derived, Resolved
 from shardway.resolve.rules import OF_WHAT_IS_DESCRIBED, RULES
@@ -25,14 +26,23 @@ from shardway.units import Scale, Span
 def resolve(loaded: Loaded, circumstances: Circumstances) -> Resolved:
     """Apply every rule in order. Raises UserError with all that cannot be."""
     draft = Draft(loaded, circumstances)
-    name = loaded.path.stem if loaded.path else "default"
-    for rule in (a_run_without_a_name_is_called_after_its_file(name), *RULES):
+    for rule in (a_run_without_a_name_is_called_after_its_file(_name_of_file(loaded)), *RULES):
         if not (circumstances.own_model and rule in OF_WHAT_IS_DESCRIBED):
             rule(draft)
     resolved = draft.finish(_derive(draft)) if not draft.problems else None
     spans = _spans_without_data(resolved) if resolved else None
     check_no_problems(_title(loaded), [*draft.problems, *(spans.find_problems() if spans else [])])
     return spans.settle() if spans else cast(Resolved, resolved)
+
+
+def name_of_run(loaded: Loaded) -> str:
+    """What a run is called: its run.name, or as its file."""
+    name = loaded.values.run.name
+    return name if name != "auto" else _name_of_file(loaded)
+
+
+def _name_of_file(loaded: Loaded) -> str:
+    return loaded.path.stem if loaded.path else "default"
 
 
 def _spans_without_data(resolved: Resolved) -> _Spans | None:
@@ -71,7 +81,7 @@ def resolve_with_data(resolved: Resolved, facts: DataFacts) -> Resolved:
     resolved = replace(resolved, values=values, origins=MappingProxyType(origins))
     spans = _Spans(resolved, scale_of(resolved, facts))
     check_no_problems("the run file", [*problems, *spans.find_problems()])
-    return spans.settle()
+    return leave_short_runs_uncompiled(spans.settle())
 
 
 def _list_vocabulary_problems(vocab: int, tp: int) -> list[Problem]:

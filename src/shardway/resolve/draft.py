@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from shardway.errors import Problem
-from shardway.resolve.resolved import Circumstances, Derived, Resolved
+from shardway.resolve.resolved import DERIVED, Circumstances, Derived, Resolved
 from shardway.runfile.load import DEFAULT, Loaded
 from shardway.runfile.schema import RunFile
 
@@ -43,6 +43,10 @@ class Draft:
         """Whether nobody has settled the key: it is not set, or it is "auto"."""
         return not self.is_set(dotted) or bool(self.get(dotted) == "auto")
 
+    def is_derived(self, dotted: str) -> bool:
+        """Whether a rule has settled the key."""
+        return self.origin(dotted).startswith(DERIVED)
+
     def origin(self, dotted: str) -> str:
         """Where the value of a key comes from."""
         return self._origins[dotted]
@@ -52,7 +56,7 @@ class Draft:
         section, name = dotted.split(".")
         table = getattr(self._values, section).model_copy(update={name: value})
         self._values = self._values.model_copy(update={section: table})
-        self._origins[dotted] = f"derived: {reason}"
+        self._origins[dotted] = f"{DERIVED}{reason}"
 
     def refuse(self, dotted: str, what: str, allowed: str = "", remedy: str = "") -> None:
         """Record that a value cannot be."""

@@ -6,6 +6,7 @@ itself. The only module of this room that reads files; it must not write any.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -13,14 +14,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardway.errors import UserError
+from shardway.errors import ShardwayError, UserError
 from shardway.hardware import probe
 from shardway.hardware.catalogue import load_accelerators
+from shardway.hardware.device import DeviceFacts, facts_of_found, facts_of_part
 from shardway.hfconfig import ModelFacts, locate_model, read_facts
-from shardway.resolve.build import resolve
+from shardway.resolve.build import name_of_run, resolve
+from shardway.resolve.device_defaults import KEYS as DEVICE_KEYS
 from shardway.resolve.resolved import Circumstances, Resolved
 from shardway.rundir.directory import RunDir
 from shardway.runfile.load import Loaded, load_run
+from shardway.runfile.schema import RunFile
 from shardway.sites.find import UnknownSite
 from shardway.sites.load import load_site
 from shardway.sites.schema import CPU, SiteProfile
@@ -85,6 +89,11 @@ class Resolution:
         loaded = self.loaded.with_default(dotted, value, origin)
         return replace(self, loaded=loaded, resolved=resolve(loaded, self.resolved.circumstances))
 
+    def under(self, **circumstances: Any) -> Resolution:
+        """The same resolution where some circumstances are others; not for a run that the data has completed."""
+        known = replace(self.resolved.circumstances, **circumstances)
+        return replace(self, resolved=resolve(self.loaded, known))
+
 
 def resolve_request(
     request: Request, ranks: int = 1, ranks_per_node: int = 1, planned: Machine | None = None
@@ -113,8 +122,32 @@ def resolve_loaded(
         shape=_shape_of(values.model.hf) if known or values.parallel.layout == "auto" else None,
         own_model=request.own_model,
         local_disk=site.node.local_disk or "",
+        devices=(facts_of_part(planned.accelerator),) if planned else _list_devices(values.run.device, machine),
     )
+    if not request.fresh:
+        place = RunDir(Path(values.run.root) / name_of_run(loaded))
+        with contextlib.suppress(ShardwayError, OSError):  # told where the run begins
+            circumstances = replace(circumstances, before=read_before(place, values))
     return Resolution(request, loaded, resolve(loaded, circumstances))
+
+
+def read_before(run: RunDir, values: RunFile) -> dict[str, Any]:
+    """What a run that goes on computed with so far, of the keys that follow the device.
+
+    Empty where nothing was saved that it could go on from. Raises JobError, OSError where its record cannot be read.
+    """
+    if not run.checkpoint_steps() and values.checkpoint.local_every == "off":
+        return {}
+    saved, found = run.read_resolved(), dict[str, Any]()
+    for section, name in (key.split(".") for key in DEVICE_KEYS):
+        value = saved.get(section, {}).get(name, "auto")
+        found |= {f"{section}.{name}": value} if value != "auto" else {}
+    return found
+
+
+def _list_devices(kind: str, machine: probe.Machine) -> tuple[DeviceFacts, ...]:
+    """What the accelerators of this machine can do, each kind once."""
+    return tuple(dict.fromkeys(facts_of_found(each) for each in machine.accelerators)) if kind != "cpu" else ()
 
 
 def site_of(loaded: Loaded, machine: probe.Machine | None = None) -> SiteProfile:

@@ -6,9 +6,11 @@ Invariant: all of it is frozen; nobody derives a value after this room. This mod
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
+from shardway.hardware.device import DeviceFacts
 from shardway.hfconfig import ModelFacts
 from shardway.resolve.applies import applies
 from shardway.runfile.schema import RunFile
@@ -17,6 +19,17 @@ from shardway.runfile.write import render_run
 if TYPE_CHECKING:  # what is planned loads the planner itself
     from shardway.plan.machine import Machine
     from shardway.plan.shapes.measured import Shape
+
+DERIVED = "derived: "
+"""How the origin of a value begins that a rule has settled."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """The value of a key that is "auto", and why."""
+
+    value: Any
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -38,6 +51,18 @@ class Circumstances:
     """Whether a script brings its own model and data, so that [model] and [data] describe nothing."""
     local_disk: str = ""
     """Folder on each node's own disk, as the site's profile says; empty where it says none."""
+    devices: tuple[DeviceFacts, ...] = ()
+    """What the accelerators that the ranks have can do, each kind once; empty where that is not known."""
+    before: Mapping[str, Any] = field(default_factory=dict)
+    """Keys that follow the device -> what earlier attempts of this run computed with; empty for a new run."""
+    settled: Mapping[str, Settled] = field(default_factory=dict)
+    """Keys that follow the device -> what the script that owns the model has settled."""
+
+
+def value_of(values: RunFile, dotted: str) -> Any:
+    """The value of a key."""
+    section, name = dotted.split(".")
+    return getattr(getattr(values, section), name)
 
 
 @dataclass(frozen=True)
@@ -70,6 +95,20 @@ class Resolved:
     origins: Mapping[str, str]
     circumstances: Circumstances
     derived: Derived
+
+    def is_derived(self, dotted: str) -> bool:
+        """Whether a rule has settled a key."""
+        return self.origins[dotted].startswith(DERIVED)
+
+    def with_values(self, settled: Mapping[str, Settled]) -> Resolved:
+        """The same run with other values of keys that were left open."""
+        values, origins = self.values, dict(self.origins)
+        for dotted, each in settled.items():
+            section, name = dotted.split(".")
+            table = getattr(values, section).model_copy(update={name: each.value})
+            values = values.model_copy(update={section: table})
+            origins[dotted] = f"{DERIVED}{each.reason}"
+        return replace(self, values=values, origins=MappingProxyType(origins))
 
     def render(self, keep: Callable[[str], bool] = lambda dotted: True) -> str:
         """The resolved run as a run file: the keys that have an effect and that `keep` wants, with their origins."""

@@ -158,8 +158,10 @@ class TrainSection(Section):
         "layout then gives the same bits; on a GPU also as long as device, library versions and the way that "
         "collectives go round are the same.",
     )
-    compile: Literal["off", "blocks", "model"] = key(
-        "off", "torch.compile nothing, each block of the model (blocks that are alike share a graph), or all of it."
+    compile: Literal["off", "blocks", "model"] | Auto = key(
+        "auto",
+        "torch.compile nothing, each block of the model (blocks that are alike share a graph), or all of it; auto = "
+        "blocks where the device gains by it, off on a CPU and in runs of few steps.",
     )
     compile_cache: str = key(
         "auto",
@@ -287,15 +289,16 @@ class DeepspeedSection(Section):
 class PrecisionSection(Section):
     """Number formats."""
 
-    compute: Literal["fp32", "bf16", "fp16", "float8"] = key(
-        "fp32",
-        "Format of matrix products; fp16 scales its loss, float8 is for linear layers of blocks and the rest is bf16.",
+    compute: Literal["fp32", "bf16", "fp16", "float8"] | Auto = key(
+        "auto",
+        "Format of matrix products; fp16 scales its loss, float8 is for linear layers of blocks and the rest is bf16; "
+        "auto = bf16 where the device multiplies it fast, else fp32.",
     )
     weights: Literal["fp32", "bf16"] = key(
         "fp32", "Format in which weights, gradients and moments are kept; bf16 has no fp32 copy (compute bf16, float8)."
     )
     reduce: Literal["fp32", "bf16"] = key("fp32", "Format in which sharded gradients are summed.")
-    tf32: bool = key(False, "Let fp32 matrix products run in TF32 on devices that have it.")
+    tf32: bool | Auto = key("auto", "Let fp32 matrix products run in TF32; auto = on devices that have it.")
     loss_scale: PositiveFloat = key(65536.0, "First factor on the loss, which keeps small gradients (fp16).")
     loss_scale_growth: Annotated[float, Field(gt=1.0)] = key(2.0, "What multiplies the factor after good steps (fp16).")
     loss_scale_backoff: Annotated[float, Field(gt=0.0, lt=1.0)] = key(

@@ -24,6 +24,7 @@ from shardway.checkpoint.state import MODEL, OPTIMIZER, Trained
 from shardway.errors import UserError, list_some
 from shardway.models.contract import canonical_name, held_by_rank
 from shardway.parallel.apply import ParallelModel
+from shardway.parallel.formats.precision import Precision
 from shardway.runfile.schema import RunFile
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -50,6 +51,8 @@ class HeldModel:
     name: str
     part: str
     parallel: ParallelModel
+    precision: Precision | None = None
+    """What it is computed in; None: as the run says."""
 
     @property
     def prefix(self) -> str:
@@ -88,11 +91,11 @@ class Holdings:
 
     # --- what the script hands over
 
-    def add_model(self, parallel: ParallelModel, name: str | None) -> HeldModel:
+    def add_model(self, parallel: ParallelModel, name: str | None, precision: Precision | None = None) -> HeldModel:
         """A model; the first is called "model" where it has no name."""
         called, part = _call(name, MODEL, [each.name for each in self.models], "run.shard")
         parallel.module.__dict__[_MARK] = self._mark
-        self.models.append(HeldModel(called, part, parallel))
+        self.models.append(HeldModel(called, part, parallel, precision))
         return self.models[-1]
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module, name: str | None) -> HeldOptimizer:

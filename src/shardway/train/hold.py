@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from shardway.checkpoint.load import peek_latest
 from shardway.checkpoint.retention import remove_leftovers
@@ -28,13 +29,15 @@ class DirectoryHold:
     """One process's right to write a run directory.
 
     `starts_over`: an earlier run is here that `begin` sets aside. `run_id` is the id of the run, also before it is
-    written. `made` are the folders that were made here, innermost first.
+    written; `before` what it computed with so far (`resolve.request.read_before`). `made` are the folders that were made
+    here, innermost first.
     """
 
     directory: RunDir
     lock: WriterLock
     starts_over: bool
     run_id: str = ""
+    before: Mapping[str, Any] = field(default_factory=dict)
     made: tuple[Path, ...] = ()
     fenced: list[tuple[Path, Path]] = field(default_factory=list)
     begun: bool = False

@@ -25,6 +25,7 @@ from shardway.rundir.left_out import LeftOut
 from shardway.rundir.line import LOCAL
 from shardway.train.before import Before, find_changeable, find_generators
 from shardway.train.counters import Counters
+from shardway.train.device_defaults import describe_numerics
 from shardway.train.earlier import find_early_end
 from shardway.train.ending import End
 from shardway.train.guard import BackPlan, Guard
@@ -277,6 +278,7 @@ class Loop:
             random_restored=loaded.random_restored if loaded else None,
             changed=session.changes if loaded else {},
             **machine_facts(session.ranks),
+            numerics=describe_numerics(session.resolved),
             agent=session.agent or None,
         )
         set_damaged_aside(session, restored)

@@ -52,6 +52,7 @@ from shardway.train.loss_probe import probe_loss
 from shardway.train.loss_scale import LossScale
 from shardway.train.memory import Holder, memory_told
 from shardway.train.metrics import check_metrics
+from shardway.train.model_numerics import resolve_for_model
 from shardway.train.monitoring import check_is_validated
 from shardway.train.open_step import StepCall
 from shardway.train.passes import Portions
@@ -166,19 +167,20 @@ class Run:
         UserError where the model cannot be split or filled.
         """
         self._check_not_begun("run.shard")
+        numerics = resolve_for_model(self._session, model, is_first=not self._held.models)
         values = self.resolved.values
         options = ApplyOptions(
             parallel=values.parallel,
-            precision=self._session.precision,
+            precision=numerics.precision,
             recompute=values.recompute,
-            compile=CompileOptions(values.train.compile),
+            compile=CompileOptions(numerics.compile),
             channels_last=values.train.channels_last,
             seed=values.train.seed,
             wrap_copies=ENGINES[values.train.engine].wraps_copies,
         )
         parallel = apply_parallelism(model, self._session.mesh, self.device, options)
         check_savable(parallel.module.state_dict(), f"what {type(model).__name__} holds")
-        return self._held.add_model(parallel, name).parallel.given
+        return self._held.add_model(parallel, name, numerics.precision).parallel.given
 
     def optimizer(
         self,
@@ -380,7 +382,7 @@ class Run:
             parallel=first,
             optimizer=held.optimizer,
             portions=Portions(train.global_batch, int(train.micro_batch), derived.accumulation, derived.per_pass),
-            precision=session.precision,
+            precision=held.model.precision or session.precision,
             clip=None if clip == "off" or session.leaves_alone("optim.clip") else float(clip),
             ranks=session.ranks,
             resolved=self.resolved,

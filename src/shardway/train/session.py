@@ -25,7 +25,7 @@ from shardway.hardware.facts import render_machine
 from shardway.hardware.probe import probe_machine
 from shardway.parallel.formats.precision import Precision, read_precision
 from shardway.parallel.mesh import Mesh, build_mesh
-from shardway.parallel.switches import apply_backend_switches
+from shardway.parallel.switches import apply_backend_switches, tf32_put_back
 from shardway.ranks.agent.page import open_page
 from shardway.ranks.agent.patience import read_patience
 from shardway.ranks.attempt import describe_error, find_attempt, tell_fault
@@ -39,12 +39,15 @@ from shardway.ranks.progress import Progress
 from shardway.ranks.signals import SignalWatch
 from shardway.ranks.start import Ranks, StartOptions, is_out_of_memory, start_ranks
 from shardway.resolve import DataFacts, Resolved, check_same_run, find_changes, resolve_with_data
-from shardway.resolve.request import Request, Resolution, resolve_request
+from shardway.resolve.device_defaults import TF32
+from shardway.resolve.request import Request, Resolution, read_before, resolve_request
 from shardway.rundir.attempts import SECOND_SIGNAL, Attempt, Ending
 from shardway.rundir.directory import RunDir
 from shardway.rundir.lease import Tenure
 from shardway.rundir.local import find_local_run
+from shardway.rundir.refusal import refusals
 from shardway.runfile.load import DEFAULT
+from shardway.train.device_defaults import agree, look_here
 from shardway.train.ending import End
 from shardway.train.engines import ENGINES
 from shardway.train.hold import DirectoryHold, take_directory
@@ -191,17 +194,22 @@ def hold_session(
     resolution: Resolution, ranks: Ranks, attempt: Attempt | None = None, progress: Progress | None = None
 ) -> Iterator[Session]:
     """The session of a resolved run on ranks that have started; they are left as they are when it ends."""
-    values = resolution.resolved.values
-    precision, progress = read_precision(values.precision), progress or Progress()
-    apply_backend_switches(values, ranks.device)
+    progress = progress or Progress()
     with contextlib.ExitStack() as stack:
         hold = _hold_directory(resolution, ranks, attempt, stack)
-        epoch, run_id, starts_over = ranks.gather(
-            (hold.directory.epoch, hold.run_id, hold.starts_over) if hold is not None else (0, "", False)
-        )[0]
+        held = (hold.directory.epoch, hold.run_id, hold.starts_over, hold.before) if hold is not None else _NOT_HELD
+        told = ranks.gather((held, look_here(resolution, ranks.device)))
+        (epoch, run_id, starts_over, before), _ = told[0]
+        resolution = agree(resolution, [report for _, report in told], before)
+        values = resolution.resolved.values
+        precision = read_precision(values.precision)
+        stack.enter_context(tf32_put_back(ranks.device))
+        leaves_tf32 = TF32 in resolution.resolved.circumstances.settled and resolution.resolved.is_derived(TF32)
+        apply_backend_switches(values, ranks.device, leaves_tf32=leaves_tf32)
         directory = hold.directory if hold is not None else resolution.directory.beside(epoch)
-        told = _find_told(attempt, ranks.placement)
-        recorder = Recorder(directory, ranks, every_rank=values.data.record_ids, attempt=told, progress=progress)
+        attempt_told = _find_told(attempt, ranks.placement)
+        every_rank = values.data.record_ids
+        recorder = Recorder(directory, ranks, every_rank=every_rank, attempt=attempt_told, progress=progress)
         stack.callback(recorder.close)
         mesh = build_mesh(ranks, values.parallel)
         seed_all(values.train.seed, ranks.rank)
@@ -235,9 +243,16 @@ def _hold_directory(
             return None
         hold = take_directory(resolution.directory, job, fresh=resolution.request.fresh)
         stack.callback(hold.end)
+        if not hold.starts_over:
+            with refusals(resolution.directory.path):
+                hold.before = read_before(resolution.directory, resolution.resolved.values)
         return hold
 
     return ranks.together(take)
+
+
+_NOT_HELD: tuple[int, str, bool, Mapping[str, Any]] = (0, "", False, {})
+"""What a rank that does not hold the run directory says in its place."""
 
 
 @contextlib.contextmanager

@@ -73,6 +73,8 @@ class Start:
     changes: tuple[str, ...]
     machine: dict[str, str]
     monitor: Monitor = LOSS
+    numerics: tuple[tuple[str, Any, str], ...] = ()
+    """Number formats and compilation: key, value, where the value comes from."""
 
     @property
     def counts_tokens(self) -> bool:
@@ -86,6 +88,12 @@ def _read_changes(event: Mapping[str, Any]) -> tuple[str, ...]:
     changed = event.get("changed")
     pairs = changed.items() if isinstance(changed, dict) else ()
     return tuple(f"{key} {pair[0]} -> {pair[1]}" for key, pair in pairs if isinstance(pair, list) and len(pair) == 2)
+
+
+def _read_numerics(event: Mapping[str, Any]) -> tuple[tuple[str, Any, str], ...]:
+    found = event.get("numerics")
+    pairs = found.items() if isinstance(found, dict) else ()
+    return tuple((key, pair[0], str(pair[1])) for key, pair in pairs if isinstance(pair, list) and len(pair) == 2)
 
 
 def read_start(event: Mapping[str, Any]) -> Start:
@@ -109,6 +117,7 @@ def read_start(event: Mapping[str, Any]) -> Start:
         changes=_read_changes(event),
         machine={str(label): str(value) for label, value in machine.items()} if isinstance(machine, dict) else {},
         monitor=_read_monitor(event),
+        numerics=_read_numerics(event),
     )
 
 

@@ -30,6 +30,7 @@ from shardway.watch.words import (
     render_loss,
     render_machine,
     render_number,
+    render_numerics,
     render_rate,
     render_size,
     render_start,
@@ -112,7 +113,9 @@ class LiveView:
                 self._losses.add(self._progress.step, measured(event, "loss"))
             case "started":
                 self._losses.undo_after(self._progress.step)
-                self._say(render_start(read_start(event)), event)
+                start = read_start(event)
+                for words in filter(None, (render_start(start), render_numerics(start))):
+                    self._say(words, event)
             case "finished" | "stopped" | "failed":
                 self._say(render_ending(read_ending(event)), event, _STATE_STYLES[event["event"]])
             case "rolled_back":

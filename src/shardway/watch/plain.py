@@ -18,6 +18,7 @@ from shardway.watch.words import (
     render_loss,
     render_machine,
     render_number,
+    render_numerics,
     render_rate,
     render_start,
     render_time,
@@ -75,7 +76,8 @@ class PlainLines:
         self._untold = None
         unit = "tokens" if start.counts_tokens else "samples"
         portion = start.tokens_per_step if start.counts_tokens else start.samples_per_step
-        return [f"{render_start(start)}  {render_machine(start)}, {render_total(portion)} {unit} a step"]
+        first = f"{render_start(start)}  {render_machine(start)}, {render_total(portion)} {unit} a step"
+        return [first, *filter(None, [render_numerics(start)])]
 
     def _step(self) -> list[str]:
         self._untold = self._step_line()

@@ -6,8 +6,11 @@ colours, widths or HTML.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 from shardway.rundir.left_out import LeftOut
 from shardway.rundir.line import LOCAL
@@ -105,6 +108,29 @@ def render_start(start: Start) -> str:
         base = f"resumed from step {start.step}" + (f" ({one_line(start.checkpoint)})" if start.checkpoint else "")
         return f"{base}, changed since: {one_line(', '.join(start.changes))}" if start.changes else base
     return f"started, {render_plural(start.total_steps, 'step')}"
+
+
+def render_numerics(start: Start) -> str:
+    """ "computes in fp32, without TF32, not compiled (a CPU)", each with its reason; "" where it was not recorded."""
+    rows = [
+        (_NUMERICS[key](value), origin.removeprefix("derived: "))
+        for key, value, origin in start.numerics
+        if key in _NUMERICS
+    ]
+    groups = [
+        (reason, [words for words, _ in group]) for reason, group in itertools.groupby(rows, key=lambda row: row[1])
+    ]
+    return one_line(", ".join(f"{', '.join(words)} ({reason})" for reason, words in groups))
+
+
+_NUMERICS: Mapping[str, Callable[[Any], str]] = MappingProxyType(
+    {
+        "precision.compute": lambda value: f"computes in {value}",
+        "precision.tf32": lambda value: "with TF32" if value is True else "without TF32",
+        "train.compile": lambda value: "not compiled" if value == "off" else f"{value} compiled",
+    }
+)
+"""Key -> what its value is in words."""
 
 
 def render_validation(validation: Validation, metric: str = "loss") -> str:

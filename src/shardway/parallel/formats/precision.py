@@ -15,8 +15,9 @@ from shardway.parallel.formats.float8 import Float8Options
 from shardway.parallel.formats.parameters import Formats
 from shardway.runfile.schema import PrecisionSection
 
-_COMPUTE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "float8": torch.bfloat16}
-"""Format of products; with float8 that of everything which is not a converted linear layer."""
+_COMPUTE = {"auto": None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "float8": torch.bfloat16}
+"""Format of products; with float8 that of everything which is not a converted linear layer. "auto" is of a section that
+was not resolved, for weights that are read or written and not trained."""
 
 _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

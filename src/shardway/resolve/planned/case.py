@@ -99,7 +99,7 @@ def fixed_case_of(values: RunFile, shape: Architecture, **laid_out: object) -> C
         "sequence": parallel.tp_sequence,
         "recompute": recompute_of(values.recompute),
         "dropout": values.model.dropout > 0,
-        "compiled": values.train.compile != "off",
+        "compiled": values.train.compile in ("blocks", "model"),
         "offload": offloads(values),
     }
     return Case(**{**settings, **laid_out})  # type: ignore[arg-type]
@@ -136,10 +136,11 @@ def engine_of(values: RunFile) -> Engine:
 
 
 def precision_of(section: PrecisionSection) -> Precision:
-    """The format of matrix products."""
+    """The format of matrix products; fp32 where that is still left to the device."""
     if section.compute == "float8":
         return "mxfp8" if section.float8_recipe == "mxfp8" else "fp8"
-    return "tf32" if section.compute == "fp32" and section.tf32 else _PRECISIONS[section.compute]
+    compute = _PRECISIONS.get(section.compute, "fp32")
+    return "tf32" if compute == "fp32" and section.tf32 is True else compute
 
 
 def recompute_of(section: RecomputeSection) -> Recompute:

@@ -36,6 +36,7 @@ from shardway.resolve.rules.deepspeed import (
     zero_shards_over_copies_alone,
     zero_updates_parts_without_shape,
 )
+from shardway.resolve.rules.device import what_is_left_to_the_device_is_what_it_does_fast
 from shardway.resolve.rules.float8 import (
     float8_gathers_what_has_one_scale,
     float8_multiplies_whole_groups_of_tokens,
@@ -104,6 +105,7 @@ from shardway.resolve.rules.run import (
 
 BEFORE_A_LAYOUT: tuple[Rule, ...] = (
     a_run_uses_the_accelerator_where_there_is_one,
+    what_is_left_to_the_device_is_what_it_does_fast,
     ranks_of_a_node_share_its_cores,
     timeouts_are_nested,
     a_job_has_as_many_nodes_as_the_run_may,

@@ -6,18 +6,24 @@ read files or look at the machine.
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 from shardway.resolve.applies import IMAGE_DATA, OWNERS, TOKEN_DATA, TOKEN_MODELS, name_choice
 from shardway.resolve.draft import Draft
 from shardway.resolve.rules.numbers import ceil_div, nearest_divisor
 from shardway.runfile.write import render_value
+
+LEFT_TO_THE_DEVICE = MappingProxyType({"train.compile": ("blocks",)})
+"""Selector -> what it may be on another device where it is left open: what belongs to that is no mistake here."""
 
 
 def a_key_of_another_kind_is_not_ignored(draft: Draft) -> None:
     """A wish that would have no effect is told, not dropped."""
     for selector, owners in OWNERS.items():
         chosen = draft.get(selector)
+        possible = {name_choice(chosen), *(LEFT_TO_THE_DEVICE.get(selector, ()) if draft.is_derived(selector) else ())}
         for dotted, kinds in owners.items():
-            if draft.is_set(dotted) and name_choice(chosen) not in kinds:
+            if draft.is_set(dotted) and possible.isdisjoint(kinds):
                 draft.refuse(
                     dotted,
                     f"has no effect with {selector} = {render_value(chosen)}",

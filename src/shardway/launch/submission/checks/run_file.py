@@ -8,10 +8,13 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
+from shardway.hardware.catalogue import load_accelerators
+from shardway.hardware.device import facts_of_part
 from shardway.launch.submission.wish import Wish, shape_of
 from shardway.resolve.build import resolve
 from shardway.resolve.request import Request, machine_of_known, resolve_request
 from shardway.resolve.resolved import Circumstances, Resolved
+from shardway.sites.schema import CPU
 
 
 def check_run(request: Request, site: str, wish: Wish) -> Resolved:
@@ -24,6 +27,7 @@ def check_run(request: Request, site: str, wish: Wish) -> Resolved:
         return _check_planned(request, site, wish)
     unknown = shape.ranks_per_node if values.run.device == "cuda" else 0
     accelerators = profile.node.accelerators_per_node
+    part = load_accelerators().get(profile.node.accelerator or CPU)
     circumstances = Circumstances(
         ranks=shape.ranks,
         ranks_per_node=shape.ranks_per_node,
@@ -31,6 +35,7 @@ def check_run(request: Request, site: str, wish: Wish) -> Resolved:
         accelerators=unknown if accelerators is None else accelerators,
         site=profile.name,
         own_model=request.own_model,
+        devices=(facts_of_part(part),) if part is not None else (),
     )
     return resolve(wish.loaded, circumstances)  # the planner, which is slow to import, would only pick a micro-batch
 

@@ -1,0 +1,81 @@
+"""How a script's own model is computed where that is left open: in its own formats where these are not fp32 alone,
+compiled where its plan names its blocks.
+
+Invariant: what a user sets holds for every model; nothing about a model that a run file describes is decided here. This
+module must not change a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from shardway.models.contract import find_plan
+from shardway.parallel.dropout import drops
+from shardway.parallel.formats.precision import Precision, read_precision
+from shardway.resolve.device_defaults import COMPILE, COMPUTE, DROPS, KEYS
+from shardway.resolve.request import Resolution
+from shardway.resolve.resolved import DERIVED, Resolved, Settled, value_of
+from shardway.train.session import Session
+
+
+@dataclass(frozen=True)
+class ModelNumerics:
+    """Number formats and `train.compile` of one model."""
+
+    precision: Precision
+    compile: str
+
+
+def resolve_for_model(session: Session, model: nn.Module, *, is_first: bool) -> ModelNumerics:
+    """How a model is computed. What the first model of a script needs is what the run resolves to; a further one that
+    needs something else has it for itself, which is said."""
+    if session.settled and not session.own_model:
+        return ModelNumerics(session.precision, session.resolved.values.train.compile)
+    settled = fit_to_model(session.resolved, model)
+    if is_first:
+        session.resolution = pin(session.resolution, settled)
+        session.precision = read_precision(session.resolved.values.precision)
+        return ModelNumerics(session.precision, session.resolved.values.train.compile)
+    for key, each in settled.items():
+        session.note_once("model_numerics", f"{type(model).__name__} alone has {key} = {each.value}: {each.reason}.")
+    own = session.resolved.with_values(settled).values
+    return ModelNumerics(read_precision(own.precision), own.train.compile)
+
+
+def fit_to_model(resolved: Resolved, model: nn.Module) -> dict[str, Settled]:
+    """Of the keys that are left to the device, what a model has otherwise, and why."""
+    settled, values, kind = {}, resolved.values, type(model).__name__
+    narrows = values.precision.compute not in ("fp32", "auto") and values.precision.weights == "fp32"
+    if resolved.is_derived(COMPUTE) and narrows and (own := find_own_format(model)):
+        settled[COMPUTE] = Settled("fp32", f"{kind} has {own} and is computed in its own formats")
+    if resolved.is_derived(COMPILE) and values.train.compile == "blocks" and values.recompute.mode != "budget":
+        plan = find_plan(model)
+        if plan is None or not plan.blocks:
+            settled[COMPILE] = Settled("off", f"{kind} has no plan() that names its blocks")
+        elif drops(model):
+            settled[COMPILE] = Settled("off", DROPS)
+    return settled
+
+
+def find_own_format(model: nn.Module) -> str:
+    """What of a model is made for another format than fp32; "" where nothing is."""
+    for name, parameter in model.named_parameters():
+        if parameter.dtype != torch.float32:
+            return f"parameters in {str(parameter.dtype).removeprefix('torch.')} ({name})"
+    return next((f"complex buffers ({name})" for name, buffer in model.named_buffers() if buffer.is_complex()), "")
+
+
+def pin(resolution: Resolution, settled: Mapping[str, Settled]) -> Resolution:
+    """The same resolution with these values, however it is resolved again: the model is made for them."""
+    resolved = resolution.resolved.with_values(settled)
+    known = {
+        key: Settled(value_of(resolved.values, key), resolved.origins[key].removeprefix(DERIVED))
+        for key in KEYS
+        if resolved.is_derived(key)
+    }
+    circumstances = replace(resolved.circumstances, settled=known)
+    return replace(resolution, resolved=replace(resolved, circumstances=circumstances))
