@@ -28,12 +28,13 @@ faults() {
 }
 
 figures() {
-    local small=(model.dim=768 model.layers=12 model.heads=12 data.kind=synthetic data.samples=4096 model.vocab=50304
+    local plain=(precision.compute=fp32 precision.tf32=false train.compile=off)
+    local small=("${plain[@]}" model.dim=768 model.layers=12 model.heads=12 data.kind=synthetic data.samples=4096 model.vocab=50304
         data.seq_len=1024 train.global_batch=16 precision.compute=bf16)
     try "$PYTHON" bench/checkpoint/save.py --device cuda --mib 512 --rounds 3
     try "$PYTHON" bench/planner/own_runs.py
     try "$PYTHON" bench/guard.py --rounds 60 run.device=cuda "${small[@]}"
-    try "$PYTHON" bench/loop_overhead.py --pairs 100 run.device=cuda
+    try "$PYTHON" bench/loop_overhead.py --pairs 100 run.device=cuda "${plain[@]}"
     try "$PYTHON" bench/loop_overhead.py --pairs 60 run.device=cuda "${small[@]}"
     try "$PYTHON" bench/vigilance.py --agent-seconds 10 --agent-ranks 1 run.device=cuda "${small[@]}"
 }

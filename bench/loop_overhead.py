@@ -106,7 +106,9 @@ def time_call(step: Callable[[], object]) -> float:
 
 def measure(pairs: int, overrides: list[str]) -> Figures:
     """Take turns for `pairs` steps each."""
-    settings = (f"train.steps={pairs + WARM_UP + 1}", "train.validate_every=off", "checkpoint.every=off", *overrides)
+    plain = ("precision.compute=fp32", "precision.tf32=false", "train.compile=off")  # as the loop beside it
+    quiet = (f"train.steps={pairs + WARM_UP + 1}", "train.validate_every=off", "checkpoint.every=off")
+    settings = (*quiet, *plain, *overrides)
     ours, theirs = [], []
     with tempfile.TemporaryDirectory() as folder, open_run(Request(None, settings, Path(folder) / "run")) as run:
         source = open_described(run.resolved.values).train

@@ -52,6 +52,9 @@ QUIET = (
     "optim.schedule=constant",
     "optim.warmup=0 steps",
     "model.tied=false",
+    "precision.compute=fp32",
+    "precision.tf32=false",
+    "train.compile=off",
 )
 """What every loop of a comparison is given; a step is a step and nothing else."""
 

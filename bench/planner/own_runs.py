@@ -28,7 +28,8 @@ from shardway.train.recipe import train
 WARM_UP = 10
 COMMON = (
     *("run.device=cuda", "data.kind=synthetic", "data.samples=4096", "train.validate_every=off"),
-    *("checkpoint.every=off", "precision.compute=bf16", "optim.warmup=5 steps"),
+    *("checkpoint.every=off", "precision.compute=bf16", "precision.tf32=false", "train.compile=off"),
+    "optim.warmup=5 steps",
 )
 SMALL = ("model.dim=768", "model.layers=12", "model.heads=12", "model.vocab=50304", "data.seq_len=1024")
 LARGE = ("model.dim=2048", "model.layers=24", "model.heads=16", "model.vocab=32000", "data.seq_len=2048")

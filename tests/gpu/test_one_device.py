@@ -30,11 +30,12 @@ from shardway.train.recipe import train
 pytestmark = pytest.mark.gpu
 
 FP32 = Precision(None, torch.float32)
+EXACT = ("precision.compute=fp32", "precision.tf32=false", "train.compile=off")
 
 
 def curve(directory: Path, *overrides: str) -> list[float]:
-    """The losses of a tiny run."""
-    train(Request(None, (*TINY, *overrides), directory))
+    """The losses of a tiny run, in fp32 where nothing else is said."""
+    train(Request(None, (*TINY, *EXACT, *overrides), directory))
     return [event["loss"] for event in RunDir(directory).events() if event["event"] == "step"]
 
 
@@ -63,6 +64,24 @@ def test_bf16_learns_and_stays_near_fp32(tmp_path: Path) -> None:
     bf16 = curve(tmp_path / "bf16", "run.device=cuda", "precision.compute=bf16")
     assert bf16 != fp32
     assert worst_difference(bf16, fp32) < 2e-2
+
+
+def test_what_is_left_to_the_device_is_what_it_does_fast(tmp_path: Path) -> None:
+    train(Request(None, (*TINY, "run.device=cuda"), tmp_path / "left"))
+    keys = RunDir(tmp_path / "left").read_resolved()
+    native = torch.cuda.is_bf16_supported(including_emulation=False)
+    assert keys["precision"]["compute"] == ("bf16" if native else "fp32")
+    assert keys["precision"]["tf32"] == (torch.cuda.get_device_capability() >= (8, 0))
+    assert keys["train"]["compile"] == "off", "20 steps are too few"
+    assert torch.cuda.get_device_name() in RunDir(tmp_path / "left").resolved_path.read_text(encoding="utf-8")
+    assert torch.get_float32_matmul_precision() == "highest", "as it was before"
+
+
+def test_a_run_that_began_in_fp32_goes_on_in_it(tmp_path: Path) -> None:
+    settings = ("run.device=cuda", "optim.schedule=constant", "checkpoint.every=10 steps")
+    curve(tmp_path / "cut", *settings, "train.steps=10")
+    train(Request(None, (*TINY, *settings), tmp_path / "cut"))
+    assert RunDir(tmp_path / "cut").read_resolved()["precision"]["compute"] == "fp32"
 
 
 @pytest.mark.filterwarnings("default")  # the compiler warns of its own doings

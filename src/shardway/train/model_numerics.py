@@ -7,6 +7,7 @@ module must not change a model.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -40,8 +41,9 @@ def resolve_for_model(session: Session, model: nn.Module, *, is_first: bool) -> 
         session.resolution = pin(session.resolution, settled)
         session.precision = read_precision(session.resolved.values.precision)
         return ModelNumerics(session.precision, session.resolved.values.train.compile)
-    for key, each in settled.items():
-        session.note_once("model_numerics", f"{type(model).__name__} alone has {key} = {each.value}: {each.reason}.")
+    for key, each in settled.items() if session.ranks.is_first else ():
+        say = logging.getLogger("shardway").warning  # no event: nothing is written before the run goes on
+        say(f"{type(model).__name__} alone has {key} = {each.value}: {each.reason}.")
     own = session.resolved.with_values(settled).values
     return ModelNumerics(read_precision(own.precision), own.train.compile)
 
