@@ -3,6 +3,7 @@ never laid over what a script has set or its model is made for. A CPU stands in 
 
 from __future__ import annotations
 
+import copy
 import logging
 import tomllib
 from collections.abc import Iterator
@@ -16,10 +17,21 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from pool import ranks
-from runs import TINY, lone_rank, open_tiny, pool_ranks, read_column, read_named, train_tiny
+from runs import (
+    TINY,
+    layout,
+    lone_rank,
+    open_tiny,
+    pool_ranks,
+    read_column,
+    read_named,
+    train_tiny,
+    worst_difference,
+)
 from shardway.hardware.device import DeviceFacts
 from shardway.models.build import build_model
 from shardway.models.contract import ModelPlan
+from shardway.parallel.formats.model_autocast import autocast_model
 from shardway.parallel.switches import apply_backend_switches, tf32_put_back
 from shardway.resolve import device_defaults as decided
 from shardway.resolve.device_defaults import KEYS
@@ -34,6 +46,8 @@ from shardway.watch.plain import PlainLines
 FAST = DeviceFacts("cuda", "a Testium 9000", (9, 0), True, 16.0, False, "no C compiler is found")
 BF16 = "a Testium 9000 multiplies bf16 16 times as fast as fp32"
 CUDA = torch.device("cuda")
+BF16_ROUNDING = 2**-9
+"""Weights that differ in their last digits of fp32 are now and then rounded to another number of bf16."""
 
 
 @pytest.fixture
@@ -252,7 +266,7 @@ def test_a_model_is_computed_in_its_own_formats(
 ) -> None:
     with open_tiny(tmp_path, lone_rank()) as run:
         run.shard(make())
-        assert run.session.precision.autocast_dtype == dtype
+        assert (run.session.precision.autocast_dtype, run.session.precision.model_dtype) == (None, dtype)
         assert run.resolved.values.precision.compute == ("fp32" if dtype is None else "bf16")
         assert run.resolved.origins["precision.compute"].startswith(f"derived: {reason}")
 
@@ -311,6 +325,126 @@ def points() -> TensorDataset:
     return TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(3)))
 
 
+class Net(nn.Module):
+    """A small model with a method beside `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.first(rows))
+
+    def forward(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"scores": self.second(self.encode(rows))}
+
+
+def plain_loss(model: nn.Module, rows: Any) -> torch.Tensor:
+    """A loss that autocast on CUDA refuses, and that looks whether one is on."""
+    assert not torch.is_autocast_enabled("cpu")
+    scores = model(rows[0])["scores"]
+    assert scores.dtype == torch.float32
+    return nn.functional.binary_cross_entropy(torch.sigmoid(scores), (rows[0][:, :1] > 0).float())
+
+
+def train_net(directory: Path, on: Any, *words: str, loss: Any = plain_loss) -> list[float]:
+    with open_tiny(directory, on, "train.steps=6", *words) as run:
+        model = run.shard(Net())
+        run.optimizer(torch.optim.SGD, model, lr=0.5)
+        for batch in run.steps(run.loader(points(), batch_size=8)):
+            run.step(model, batch, loss)
+    return read_column(directory)
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_loss_of_a_script_is_computed_as_it_is_written(tmp_path: Path) -> None:
+    """bf16 that nobody asked for is the model's alone."""
+    narrow = train_net(tmp_path / "left", lone_rank())
+    exact = train_net(tmp_path / "exact", lone_rank(), "precision.compute=fp32")
+    assert narrow != exact
+    assert worst_difference(narrow, exact) < 1e-2
+    model = Net()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(torch.ones(2, 4))["scores"].float()
+    assert expected.dtype == torch.float32
+    end = autocast_model(model, torch.device("cpu"), torch.bfloat16)
+    assert torch.equal(model(torch.ones(2, 4))["scores"], expected)
+    end()
+    assert not torch.equal(model(torch.ones(2, 4))["scores"], expected)
+
+
+@pytest.mark.usefixtures("fast")
+def test_bf16_that_is_asked_for_is_around_the_loss_as_well(tmp_path: Path) -> None:
+    def loss(model: nn.Module, rows: Any) -> torch.Tensor:
+        assert torch.is_autocast_enabled("cpu")
+        return model(rows[0])["scores"].float().square().mean()
+
+    train_net(tmp_path, lone_rank(), "precision.compute=bf16", loss=loss)
+
+
+def test_a_copy_of_a_model_computes_with_its_own_weights() -> None:
+    model = Net()
+    end = autocast_model(model, torch.device("cpu"), torch.bfloat16)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    assert copied(torch.ones(2, 4))["scores"].tolist() == [[0.0], [0.0]]
+    assert copied(torch.ones(2, 4))["scores"].dtype == torch.float32
+    assert bool(model(torch.ones(2, 4))["scores"].abs().sum() > 0)
+    end()
+
+
+def test_an_autocast_of_the_caller_holds() -> None:
+    model = Net()
+    with torch.autocast("cpu", torch.float16):
+        expected = model(torch.ones(2, 4))["scores"]
+        end = autocast_model(model, torch.device("cpu"), torch.bfloat16)
+        found = model(torch.ones(2, 4))["scores"]
+    end()
+    assert found.dtype == torch.float16
+    assert torch.equal(found, expected)
+
+
+def test_a_pass_that_fails_leaves_no_autocast_behind() -> None:
+    model = Net()
+    autocast_model(model, torch.device("cpu"), torch.bfloat16)
+    with pytest.raises(RuntimeError):
+        model(torch.ones(2, 5))
+    assert not torch.is_autocast_enabled("cpu")
+    assert model(torch.ones(2, 4))["scores"].dtype == torch.float32
+
+
+@pytest.mark.usefixtures("fast")
+def test_an_error_of_a_step_says_that_its_format_is_a_default(tmp_path: Path) -> None:
+    def loss(model: nn.Module, rows: Any) -> torch.Tensor:
+        raise RuntimeError("Index put requires the source and destination dtypes match")
+
+    with pytest.raises(RuntimeError) as told:
+        train_net(tmp_path, lone_rank(), loss=loss)
+    assert told.value.__notes__ == [
+        f"precision.compute is bf16 here by default ({BF16}). If the model cannot be computed so: set "
+        "precision.compute=fp32."
+    ]
+
+
+@ranks(2)
+def test_shards_and_replicas_of_a_script_compute_as_one_rank(rank: int, tmp_path: Path) -> None:
+    def loss(model: nn.Module, rows: Any) -> torch.Tensor:
+        return plain_loss(model, rows) + model.encode(rows[0]).square().mean()  # type: ignore[operator]
+
+    before, decided.A_CPU = decided.A_CPU, FAST
+    try:
+        alone = train_net(tmp_path / f"one-{rank}", lone_rank(), loss=loss)
+        for name, words in (("replicas", layout(2, 1)), ("shards", layout(1, 2))):
+            found = train_net(tmp_path / name, pool_ranks(), *words, loss=loss)
+            assert worst_difference(found[:1], alone[:1]) < 1e-6, name
+            assert worst_difference(found, alone) < BF16_ROUNDING, name
+    finally:
+        decided.A_CPU = before
+
+
 @pytest.mark.usefixtures("fast")
 def test_of_several_models_each_is_computed_as_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
@@ -320,9 +454,9 @@ def test_of_several_models_each_is_computed_as_it_is_made(tmp_path: Path, monkey
         for model, name in ((first, None), (second, "second")):
             run.optimizer(torch.optim.SGD, model, name=name, lr=0.1)
         for batch in run.steps(run.loader(points(), batch_size=8)):
-            run.step(first, batch, lambda model, rows: model(rows[0]).float().square().mean())
+            run.step(first, batch, lambda model, rows: model(rows[0]).square().mean())
             run.step(second, batch, lambda model, rows: model(rows[0].double()).square().mean())
-        found = [each.passes.precision.autocast_dtype for each in run._engines.values()]
+        found = [each.passes.precision.model_dtype for each in run._engines.values()]
     assert found == [torch.bfloat16, None]
     assert read_keys(tmp_path)["precision.compute"] == "bf16"
     assert said == [

@@ -30,7 +30,7 @@ class DirectoryHold:
 
     `starts_over`: an earlier run is here that `begin` sets aside. `run_id` is the id of the run, also before it is
     written; `before` what it computed with so far (`resolve.request.read_before`). `made` are folders that were made
-    here, innermost first.
+    made here, innermost first.
     """
 
     directory: RunDir

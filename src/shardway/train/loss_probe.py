@@ -146,4 +146,5 @@ def _mean(parts: Sequence[tuple[float, float]]) -> float:
 def _is_narrow(passes: Passes) -> bool:
     """Whether products are rounded to fewer bits than fp32 has, by kernels that depend on the rows."""
     precision, fast = passes.precision, passes.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
-    return fast or precision.autocast_dtype is not None or precision.weights_dtype is not torch.float32
+    narrow = (precision.autocast_dtype, precision.model_dtype) != (None, None)
+    return fast or narrow or precision.weights_dtype is not torch.float32

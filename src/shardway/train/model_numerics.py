@@ -7,8 +7,9 @@ module must not change a model.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +17,9 @@ from torch import nn
 
 from shardway.models.contract import find_plan
 from shardway.parallel.dropout import drops
-from shardway.parallel.formats.precision import Precision, read_precision
+from shardway.parallel.formats.model_autocast import autocast_model
+from shardway.parallel.formats.precision import Precision, left_to_model, read_precision
+from shardway.ranks.start import is_out_of_memory
 from shardway.resolve.device_defaults import COMPILE, COMPUTE, DROPS, KEYS
 from shardway.resolve.request import Resolution
 from shardway.resolve.resolved import DERIVED, Resolved, Settled, value_of
@@ -39,13 +42,43 @@ def resolve_for_model(session: Session, model: nn.Module, *, is_first: bool) -> 
     settled = fit_to_model(session.resolved, model)
     if is_first:
         session.resolution = pin(session.resolution, settled)
-        session.precision = read_precision(session.resolved.values.precision)
+        session.precision = _read_own(session.resolved)
         return ModelNumerics(session.precision, session.resolved.values.train.compile)
     for key, each in settled.items() if session.ranks.is_first else ():
         say = logging.getLogger("shardway").warning  # no event: nothing is written before the run goes on
         say(f"{type(model).__name__} alone has {key} = {each.value}: {each.reason}.")
-    own = session.resolved.with_values(settled).values
-    return ModelNumerics(read_precision(own.precision), own.train.compile)
+    own = session.resolved.with_values(settled)
+    return ModelNumerics(_read_own(own), own.values.train.compile)
+
+
+def _read_own(resolved: Resolved) -> Precision:
+    """The formats of a script's model: bf16 that nobody asked for ends with its forward pass, since a loss that was
+    written for fp32 may not be computable under autocast."""
+    values, precision = resolved.values, read_precision(resolved.values.precision)
+    plain = values.train.engine == "torch" and values.parallel.pp == 1 and values.precision.weights == "fp32"
+    wants_bf16 = resolved.is_derived(COMPUTE) and values.precision.compute == "bf16"
+    return left_to_model(precision) if plain and wants_bf16 else precision
+
+
+def keep_formats(session: Session, model: nn.Module, precision: Precision) -> None:
+    """Let a model that sees to its products itself do so until the run ends."""
+    if precision.model_dtype is not None:
+        session.at_end.callback(autocast_model(model, session.ranks.device, precision.model_dtype))
+
+
+@contextlib.contextmanager
+def format_named(resolved: Resolved, precision: Precision) -> Iterator[None]:
+    """An error of a step says that its format is a default, which may be why."""
+    try:
+        yield
+    except RuntimeError as error:
+        if precision.model_dtype is not None and not is_out_of_memory(error):
+            error.add_note(
+                f"precision.compute is {resolved.values.precision.compute} here by default "
+                f"({resolved.origins[COMPUTE].removeprefix(DERIVED)}). If the model cannot be computed so: "
+                "set precision.compute=fp32."
+            )
+        raise
 
 
 def fit_to_model(resolved: Resolved, model: nn.Module) -> dict[str, Settled]:

@@ -52,7 +52,7 @@ from shardway.train.loss_probe import probe_loss
 from shardway.train.loss_scale import LossScale
 from shardway.train.memory import Holder, memory_told
 from shardway.train.metrics import check_metrics
-from shardway.train.model_numerics import resolve_for_model
+from shardway.train.model_numerics import format_named, keep_formats, resolve_for_model
 from shardway.train.monitoring import check_is_validated
 from shardway.train.open_step import StepCall
 from shardway.train.passes import Portions
@@ -180,6 +180,7 @@ class Run:
         )
         parallel = apply_parallelism(model, self._session.mesh, self.device, options)
         check_savable(parallel.module.state_dict(), f"what {type(model).__name__} holds")
+        keep_formats(self._session, parallel.module, numerics.precision)
         return self._held.add_model(parallel, name, numerics.precision).parallel.given
 
     def optimizer(
@@ -344,7 +345,8 @@ class Run:
             raise UserError("run.step was called before run.optimizer and `for batch in run.steps(loader)`.")
         held = self._held.find_optimizer(model, optimizer)
         call = StepCall(self._engines[id(held.optimizer)], self._name_step(held), model, loss_fn)
-        return self._loop.step(call, batch, partial(self._probe, call, batch))
+        with format_named(self.resolved, call.engine.passes.precision):
+            return self._loop.step(call, batch, partial(self._probe, call, batch))
 
     def _probe(self, call: StepCall, batch: Any, rows: int | None) -> None:
         """Look once whether the loss depends on how its batch is cut."""

@@ -7,7 +7,7 @@ must not decide which format a device can do: that is a rule of `resolve`, and f
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,6 +33,8 @@ class Precision:
     reduce_dtype: torch.dtype
     weights_dtype: torch.dtype = torch.float32
     float8: Float8Options | None = None
+    model_dtype: torch.dtype | None = None
+    """What a script's model computes its products in by hooks of its own, where no autocast is around its loss."""
 
     @property
     def scales_loss(self) -> bool:
@@ -54,6 +56,11 @@ def read_precision(section: PrecisionSection) -> Precision:
         _FORMATS[section.weights],
         _read_float8(section) if section.compute == "float8" else None,
     )
+
+
+def left_to_model(precision: Precision) -> Precision:
+    """The same formats where the model itself sees to its products (`formats.model_autocast`)."""
+    return replace(precision, autocast_dtype=None, model_dtype=precision.autocast_dtype)
 
 
 def _read_float8(section: PrecisionSection) -> Float8Options:
