@@ -347,3 +347,12 @@ def test_report(shardway: Shardway, trained: Path) -> None:
     shown = facts(shardway("report", "--json"))
     assert (shown["report"], shown["summary"]["step"]) == ("runs/a/report.html", 2)
     assert (trained / "report.html").read_text().startswith("<!")
+
+
+def test_a_run_that_patience_has_finished_says_which_key_goes_on(shardway: Shardway, tmp_path: Path) -> None:
+    write_text(tmp_path)
+    words = ("train", *TINY, "train.steps=9", "train.validate_every=1 steps", "optim.lr=30.0", "train.patience=1")
+    assert shardway(*words, "--dir", "a").code == 0
+    again = shardway(*words, "--dir", "a").out
+    assert again.startswith("nothing to do: no better loss for 1 validation: ")
+    assert " is the best (to go on, ask for more with train.patience)\n" in again

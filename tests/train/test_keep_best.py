@@ -16,9 +16,21 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from pool import ranks
-from runs import Died, die_at, layout, lone_rank, open_tiny, pool_ranks, read_column, read_named, signal_at, tell_steps
+from runs import (
+    Died,
+    die_at,
+    layout,
+    lone_rank,
+    open_tiny,
+    pool_ranks,
+    read_column,
+    read_named,
+    signal_at,
+    tell_steps,
+    train_tiny,
+)
 from saved_tensors import read_whole
-from shardway.errors import UserError
+from shardway.errors import JobError, UserError
 from shardway.ranks.start import Ranks
 from shardway.rundir.directory import RunDir
 from shardway.train import loop
@@ -246,6 +258,25 @@ def test_a_best_step_that_only_the_nodes_have_is_brought_to_the_run_directory(
     assert kept(tmp_path / "run") == [2, 4]
 
 
+def test_where_a_best_step_cannot_be_saved_the_next_best_takes_its_place(
+    tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = saving.save_to
+
+    def refuse(place: Any, on: Any, state: Any, step: int, numbers: Any) -> Any:
+        if step == 3:
+            raise JobError("no space is left")
+        return real(place, on, state, step, numbers)
+
+    monkeypatch.setattr(saving, "save_to", refuse)
+    values, words = [5.0, 2.0, 1.0, 4.0, 3.0, 6.0], ("checkpoint.keep=1", "checkpoint.keep_best=2")
+    found = train(tmp_path, lone_rank(), values, *words)
+    assert [event["step"] for event in read_named(tmp_path, "save_failed")] == [3]
+    assert kept(tmp_path) == [2, 5, 6]
+    assert found.best is not None
+    assert found.best.step == 3
+
+
 # --- the end by patience
 
 
@@ -322,6 +353,20 @@ def test_a_death_between_the_last_validation_and_the_end_finishes_the_run_at_the
     train(tmp_path, lone_rank(), [1.0, 2.0, 0.0], *words)
     assert reason_of(tmp_path)[:2] == ("finished", 2)
     assert [event["step"] for event in read_named(tmp_path, "validation")] == [1, 2]
+
+
+def test_a_run_file_alone_does_the_same(tmp_path: Path, quiet_threads: None) -> None:
+    """A learning rate that makes each step worse than the first."""
+    words = ("train.validate_every=1 steps", "optim.lr=30.0", "optim.warmup=0 steps", "optim.name=sgd")
+    words = (*words, "train.patience=3", "checkpoint.keep_best=1", "checkpoint.keep=1", "checkpoint.monitor=loss")
+    outcome = train_tiny(tmp_path, lone_rank(), *words)
+    losses = {event["step"]: event["loss"] for event in read_named(tmp_path, "validation")}
+    best = min((step for step, loss in losses.items() if loss is not None), key=lambda step: (losses[step], step))
+    assert (outcome.state, outcome.step) == ("finished", best + 3)
+    assert outcome.reason.startswith("no better loss for 3 validations: ")
+    assert outcome.reason.endswith(f" at step {best} is the best")
+    assert kept(tmp_path) == [best, best + 3]
+    assert train_tiny(tmp_path, lone_rank(), *words) == outcome
 
 
 # --- what is refused

@@ -12,6 +12,7 @@ from watch_events import BEGIN, event, started, step, write_events
 
 from shardway.rundir.directory import RunDir
 from shardway.rundir.left_out import LeftOut
+from shardway.watch.progress import BestCheckpoint, find_best_checkpoint
 from shardway.watch.report import render_report
 from shardway.watch.summary import GONE, find_runs, summarise
 from shardway.watch.words import render_left_out
@@ -118,6 +119,29 @@ def test_resume_undoes_later_steps(run: RunDir, monkeypatch: pytest.MonkeyPatch)
     assert summary.last_save is not None
     assert summary.last_save.step == 100
     assert (summary.started, summary.wall_s) == (BEGIN, pytest.approx(20.2))
+
+
+def test_the_best_is_that_of_the_metric_of_the_last_start(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A null is a value that was no number. Of the saved ones another may be the best."""
+    found = {10: 0.5, 20: 0.75, 30: None, 40: 0.75, 50: 0.25}
+    validations = [event("validation", each, each / 10, loss=each, f1=value) for each, value in found.items()]
+    write_events(monkeypatch, run, [started(monitor="max f1"), *validations])
+    for each in (10, 30, 50):
+        run.checkpoint_path(each).mkdir()
+    summary = summarise(run)
+    assert summary.monitor == "f1"
+    assert summary.best_validation is not None
+    assert summary.best_checkpoint is not None
+    assert (summary.best_validation.step, summary.best_checkpoint.step) == (20, 10)
+    assert summary.as_json()["best_validation"]["metrics"] == {"loss": 20.0, "f1": 0.75}
+    assert find_best_checkpoint(run) == BestCheckpoint(10, "f1", 0.5)
+    html = render_report(run)
+    assert "last at step 50, best at step 10" in html
+    assert "validation f1" in html
+    for monitor, best in (("min f1", 50), ("loss", 10), ("accuracy", None), (7, 10), ("f1", 10)):
+        write_events(monkeypatch, run, [started(step=50, monitor=monitor)])
+        summary = summarise(run)
+        assert (summary.best_validation and summary.best_validation.step) == best, monitor
 
 
 @pytest.mark.parametrize("loss", [None, math.nan])

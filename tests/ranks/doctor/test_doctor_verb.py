@@ -74,7 +74,9 @@ def test_a_checkpoint_is_weights_and_moments(bare: Path) -> None:
     assert (wanted.folder, wanted.account, wanted.container, wanted.device) == (
         (Path("there/run"), "proj1", "container", "cpu")
     )
-    assert wanted.uses_hub is False
+    assert (wanted.uses_hub, wanted.keep) == (False, 3)
+    best = resolve_request(parse_words(["run.toml", "checkpoint.keep=2", "checkpoint.keep_best=4"]))
+    assert read_wanted(best).keep == 6
 
 
 def test_checkpoints_that_are_kept_for_ever_count() -> None:
