@@ -202,20 +202,21 @@ class Killed(BaseException):
 
 @ranks(2)
 def test_two_ranks_keep_the_same(rank: int, tmp_path: Path) -> None:
-    values, words = [5.0, 2.0, NAN, 2.0, 3.0, 6.0], ("checkpoint.keep=1", "checkpoint.keep_best=2", "train.patience=9")
-    for shape in ((1, 2), (2, 1)):
-        folder = tmp_path / f"{shape}"
-        with pytest.raises(Died):
-            train(folder, pool_ranks(), values, *words, *layout(*shape), last=4)
-        pool_ranks().barrier()
-        assert kept(folder) == [2, 4]
-        found = train(folder, pool_ranks(), values, *words, *layout(*shape))
-        assert found.best is not None
-        assert (found.best.step, dict(found.best.metrics)) == (2, {"loss": 2.0})
-        pool_ranks().barrier()
-        assert kept(folder) == [2, 4, 6]
-        saved = [event["step"] for event in read_named(folder, "saved")]
-        assert saved == [1, 2, 4, 5, 6]  # 5 before the first validation of an attempt
+    values, words = [5.0, 2.0, NAN, 2.0, 3.0, 6.0], ("checkpoint.keep=1", "checkpoint.keep_best=2", *layout(1, 2))
+    with pytest.raises(Died):
+        train(tmp_path / "run", pool_ranks(), values, *words, last=4)
+    pool_ranks().barrier()
+    assert kept(tmp_path / "run") == [2, 4]
+    found = train(tmp_path / "run", pool_ranks(), values, *words, "train.patience=2")
+    assert found.best is not None
+    assert (found.best.step, dict(found.best.metrics)) == (2, {"loss": 2.0})
+    pool_ranks().barrier()
+    assert kept(tmp_path / "run") == [2, 4]
+    assert reason_of(tmp_path / "run")[:2] == ("finished", 4)  # steps 3 and 4 were no better
+    named = (*words, "checkpoint.background=true", "checkpoint.local_every=1 steps", "train.patience=4")
+    train(tmp_path / "nodes", pool_ranks(), values, *named, f"checkpoint.local_dir={tmp_path / 'disk'}")
+    pool_ranks().barrier()
+    assert kept(tmp_path / "nodes") == [2, 4, 6]
 
 
 @pytest.mark.parametrize(
