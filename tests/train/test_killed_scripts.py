@@ -49,6 +49,7 @@ class Attempt:
     process: subprocess.Popen[str]
     run: RunDir
     began: float
+    ranks: int
 
     def wait_until(self, holds: Callable[[], bool], pause_s: float = 0.001) -> None:
         """Until it holds, or the script has ended."""
@@ -57,18 +58,20 @@ class Attempt:
             assert time.monotonic() < deadline, "it takes too long"
             time.sleep(pause_s)
 
-    def kill(self) -> bool:
-        """End all its processes at once, as the machine would; whether the script had not ended by itself."""
+    def kill(self, at: slice = slice(None)) -> bool:
+        """End its processes at once, as the machine would, or those `at` some places (the first was started first) and
+        wait for the others; whether the script had not ended by itself."""
         processes = []
         with contextlib.suppress(psutil.Error):
             script = psutil.Process(self.process.pid)
             processes = [script, *script.children(recursive=True)]
         was_alive = self.process.poll() is None
-        for process in processes:
+        for process in processes[at]:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        psutil.wait_procs(processes, timeout=PATIENCE_S)
         self.process.communicate(timeout=PATIENCE_S)
+        _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)
+        assert not alive
         return was_alive
 
     def steps_seen(self) -> int:
@@ -91,7 +94,7 @@ def scripts(warm_starts: None) -> Iterator[Callable[[str, Path], Attempt]]:
         command, pipe = [sys.executable, *words], subprocess.PIPE
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(command, cwd=folder, env=environ, stdout=pipe, stderr=pipe, text=True)
-        started.append(Attempt(process, RunDir(folder / "run"), time.monotonic()))
+        started.append(Attempt(process, RunDir(folder / "run"), time.monotonic(), ranks))
         return started[-1]
 
     yield start
@@ -131,7 +134,8 @@ class Moments:
             if kind == "save":
                 attempt.wait_until(attempt.in_save, pause_s=0.0002)
             time.sleep(delay)
-        was_alive = attempt.kill()
+        victims = self.chance.choice((slice(None), slice(1), slice(-1, None)))  # all, torchrun, or a rank
+        was_alive = attempt.kill(victims if attempt.ranks > 1 else slice(None))
         after = f"step {step}" if kind != "time" else "its start"
         return was_alive, f"{kind}: {delay:.4f} s after {after}, at step {attempt.steps_seen()}"
 
