@@ -122,6 +122,44 @@ def test_every_layout_goes_out_under_own_names(rank: int, tmp_path: Path, shape:
         Odd().load_state_dict(state)
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 2)], ids=["alone", "replicated", "sharded"])
+@ranks(2)
+def test_each_model_of_a_script_goes_out_by_itself(rank: int, tmp_path: Path, shape: tuple[int, int]) -> None:
+    """They have the same names inside; also one that is not trained, and one with an extra state."""
+    torch.manual_seed(2)
+    on = pool_ranks() if shape != (1, 1) else lone_rank()
+    models: dict[str, nn.Module] = {
+        "model": nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
+        "model-judge": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)),
+        "model-teacher": nn.Sequential(nn.Linear(4, 4)).requires_grad_(False),
+        "model-odd": Odd(),
+    }
+    with open_tiny(tmp_path / f"run{'' if on.world > 1 else rank}", on, *layout(*shape), base=SCRIPT) as run:
+        first, judge, teacher, odd = (run.shard(each, name.partition("-")[2] or None) for name, each in models.items())
+        for name, net in (("optimizer", first), ("judge", judge), ("odd", odd)):
+            run.optimizer(torch.optim.SGD, net, name=name, lr=0.1)
+        for batch in run.steps(run.loader(TensorDataset(torch.randn(32, 4)), batch_size=8)):
+            run.step(judge, batch, lambda model, b: model(first(b[0]).detach()).square().mean())
+            run.step(first, batch, lambda model, b: F.mse_loss(model(b[0]), teacher(b[0])))
+            run.step(odd, batch, lambda model, b: model(torch.arange(len(b[0]))).square().mean())
+    expected = {
+        model: {name: whole(value) for name, value in each.state_dict().items() if isinstance(value, torch.Tensor)}
+        for model, each in models.items()
+    }
+    if rank == 0:
+        exported = export_run(RunDir(tmp_path / f"run{'' if on.world > 1 else rank}"), tmp_path / "out", None, {})
+        assert exported is not None
+        assert sorted(exported.files) == sorted(f"{name}.{kind}" for name in models for kind in ("pt", "safetensors"))
+        for name, weights in expected.items():
+            found = load_file(tmp_path / "out" / f"{name}.safetensors")
+            plain = torch.load(tmp_path / "out" / f"{name}.pt")
+            assert ("_extra_state" in plain) == (name == "model-odd")
+            assert found.keys() == weights.keys()
+            assert all(
+                torch.equal(found[each], value) and torch.equal(plain[each], value) for each, value in weights.items()
+            )
+
+
 @ranks(2)
 def test_weights_that_the_tensor_axis_split_are_whole(rank: int, tmp_path: Path) -> None:
     torch.manual_seed(2)

@@ -1,4 +1,5 @@
-"""Writes the models of a checkpoint as files that any PyTorch script reads: `model.safetensors` and `model.pt`.
+"""Writes the models of a checkpoint as files that any PyTorch script reads: `model.safetensors` and `model.pt`, and
+`model-NAME.safetensors` and `model-NAME.pt` for each further model of a script.
 
 Invariant: names, shapes and formats are those of each model's own `state_dict`, whatever layout saved it, and no class
 of a model is needed; the folder appears whole or not at all. One tensor is in memory at a time: `model.pt` is written
@@ -69,11 +70,11 @@ def write_state_dicts(found: Found, folder: Path, dtype: torch.dtype | None) -> 
 
 
 def find_models(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
-    """The parts of a checkpoint that hold weights: `model`, and what else a script has named."""
+    """The models of a checkpoint: `model`, and `model-NAME` for each further one that a script has given a name."""
     parts: dict[str, list[Entry]] = {}
     for entry in entries:
         if not entry.part.startswith(NO_MODEL):
-            parts.setdefault(entry.part, []).append(entry)
+            parts.setdefault(entry.name.partition(".")[0], []).append(entry)
     return {name: part for name, part in parts.items() if any(entry.dtype != VALUE for entry in part)}
 
 
