@@ -70,6 +70,19 @@ def stand_in_nvml(devices: list[tuple[Any, int | None]]) -> SimpleNamespace:
     )
 
 
+def test_the_compute_capability_is_read_where_the_driver_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = stand_in_nvml([("NVIDIA H100 80GB HBM3", 80 * GIB), ("an old one", GIB)])
+
+    def capability(index: int) -> tuple[int, int]:
+        if index:
+            raise NvmlError("Not Supported")
+        return 9, 0
+
+    nvml.nvmlDeviceGetCudaComputeCapability = capability
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert [device.capability for device in probe_machine().accelerators] == [(9, 0), None]
+
+
 def test_a_control_group_limits_cores_and_memory(root_with: RootWith) -> None:
     machine = probe_machine(root_with("100000 100000", str(GIB)))
     assert machine.usable_cores == 1

@@ -125,6 +125,13 @@ def test_what_is_set_holds(key: str) -> None:
     assert str(value_of(resolved, key)).lower() == other
 
 
+def test_auto_may_be_written_out() -> None:
+    words = ("precision.compute=auto", "precision.tf32=auto", "train.compile=auto")
+    written = resolve_words(*words, *LONG, **FAST)
+    assert written.values == resolve_words(*LONG, **FAST).values
+    assert all(written.is_derived(key) for key in KEYS)
+
+
 @pytest.mark.parametrize(
     ("words", "key", "value", "reason"),
     [

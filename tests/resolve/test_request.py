@@ -94,6 +94,15 @@ def test_those_of_this_machine_where_the_site_names_none(site: str) -> None:
     assert (machine.name, machine.accelerator.key, machine.per_node) == (site, "h100-sxm5-80gb", 4)
 
 
+def test_what_the_devices_of_this_machine_can_do() -> None:
+    """Each kind once; by its name alone where the driver does not say the compute capability."""
+    (h100,) = circumstances_of(found=(H100,) * 4).devices
+    assert (h100.kind, h100.name, h100.native_bf16, h100.has_tf32) == ("cuda", H100, True, True)
+    (unknown,) = circumstances_of(found=("a device that nobody knows",)).devices
+    assert (unknown.kind, unknown.native_bf16) == ("unknown", None)
+    assert circumstances_of("run.device=cpu", found=(H100,)).devices == ()
+
+
 def write_config(folder: Path, **keys: Any) -> Path:
     """A folder with the config.json of a small Llama."""
     sizes = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

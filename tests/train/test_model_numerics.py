@@ -171,6 +171,16 @@ def test_the_weakest_of_all_ranks_decides() -> None:
     assert agree(agreed, reports, {}) is agreed
 
 
+def test_a_rank_asks_torch_what_its_device_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100-SXM2-32GB")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
+    facts = look_here(resolve_request(Request()), CUDA).device
+    assert facts is not None
+    assert (facts.kind, facts.capability, facts.native_bf16, facts.has_tf32) == ("cuda", (7, 0), False, False)
+    assert look_here(resolve_request(Request()), torch.device("cpu")).device is None
+
+
 # --- what a script has set
 
 
