@@ -26,7 +26,7 @@ def accumulating(model: nn.Module, *, last: bool) -> Iterator[None]:
     """
     if (copies := find_copies(model)) is not None:
         waits = not last and not copies.static_graph
-        with copies.no_sync() if waits else contextlib.nullcontext():
+        with copies.averaging(), copies.no_sync() if waits else contextlib.nullcontext():
             yield
         if last:
             check_all_used(copies)

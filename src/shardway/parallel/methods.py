@@ -43,21 +43,37 @@ def _own_methods(kind: type) -> Iterator[str]:
                     yield name
 
 
+_TRIED = "_shardway_tried"
+"""Attribute of a model while one of its methods is tried on shards."""
+
+
 def _gathering(model: Any, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that gathers once it has been refused for shards.
+
+    A method within another one is a part of that: gathered alone, it would leave whole weights behind it, and the rest
+    would compute with them unseen by FSDP.
+    """
     gathered: Callable[..., Any] | None = None
 
     @functools.wraps(method)
     def call(*inputs: Any, **named: Any) -> Any:
         nonlocal gathered
-        if model._get_fsdp_state()._state_ctx.iter_forward_root is not None:  # within a forward pass
+        within = model._get_fsdp_state()._state_ctx.iter_forward_root is not None  # a forward pass
+        if within or _TRIED in model.__dict__:
             return method(*inputs, **named)
         if gathered is None:
             generators = torch.get_rng_state()
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # whole weights that a pass has left would hide that the method needs them
+            model.__dict__[_TRIED] = True
             try:
                 return method(*inputs, **named)
             except RuntimeError as error:
                 if MIXED not in str(error):
                     raise
+            finally:
+                del model.__dict__[_TRIED]
             torch.set_rng_state(generators)
             del model.__dict__[name]
             register_fsdp_forward_method(model, name)

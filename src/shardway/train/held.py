@@ -139,6 +139,16 @@ class Holdings:
         """The held model that a script calls so; None where it is none of them."""
         return next((each for each in self.models if model in (each.parallel.call, each.parallel.module)), None)
 
+    def find_given(self, model: nn.Module, caller: str) -> HeldModel:
+        """The same. Raises UserError where it is none of them."""
+        held = self.find_model(model)
+        if held is None:
+            raise UserError(
+                f"{caller} was given a {type(model).__name__} that run.shard has not returned.\n"
+                "  To do: give it what run.shard has returned, or leave the model out."
+            )
+        return held
+
     def find_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> HeldOptimizer:
         """What updates a model in `run.step`. Raises UserError where that is none or not clear."""
         if optimizer is not None:

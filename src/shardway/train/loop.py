@@ -24,6 +24,7 @@ from shardway.rundir.attempts import Ending
 from shardway.rundir.left_out import LeftOut
 from shardway.rundir.line import LOCAL
 from shardway.train.before import Before, find_changeable, find_generators
+from shardway.train.by_hand import BackwardCall, check_awaits_backward, refuse_mixture
 from shardway.train.counters import Counters
 from shardway.train.device_defaults import describe_numerics
 from shardway.train.earlier import find_early_end
@@ -34,7 +35,7 @@ from shardway.train.loop_plan import LoopParts, LoopPlan
 from shardway.train.machine import Facts, Phase, next_phase
 from shardway.train.metrics import MetricLog, Values
 from shardway.train.monitoring import Monitoring
-from shardway.train.open_step import OpenStep, StepCall, TakenStep, lr_of
+from shardway.train.open_step import OpenStep, StepCall, TakenStep, check_taken, lr_of
 from shardway.train.saves.back import Spiked, all_skips, as_numbers, decide_back, set_undone_aside
 from shardway.train.saves.restore import Restored, restore, set_damaged_aside, settle_restored
 from shardway.train.saves.saving import Point, Saver
@@ -75,7 +76,9 @@ class Loop:
         self._lrs = ScheduledLR(session, plan, parts)
         held = parts.held
         self._script = ScriptState(held, session.mesh, writes_lr=plan.writes_lr) if held is not None else None
-        self._kept = Freezable([self._script, held.kept] if held is not None and self._script is not None else [])
+        self._by_hand = parts.by_hand
+        of_script = (self._script, held.kept if held is not None else None, self._by_hand)
+        self._kept = Freezable([each for each in of_script if each is not None])
         own = parts.engine.state
         self._trained: State = held.trained() if held is not None and isinstance(own, Trained) else own
         self._state: State = Together([self._trained, self._kept])
@@ -153,6 +156,17 @@ class Loop:
         self._session.progress.enter(Activity.SCRIPT, self._counters.step)
         return result.loss
 
+    def backward(self, call: BackwardCall) -> float:
+        """The gradients of a loss that the script has computed from the batch that it was handed; the loss."""
+        by_hand, step = check_awaits_backward(self._by_hand, self._open_step, self._counters.step + 1)
+        self._lrs.check()
+        lr, moment = lr_of(call.engine), self._moment(void=step.finishing)
+        self._session.progress.take_step(self._counters.step)
+        loss = by_hand.take(step, call, lr, moment, self._kept.freeze)
+        self._last_call = None
+        self._session.progress.enter(Activity.SCRIPT, self._counters.step)
+        return loss
+
     def finish_early(self, reason: str) -> None:
         """The run is done after the step under way: the script says so, on any rank."""
         self._finish_reason = self._finish_reason or str(reason).strip() or "the script ended it"
@@ -180,6 +194,8 @@ class Loop:
         """Raise UserError unless a batch waits for a step: its one step, where the run has one optimizer."""
         if self._open_step is None:
             raise UserError("run.step was called outside `for batch in run.steps(loader)`.")
+        if self._open_step.by_hand:
+            raise refuse_mixture("run.step", "run.backward", self._counters.step + 1)
         if self._open_step.taken and len(self._parts.engines) == 1:
             raise UserError(
                 f"run.step was called twice for the batch of step {self._counters.step + 1}.\n"
@@ -404,21 +420,19 @@ class Loop:
         batch = self._stream.next() if self._stream is not None else None
         if batch is None:
             return  # all ranks stop before the first step of this attempt
-        self._open_step = OpenStep(batch, started)
+        self._open_step = OpenStep(batch, started, finishing=bool(self._finish_reason))
         if self._finish_reason and self._last_call is not None:
             self._agree_to_finish(self._last_call, self._open_step)
         else:
             self._session.progress.enter(Activity.SCRIPT, self._counters.step)
             self._lrs.write(self._counters.step)
+            if self._by_hand is not None:
+                self._by_hand.begin(batch, self._counters.position)
             yield batch.data
         self._session.progress.enter(Activity.DATA, self._counters.step)
         if self._finish_reason and not self._open_step.taken and self._finish_without_step():
             return
-        if not self._open_step.taken:
-            raise UserError(
-                f"the loop went on without run.step for the batch of step {self._counters.step + 1}, so nothing was "
-                "learnt from it.\n  To do: call run.step(model, batch, loss_fn) once for each batch of run.steps."
-            )
+        check_taken(self._open_step, self._counters.step + 1)
         self._close_step(self._open_step)
 
     def _finish_without_step(self) -> bool:
@@ -586,6 +600,8 @@ class Loop:
             return
         if self._counters.step == self._began:  # before there is much to lose
             self._session.ranks.together(lambda: check_collects(self._trained.collect))
+        if self._by_hand is not None:
+            self._by_hand.close(step, self._counters.step + 1)
         before = self._counters
         self._counters = before.after(self._plan.global_batch, result.targets, step.batch.next_position)
         self._owes_validation = self._validates_here()

@@ -13,6 +13,7 @@ from shardway.best import LOSS, Monitor
 from shardway.checkpoint.retention import Keep
 from shardway.data.loader import Batch
 from shardway.parallel.apply import ParallelModel
+from shardway.train.by_hand import GradientsByHand
 from shardway.train.engines.base import Engine
 from shardway.train.guard import GuardPlan
 from shardway.train.held import Holdings
@@ -68,7 +69,7 @@ class LoopParts:
     """What the loop works with: the engine, a stream of batches from a data position without some spans, validation.
 
     `others` are the engines of further optimizers. `reading_draws`: whether reading a batch may draw random numbers.
-    `held` is what a script of its own holds; None for a recipe.
+    `held` is what a script of its own holds, `by_hand` what its run.backward knows; None for a recipe.
     """
 
     engine: Engine
@@ -78,6 +79,7 @@ class LoopParts:
     others: tuple[Engine, ...] = ()
     held: Holdings | None = None
     reading_draws: bool = True
+    by_hand: GradientsByHand | None = None
 
     @property
     def engines(self) -> tuple[Engine, ...]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from shardway.data.loader import Batch
+from shardway.errors import UserError
 from shardway.ranks.agreement import Decision
 from shardway.train.engines.base import Engine
 from shardway.train.passes import Loss
@@ -30,26 +31,49 @@ class StepCall:
 
 @dataclass(frozen=True)
 class TakenStep:
-    """An update: what its loss is called, the learning rate that it was made with, and its numbers."""
+    """An update: what its loss is called, the learning rate that it was made with, and its numbers.
+
+    `by_hand`: these are the gradients of run.backward, of which the script makes an update.
+    """
 
     name: str
     lr: float
     result: StepResult
+    by_hand: bool = False
 
 
 @dataclass(frozen=True)
 class OpenStep:
-    """A batch that was handed out, when (perf_counter), and the updates that the script has made with it."""
+    """A batch that was handed out, when (perf_counter), and the updates that the script has made with it.
+
+    `finishing`: the script of this rank had ended the run before.
+    """
 
     batch: Batch
     started: float
     taken: list[TakenStep] = field(default_factory=list)
+    finishing: bool = False
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether the script has used run.backward for it."""
+        return any(each.by_hand for each in self.taken)
 
     @property
     def decision(self) -> Decision:
         """What all ranks agreed on in it."""
         first, *others = (each.result.decision for each in self.taken)
         return functools.reduce(Decision.also, others, first)
+
+
+def check_taken(step: OpenStep, number: int) -> None:
+    """Raise UserError where nothing was learnt from a batch; `number` is that of its step."""
+    if not step.taken:
+        raise UserError(
+            f"the loop went on without run.step for the batch of step {number}, so nothing was learnt from it.\n"
+            "  To do: call run.step(model, batch, loss_fn) once for each batch of run.steps; or run.backward(loss) in "
+            "place of loss.backward(), and run.stop after it."
+        )
 
 
 def lr_of(engine: Engine) -> float:

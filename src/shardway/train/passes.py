@@ -136,6 +136,17 @@ class Passes:
         """The backward pass of one micro-batch."""
         loss.backward()
 
+    def backward_by_hand(self, loss: LossSum, weight: float, *, retain_graph: bool) -> torch.Tensor:
+        """Gradients of a loss that a script has computed from this rank's share; [SUMS] of this rank.
+
+        No rank averages here: gradients over ranks are to be summed.
+        """
+        sums = self._zeros()
+        with self._split_logits():
+            (loss.total * (weight / self.portions.global_batch)).backward(retain_graph=retain_graph)
+        self._add(sums, loss, weight)
+        return self._answered(sums)
+
     def _forward(self, model: nn.Module, micro: Micro, loss_fn: Loss) -> LossSum:
         """The loss of a micro-batch; nothing where it is a mean over no targets at all, which would be no number."""
         needs_filling = loss_fn not in self.sum_losses
@@ -171,7 +182,7 @@ class Passes:
     def _one_by_one(
         self, model: nn.Module, batch: Any, loss_fn: Loss, scale: float, position: int, rows: int | None
     ) -> torch.Tensor:
-        sums, sample = self._zeros(), self._first_sample(position)
+        sums, sample = self._zeros(), self.first_sample(position)
         micros = list(cut(batch, self.portions.accumulation, rows))
         for number, micro in enumerate(micros, start=1):
             set_gradient_scale(self.routers, micro.weight * scale, self.parallel.mesh)
@@ -216,7 +227,7 @@ class Passes:
                 self._rehearse(pipeline, part, partial(loss_of, start))
             set_gradient_scale(self.routers, scale or 0.0, self.parallel.mesh)
             if self.parallel.dropout is not None:
-                self.parallel.dropout.start(self._first_sample(position) + start, size)
+                self.parallel.dropout.start(self.first_sample(position) + start, size)
             pipeline.run(part, per_pass, partial(loss_of, start), training=scale is not None)
         return self._add_up(weights.values())
 
@@ -235,7 +246,7 @@ class Passes:
         for parameter in self.parallel.module.parameters():
             parameter.grad = None
 
-    def _first_sample(self, position: int) -> int:
+    def first_sample(self, position: int) -> int:
         """A number that this rank's first sample has and no other of the run: the next batch begins at least a whole
         one later, also where positions are skipped."""
         mesh = self.parallel.mesh

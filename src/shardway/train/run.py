@@ -38,6 +38,7 @@ from shardway.resolve import DataFacts, Resolved, scale_of
 from shardway.resolve.request import Request, parse_words
 from shardway.rundir.directory import RunDir
 from shardway.runfile.schema import PrecisionSection
+from shardway.train.by_hand import BackwardCall, GradientsByHand
 from shardway.train.engines import ENGINES
 from shardway.train.engines.base import Engine, EngineParts
 from shardway.train.engines.explain import script_explained
@@ -79,6 +80,7 @@ class Run:
         self._held = Holdings(KeptObjects(session.ranks.device, leads=session.ranks.is_first))
         self._loop: Loop | None = None
         self._engines: dict[int, Engine] = {}
+        self._by_hand: GradientsByHand | None = None
         self._probes_loss = False
         self._opened: OpenedRun[Run] | None = None
 
@@ -321,7 +323,8 @@ class Run:
         held = self._held if self._session.own_model else None
         batches = partial(training_batches, self._session, loader)
         draws = self._session.own_model or not isinstance(loader.samples, Source)  # ours draw nothing
-        parts = LoopParts(first, batches, validation, on_step, tuple(others), held, draws)
+        self._by_hand = GradientsByHand(self._session, self._held, self._engines) if held is not None else None
+        parts = LoopParts(first, batches, validation, on_step, tuple(others), held, draws, self._by_hand)
         self._loop = Loop(self._session, self._plan(loader), parts)
         return self._loop.batches()
 
@@ -347,6 +350,42 @@ class Run:
         call = StepCall(self._engines[id(held.optimizer)], self._name_step(held), model, loss_fn)
         with format_named(self.resolved, call.engine.passes.precision):
             return self._loop.step(call, batch, partial(self._probe, call, batch))
+
+    def backward(
+        self,
+        loss: LossSum | torch.Tensor,
+        model: nn.Module | None = None,
+        *,
+        samples: int | None = None,
+        retain_graph: bool = False,
+    ) -> float:
+        """In place of `loss.backward()`: add the gradient of the mean over the global batch to `.grad`; the mean loss.
+
+        `loss` is the mean over this rank's samples of the batch, or a `LossSum`. The script calls its optimizer itself,
+        and `run.clip` where it clips. Of several models, `model` says whose gradients count (None: of all). Calls for
+        one batch add up; `samples` says of how many samples a loss is the mean where the script has cut the batch.
+        """
+        if self._loop is None:
+            raise UserError("run.backward was called before run.optimizer and `for batch in run.steps(loader)`.")
+        models = tuple(self._held.models if model is None else [self._held.find_given(model, "run.backward")])
+        first = next((each for each in self._held.optimizers if each.model in models), self._held.optimizers[0])
+        call = BackwardCall(self._engines[id(first.optimizer)], models[0].name, models, loss, samples, retain_graph)
+        return self._loop.backward(call)
+
+    def clip(self, target: Any, max_norm: float) -> float:
+        """Bring the norm of gradients over all ranks and shards down to `max_norm`; the norm before.
+
+        `target` is a model, an optimizer, or parameters. Call it on all ranks together.
+        """
+        if self._by_hand is None:
+            raise UserError("run.clip was called before `for batch in run.steps(loader)`.")
+        return self._by_hand.clip(target, float(max_norm))
+
+    def autocast(self) -> contextlib.AbstractContextManager[None]:
+        """Around a forward pass and a loss that the script computes itself: the format of `precision.compute`."""
+        if self._by_hand is None:
+            raise UserError("run.autocast was called before `for batch in run.steps(loader)`.")
+        return self._by_hand.autocast()
 
     def _probe(self, call: StepCall, batch: Any, rows: int | None) -> None:
         """Look once whether the loss depends on how its batch is cut."""

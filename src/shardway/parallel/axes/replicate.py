@@ -6,10 +6,12 @@ shard.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import copyreg
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -17,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -76,6 +79,7 @@ def follow_frozen(copies: nn.Module, model: nn.Module, mesh: Mesh, parallel: Par
         return
     made = _wrap(model, mesh, parallel, init_sync=False)
     made.train(copies.training)
+    made.by_hand = isinstance(copies, Copies) and copies.by_hand
     copies.__dict__.clear()
     copies.__dict__.update(made.__dict__)
 
@@ -123,7 +127,24 @@ class Copies(DistributedDataParallel):
 
     inside = False
     """Whether the module runs within the forward pass of this wrapper now."""
+    by_hand = False
+    """Whether a call goes past this wrapper: then gradients are added up by `sum_gradients`."""
     _work: Callable[[], Any] | None = None
+
+    @contextlib.contextmanager
+    def averaging(self) -> Iterator[None]:
+        """Meanwhile calls go through the wrapper, whatever `by_hand` says."""
+        by_hand, self.by_hand = self.by_hand, False
+        try:
+            yield
+        finally:
+            self.by_hand = by_hand
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """DDP's, unless gradients are added up by hand."""
+        if self.by_hand and self._work is None and torch.is_grad_enabled():
+            return self.module(*inputs, **named)
+        return super().forward(*inputs, **named)
 
     def run(self, work: Callable[[], T]) -> T:
         """`work()` in place of the module's forward pass."""
@@ -161,7 +182,7 @@ class _Replicated:
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         copies = find_copies(self)
-        if copies is None or copies.inside or not torch.is_grad_enabled():
+        if copies is None or copies.inside or copies.by_hand or not torch.is_grad_enabled():
             return super().__call__(*inputs, **named)  # type: ignore[misc]
         return copies(*inputs, **named)
 
@@ -227,6 +248,44 @@ def check_all_used(copies: DistributedDataParallel) -> None:
         "every step leaves out the same ones, set parallel.static_graph = true, or parallel.dp_shard = "
         f"{copies.process_group.size()} instead of parallel.dp_replicate."
     )
+
+
+@dataclass(frozen=True)
+class SummedGradients:
+    """Parameters whose gradients were added up, and on how many ranks each had one; read once the device is done."""
+
+    parameters: Sequence[nn.Parameter]
+    counts: torch.Tensor
+
+    def drop_missing(self) -> None:
+        """A parameter without a gradient on any rank has none."""
+        for parameter, count in zip(self.parameters, self.counts.tolist(), strict=True):
+            if not count:
+                parameter.grad = None
+
+
+@torch.no_grad()
+def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, bucket_bytes: int) -> SummedGradients:
+    """Add up the gradients of replicas, in messages of at most `bucket_bytes`. A rank without one adds nothing."""
+    device = parameters[0].device if parameters else torch.device("cpu")
+    counts = torch.tensor([float(each.grad is not None) for each in parameters], device=device)
+    works = [dist.all_reduce(counts, group=group, async_op=True)] if parameters else []
+    sent: list[tuple[list[torch.Tensor], torch.Tensor]] = []
+    for dtype in sorted({each.dtype for each in parameters}, key=str):
+        same = [each for each in parameters if each.dtype == dtype]
+        for each in same:
+            each.grad = torch.zeros_like(each) if each.grad is None else each.grad
+        for grads in _take_tensors([each.grad for each in same], bucket_bytes):
+            flat = _flatten_dense_tensors(grads)
+            works.append(
+                dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, group=group, async_op=True)
+            )
+            sent.append((grads, flat))
+    for work in works:
+        work.wait()
+    for grads, flat in sent:
+        torch._foreach_copy_(grads, _unflatten_dense_tensors(flat, grads))
+    return SummedGradients(parameters, counts)
 
 
 def broadcast_from_first(model: nn.Module, mesh: Mesh) -> None:

@@ -1,0 +1,547 @@
+"""Gradient work by hand: a script computes its loss and steps its optimizer, and `run.backward` stands between.
+
+Invariant: `run.backward` adds the gradient of the mean over the global batch to `.grad`, whatever the layout. A call
+that does not count adds nothing, so that the optimizer of the script leaves its weights alone. Gradients that no update
+has used yet are a part of a checkpoint. This module must not run a forward pass and must not update weights.
+
+The gradients of one call come about alone: those that were there are put aside and added afterwards. So a call can be
+undone, a mean over targets needs no count beforehand, and sums over ranks never count a gradient twice. Replicas add
+their gradients up after the backward pass, not in the hooks of DDP: a script may call any methods of its model, any
+number of times, and leave any parameters out (decision 0040).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+from shardway.checkpoint.shards.special import find_dtype
+from shardway.checkpoint.shards.table import Table
+from shardway.checkpoint.state import Tensors, WithoutFiles, needs_closure
+from shardway.data.batch_tree import count_rows, is_pair
+from shardway.data.loader import Batch
+from shardway.errors import UserError
+from shardway.layout import needs_sharding
+from shardway.models.contract import held_by_rank
+from shardway.parallel.axes.balance import balance, find_routers, set_gradient_scale
+from shardway.parallel.axes.replicate import Copies, sum_gradients
+from shardway.parallel.axes.tensor import sum_partial_gradients
+from shardway.parallel.formats.float8 import compute_scales
+from shardway.parallel.gradients import own_squares, scale_gradients
+from shardway.parallel.host import send
+from shardway.ranks.agreement import read_decision
+from shardway.train.before import Before, Changeable, find_changeable
+from shardway.train.engines.base import Engine
+from shardway.train.engines.explain import explained
+from shardway.train.guards.repeat import First, Tried, Watched
+from shardway.train.held import HeldModel, HeldOptimizer, Holdings
+from shardway.train.loss import LossSum, fill_missing_targets
+from shardway.train.open_step import OpenStep, TakenStep
+from shardway.train.passes import SUMS
+from shardway.train.session import Session
+from shardway.train.several import let_go
+from shardway.train.step import Moment, StepResult
+
+PART = "kept-gradients"
+"""What the names of gradients that no update has used yet begin with in a checkpoint."""
+
+PATIENCE = 100
+"""After how many batches without an update it is told that the script makes none."""
+
+_NOTE = "gradients_by_hand"
+
+
+@dataclass(frozen=True)
+class BackwardCall:
+    """A call of `run.backward`: the models whose gradients count, and the script's arguments.
+
+    `samples`: of how many samples the loss is the mean (None: of this rank's whole share). `engine` is that of the
+    first optimizer of the models, `name` is what the loss is called.
+    """
+
+    engine: Engine
+    name: str
+    models: tuple[HeldModel, ...]
+    loss: LossSum | torch.Tensor
+    samples: int | None = None
+    retain_graph: bool = False
+
+
+class GradientsByHand(WithoutFiles):
+    """What `run.backward` and `run.clip` of one rank know between their calls; a state that a checkpoint holds."""
+
+    def __init__(self, session: Session, held: Holdings, engines: Mapping[int, Engine]) -> None:
+        self._session, self._held, self._engines = session, held, engines
+        named = [pair for model in held.models for pair in model.parameters()]
+        self._names = {each: name for name, each in named}
+        """Every parameter of the run: shards where it has shards. A forward pass puts gathered weights in a module."""
+        self._of_model = {model.name: [each for _, each in model.parameters()] for model in held.models}
+        self._is_used = False
+        self._unused: set[nn.Parameter] = set()
+        """Parameters whose gradient no update has used yet."""
+        self._used: dict[nn.Parameter, tuple[int, int]] = {}
+        """Parameters whose gradient an update has used, and which gradient that was."""
+        self._keeps_used = False
+        """Whether the script has let gradients grow that an update had used."""
+        self._at_begin: dict[nn.Parameter, torch.Tensor | None] = {}
+        """Unused gradients at the beginning of the batch, for parameters that a call has given one since."""
+        self._refused: set[nn.Parameter] = set()
+        self._open_names: set[str] = set()
+        """Losses whose gradients no update has used since the batch began."""
+        self._before: Before | None = None
+        self._is_void = False
+        """Whether the batch under way counts for nothing."""
+        self._steps_alone, self._under_autocast, self._without_update = False, False, 0
+        for model in held.models:
+            if isinstance(model.parallel.call, Copies):
+                model.parallel.call.by_hand = True
+
+    # --- around a batch
+
+    def begin(self, batch: Batch, position: int) -> None:
+        """A batch goes to the script; `position` is where it begins in the order of samples."""
+        self._at_begin, self._refused, self._open_names = {}, set(), set()
+        self._is_void, self._under_autocast = False, False
+        for engine in self._engines.values():
+            weight = 1.0 if len(batch.ids) else 0.0
+            passes = engine.passes
+            set_gradient_scale(passes.routers, weight / passes.portions.global_batch, passes.parallel.mesh)
+        for model in self._held.models:
+            if model.parallel.dropout is not None:
+                model.parallel.dropout.start(self._first_passes.first_sample(position), stride=1)
+        # A script of run.step alone need not pay for a copy of its buffers.
+        self._before = None if self._steps_alone else self._changeable.remember(None)
+
+    def close(self, step: OpenStep, number: int) -> None:
+        """The batch of step `number` is done, and counts."""
+        self._steps_alone = not step.by_hand
+        if self._steps_alone:
+            return
+        if not any(each.result.skipped for each in step.taken):
+            balance(self._routers, self._first_passes.parallel.mesh)
+        if not self._under_autocast and self._session.precision.autocast_dtype is not None:
+            self._note(
+                f'precision.compute = "{self._session.resolved.values.precision.compute}" holds within `with '
+                "run.autocast():` alone where a script computes its loss itself, and it was not used.\n"
+                "  To do: put the forward pass and the loss into `with run.autocast():`."
+            )
+        self._without_update += 1
+        if self._without_update == PATIENCE:
+            self._note(
+                f"run.backward was called for {PATIENCE} batches up to step {number}, and no optimizer has made an "
+                "update: gradients add up.\n  To do: call optimizer.step() and optimizer.zero_grad() after it."
+            )
+
+    # --- run.backward
+
+    def take(self, step: OpenStep, call: BackwardCall, lr: float, moment: Moment, freeze: Callable[[], None]) -> float:
+        """A call for a batch that waits for it, and the loss; `freeze` keeps what a checkpoint holds of the script.
+
+        Losses of one name add up until an update has used their gradients.
+        """
+        if self._is_void:
+            return math.nan
+        result = self._run_backward(call, moment, step.batch)
+        last = step.taken[-1] if step.taken else None
+        if last is not None and last.name == call.name and call.name in self._open_names:
+            step.taken[-1] = replace(last, result=_joined(last.result, result))
+        else:
+            step.taken.append(TakenStep(call.name, lr, result, by_hand=True))
+        self._open_names.add(call.name)
+        if result.decision.void:
+            freeze()  # with the gradients of before; what the script does next counts for nothing
+            self._is_void = True
+            self._unused.clear()
+            for each in self._names:
+                each.grad = None
+        return result.loss
+
+    def _run_backward(self, call: BackwardCall, moment: Moment, batch: Batch) -> StepResult:
+        """The gradients of a loss that the script has computed from its share of a batch, and what all ranks agree on.
+
+        The host waits for the device once. Raises UserError where gradients cannot be computed so.
+        """
+        self._begin_use()
+        passes, ranks = call.engine.passes, self._session.ranks
+        rows = count_rows(batch.data, moment.rows) if moment.rows is not None else 1
+        loss, weight = _read_loss(call, batch, rows)
+        targets_of = self._list_targets(call)
+        aside = {each: each.grad for each in self._names}
+        for each in aside:
+            each.grad = None
+        with ranks.contact("during a backward pass"), explained(call.models[0].parallel.module):
+            sums = passes.backward_by_hand(loss, weight, retain_graph=call.retain_graph)
+            counts = self._add_up(call.models, targets_of)
+            squares = own_squares(targets_of, passes.parallel.mesh, sums.device)
+            wished = send(moment.wishes.as_numbers(), torch.float64, sums.device)
+            tried = Tried(sums, ranks.sum(torch.cat([sums, squares[None], wished])))
+            total, targets = tried.numbers[:2]
+            decision = read_decision(tried.numbers[SUMS + 1 :])
+            for shares in counts:
+                shares.drop_missing()
+        first = _find_not_finite(tried, moment)
+        per_target = passes.portions.global_batch / targets if targets > 0 else 0.0
+        norm = math.sqrt(tried.numbers[SUMS]) * per_target
+        taken = [each for each in targets_of if each.grad is not None]
+        if decision.void:
+            self._put_back(aside)
+        elif first is not None or self._refused & set(targets_of):
+            self._refuse(targets_of, aside, repeats=first is not None)
+        else:
+            scale_gradients(targets_of, per_target)
+            if self._join(targets_of, aside, taken):
+                norm = self._norm_of(targets_of)
+        watched = Watched(tried, finite=first is None, first=first) if moment.watch is not None else None
+        return StepResult(
+            loss=total / targets if targets and not decision.void else math.nan,
+            grad_norm=norm,
+            targets=targets,
+            decision=decision,
+            skipped=decision.void or first is not None,
+            watched=watched,
+        )
+
+    # --- run.clip, run.autocast
+
+    @torch.no_grad()
+    def clip(self, target: Any, max_norm: float) -> float:
+        """Bring the norm of gradients over all ranks and shards down to `max_norm`; what it was before.
+
+        `target`: a model, an optimizer, parameters. No number where the step does not count.
+        """
+        parameters = self._find_parameters(target)
+        if self._is_void:
+            return math.nan
+        norm = self._norm_of(parameters)
+        scale_gradients(parameters, min(max_norm / (norm + 1e-6), 1.0) if not math.isnan(norm) else math.nan)
+        return norm
+
+    @contextlib.contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Around a forward pass and its loss: the format that precision.compute asks for, and logits in parts."""
+        self._under_autocast = True
+        splits = any(model.parallel.splits_logits for model in self._held.models)
+        parts = loss_parallel() if splits else contextlib.nullcontext()
+        with self._session.precision.autocast(self._session.ranks.device), parts:
+            yield
+
+    # --- what a checkpoint holds
+
+    def collect(self) -> Tensors:
+        """The gradients that no update has used, of ranks that do not lead their shards alone."""
+        leads = self._session.ranks.is_first
+        grads = {name: each.grad for each, name in self._names.items() if each.grad is not None and self._owes(each)}
+        own = {name: grad.detach() for name, grad in grads.items() if leads or isinstance(grad, DTensor)}
+        return {PART: own} if own else {}
+
+    def template(self, table: Table) -> Tensors:
+        """Room for what was saved."""
+        today = {name: each for each, name in self._names.items()}
+        begin, room = f"{PART}.", dict[str, torch.Tensor]()
+        for full, row in table.tensors.items():
+            if full.startswith(begin):
+                own = today.get(name := full.removeprefix(begin))
+                if own is not None and isinstance(own, DTensor) and tuple(own.shape) == tuple(row.shape):
+                    room[name] = torch.empty_like(own)
+                else:
+                    room[name] = torch.empty(row.shape, dtype=find_dtype(row.dtype))
+        return {PART: room} if room else {}
+
+    def install(self, tensors: Tensors) -> None:
+        """Go on with the gradients that were saved."""
+        saved = tensors.get(PART, {})
+        self._used.clear()
+        self._unused.clear()
+        for each, name in self._names.items():
+            if name in saved:
+                each.grad = saved[name].detach().to(each.device)
+                self._unused.add(each)
+            elif self._is_used:
+                each.grad = None
+
+    # --- parts
+
+    @cached_property
+    def _first_passes(self) -> Any:
+        return next(iter(self._engines.values())).passes
+
+    @cached_property
+    def _changeable(self) -> Changeable:
+        return find_changeable(*(model.parallel for model in self._held.models))
+
+    @cached_property
+    def _routers(self) -> list[Any]:
+        return [router for model in self._held.models for router in find_routers(model.parallel.module)]
+
+    @cached_property
+    def _replica_group(self) -> Any:
+        """The ranks that hold copies of all weights and add gradients up here; None where FSDP2 does, or none has."""
+        mesh = self._first_passes.parallel.mesh
+        copied = mesh.degree("dp_replicate") > 1 and not needs_sharding(mesh.layout)
+        return mesh.group("dp_replicate") if copied else None
+
+    def _note(self, text: str) -> None:
+        self._session.note_once(_NOTE, text)
+
+    def _begin_use(self) -> None:
+        if self._is_used:
+            return
+        _check_possible(self._session, self._held)
+        self._is_used = True
+        for held in self._held.optimizers:
+            engine = self._engines[id(held.optimizer)]
+            held.optimizer.register_step_pre_hook(partial(self._before_update, held))
+            held.optimizer.register_step_post_hook(partial(self._after_update, held, engine))
+        portions, origin = self._first_passes.portions, self._session.resolved.origins["train.micro_batch"]
+        if portions.accumulation > 1:
+            self._note(
+                f"run.backward takes this rank's share of a batch whole: train.micro_batch = {portions.micro_batch} "
+                f"({origin}) cuts nothing here.\n"
+                "  To do: where memory is short, cut the batch in the script and call run.backward(loss, samples=n) "
+                "for each part, or use run.step."
+            )
+
+    def _list_targets(self, call: BackwardCall) -> list[nn.Parameter]:
+        """The parameters whose gradients count: those of the models, and what their optimizers update besides."""
+        found = {each: None for model in call.models for each in self._of_model[model.name]}
+        for held in self._held.optimizers:
+            own = held.parameters()
+            if not found.keys().isdisjoint(own):
+                found |= dict.fromkeys(own)
+        return list(found)
+
+    def _add_up(self, models: Sequence[HeldModel], targets: Sequence[nn.Parameter]) -> list[Any]:
+        """Over the tensor axis what is a part there, over replicas all."""
+        for model in models:
+            parallel = model.parallel
+            if parallel.partial:
+                sum_partial_gradients(parallel.module, parallel.partial, parallel.mesh.group("tp"))
+        if self._replica_group is None:
+            return []
+        bucket = self._session.resolved.values.parallel.bucket
+        return [sum_gradients([each for each in targets if each.requires_grad], self._replica_group, bucket)]
+
+    def _put_back(self, aside: Mapping[nn.Parameter, torch.Tensor | None]) -> None:
+        for each, grad in aside.items():
+            each.grad = grad
+        if self._before is not None:
+            self._before.put_back_model()
+
+    def _refuse(
+        self, targets: Sequence[nn.Parameter], aside: Mapping[nn.Parameter, torch.Tensor | None], *, repeats: bool
+    ) -> None:
+        """The gradients of this batch are of no use, those of an earlier call of it neither."""
+        owed = {each: self._at_begin.get(each, aside[each]) if self._owes(each) else None for each in targets}
+        if repeats:
+            self._put_back(aside)
+        else:
+            for each, grad in aside.items():
+                each.grad = grad
+        for each, grad in owed.items():
+            each.grad = grad
+            if grad is None:
+                self._unused.discard(each)
+        self._refused.update(targets)
+
+    @torch.no_grad()
+    def _join(
+        self,
+        targets: Sequence[nn.Parameter],
+        aside: Mapping[nn.Parameter, torch.Tensor | None],
+        taken: Sequence[nn.Parameter],
+    ) -> bool:
+        """Add what was there to the gradients of this call; whether there was any."""
+        joined, counted = False, set(targets)
+        for each, grad in aside.items():
+            if each not in counted:
+                each.grad = grad
+                continue
+            used = self._used.pop(each, None)
+            if grad is not None and used == _key(grad):
+                self._tell_not_cleared()
+            self._at_begin.setdefault(each, grad if self._owes(each) else None)
+            if grad is None:
+                continue
+            joined = True
+            if each.grad is None:
+                each.grad = grad
+            elif each.grad.is_sparse or grad.is_sparse:
+                each.grad = each.grad + grad
+            else:
+                held_by_rank(each.grad).add_(held_by_rank(grad))
+        self._unused.update(taken)
+        return joined
+
+    def _tell_not_cleared(self) -> None:
+        self._keeps_used = True
+        self._note(
+            "the gradients that an update had used were still there, and run.backward adds to them.\n"
+            "  To do: call optimizer.zero_grad() after optimizer.step(), unless that is what is meant."
+        )
+
+    def _owes(self, parameter: nn.Parameter) -> bool:
+        """Whether the gradient of a parameter still counts."""
+        return parameter in self._unused or (self._keeps_used and self._is_used)
+
+    def _norm_of(self, parameters: Sequence[nn.Parameter]) -> float:
+        ranks, mesh = self._session.ranks, self._first_passes.parallel.mesh
+        return math.sqrt(float(ranks.sum(own_squares(parameters, mesh, ranks.device))))
+
+    def _find_parameters(self, target: Any) -> list[Any]:
+        if isinstance(target, torch.optim.Optimizer):
+            return [each for group in target.param_groups for each in group["params"]]
+        if isinstance(target, nn.Module):
+            held = self._held.find_model(target)
+            return self._of_model[held.name] if held is not None else list(target.parameters())
+        found = [target] if isinstance(target, torch.Tensor) else list(target) if isinstance(target, Iterable) else []
+        if not found or not all(isinstance(each, torch.Tensor) for each in found):
+            raise UserError(
+                f"run.clip was given a {type(target).__name__}.\n"
+                "  Allowed: a model, an optimizer, or parameters. To do: run.clip(model, 1.0)."
+            )
+        return found
+
+    def _before_update(self, held: HeldOptimizer, *_: Any) -> None:
+        """What the run file asks for where it sets optim.clip."""
+        clip, session = self._session.resolved.values.optim.clip, self._session
+        if clip == "off" or session.leaves_alone("optim.clip") or self._unused.isdisjoint(held.parameters()):
+            return
+        self.clip(held.optimizer, float(clip))
+
+    def _after_update(self, held: HeldOptimizer, engine: Engine, *_: Any) -> None:
+        self._without_update = 0
+        self._open_names.clear()
+        for model in self._held.models:
+            let_go(model.parallel)  # what a pass without a backward pass has gathered is old now
+        own = held.parameters()
+        if self._unused.isdisjoint(own):
+            self._refused.difference_update(own)
+            return
+        for each in own:
+            if each in self._unused and each.grad is not None:
+                self._used[each] = _key(each.grad)
+            self._unused.discard(each)
+            self._refused.discard(each)
+            self._at_begin.pop(each, None)
+        for parallel in engine.passes.parallels:
+            compute_scales(parallel.module, engine.passes.precision.float8)
+
+
+def check_awaits_backward(
+    by_hand: GradientsByHand | None, step: OpenStep | None, number: int
+) -> tuple[GradientsByHand, OpenStep]:
+    """The batch that waits for a gradient. Raises UserError where none does; `number` is that of its step."""
+    if by_hand is None or step is None:
+        raise UserError("run.backward was called outside `for batch in run.steps(loader)`.")
+    if step.taken and not step.by_hand:
+        raise refuse_mixture("run.backward", "run.step", number)
+    return by_hand, step
+
+
+def refuse_mixture(now: str, before: str, number: int) -> UserError:
+    """Where a batch has had a call of the other kind."""
+    return UserError(
+        f"{now} was called after {before} for the batch of step {number}.\n"
+        "  To do: use one of the two for all models of a batch: run.step drops gradients that run.backward has left."
+    )
+
+
+def _key(grad: torch.Tensor) -> tuple[int, int]:
+    """Which gradient it is, and how often it was written to."""
+    return id(grad), int(held_by_rank(grad)._version)
+
+
+def _read_loss(call: BackwardCall, batch: Batch, rows: int) -> tuple[LossSum, float]:
+    """The loss of this rank as a sum and its count, and whether it counts. Raises UserError."""
+    loss, samples = call.loss, call.samples
+    number = loss.total if isinstance(loss, LossSum) else loss
+    if not isinstance(number, torch.Tensor) or number.ndim:
+        what = f"a tensor of shape {list(number.shape)}" if isinstance(number, torch.Tensor) else type(number).__name__
+        raise UserError(
+            f"run.backward was given {what} as the loss.\n"
+            "  Allowed: a tensor without dimensions, the mean over the samples of this rank, or a shardway.LossSum of "
+            "such a tensor. To do: run.backward(losses.mean())."
+        )
+    weight = float(rows > 0)
+    if isinstance(loss, LossSum):
+        if samples is not None:
+            raise UserError(
+                "run.backward was given a LossSum and samples, and a LossSum has its own count.\n"
+                "  To do: leave samples out; where the batch is cut, count the targets of this rank's whole share in "
+                "each part."
+            )
+        return loss if weight else replace(loss, total=_silent(loss.total)), weight
+    if samples is not None and (not isinstance(samples, int) or samples < 0 or (rows and samples > rows)):
+        raise UserError(
+            f"run.backward was given samples={samples!r}, and this rank has {rows} samples of the batch.\n"
+            "  Allowed: the number of samples that the loss is the mean over, at most those."
+        )
+    if not weight or samples == 0:
+        return LossSum(_silent(loss), rows), weight
+    total = loss * (rows if samples is None else samples)
+    if samples is None:
+        _, counts = fill_missing_targets(batch.data, pair=is_pair(batch.data, rows))
+        if counts is not None:  # a mean over no targets at all is no number
+            return LossSum(torch.where(counts, total, torch.zeros_like(total)), rows * counts), weight
+    return LossSum(total, rows), weight
+
+
+def _silent(loss: torch.Tensor) -> torch.Tensor:
+    """A loss that does not count, also where it is no number; its backward pass keeps ranks in step."""
+    return torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, torch.zeros_like(loss))
+
+
+def _find_not_finite(tried: Tried, moment: Moment) -> First | None:
+    """The numbers where the guard looks at them and they are not finite."""
+    if moment.watch is None:
+        return None
+    total, targets, squares = tried.numbers[0], tried.numbers[1], tried.numbers[SUMS]
+    finite = math.isfinite(squares) and (math.isfinite(total) or not targets)
+    return None if finite else First(total, targets, squares)
+
+
+def _joined(earlier: StepResult, later: StepResult) -> StepResult:
+    """Two calls of one batch whose gradients one update uses: their losses add up."""
+    return replace(
+        later,
+        loss=earlier.loss + later.loss,
+        targets=earlier.targets,
+        decision=earlier.decision.also(later.decision),
+        skipped=earlier.skipped or later.skipped,
+        watched=earlier.watched if earlier.skipped else later.watched,
+    )
+
+
+def _check_possible(session: Session, held: Holdings) -> None:
+    """Raise UserError where the run is asked for what goes with run.step alone."""
+    values, parallel = session.resolved.values, session.resolved.values.parallel
+    degree = held.models[0].parallel.mesh.degree
+    name = next((type(each.optimizer).__name__ for each in held.optimizers if needs_closure(each.optimizer)), "")
+    reasons = {
+        f"a pipeline (parallel.pp = {degree('pp')}) runs forward and backward passes in turn": degree("pp") > 1,
+        f"a rank computes a part of each sequence alone (parallel.cp = {degree('cp')}), which run.step cuts": (
+            degree("cp") > 1
+        ),
+        f'train.engine = "{values.train.engine}" takes gradients in its own way': values.train.engine != "torch",
+        'precision.compute = "fp16" scales the loss and looks for overflows': session.precision.scales_loss,
+        f'parallel.compress = "{parallel.compress}" is a part of DDP, and gradients by hand are added up whole': (
+            parallel.compress != "none" and degree("dp_replicate") > 1
+        ),
+        f"{name} evaluates the loss itself, as often as it wants": bool(name),
+        "guard.probe_every runs the passes of a step twice": values.guard.probe_every != "off",
+    }
+    found = [reason for reason, holds in reasons.items() if holds]
+    if found:
+        raise UserError(
+            f"run.backward cannot be used here: {'; '.join(found)}.\n"
+            "  To do: use run.step(model, batch, loss_fn), or set what is named here to something else."
+        )
