@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import shardway
 from pool import ranks
-from runs import layout, lone_rank, open_tiny, pool_ranks, read_column, read_steps
+from runs import Signalled, layout, lone_rank, open_tiny, pool_ranks, read_column, read_named, read_steps
+from shardway.errors import JobError, UserError
+from shardway.models.shapes import MixtureShape
+from shardway.models.transformer import Transformer, TransformerShape
 from shardway.ranks.start import Ranks
 from shardway.train.run import Run
 from trained import whole
@@ -69,6 +74,7 @@ def train(
     factory: Any = torch.optim.Adam,
     batch_size: int = BATCH,
     data: Any = None,
+    loader: Any = None,
     last: int | None = None,
     **options: Any,
 ) -> list[torch.Tensor]:
@@ -76,7 +82,8 @@ def train(
     with open_tiny(folder, on, *words, base=WORDS) as run:
         model = run.shard(make())
         optimizer = run.optimizer(factory, model, **(options or {"lr": 0.05, "weight_decay": 0.1}))
-        for number, batch in enumerate(run.steps(run.loader(data or points(), batch_size=batch_size)), start=1):
+        batches = run.loader(data or points(), **(loader or {"batch_size": batch_size}))
+        for number, batch in enumerate(run.steps(batches), start=1):
             body(run, model, optimizer, batch)
             if number == last:
                 break
@@ -248,3 +255,286 @@ def compare(rank: int, body: Body, shape: tuple[int, int], tmp_path: Path, batch
         assert near(found, expected)
         for name in ("loss", "grad_norm"):
             assert read_column(tmp_path / "ranks", name) == pytest.approx(read_column(tmp_path / "one", name), 1e-5)
+
+
+# --- shares of ranks
+
+
+@pytest.mark.parametrize("shape", LAYOUTS, ids=NAMES)
+@pytest.mark.parametrize("rows", [5, 3])
+@ranks(2)
+def test_shares_of_different_size_count_by_their_samples(
+    rank: int, shape: tuple[int, int], rows: int, tmp_path: Path
+) -> None:
+    compare(rank, by_hand, shape, tmp_path, batch_size=rows)
+
+
+@pytest.mark.parametrize("shape", LAYOUTS, ids=NAMES)
+@ranks(2)
+def test_a_rank_without_samples_counts_for_nothing(rank: int, shape: tuple[int, int], tmp_path: Path) -> None:
+    """Of a batch of one, the first of two ranks has none: whatever its loss is."""
+    batches = [[0, 1, 2, 3, 4], [5], [6, 7, 8], [9]]
+
+    def body(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+        alone = len(batches[run.step_number]) == 1
+        has_none = alone and run.session.ranks.world == 2 and run.session.ranks.rank == 0
+        loss = loss_of(model, batch)
+        run.backward(torch.full((), math.nan) * loss if has_none else loss, samples=len(batch[0]))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    compare(rank, body, shape, tmp_path, loader={"batch_sampler": batches})
+
+
+class Tokens(nn.Module):
+    """Logits of each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.embed(x))).clone()
+
+
+def tokens(counted: Callable[[int], int]) -> TensorDataset:
+    x = torch.randint(0, 16, (32, 6), generator=torch.Generator().manual_seed(0))
+    y = x.roll(-1, 1).clone()
+    for row in range(len(y)):
+        y[row, counted(row) :] = -100
+    return TensorDataset(x, y)
+
+
+@pytest.mark.parametrize("shape", LAYOUTS, ids=NAMES)
+@ranks(2)
+def test_a_mean_over_targets_is_one_over_all_ranks(rank: int, shape: tuple[int, int], tmp_path: Path) -> None:
+    def body(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+        run.backward(shardway.token_cross_entropy(model(batch[0]), batch[1]))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    data = tokens(lambda row: row % 7)
+    compare(rank, body, shape, tmp_path, make=Tokens, data=data)
+
+
+@pytest.mark.parametrize("shape", LAYOUTS, ids=NAMES)
+@ranks(2)
+def test_a_rank_without_targets_makes_no_nan(rank: int, shape: tuple[int, int], tmp_path: Path) -> None:
+    """A mean over no targets at all is 0 / 0."""
+
+    def body(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+        run.backward(F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=-100))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    data = tokens(lambda row: 6 if row % 4 < 2 else 0)
+    words = ("data.shuffle=false", *layout(*shape))
+    found = train(tmp_path, pool_ranks(), body, *words, make=Tokens, data=data, batch_size=4)
+    assert all(bool(each.isfinite().all()) for each in found)
+    assert all(math.isfinite(loss) for loss in read_column(tmp_path))
+
+
+# --- clipping
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)], ids=NAMES)
+@ranks(2)
+def test_clipping_is_that_of_torch_on_one_rank(rank: int, shape: tuple[int, int], tmp_path: Path) -> None:
+    """By run.clip, by torch's own function on what a rank has, and by the run file."""
+    norms: dict[str, list[float]] = {"run": [], "torch": [], "none": []}
+
+    def body(kind: str) -> Body:
+        def step(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+            run.backward(loss_of(model, batch))
+            if kind == "torch":
+                norm = nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+                norms[kind].append(float(whole(norm)))
+            elif kind == "run":
+                norms[kind].append(run.clip(optimizer, 0.2))
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    options = {"lr": 0.1}
+    torchs = train(tmp_path / "t", pool_ranks(), body("torch"), *layout(*shape), factory=torch.optim.SGD, **options)
+    mine = train(tmp_path / "r", pool_ranks(), body("run"), *layout(*shape), factory=torch.optim.SGD, **options)
+    words = ("optim.clip=0.2", *layout(*shape))
+    keys = train(tmp_path / "k", pool_ranks(), body("none"), *words, factory=torch.optim.SGD, **options)
+    assert near(mine, torchs)
+    assert same(mine, keys)
+    assert norms["run"] == pytest.approx(norms["torch"], 1e-5)
+    assert max(norms["run"]) > 0.2
+    if rank == 0:
+        one = train(tmp_path / "o", lone_rank(), body("torch"), factory=torch.optim.SGD, **options)
+        assert near(mine, one)
+
+
+# --- several models
+
+
+def noise(batch: Any) -> torch.Tensor:
+    return torch.sin(batch[0][:, :2] * 50)
+
+
+def train_gan(folder: Path, on: Ranks, *words: str, named: bool = True, last: int | None = None) -> list[torch.Tensor]:
+    with open_tiny(folder, on, *words, base=WORDS) as run:
+        torch.manual_seed(11)
+        generator = run.shard(nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 4)))
+        judge = run.shard(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), name="judge")
+        of_generator = run.optimizer(torch.optim.Adam, generator, lr=0.02)
+        of_judge = run.optimizer(torch.optim.Adam, judge, name="judge", lr=0.05)
+        for number, batch in enumerate(run.steps(run.loader(points(), batch_size=BATCH)), start=1):
+            made = generator(noise(batch))
+            loss = F.softplus(-judge(batch[0])).mean() + F.softplus(judge(made.detach())).mean()
+            of_judge.zero_grad()
+            run.backward(loss, judge if named else None)
+            of_judge.step()
+            of_generator.zero_grad()
+            run.backward(F.softplus(-judge(made)).mean(), generator if named else None)
+            of_generator.step()
+            if number == last:
+                break
+        return [whole(each) for model in (generator, judge) for each in model.parameters()]
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "not named"])
+@ranks(2)
+def test_a_gan_by_hand_trains_as_on_one_rank(rank: int, named: bool, tmp_path: Path) -> None:
+    for shape, name in zip(LAYOUTS, NAMES, strict=True):
+        found = train_gan(tmp_path / name, pool_ranks(), *layout(*shape), named=named)
+        if rank == 0:
+            assert near(found, train_gan(tmp_path / f"one-{name}", lone_rank(), named=named))
+            step = read_steps(tmp_path / name)[-1]
+            assert set(step.get("losses", {})) == ({"judge", "model"} if named else {"model"})
+
+
+# --- what ends a batch early
+
+
+class Normed(nn.Module):
+    """With buffers that a forward pass changes, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).clone()
+
+
+def stopped_in(step: int, body: Body, rank: int = 0) -> Body:
+    """One rank is signalled in that step."""
+
+    def signalled(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+        if run.step_number + 1 == step and run.session.ranks.rank == rank:
+            run.session.signals = Signalled()  # type: ignore[assignment]
+        body(run, model, optimizer, batch)
+
+    return signalled
+
+
+def on_ranks(rank: int, folder: Path, name: str, shape: tuple[int, int], stops: Sequence[int | None]) -> None:
+    on = pool_ranks() if shape != (1, 1) else lone_rank()
+    for stop in stops:
+        body = BODIES[name] if stop is None else stopped_in(stop, BODIES[name], shape[0] * shape[1] - 1)
+        make = Normed if name == "plain" else Net
+        found = train(folder, on, body, *layout(*shape), make=make, batch_size=8)
+    if rank == 0:
+        torch.save(found, folder / "tensors.pt")
+
+
+@pytest.mark.parametrize("shape", [(1, 1), *LAYOUTS], ids=["one rank", *NAMES])
+@pytest.mark.parametrize("name", ["plain", "halves", "accumulated"])
+def test_a_run_that_was_stopped_ends_with_the_same_bits(
+    rank_pool: RankPool, tmp_path: Path, name: str, shape: tuple[int, int]
+) -> None:
+    """Also where a stop comes between two batches whose gradients one update uses."""
+    size = shape[0] * shape[1]
+    for folder, stops in (("whole", (None,)), ("stopped", (1, 3, None))):
+        arguments = {"folder": tmp_path / folder, "name": name, "shape": shape, "stops": stops}
+        rank_pool.run(on_ranks, size, arguments)
+    assert [event["step"] for event in read_named(tmp_path / "stopped", "started")] == [0, 1, 3]
+    for column in ("loss", "grad_norm"):
+        assert read_column(tmp_path / "stopped", column) == read_column(tmp_path / "whole", column)
+    assert same(*(torch.load(tmp_path / each / "tensors.pt") for each in ("stopped", "whole")))
+
+
+# --- every layout that takes a model apart
+
+
+def train_transformer(folder: Path, on: Ranks, hand: bool, shape: dict[str, Any], *words: str) -> list[torch.Tensor]:
+    sizes = {"vocab": 32, "dim": 16, "layers": 2, "heads": 2, "kv_heads": 2, "ffn_dim": 32, "tied": False, **shape}
+    data = torch.randint(0, 32, (32, 9), generator=torch.Generator().manual_seed(0))
+    with open_tiny(folder, on, *words, base=WORDS) as run:
+        with torch.device("meta"):
+            model: nn.Module = Transformer(TransformerShape(**sizes))
+        model = run.shard(model)
+        optimizer = run.optimizer(torch.optim.SGD, model, lr=0.1, momentum=0.9)
+        for batch in run.steps(run.loader(TensorDataset(data[:, :-1], data[:, 1:]), batch_size=8)):
+            if not hand:
+                run.step(model, batch, shardway.token_cross_entropy)
+                continue
+            with run.autocast():
+                loss = shardway.token_cross_entropy(model(batch[0]), batch[1])
+            run.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [whole(each) for each in model.parameters()]
+
+
+EXPERTS = MixtureShape(experts=4, per_token=2, expert_dim=16, balance_step=0.01, balance_weight=0.1)
+SHAPES: dict[str, dict[str, Any]] = {
+    "dropout": {"dropout": 0.2},
+    "experts, bias": {"mixture": EXPERTS},
+    "experts, loss": {"mixture": replace(EXPERTS, balance="loss")},
+}
+SPLIT: dict[str, tuple[str, ...]] = {
+    "shards": layout(1, 2),
+    "replicas": layout(2, 1),
+    "tensor": ("parallel.tp=2",),
+    "tensor, whole logits": ("parallel.tp=2", "parallel.tp_loss=false"),
+    "experts": (*layout(1, 2), "parallel.ep=2", "model.experts=4"),
+    "bf16": (*layout(1, 2), "precision.compute=bf16"),
+}
+
+
+@pytest.mark.parametrize("words", [(), ("precision.compute=bf16",)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_transformer_by_hand_takes_the_steps_of_run_step(
+    name: str, words: tuple[str, ...], tmp_path: Path, quiet_threads: None
+) -> None:
+    found = train_transformer(tmp_path / "hand", lone_rank(), True, SHAPES[name], *words)
+    assert same(found, train_transformer(tmp_path / "step", lone_rank(), False, SHAPES[name], *words))
+    assert read_column(tmp_path / "hand") == read_column(tmp_path / "step")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        pytest.param(name, words, id=f"{name}-{way}")
+        for name in SHAPES
+        for way, words in SPLIT.items()
+        if way != "experts" or "mixture" in SHAPES[name]
+    ],
+)
+@ranks(2)
+def test_a_transformer_on_ranks_takes_the_steps_of_run_step(
+    rank: int, name: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    found = train_transformer(tmp_path / "hand", pool_ranks(), True, SHAPES[name], *words)
+    expected = train_transformer(tmp_path / "step", pool_ranks(), False, SHAPES[name], *words)
+    assert near(found, expected)
+    for column in ("loss", "grad_norm"):
+        assert read_column(tmp_path / "hand", column) == pytest.approx(read_column(tmp_path / "step", column), 1e-6)
+
+
+@ranks(4)
+def test_a_transformer_on_shards_of_slices_takes_the_steps_of_run_step(rank: int, tmp_path: Path) -> None:
+    for number, words in enumerate((("parallel.tp=2", *layout(1, 2)), ("parallel.tp=2", *layout(2, 1)))):
+        hand, step = tmp_path / f"hand{number}", tmp_path / f"step{number}"
+        found = train_transformer(hand, pool_ranks(), True, SHAPES["dropout"], *words)
+        assert near(found, train_transformer(step, pool_ranks(), False, SHAPES["dropout"], *words))
+        assert read_column(hand, "grad_norm") == pytest.approx(read_column(step, "grad_norm"), 1e-6)

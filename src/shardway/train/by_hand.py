@@ -179,7 +179,8 @@ class GradientsByHand(WithoutFiles):
         for each in aside:
             each.grad = None
         with ranks.contact("during a backward pass"), explained(call.models[0].parallel.module):
-            sums = passes.backward_by_hand(loss, weight, retain_graph=call.retain_graph)
+            with _silenced(loss.total) if not rows or call.samples == 0 else contextlib.nullcontext():
+                sums = passes.backward_by_hand(loss, weight, retain_graph=call.retain_graph)
             counts = self._add_up(call.models, targets_of)
             squares = own_squares(targets_of, passes.parallel.mesh, sums.device)
             wished = send(moment.wishes.as_numbers(), torch.float64, sums.device)
@@ -498,6 +499,24 @@ def _read_loss(call: BackwardCall, batch: Batch, rows: int) -> tuple[LossSum, fl
 def _silent(loss: torch.Tensor) -> torch.Tensor:
     """A loss that does not count, also where it is no number; its backward pass keeps ranks in step."""
     return torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, torch.zeros_like(loss))
+
+
+@contextlib.contextmanager
+def _silenced(loss: torch.Tensor) -> Iterator[None]:
+    """Meanwhile every gradient of this loss is 0, also where a derivative on the way is no number."""
+    found, waiting = set[Any](), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            waiting += [before for before, _ in node.next_functions]
+    leaves = [node for node in found if node.name().endswith("AccumulateGrad")]
+    hooks = [leaf.register_prehook(lambda grads: tuple(map(torch.zeros_like, grads))) for leaf in leaves]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _find_not_finite(tried: Tried, moment: Moment) -> First | None:
