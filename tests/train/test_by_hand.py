@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +16,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 import shardway
-from pool import ranks
+from pool import RankPool, ranks
 from runs import Signalled, layout, lone_rank, open_tiny, pool_ranks, read_column, read_named, read_steps
+from shardway.data.loader import Batch
 from shardway.errors import JobError, UserError
 from shardway.models.shapes import MixtureShape
 from shardway.models.transformer import Transformer, TransformerShape
+from shardway.ranks import lookout
 from shardway.ranks.start import Ranks
+from shardway.train import run as door
 from shardway.train.run import Run
 from trained import whole
 
@@ -186,6 +193,11 @@ def accumulated(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, ba
         optimizer.zero_grad()
 
 
+def in_turns(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    """By hand in every second batch."""
+    (by_hand if run.step_number % 2 else by_step)(run, model, optimizer, batch)
+
+
 BODIES: dict[str, Body] = {
     "plain": by_hand,
     "halves": halves,
@@ -246,6 +258,12 @@ def test_on_two_ranks_gradients_are_those_of_one(rank: int, name: str, shape: tu
 @ranks(4)
 def test_on_four_ranks_gradients_are_those_of_one(rank: int, name: str, shape: tuple[int, int], tmp_path: Path) -> None:
     compare(rank, BODIES[name], shape, tmp_path, batch_size=8)
+
+
+@pytest.mark.parametrize("shape", LAYOUTS, ids=NAMES)
+@ranks(2)
+def test_batches_by_hand_and_by_run_step_may_take_turns(rank: int, shape: tuple[int, int], tmp_path: Path) -> None:
+    compare(rank, in_turns, shape, tmp_path)
 
 
 def compare(rank: int, body: Body, shape: tuple[int, int], tmp_path: Path, batch_size: int = 8, **options: Any) -> None:
@@ -538,3 +556,303 @@ def test_a_transformer_on_shards_of_slices_takes_the_steps_of_run_step(rank: int
         found = train_transformer(hand, pool_ranks(), True, SHAPES["dropout"], *words)
         assert near(found, train_transformer(step, pool_ranks(), False, SHAPES["dropout"], *words))
         assert read_column(hand, "grad_norm") == pytest.approx(read_column(step, "grad_norm"), 1e-6)
+
+
+# --- batches that do not count, and what a script is told
+
+
+@contextlib.contextmanager
+def stalled(number: int, *, on: bool) -> Iterator[None]:
+    """The batch of that number does not come to this rank, while a scheduler asks for a stop."""
+    fetch = door.training_batches
+
+    def batches(*arguments: Any) -> Iterator[Batch]:
+        for index, batch in enumerate(fetch(*arguments)):
+            if on and index == number:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(60)
+            yield batch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lookout, "PATIENCE_S", 0.05)
+        patch.setattr(lookout, "TICK_S", 0.02)
+        patch.setattr(door, "training_batches", batches)
+        yield
+
+
+@pytest.mark.parametrize("shape", [(1, 1), *LAYOUTS], ids=["one rank", *NAMES])
+@pytest.mark.parametrize("name", ["plain", "accumulated", "halves"])
+@ranks(2)
+def test_a_batch_that_a_rank_did_not_get_changes_nothing(
+    rank: int, name: str, shape: tuple[int, int], tmp_path: Path
+) -> None:
+    """Weights, buffers, schedulers, and gradients that an update was still to use."""
+    on = pool_ranks() if shape != (1, 1) else lone_rank()
+    if shape == (1, 1) and rank:
+        return
+    make = Normed if name == "plain" else Net
+    losses: list[float] = []
+
+    def attempt(folder: str) -> list[torch.Tensor]:
+        with open_tiny(tmp_path / folder, on, *layout(*shape), base=WORDS) as run:
+            model = run.shard(make())
+            optimizer = run.optimizer(torch.optim.Adam, model, lr=0.05, weight_decay=0.1)
+            scheduler = run.scheduler(torch.optim.lr_scheduler.StepLR, optimizer, step_size=1, gamma=0.9)
+            for batch in run.steps(run.loader(points(), batch_size=8)):
+                before = [whole(each) for each in model.parameters()]
+                BODIES[name](run, model, optimizer, batch)
+                if name != "accumulated" or run.step_number % 2:
+                    scheduler.step()
+                if run._loop._open_step.decision.void:  # type: ignore[union-attr]
+                    assert same([whole(each) for each in model.parameters()], before)
+                    assert math.isnan(run.clip(model, 1.0))
+                    losses.append(run.backward(torch.ones(()), samples=1))
+        return [whole(each) for each in model.parameters()]
+
+    expected = attempt("through")
+    with stalled(3, on=rank == shape[0] * shape[1] - 1):
+        attempt("stopped")
+    assert len(losses) == 1
+    assert math.isnan(losses[0])
+    found = attempt("stopped")
+    assert same(found, expected)
+    if rank == 0:
+        for column in ("step", "loss", "grad_norm", "lr"):
+            assert read_column(tmp_path / "stopped", column) == read_column(tmp_path / "through", column)
+        assert [event["step"] for event in read_named(tmp_path / "stopped", "step_voided")] == [3]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), *LAYOUTS], ids=["one rank", *NAMES])
+@pytest.mark.parametrize("name", ["plain", "halves", "accumulated"])
+@ranks(2)
+def test_gradients_that_are_not_finite_change_nothing(
+    rank: int, name: str, shape: tuple[int, int], tmp_path: Path
+) -> None:
+    on = pool_ranks() if shape != (1, 1) else lone_rank()
+    if shape == (1, 1) and rank:
+        return
+    bad, weights = 1, list[list[torch.Tensor]]()
+
+    def body(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+        weights.append([whole(each) for each in model.parameters()])
+        if run.step_number == bad and rank == shape[0] * shape[1] - 1:
+            batch = [batch[0].clone(), batch[1].clone()]
+            batch[1][0] = math.inf  # of the first of two halves
+        BODIES[name](run, model, optimizer, batch)
+
+    words = ("guard.non_finite=skip", *layout(*shape))
+    train(tmp_path, on, body, *words, make=Normed if name == "plain" else Net, batch_size=8)
+    assert all(bool(each.isfinite().all()) for each in weights[-1])
+    if name != "accumulated":  # there an update uses the gradient of the batch before
+        assert same(weights[bad + 1], weights[bad])
+    assert not same(weights[bad + 2], weights[bad + 1]) or name == "accumulated"
+    if rank == 0:
+        assert [event["step"] for event in read_named(tmp_path, "step_skipped")] == [bad + 1]
+        assert len(read_steps(tmp_path)) == 4
+
+
+def test_without_the_guard_weights_that_are_no_numbers_end_the_run(tmp_path: Path, quiet_threads: None) -> None:
+    def body(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+        run.backward(loss_of(model, batch) * math.inf)
+        optimizer.step()
+
+    with pytest.raises(JobError, match="not finite"):
+        train(tmp_path, lone_rank(), body)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), *LAYOUTS], ids=["one rank", *NAMES])
+@ranks(2)
+def test_a_run_that_one_rank_has_stopped_is_finished(rank: int, shape: tuple[int, int], tmp_path: Path) -> None:
+    on = pool_ranks() if shape != (1, 1) else lone_rank()
+    if shape == (1, 1) and rank:
+        return
+
+    def body(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+        by_hand(run, model, optimizer, batch)
+        if run.step_number == 1 and rank == shape[0] * shape[1] - 1:
+            run.stop("no gain")
+
+    stopped = train(tmp_path / "stopped", on, body, *layout(*shape), batch_size=8)
+    whole_run = train(tmp_path / "two", on, by_hand, "train.steps=2", *layout(*shape), batch_size=8)
+    assert same(stopped, whole_run)
+    if rank == 0:
+        assert read_column(tmp_path / "stopped", "step") == [1, 2]
+        (end,) = read_named(tmp_path / "stopped", "finished")
+        assert end["reason"] == "no gain"
+
+
+def notes(folder: Path) -> list[str]:
+    return [event["reason"] for event in read_named(folder, "gradients_by_hand")]
+
+
+def test_a_script_is_told_what_it_may_not_mean(tmp_path: Path, quiet_threads: None) -> None:
+    def never(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+        run.backward(loss_of(model, batch))
+
+    def kept(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+        run.backward(loss_of(model, batch))
+        optimizer.step()
+
+    train(tmp_path / "never", lone_rank(), never, "train.steps=101")
+    (note,) = notes(tmp_path / "never")
+    assert note.startswith(
+        "run.backward was called for 100 batches up to step 100, and no optimizer has made an update"
+    )
+    train(tmp_path / "kept", lone_rank(), kept)
+    (note,) = notes(tmp_path / "kept")
+    assert note.startswith("the gradients that an update had used were still there, and run.backward adds to them.")
+    for name in ("plain", "halves", "accumulated", "a method beside forward"):
+        train(tmp_path / name, lone_rank(), BODIES[name], "train.steps=101")
+        assert notes(tmp_path / name) == []
+    train(tmp_path / "micro", lone_rank(), by_hand, "train.micro_batch=2")
+    (note,) = notes(tmp_path / "micro")
+    assert "train.micro_batch = 2 (command line) cuts nothing here" in note
+    train(tmp_path / "bf16", lone_rank(), by_hand, "precision.compute=bf16")
+    (note,) = notes(tmp_path / "bf16")
+    assert note.startswith('precision.compute = "bf16" holds within `with run.autocast():` alone')
+
+
+def test_gradients_that_are_never_cleared_go_on_with_the_same_bits(tmp_path: Path, quiet_threads: None) -> None:
+    def kept(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+        run.backward(loss_of(model, batch))
+        optimizer.step()
+
+    expected = train(tmp_path / "whole", lone_rank(), kept)
+    train(tmp_path / "stopped", lone_rank(), kept, last=3)
+    assert same(train(tmp_path / "stopped", lone_rank(), kept), expected)
+
+
+def test_a_gan_that_was_stopped_ends_with_the_same_bits(tmp_path: Path, quiet_threads: None) -> None:
+    expected = train_gan(tmp_path / "whole", lone_rank())
+    for last in (1, 2):
+        train_gan(tmp_path / "stopped", lone_rank(), last=last)
+    assert same(train_gan(tmp_path / "stopped", lone_rank()), expected)
+
+
+def plain_backward(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    loss_of(model, batch).backward()
+    optimizer.step()
+
+
+def both_kinds(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    by_hand(run, model, optimizer, batch)
+    by_step(run, model, optimizer, batch)
+
+
+def both_kinds_turned(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    by_step(run, model, optimizer, batch)
+    by_hand(run, model, optimizer, batch)
+
+
+REFUSED: dict[str, tuple[Body, tuple[str, ...], str]] = {
+    "loss.backward": (
+        plain_backward,
+        (),
+        "the loop went on without run.step for the batch of step 1, so nothing was learnt from it.\n"
+        "  To do: call run.step(model, batch, loss_fn) once for each batch of run.steps; or run.backward(loss) in "
+        "place of loss.backward(), and run.stop after it.",
+    ),
+    "run.step after it": (
+        both_kinds,
+        (),
+        "run.step was called after run.backward for the batch of step 1.\n"
+        "  To do: use one of the two for all models of a batch: run.step drops gradients that run.backward has left.",
+    ),
+    "run.step before it": (
+        both_kinds_turned,
+        (),
+        "run.backward was called after run.step for the batch of step 1.\n"
+        "  To do: use one of the two for all models of a batch: run.step drops gradients that run.backward has left.",
+    ),
+    "a loss of each sample": (
+        lambda run, model, optimizer, batch: run.backward(model(batch[0]).square().mean(1)),
+        (),
+        "run.backward was given a tensor of shape [6] as the loss.\n"
+        "  Allowed: a tensor without dimensions, the mean over the samples of this rank, or a shardway.LossSum of such "
+        "a tensor. To do: run.backward(losses.mean()).",
+    ),
+    "a number": (
+        lambda run, model, optimizer, batch: run.backward(loss_of(model, batch).item()),  # type: ignore[arg-type]
+        (),
+        "run.backward was given float as the loss.\n"
+        "  Allowed: a tensor without dimensions, the mean over the samples of this rank, or a shardway.LossSum of such "
+        "a tensor. To do: run.backward(losses.mean()).",
+    ),
+    "a loss of nothing": (
+        lambda run, model, optimizer, batch: run.backward(loss_of(model, batch).detach()),
+        (),
+        "in a step of Net, no parameter that is trained took part in the loss: all that it was computed from is frozen "
+        "or detached.\n"
+        "  To do: let some parameters of the model have requires_grad = True, and compute the loss from its outputs "
+        "without detach() or torch.no_grad().",
+    ),
+    "too many samples": (
+        lambda run, model, optimizer, batch: run.backward(loss_of(model, batch), samples=7),
+        (),
+        "run.backward was given samples=7, and this rank has 6 samples of the batch.\n"
+        "  Allowed: the number of samples that the loss is the mean over, at most those.",
+    ),
+    "two counts": (
+        lambda run, model, optimizer, batch: run.backward(shardway.LossSum(loss_of(model, batch), 1), samples=6),
+        (),
+        "run.backward was given a LossSum and samples, and a LossSum has its own count.\n"
+        "  To do: leave samples out; where the batch is cut, count the targets of this rank's whole share in each "
+        "part.",
+    ),
+    "another model": (
+        lambda run, model, optimizer, batch: run.backward(loss_of(model, batch), Net()),
+        (),
+        "run.backward was given a Net that run.shard has not returned.\n"
+        "  To do: give it what run.shard has returned, or leave the model out.",
+    ),
+    "clipping a number": (
+        lambda run, model, optimizer, batch: run.clip(1.0, 1.0),
+        (),
+        "run.clip was given a float.\n  Allowed: a model, an optimizer, or parameters. To do: run.clip(model, 1.0).",
+    ),
+    "a probe": (
+        by_hand,
+        ("guard.probe_every=2 steps",),
+        "run.backward cannot be used here: guard.probe_every runs the passes of a step twice.\n"
+        "  To do: use run.step(model, batch, loss_fn), or set what is named here to something else.",
+    ),
+    "fp16": (
+        by_hand,
+        ("precision.compute=fp16",),
+        'run.backward cannot be used here: precision.compute = "fp16" scales the loss and looks for overflows.\n'
+        "  To do: use run.step(model, batch, loss_fn), or set what is named here to something else.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_in_a_sentence(name: str, tmp_path: Path, quiet_threads: None) -> None:
+    body, words, expected = REFUSED[name]
+    with pytest.raises(UserError) as failure:
+        train(tmp_path, lone_rank(), body, *words)
+    assert str(failure.value) == expected
+    assert read_steps(tmp_path) == []
+
+
+def test_an_optimizer_that_evaluates_the_loss_itself_is_refused(tmp_path: Path, quiet_threads: None) -> None:
+    with pytest.raises(UserError, match="LBFGS evaluates the loss itself, as often as it wants"):
+        train(tmp_path, lone_rank(), by_hand, factory=torch.optim.LBFGS, lr=0.1)
+
+
+@ranks(2)
+def test_compressed_gradients_are_refused(rank: int, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r'parallel.compress = "fp16" is a part of DDP'):
+        train(tmp_path, pool_ranks(), by_hand, *layout(2, 1), "parallel.compress=fp16")
+
+
+@pytest.mark.parametrize("call", ["backward", "clip", "autocast"])
+def test_calls_outside_the_loop_are_refused(call: str, tmp_path: Path, quiet_threads: None) -> None:
+    with open_tiny(tmp_path, lone_rank(), base=WORDS) as run:
+        model = run.shard(Net())
+        calls: dict[str, Callable[[], Any]] = {
+            "backward": lambda: run.backward(torch.ones(())),
+            "clip": lambda: run.clip(model, 1.0),
+            "autocast": lambda: run.autocast(),
+        }
+        with pytest.raises(UserError, match=f"run.{call} was called before"):
+            calls[call]()
