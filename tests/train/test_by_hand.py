@@ -483,20 +483,26 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(
 # --- every layout that takes a model apart
 
 
-def train_transformer(folder: Path, on: Ranks, hand: bool, shape: dict[str, Any], *words: str) -> list[torch.Tensor]:
+def train_transformer(
+    folder: Path, on: Ranks, kind: str, shape: dict[str, Any], *words: str, steps: int = 4
+) -> list[torch.Tensor]:
+    """By run.step, by hand, or by hand with the loss in two parts of one graph."""
     sizes = {"vocab": 32, "dim": 16, "layers": 2, "heads": 2, "kv_heads": 2, "ffn_dim": 32, "tied": False, **shape}
     data = torch.randint(0, 32, (32, 9), generator=torch.Generator().manual_seed(0))
-    with open_tiny(folder, on, *words, base=WORDS) as run:
+    with open_tiny(folder, on, f"train.steps={steps}", *words, base=WORDS) as run:
         with torch.device("meta"):
             model: nn.Module = Transformer(TransformerShape(**sizes))
         model = run.shard(model)
         optimizer = run.optimizer(torch.optim.SGD, model, lr=0.1, momentum=0.9)
         for batch in run.steps(run.loader(TensorDataset(data[:, :-1], data[:, 1:]), batch_size=8)):
-            if not hand:
+            if kind == "step":
                 run.step(model, batch, shardway.token_cross_entropy)
                 continue
             with run.autocast():
                 loss = shardway.token_cross_entropy(model(batch[0]), batch[1])
+            if kind == "parts":
+                run.backward(replace(loss, total=loss.total * 0.25), retain_graph=True)
+                loss = replace(loss, total=loss.total * 0.75)
             run.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
@@ -524,8 +530,8 @@ SPLIT: dict[str, tuple[str, ...]] = {
 def test_a_transformer_by_hand_takes_the_steps_of_run_step(
     name: str, words: tuple[str, ...], tmp_path: Path, quiet_threads: None
 ) -> None:
-    found = train_transformer(tmp_path / "hand", lone_rank(), True, SHAPES[name], *words)
-    assert same(found, train_transformer(tmp_path / "step", lone_rank(), False, SHAPES[name], *words))
+    found = train_transformer(tmp_path / "hand", lone_rank(), "hand", SHAPES[name], *words)
+    assert same(found, train_transformer(tmp_path / "step", lone_rank(), "step", SHAPES[name], *words))
     assert read_column(tmp_path / "hand") == read_column(tmp_path / "step")
 
 
@@ -542,8 +548,8 @@ def test_a_transformer_by_hand_takes_the_steps_of_run_step(
 def test_a_transformer_on_ranks_takes_the_steps_of_run_step(
     rank: int, name: str, words: tuple[str, ...], tmp_path: Path
 ) -> None:
-    found = train_transformer(tmp_path / "hand", pool_ranks(), True, SHAPES[name], *words)
-    expected = train_transformer(tmp_path / "step", pool_ranks(), False, SHAPES[name], *words)
+    found = train_transformer(tmp_path / "hand", pool_ranks(), "hand", SHAPES[name], *words)
+    expected = train_transformer(tmp_path / "step", pool_ranks(), "step", SHAPES[name], *words)
     assert near(found, expected)
     for column in ("loss", "grad_norm"):
         assert read_column(tmp_path / "hand", column) == pytest.approx(read_column(tmp_path / "step", column), 1e-6)
@@ -553,8 +559,8 @@ def test_a_transformer_on_ranks_takes_the_steps_of_run_step(
 def test_a_transformer_on_shards_of_slices_takes_the_steps_of_run_step(rank: int, tmp_path: Path) -> None:
     for number, words in enumerate((("parallel.tp=2", *layout(1, 2)), ("parallel.tp=2", *layout(2, 1)))):
         hand, step = tmp_path / f"hand{number}", tmp_path / f"step{number}"
-        found = train_transformer(hand, pool_ranks(), True, SHAPES["dropout"], *words)
-        assert near(found, train_transformer(step, pool_ranks(), False, SHAPES["dropout"], *words))
+        found = train_transformer(hand, pool_ranks(), "hand", SHAPES["dropout"], *words)
+        assert near(found, train_transformer(step, pool_ranks(), "step", SHAPES["dropout"], *words))
         assert read_column(hand, "grad_norm") == pytest.approx(read_column(step, "grad_norm"), 1e-6)
 
 
@@ -856,3 +862,18 @@ def test_calls_outside_the_loop_are_refused(call: str, tmp_path: Path, quiet_thr
         }
         with pytest.raises(UserError, match=f"run.{call} was called before"):
             calls[call]()
+
+
+@pytest.mark.parametrize("words", [*SPLIT.values()][:3], ids=[*SPLIT][:3])
+@ranks(2)
+def test_two_parts_of_a_loss_have_the_gradients_of_the_whole(rank: int, words: tuple[str, ...], tmp_path: Path) -> None:
+    """Of one graph, also of one that computes its blocks again."""
+    for more in ((), ("recompute.mode=full",)):
+        found = train_transformer(tmp_path / f"parts{more}", pool_ranks(), "parts", {}, *words, *more)
+        expected = train_transformer(tmp_path / f"hand{more}", pool_ranks(), "hand", {}, *words, *more)
+        assert near(found, expected)
+        for column in ("loss", "grad_norm"):
+            found_column, expected_column = (
+                read_column(tmp_path / f"{each}{more}", column) for each in ("parts", "hand")
+            )
+            assert found_column == pytest.approx(expected_column, 1e-5)

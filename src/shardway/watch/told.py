@@ -81,6 +81,7 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
         "validation_stopped": _Kind(_reason("the validation was broken off: ")),
         "validation_failed": _Kind(_reason("the validation failed: ")),
         "loss_depends_on_cut": _Kind(_reason()),
+        "gradients_by_hand": _Kind(_reason()),
         "data_order_noted": _Kind(_reason()),
         "step_voided": _Kind(lambda event: "the step after it had no data in time and does not count"),
         "fault": _Kind(lambda event: render_fault(read_fault(event)), Weight.ERROR, Place.NONE),
