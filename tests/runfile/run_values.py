@@ -135,6 +135,7 @@ _BY_KEY: dict[str, st.SearchStrategy[Any]] = {
     "run.elastic": st.one_of(st.just("off"), st.lists(st.integers(1, 9), min_size=2, max_size=2).map(sorted)),
     "run.device": st.sampled_from(["auto", "cpu", "cuda"]),
     "run.threads": AUTO_OR_SMALL,
+    "run.display": st.sampled_from(["auto", "off"]),
     "run.start_timeout": times(),
     "run.collective_timeout": times(),
     "run.stop_timeout": times(),

@@ -253,6 +253,8 @@ def _train_local(resolution: Resolution, ranks: int) -> dict[str, Any]:
 
 
 def _display(resolution: Resolution, as_json: bool, launched: bool) -> AbstractContextManager[object]:
+    if resolution.resolved.values.run.display == "off":
+        return nullcontext()
     from shardway.cli.progress import Display
 
     # A launcher collects output, also where it gives its first rank a terminal of its own (mpirun does).
@@ -272,11 +274,17 @@ def _print_end(outcome: dict[str, Any], as_json: bool, before: dict[str, Any]) -
     if as_json:
         typer.echo(json.dumps(outcome, indent=1))
         return
+    from shardway.watch.words import list_last_lines
+
     run = RunDir(Path(outcome["directory"]))
-    if outcome["state"] == "finished" and run.read_status() == before:
-        key = before.get("finished_by", "train.steps")
-        typer.echo(f"nothing to do: {outcome['reason']} (to go on, ask for more with {key})")
-    typer.echo(f"run directory  {run.path}")
-    typer.echo(f"report         {run.report_path}")
-    if outcome["state"] == "stopped" and ATTEMPT not in os.environ:  # whose script says how
-        typer.echo("to go on, run the same command again")
+    lines = list_last_lines(
+        str(run.path),
+        outcome["state"],
+        outcome["reason"],
+        report=str(run.report_path),
+        nothing_done=outcome["state"] == "finished" and run.read_status() == before,
+        status=before,
+        by_hand=ATTEMPT not in os.environ,
+    )
+    for line in lines:
+        typer.echo(line)

@@ -44,6 +44,9 @@ class RunSection(Section):
     stop_margin: SecondsField | Auto = key(
         "auto", "How long before the end of the wall-time the run stops; auto = from the time that saves take."
     )
+    display: Literal["auto", "off"] = key(
+        "auto", "What is shown while it trains: auto = how it starts, its steps and its end; off = errors alone."
+    )
 
 
 class SiteSection(Section):

@@ -12,7 +12,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from shardway.errors import Fenced, JobError, LostContact, render_reason
@@ -21,7 +21,7 @@ from shardway.ranks.progress import Progress
 from shardway.ranks.start import Ranks
 from shardway.rundir.attempts import Attempt, Result
 from shardway.rundir.directory import RunDir
-from shardway.rundir.events import EventWriter
+from shardway.rundir.events import Event, EventWriter
 from shardway.rundir.refusal import refusals, refused
 from shardway.train.earlier import read_earlier
 from shardway.train.ending import End
@@ -59,6 +59,8 @@ class Recorder:
         self._trouble: OSError | None = None
         self.is_open = False
         """Whether the run goes on, so that what happens is a part of it."""
+        self.show: Callable[[Event], None] | None = None
+        """Takes each event of this rank for a person who reads its output; it never raises."""
 
     def open(self, directory: RunDir) -> None:
         """The run goes on, in this directory: from here on what happens is written down."""
@@ -194,6 +196,8 @@ class Recorder:
             if self._writer is None:
                 self._writer = self._directory.event_writer(self._ranks.rank)
         self._writer.keep(name, **facts)
+        if self.show is not None:
+            self.show({**facts, "event": name, "time": time.time()})
         try:
             self._directory.check_writer()
             self._writer.flush()

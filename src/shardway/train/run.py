@@ -39,6 +39,7 @@ from shardway.resolve.request import Request, parse_words
 from shardway.rundir.directory import RunDir
 from shardway.runfile.schema import PrecisionSection
 from shardway.train.by_hand import BackwardCall, GradientsByHand
+from shardway.train.display import ScriptDisplay, open_display
 from shardway.train.engines import ENGINES
 from shardway.train.engines.base import Engine, EngineParts
 from shardway.train.engines.explain import script_explained
@@ -83,6 +84,7 @@ class Run:
         self._by_hand: GradientsByHand | None = None
         self._probes_loss = False
         self._opened: OpenedRun[Run] | None = None
+        self._display: ScriptDisplay | None = None
 
     @property
     def resolved(self) -> Resolved:
@@ -153,6 +155,8 @@ class Run:
         """A loop that the script left early is saved and said to be stopped."""
         if self._loop is not None:
             self._loop.leave()
+            if self._display is not None and self._loop.has_begun:
+                self._display.end()
 
     def find_holder(self) -> Holder:
         """What this rank holds."""
@@ -492,7 +496,7 @@ def start(*words: str | Path | None, directory: str | Path | None = None, fresh:
     request = parse_words([str(word) for word in words if word is not None])
     place = Path(directory) if directory is not None else None
     opened = OpenedRun(open_run(replace(request, directory=place, fresh=fresh, own_model=True)))
-    opened.run._opened = opened
+    opened.run._opened, opened.run._display = opened, open_display(opened.run.session)
     return opened.run
 
 

@@ -103,10 +103,11 @@ class Session:
 
     def note_once(self, event: str, text: str) -> None:
         """Say something once to a person who reads the output of rank 0, and write it down."""
-        if text not in self.noted and self.ranks.is_first:
+        is_new = text not in self.noted
+        self.noted.add(text)
+        if is_new and self.ranks.is_first:
             logging.getLogger("shardway").warning(text)
             self.recorder.event(event, step=self.recorder.step_done, reason=text)
-        self.noted.add(text)
 
     def settle(self, facts: DataFacts, keep: Callable[[str], bool] = lambda dotted: True) -> None:
         """Complete the resolved run with what the opened data says; `begin` writes down the keys that `keep` wants.

@@ -1,7 +1,8 @@
 """A run's progress as plain lines, for output that is not a terminal.
 
 Invariant: the first and the last step of an attempt get a line whatever the clock says; between them at most one
-step line every `every_s` seconds. This module must not print nor sleep.
+step line every `every_s` seconds, fewer as the run grows longer where `longest_s` lets it. A step that is not told
+costs next to nothing. This module must not print nor sleep.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from shardway.watch.words import (
     render_validation,
 )
 
+_SHARE = 0.02
+"""After which part of the time that an attempt has taken the next step line comes, between the two bounds."""
+
 
 class PlainLines:
     """Turns events into lines; each tells of one thing and starts with the step where there is one."""
@@ -36,16 +40,22 @@ class PlainLines:
         clock: Callable[[], float] = time.monotonic,
         every_s: float = 5.0,
         validations: Sequence[Validation] = (),
+        longest_s: float = 5.0,
     ) -> None:
         self._clock = clock
-        self._every_s = every_s
+        self._every_s, self._longest_s = every_s, max(every_s, longest_s)
         self._progress = Progress(validations)
-        self._next_line = clock()
-        self._untold: str | None = None
+        self._began = self._next_line = clock()
+        self._has_untold = False
 
     def lines(self, event: Event) -> list[str]:
         """The lines that this event is worth: none for most steps."""
+        ends = event["event"] in ("finished", "stopped", "failed", "restarted", "rolled_back")
+        before = self._flush() if ends else []
         self._progress.update(event)
+        return before + self._lines(event)
+
+    def _lines(self, event: Event) -> list[str]:
         match event["event"]:
             case "started":
                 return self._start(event)
@@ -54,9 +64,7 @@ class PlainLines:
             case "validation":
                 return [f"{self._place()}  validation  {self._validation()}"]
             case "finished" | "stopped" | "failed":
-                return [*self._flush(), render_ending(read_ending(event))]
-            case "restarted":
-                return [*self._flush(), *self._news(event)]
+                return [render_ending(read_ending(event))]
         return self._news(event)
 
     def _news(self, event: Event) -> list[str]:
@@ -72,25 +80,25 @@ class PlainLines:
 
     def _start(self, event: Event) -> list[str]:
         start = read_start(event)
-        self._next_line = self._clock()
-        self._untold = None
+        self._began = self._next_line = self._clock()
+        self._has_untold = False
         unit = "tokens" if start.counts_tokens else "samples"
         portion = start.tokens_per_step if start.counts_tokens else start.samples_per_step
         first = f"{render_start(start)}  {render_machine(start)}, {render_total(portion)} {unit} a step"
         return [first, *filter(None, [render_numerics(start)])]
 
     def _step(self) -> list[str]:
-        self._untold = self._step_line()
+        self._has_untold = True
         last = self._progress.step == self._progress.total_steps
         return self._flush() if last or self._clock() >= self._next_line else []
 
     def _flush(self) -> list[str]:
         """The line of the last step, unless it was told."""
-        if self._untold is None:
+        if not self._has_untold:
             return []
-        line, self._untold = self._untold, None
-        self._next_line = self._clock() + self._every_s
-        return [line]
+        self._has_untold, now = False, self._clock()
+        self._next_line = now + min(self._longest_s, max(self._every_s, _SHARE * (now - self._began)))
+        return [self._step_line()]
 
     def _place(self) -> str:
         total = self._progress.total_steps

@@ -234,3 +234,26 @@ def render_ending(ending: Ending) -> str:
     """ "stopped at step 120: SIGTERM"."""
     place = "" if ending.step is None else f" at step {ending.step}"
     return f"{ending.state}{place}" + (f": {one_line(ending.reason)}" if ending.reason else "")
+
+
+def list_last_lines(
+    directory: str,
+    state: str,
+    reason: str,
+    *,
+    report: str,
+    nothing_done: bool,
+    status: Mapping[str, Any],
+    by_hand: bool,
+) -> list[str]:
+    """What stands below a run when its command or script ends: where it is, and how it goes on. `report` is the page,
+    or the command that makes it; `nothing_done`: the run was finished before, as its `status` says; `by_hand`: no job
+    goes on with it."""
+    lines = [f"run directory  {directory}", f"report         {report}"]
+    if nothing_done:
+        key = status.get("finished_by", "train.steps")
+        hint = "" if "finished_early" in status else f" (to go on, ask for more with {key})"
+        lines.insert(0, f"nothing to do: {one_line(reason)}{hint}")
+    if state == "stopped" and by_hand:
+        lines.append("to go on, run the same command again")
+    return lines
