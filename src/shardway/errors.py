@@ -25,7 +25,15 @@ class ShardwayError(Exception):
     exit_code = 70
 
 
-class UserError(ShardwayError):
+class _MessageAlone:
+    """In a notebook the message alone is shown, since it says all that there is to know."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in place of a traceback: a name that it looks for."""
+        return [f"shardway: {legible(str(self))}"]
+
+
+class UserError(_MessageAlone, ShardwayError):
     """Something that the person who started the run can mend; `problems` where the message counts several."""
 
     exit_code = 2
@@ -35,13 +43,13 @@ class UserError(ShardwayError):
         self.problems = tuple(problems)
 
 
-class SiteError(ShardwayError):
+class SiteError(_MessageAlone, ShardwayError):
     """Something that the machine or its profile lacks."""
 
     exit_code = 3
 
 
-class JobError(ShardwayError):
+class JobError(_MessageAlone, ShardwayError):
     """Something that went wrong while the job ran."""
 
     exit_code = 4

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -130,7 +131,8 @@ def test_one_rank_shows_it_and_none_where_an_agent_does(rank: int, launcher: str
 def test_in_a_notebook_it_is_a_cells_output(
     train: Train, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(builtins, "get_ipython", lambda: None, raising=False)
+    shell = SimpleNamespace()
+    monkeypatch.setattr(builtins, "get_ipython", lambda: shell, raising=False)
     train()
     assert capsys.readouterr().out.startswith("started, 3 steps")
 

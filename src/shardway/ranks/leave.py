@@ -9,7 +9,6 @@ registered for it. This module must not import torch.
 from __future__ import annotations
 
 import atexit
-import builtins
 import contextlib
 import dis
 import os
@@ -91,11 +90,9 @@ def restore_hook() -> None:
 
 
 def tell_errors() -> None:
-    """From now on an error of Shardway that nobody catches is its message, in a script and in a notebook."""
+    """From now on an error of Shardway that nobody catches is its message; IPython shows it so by itself
+    (`errors`)."""
     script_hook()
-    shell = getattr(builtins, "get_ipython", lambda: None)()
-    if shell is not None:  # which shows errors itself: what the function returns, in place of a traceback
-        shell.set_custom_exc((ShardwayError,), lambda shell, kind, error, trace, tb_offset=None: [f"shardway: {error}"])
 
 
 class ScriptExit:

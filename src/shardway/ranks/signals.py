@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Sequence
 from types import FrameType, TracebackType
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
@@ -29,7 +30,8 @@ class SignalWatch:
     around a wait that `break_off` may end. `killed`: the second Ctrl-C came, whoever has caught the KeyboardInterrupt.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, signals: Sequence[signal.Signals] = STOP_SIGNALS) -> None:
+        self._signals = signals
         self._received: signal.Signals | None = None
         self._before: dict[signal.Signals, object] = {}
         self._breaks = False
@@ -57,7 +59,7 @@ class SignalWatch:
         # Python delivers signals to the main thread alone; a run in another thread goes without.
         if threading.current_thread() is threading.main_thread():
             outer = _find_watch()
-            self._before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+            self._before = {number: signal.signal(number, self._note) for number in self._signals}
             self._received = outer._received if outer is not None else None
         return self
 

@@ -9,7 +9,6 @@ Invariant: what cannot be shown never ends or changes the run. This module must 
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import os
 import sys
@@ -17,6 +16,7 @@ from collections.abc import Container
 from typing import TextIO
 
 from shardway.errors import JobError
+from shardway.ranks.notebook import find_shell
 from shardway.rundir.attempts import VARIABLE as ATTEMPT
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
@@ -82,7 +82,7 @@ class ScriptDisplay:
 
 def _find_stream() -> TextIO | None:
     """Where people read: looked up each time, since a notebook or a test may set another."""
-    return sys.stdout if getattr(builtins, "get_ipython", None) is not None else sys.stderr
+    return sys.stdout if find_shell() is not None else sys.stderr
 
 
 def open_display(session: Session) -> ScriptDisplay | None:

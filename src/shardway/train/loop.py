@@ -30,6 +30,7 @@ from shardway.train.device_defaults import describe_numerics
 from shardway.train.earlier import find_early_end
 from shardway.train.ending import End
 from shardway.train.guard import BackPlan, Guard
+from shardway.train.intact import Intact
 from shardway.train.learning_rate import ScheduledLR
 from shardway.train.loop_plan import LoopParts, LoopPlan
 from shardway.train.machine import Facts, Phase, next_phase
@@ -82,8 +83,7 @@ class Loop:
         own = parts.engine.state
         self._trained: State = held.trained() if held is not None and isinstance(own, Trained) else own
         self._state: State = Together([self._trained, self._kept])
-        self._finish_reason = ""
-        self._finishes, self._adopts = False, held is not None
+        self._finish_reason, self._finishes, self._adopts = "", False, held is not None
         self._last_call: StepCall | None = None
         self._tier = open_tier(session, plan.local)
         local = (self._tier, plan.local.every_s) if self._tier is not None and plan.local is not None else None
@@ -93,6 +93,7 @@ class Loop:
         self._guard = Guard(session, plan.guard, parts.parallels, self._saver.settle)
         self._phase = Phase.RESTORE
         self._open_step: OpenStep | None = None
+        self.intact = Intact(session.ranks)
         self._owes_validation, self._has_validated, self._began = False, False, 0
         self._rests = False
         """Whether there is nothing to do: the run was finished before."""
@@ -118,9 +119,12 @@ class Loop:
             self._session.progress.enter(_ACTIVITIES[self._phase], self._counters.step)
             if self._phase is Phase.STEP:
                 yield from self._step()
-            else:
-                self._actions[self._phase]()
-            self._phase = Phase.END if self._rests else next_phase(self._phase, self._facts())
+            if self._phase is Phase.END:
+                return  # the script has closed the run
+            with self.intact.held(apply=self._phase is not Phase.VALIDATE):
+                if self._phase is not Phase.STEP:
+                    self._actions[self._phase]()
+                self._phase = Phase.END if self._rests else next_phase(self._phase, self._facts())
 
     @property
     def has_begun(self) -> bool:
@@ -137,17 +141,21 @@ class Loop:
 
         `look` is called with the rows of the batch once an update counts.
         """
+        with self.intact.held():
+            return self._take_step(call, batch, look)
+
+    def _take_step(self, call: StepCall, batch: Any, look: Callable[[int | None], None]) -> float:
         self._check_awaits_step()
         if self._open_step is not None and self._open_step.taken and self._open_step.decision.void:
             return math.nan  # nothing of this batch counts
         self._lrs.check()
-        lr = lr_of(call.engine)
-        moment = self._moment()  # it looks for the stop file: a file system that hangs is no hang of a step
+        lr, moment = lr_of(call.engine), self._moment()  # that looks for the stop file: a hang there is none of a step
         self._session.progress.take_step(self._counters.step)
-        result = call.engine.step(call.model, batch, call.loss_fn, moment)
-        if self._open_step is not None:
-            self._open_step.taken.append(TakenStep(call.name, lr, result))
-            self._last_call = call if len(self._open_step.taken) == 1 else self._last_call
+        with self.intact.update(call.engine, moment):
+            result = call.engine.step(call.model, batch, call.loss_fn, moment)
+            if self._open_step is not None:
+                self._open_step.taken.append(TakenStep(call.name, lr, result))
+                self._last_call = call if len(self._open_step.taken) == 1 else self._last_call
         if result.decision.void:
             self._kept.freeze()  # what the script does next belongs to a step that does not count
         else:
@@ -206,6 +214,14 @@ class Loop:
         """End a walk that the script broke off: count the step that it took, save, and say so."""
         if self._phase in (Phase.RESTORE, Phase.END):
             return
+        with self.intact.held():
+            if self.intact.is_broken():
+                self._end("stopped", End(Ending.STOPPED, self.intact.describe(self._counters.step)))
+            else:
+                self._leave()
+            self._phase = Phase.END
+
+    def _leave(self) -> None:
         if self._open_step is not None and self._open_step.taken:
             self._close_step(self._open_step)
         self._finishes = self._finishes or any(self._session.ranks.gather(bool(self._finish_reason)))
@@ -215,7 +231,6 @@ class Loop:
             self._finish()
         else:
             self._end("stopped", End(Ending.STOPPED, "the script left its loop"))
-        self._phase = Phase.END
 
     def _moment(self, *, void: bool = False) -> Moment:
         """What the step to come needs to know of where the run stands."""
@@ -334,17 +349,10 @@ class Loop:
         if held is None or script is None:
             return
         self._session.changes.update(script.changes)
-        if not self._session.ranks.is_first:
-            return
-        say = logging.getLogger("shardway").warning
-        for name, (before, today) in script.changes.items():
-            say(f"{name} was {before} when {checkpoint} was saved and is {today} now: it goes on with {today}.")
-        for name in (*script.unknown, *held.kept.waiting):
-            say(f"{checkpoint} holds the state of {name}, which the script has not made: it waits to be made.")
-        for name in held.kept.missing:
-            say(f"{checkpoint} holds no state of {name}: it begins as the script has made it.")
-        if self._finishes:
-            say(f"this run is finished ({self._finish_reason}): nothing is left to do.")
+        if self._session.ranks.is_first:
+            finished = self._finish_reason if self._finishes else ""
+            for line in script.list_notes(checkpoint, held.kept.waiting, held.kept.missing, finished):
+                logging.getLogger("shardway").warning(line)
 
     def _settle(self, restored: Restored) -> Restored:
         """The run goes on from there: its directory says so from now on."""
@@ -429,11 +437,14 @@ class Loop:
             if self._by_hand is not None:
                 self._by_hand.begin(batch, self._counters.position)
             yield batch.data
+            if self._phase is Phase.END:
+                return
         self._session.progress.enter(Activity.DATA, self._counters.step)
         if self._finish_reason and not self._open_step.taken and self._finish_without_step():
             return
         check_taken(self._open_step, self._counters.step + 1)
-        self._close_step(self._open_step)
+        with self.intact.held():
+            self._close_step(self._open_step)
 
     def _finish_without_step(self) -> bool:
         """The script has ended the run in place of a step: whether that is done, or a step agrees on it."""
@@ -479,10 +490,12 @@ class Loop:
             session.recorder.failure_noted("validation_failed", self._counters.step),
             evaluating([each for each in self._parts.parallels if each is not passes.parallel]),
         ):
-            metrics = validate(passes.parallel.call, self._parts.validation, passes, session.ranks, breaks)
+            try:
+                metrics = validate(passes.parallel.call, self._parts.validation, passes, session.ranks, breaks)
+            finally:
+                generators.put_back()  # its step is saved already; and one that was broken off is made again
         for parallel in self._parts.parallels if self._parts.held is not None else ():
             let_go(parallel)
-        generators.put_back()  # its step is saved already; and one that was broken off is made again
         seconds = time.perf_counter() - started
         if deadline is not None:
             deadline.took_validation(seconds)
@@ -515,6 +528,10 @@ class Loop:
         self._save_point(last=last)
         if not last and self._agree():
             self._save_point(last=True)  # waits for the one that is under way, and makes it where that failed
+
+    def save(self) -> None:
+        """Save where a loop that has ended stands."""
+        self._save_point(last=True)
 
     def _save_point(self, *, last: bool) -> None:
         self._adopt_late()
@@ -551,8 +568,8 @@ class Loop:
 
     def _agree_on_reason(self) -> str:
         """Why the script has finished the run, in the words of the first rank that did."""
-        reasons = [each for each in self._session.ranks.gather(self._finish_reason) if each]
-        self._finish_reason = reasons[0] if reasons else "the script ended it"
+        reasons = filter(None, self._session.ranks.gather(self._finish_reason))
+        self._finish_reason = next(reasons, "the script ended it")
         return self._finish_reason
 
     def _took_save(self, seconds: float) -> None:

@@ -46,6 +46,7 @@ from shardway.train.engines.explain import script_explained
 from shardway.train.feed import Loader, training_batches, validation_data, validation_rows
 from shardway.train.guard import plan_guard
 from shardway.train.held import HeldOptimizer, Holdings, check_several
+from shardway.train.intact import refuse_broken
 from shardway.train.loaders import LoaderArguments, check_length, make_loader, take_validation
 from shardway.train.loop import Loop
 from shardway.train.loop_plan import LoopParts, LoopPlan
@@ -61,7 +62,7 @@ from shardway.train.passes import Portions
 from shardway.train.saves.cadence import LeastCost
 from shardway.train.saves.tiers import LocalPlan
 from shardway.train.schedule import Course
-from shardway.train.script import OpenedRun
+from shardway.train.script import OpenedRun, close_earlier
 from shardway.train.session import Session, open_session
 from shardway.train.several import let_go
 from shardway.train.validate import Validation
@@ -172,6 +173,7 @@ class Run:
         A run may have several models; `name` is what a further one is called in checkpoints and events. Raises
         UserError where the model cannot be split or filled.
         """
+        self._check_open("run.shard")
         self._check_not_begun("run.shard")
         numerics = resolve_for_model(self._session, model, is_first=not self._held.models)
         values = self.resolved.values
@@ -202,6 +204,7 @@ class Run:
         Its learning rate is the script's own unless the run file sets `optim.schedule`; then it is the peak of it.
         `name` is what a further optimizer is called in checkpoints.
         """
+        self._check_open("run.optimizer")
         self._check_not_begun("run.optimizer")
         return self._held.add_optimizer(factory(model.parameters(), **options), model, name).optimizer
 
@@ -272,6 +275,7 @@ class Run:
         are as those of a DataLoader. With `drop_last` an epoch ends before a batch that would not be whole; without,
         such a batch goes on with the next epoch. `workers` stands for `data.workers`.
         """
+        self._check_open("run.loader")
         given = LoaderArguments(dataset, batch_size, collate_fn, sampler, batch_sampler, drop_last, workers)
         return make_loader(self._session, given)
 
@@ -309,6 +313,7 @@ class Run:
         `length` ("3 epochs", 500) stands where nothing sets `train.steps`. A source's batch is (inputs, targets); a
         dataset's is what torch's default_collate makes of its samples.
         """
+        self._check_open("run.steps")
         if not isinstance(loader, Loader):
             raise UserError(
                 f"run.steps takes what run.loader gives, not a {type(loader).__name__}.\n"
@@ -322,6 +327,7 @@ class Run:
             check_length(self._session, loader, given=length is not None)
             self._session.settle(DataFacts(loader.size, loader.tokens_per_sample, None), keep=_has_effect_on_own_model)
         check_is_validated(self._session, validation)
+        self._leave_earlier()
         first, *others = self._make_engines()
         self._probes_loss = self._session.own_model
         held = self._held if self._session.own_model else None
@@ -348,6 +354,7 @@ class Run:
         `loss_fn(model, batch)`. It returns the mean over its samples, or a `LossSum` where targets may not count.
         Gradients of a script's own model are clipped only where the run file sets `optim.clip`.
         """
+        self._check_open("run.step")
         if self._loop is None:
             raise UserError("run.step was called before run.optimizer and `for batch in run.steps(loader)`.")
         held = self._held.find_optimizer(model, optimizer)
@@ -403,6 +410,26 @@ class Run:
         """What the loss of an optimizer's step is called: as its model, or as itself where the model has several."""
         alone = sum(each.model is held.model for each in self._held.optimizers) == 1
         return held.model.name if alone else held.name
+
+    def _leave_earlier(self) -> None:
+        """A loop that the script has left, by `break` or in a cell that was interrupted, is saved where it stands: the
+        next one goes on from there. Raises UserError where an error has left the model between two states."""
+        if self._loop is None:
+            return
+        if self._loop.intact.is_broken():
+            raise refuse_broken(max(self._session.list_saved(), default=0))
+        self._loop.leave()
+        step = self._loop.counters.step
+        if step and not self._session.ranks.ask_first(lambda: step in self._session.list_saved()):
+            self._loop.save()  # finished, with `checkpoint.every = "off"`
+
+    def _check_open(self, caller: str) -> None:
+        if self._opened is not None and not self._opened.is_open:
+            raise UserError(
+                f"{caller} was called after the end of the run (run.close(), or the end of its `with`).\n"
+                "  To do: call shardway.start again, and make model and optimizer anew: the run goes on from its last "
+                "checkpoint."
+            )
 
     def _check_not_begun(self, caller: str) -> None:
         if self._loop is not None and not self._loop.has_ended:
@@ -493,6 +520,7 @@ def start(*words: str | Path | None, directory: str | Path | None = None, fresh:
     every rank alike; one that nobody catches ends the script with its message and its exit code.
     """
     tell_errors()
+    close_earlier()
     request = parse_words([str(word) for word in words if word is not None])
     place = Path(directory) if directory is not None else None
     opened = OpenedRun(open_run(replace(request, directory=place, fresh=fresh, own_model=True)))

@@ -7,14 +7,19 @@ what a run is, nor end a process (that is `ranks.leave`).
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Generic, TypeVar
 
 from shardway.ranks.leave import restore_hook, script_hook
+from shardway.ranks.notebook import find_shell
 
 T = TypeVar("T")
+
+_OPENED = "_shardway_opened"
+"""Attribute of a notebook's shell: the run that was opened last."""
 
 
 class OpenedRun(Generic[T]):
@@ -26,8 +31,15 @@ class OpenedRun(Generic[T]):
         self.run = context.__enter__()
         self._is_open = True
         script_hook().closes.append(self.close)
+        if (shell := find_shell()) is not None:
+            setattr(shell, _OPENED, self)
         # Before threads are joined and pools are closed: a last save needs them.
         getattr(threading, "_register_atexit", atexit.register)(self.close)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `close` has not been called."""
+        return self._is_open
 
     def close(
         self,
@@ -46,3 +58,11 @@ class OpenedRun(Generic[T]):
         if error is None:
             restore_hook()
         return handled
+
+
+def close_earlier() -> None:
+    """Close the run that an earlier cell of a notebook has opened and not closed: its cell runs again, or another."""
+    opened = getattr(find_shell(), _OPENED, None)
+    if isinstance(opened, OpenedRun) and opened.is_open:
+        logging.getLogger("shardway").warning("the run that was still open is closed; this one begins.")
+        opened.close()

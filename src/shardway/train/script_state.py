@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,6 +132,19 @@ class ScriptState(WithoutFiles):
     def unknown(self) -> list[str]:
         """Schedulers that the checkpoint that was loaded last knows and the script of today has not made."""
         return [name for name in self._saved.get("schedulers", {}) if name not in self._holdings.schedulers]
+
+    def list_notes(
+        self, checkpoint: str, waiting: Iterable[str], missing: Iterable[str], finished: str
+    ) -> Iterator[str]:
+        """What of the script is not as its checkpoint has it; `finished`: why it has ended the run, where it has."""
+        for name, (before, today) in self.changes.items():
+            yield f"{name} was {before} when {checkpoint} was saved and is {today} now: it goes on with {today}."
+        for name in (*self.unknown, *waiting):
+            yield f"{checkpoint} holds the state of {name}, which the script has not made: it waits to be made."
+        for name in missing:
+            yield f"{checkpoint} holds no state of {name}: it begins as the script has made it."
+        if finished:
+            yield f"this run is finished ({finished}): nothing is left to do."
 
     def take_waiting(self, name: str, scheduler: Any) -> None:
         """A scheduler that was made after the run was resumed takes what was saved of it."""

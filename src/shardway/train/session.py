@@ -34,9 +34,10 @@ from shardway.ranks.launcher import Placement, find_placement
 from shardway.ranks.leave import left_at_once
 from shardway.ranks.lookout import Duties, Lookout
 from shardway.ranks.monitor import open_monitor
+from shardway.ranks.notebook import find_shell
 from shardway.ranks.parent import find_agent, stop_with_parent
 from shardway.ranks.progress import Progress
-from shardway.ranks.signals import SignalWatch
+from shardway.ranks.signals import BREAK, STOP_SIGNALS, SignalWatch
 from shardway.ranks.start import Ranks, StartOptions, is_out_of_memory, start_ranks
 from shardway.resolve import DataFacts, Resolved, check_same_run, find_changes, resolve_with_data
 from shardway.resolve.device_defaults import TF32
@@ -214,7 +215,8 @@ def hold_session(
         stack.callback(recorder.close)
         mesh = build_mesh(ranks, values.parallel)
         seed_all(values.train.seed, ranks.rank)
-        signals = stack.enter_context(SignalWatch())
+        # In a notebook a signal is for its cell or its kernel, which go on when this run has ended.
+        signals = stack.enter_context(SignalWatch(STOP_SIGNALS if find_shell() is None else (BREAK,)))
         with _failure_told(attempt, ranks.placement, lambda: recorder.step_done), _faults_recorded(recorder, directory):
             own_model = resolution.request.own_model
             session = Session(resolution, ranks, mesh, precision, recorder, signals, own_model, at_end=stack)

@@ -87,6 +87,13 @@ class StepParts:
         return [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
 
 
+@dataclass
+class UpdateMark:
+    """Whether a step has begun to change the model for good."""
+
+    begun: bool = False
+
+
 @dataclass(frozen=True)
 class Moment:
     """When a step happens: where it begins in the order of samples, what this rank wishes, the loss scale (None: no
@@ -98,6 +105,7 @@ class Moment:
     loss_scale: LossScale | None = None
     watch: Watch | None = None
     rows: int | None = None
+    update: UpdateMark = field(default_factory=UpdateMark)
 
 
 @dataclass(frozen=True)
@@ -133,7 +141,13 @@ def take_step(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, mom
     with parts.ranks.contact("during a step"):
         before = parts.changeable.remember(batch)
         run = partial(_accumulate, parts, model, batch, loss_fn, moment)
-        watched = _run_passes(parts, run, batch, moment.watch, before)
+        try:
+            watched = _run_passes(parts, run, batch, moment.watch, before)
+        except BaseException:  # in a notebook the run may go on from here
+            before.put_back()
+            parts.clear_gradients()
+            raise
+        moment.update.begun = True
         numbers = watched.tried.numbers
         total, targets, squares = numbers[0], numbers[1], numbers[SUMS]
         decision = read_decision(numbers[SUMS + 1 :])
