@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shardway.checkpoint.find import Found, PassedOver, find_in_run
 from shardway.checkpoint.manifest import Damaged, Manifest
 from shardway.checkpoint.seal import find_damage
@@ -23,6 +25,7 @@ from shardway.checkpoint.shards.table import Table, read_table
 from shardway.checkpoint.state import (
     State,
     Tensors,
+    is_model,
     is_optimizer,
     list_parameters,
     random_state,
@@ -30,7 +33,7 @@ from shardway.checkpoint.state import (
 )
 from shardway.checkpoint.stock import SharedStock, Stock
 from shardway.checkpoint.verify import manifest_of, manifest_of_step
-from shardway.errors import JobError
+from shardway.errors import JobError, UserError, list_some
 from shardway.ranks.start import Ranks
 from shardway.rundir.directory import START_OVER, RunDir
 from shardway.rundir.line import SHARED
@@ -112,6 +115,7 @@ def load_from(stock: Stock, ranks: Ranks, state: State) -> Loaded | PassedOver:
     tensors = state.template(opened.table)
     if manifest.world == ranks.world:
         tensors["random"] = {f"rank-{ranks.rank}": random_state()}
+    _check_model_is_whole(ranks, opened, tensors)
     ranks.together(lambda: _fit(opened, tensors))
     if damaged := _agree(ranks, step, stock.bring(lambda: _want(opened, tensors))):
         return damaged
@@ -165,6 +169,24 @@ def _fit(opened: _Opened, tensors: Tensors) -> None:
         _check_nothing_is_lost(tensors, saved)
         _leave_out_unsaved_state(tensors, saved)
         _leave_out_unsaved_generators(tensors, saved)
+
+
+def _check_model_is_whole(ranks: Ranks, opened: _Opened, tensors: Mapping[str, Any]) -> None:
+    """Raise UserError on every rank where the checkpoint holds tensors of a model that no rank has today."""
+    if not any(map(is_model, tensors)):
+        return
+    today = {f"{part}.{name}" for part in filter(is_model, tensors) for name in tensors[part]}
+    saved = sorted(name for name in opened.table.tensors if is_model(name.partition(".")[0]))
+    known = ranks.sum(torch.tensor([name in today for name in saved], dtype=torch.int64, device=ranks.device))
+    lost = [name for name, ranks_with_it in zip(saved, known.tolist(), strict=True) if not ranks_with_it]
+    if lost:
+        names = list_some([name.partition(".")[2] for name in lost], 6)
+        parts = sorted({name.partition(".")[0] for name in lost})
+        raise UserError(
+            f"the checkpoint {opened.folder} holds {names} of {list_some(parts, 6)}, which the script of today does "
+            "not make: what a run adds to its models while it trains is not made again.\n"
+            "  Nothing was changed. To do: make models as they were when it was saved, before run.steps."
+        )
 
 
 def _want(opened: _Opened, tensors: Tensors) -> set[str]:

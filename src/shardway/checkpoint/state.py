@@ -181,6 +181,11 @@ def _prefix(part: str) -> str:
     return "" if part == MODEL else f"{part.removeprefix(f'{MODEL}-')}:"
 
 
+def is_model(part: str) -> bool:
+    """Whether a part of a state is that of a model."""
+    return part == MODEL or part.startswith(f"{MODEL}-")
+
+
 def is_optimizer(part: str) -> bool:
     """Whether a part of a state is that of an optimizer."""
     return part == OPTIMIZER or part.startswith(f"{OPTIMIZER}-")
@@ -188,7 +193,7 @@ def is_optimizer(part: str) -> bool:
 
 def list_parameters(tensors: Tensors) -> list[str]:
     """The names of all models' tensors in a state, as the state of an optimizer has them."""
-    models = [part for part in tensors if part == MODEL or part.startswith(f"{MODEL}-")]
+    models = filter(is_model, tensors)
     return [f"{_prefix(part)}{name}" for part in models for name in tensors[part]]
 
 
