@@ -18,6 +18,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, cast
 
 import numpy as np
@@ -31,6 +32,7 @@ from shardway.data.order import Ids, Order, Words, derive_keys, position_share
 from shardway.data.samplers import AnyOrder, BatchOrder
 from shardway.data.skips import Skips
 from shardway.data.sources.base import Source
+from shardway.data.stateful import StreamSnapshot
 from shardway.data.workers import ended_workers, isolation
 from shardway.errors import Bug, ShardwayError, UserError
 
@@ -67,7 +69,8 @@ class Batch:
 
     `data` is {"inputs": tensor, "targets": tensor} from a source, or what the user's dataset collates to; `ids`
     are the samples in it, int64; `position` is that of the step's first sample over all ranks, and the next step begins
-    at `next_position` (more than a batch later where positions are skipped). Where there are no `ids`, `data` holds one
+    at `next_position` (more than a batch later where positions are skipped). `snapshot`: where a stream of samples
+    stood when it had given them, where it says that. Where there are no `ids`, `data` holds one
     sample that does not count, so that a model never sees a batch without rows.
     """
 
@@ -75,6 +78,7 @@ class Batch:
     ids: Ids
     position: int
     next_position: int
+    snapshot: StreamSnapshot | None = None
 
     def pin_memory(self) -> Batch:
         """The batch in page-locked memory (the DataLoader calls this by its name)."""
@@ -311,6 +315,7 @@ def start_workers(dataset: Dataset[Any], options: LoaderOptions, **reading: Any)
     it for ever. Workers of a fork server hold the pipe that keeps the server alive, so that after a SIGKILL of the rank
     all of them stay behind.
     """
+    ForkingPickler.register(torch.Generator, _reduce_generator)
     loader: DataLoader[Any] = DataLoader(
         dataset,
         num_workers=options.workers,
@@ -330,6 +335,17 @@ def start_workers(dataset: Dataset[Any], options: LoaderOptions, **reading: Any)
             f"the dataset cannot be sent to a loader process: {error}\n"
             "      to do: define its class in a module and open files on first use, or set data.workers = 0"
         ) from error
+
+
+def _reduce_generator(generator: torch.Generator) -> tuple[Callable[..., torch.Generator], tuple[str, bytes]]:
+    """A generator that a dataset holds, by value: torch sends its state in a file that is closed before it is read."""
+    return _make_generator, (str(generator.device), bytes(generator.get_state().tolist()))
+
+
+def _make_generator(device: str, state: bytes) -> torch.Generator:
+    generator = torch.Generator(device)
+    generator.set_state(torch.tensor(list(state), dtype=torch.uint8))
+    return generator
 
 
 def _begin_worker(isolate: Callable[[int], None], own: Callable[[int], object] | None, number: int) -> None:

@@ -54,6 +54,12 @@ class RandomStates:
         """Their states now."""
         return RandomStates(torch.get_rng_state(), np.random.get_state(), random.getstate())
 
+    def equals(self, other: RandomStates) -> bool:
+        """Whether nothing was drawn between the two."""
+        mine, others = (each.numpy if isinstance(each.numpy, tuple) else (each.numpy,) for each in (self, other))
+        same = all(np.array_equal(one, two) for one, two in zip(mine, others, strict=True))
+        return same and torch.equal(self.torch_cpu, other.torch_cpu) and self.python == other.python
+
     def put_back(self) -> None:
         """Let every generator go on from here."""
         torch.set_rng_state(self.torch_cpu)

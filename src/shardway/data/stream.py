@@ -1,11 +1,13 @@
-"""The batches of one rank from an iterable dataset: from any position on, by running through what comes before it.
+"""The batches of one rank from an iterable dataset: from any position on, by its state or by running through what comes
+before it.
 
 Position p is the p-th sample that the dataset gives; where it ends, it begins again (the next epoch). Every rank runs
 through all samples and takes its share of each global batch, unless the dataset gives each rank samples of its own.
 
 Invariant: the generators of torch, numpy and Python that a dataset draws from are seeded by (seed, epoch), the same on
 every rank, and those of the run are left as they are; so a dataset that draws from nothing else gives the same samples
-after a resume. This module must not know losses or checkpoints.
+after a resume. A state is used only where the dataset has drawn from none of these since its epoch began: what it draws
+when it begins and what it draws for a sample could not be told apart. This module must not know losses or checkpoints.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from shardway.data.loader import Batch, LoaderOptions, Share, start_workers
 from shardway.data.order import position_share
 from shardway.data.samplers import RandomStates, kept_random_states
 from shardway.data.skips import Skips
+from shardway.data.stateful import SnapshotPace, StreamSnapshot, has_state, load_state, read_state, rewind
 from shardway.data.workers import ended_workers
 from shardway.errors import ShardwayError, UserError
 
@@ -36,11 +39,42 @@ class SampleStream:
     """The samples of an iterable dataset, epoch after epoch, each with its number. Raises UserError where there are
     none any more."""
 
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self._dataset, self._seed = dataset, seed
+    def __init__(
+        self, dataset: Any, seed: int, begin: bytes | None = None, snapshot: StreamSnapshot | None = None
+    ) -> None:
+        """From the state `begin` of the dataset, or from where a `snapshot` of an earlier process stood."""
+        self._dataset, self._seed, self._first = dataset, seed, begin
         self._epoch, self._at, self._in_epoch = 0, 0, 0
         self._iterator: Iterator[Any] | None = None
         self._random: RandomStates | None = None
+        self._fresh: RandomStates | None = None
+        """As the generators were when this epoch began."""
+        if snapshot is not None:
+            with self._drawing():
+                self._resume(snapshot)
+
+    def snapshot(self) -> StreamSnapshot | None:
+        """Where the stream stands; None where it does not say, or has drawn from generators that go on."""
+        iterator, of_iterator = self._iterator, has_state(self._iterator)
+        if iterator is None or not (of_iterator or has_state(self._dataset)) or self._has_drawn():
+            return None
+        state = read_state(iterator if of_iterator else self._dataset)
+        if state is None:
+            return None
+        return StreamSnapshot(self._at, self._epoch, self._in_epoch, of_iterator, state)
+
+    def _has_drawn(self) -> bool:
+        return self._fresh is None or self._random is None or not self._fresh.equals(self._random)
+
+    def _resume(self, snapshot: StreamSnapshot) -> None:
+        self._at, self._epoch, self._in_epoch = snapshot.given, snapshot.epoch, snapshot.in_epoch
+        self._seed_epoch()
+        if snapshot.of_iterator:
+            self._iterator = iter(self._dataset)
+            load_state(self._iterator, snapshot.state)
+        else:
+            load_state(self._dataset, snapshot.state)
+            self._iterator = iter(self._dataset)
 
     def take(self, numbers: Sequence[int]) -> list[Any]:
         """The samples of these numbers, in rising order and none of them behind; those between are passed over."""
@@ -76,10 +110,16 @@ class SampleStream:
         return sample
 
     def _begin(self) -> None:
-        RandomStates.seeded(self._seed, self._epoch).put_back()
+        if self._at == 0 and self._iterator is None:
+            rewind(self._dataset, self._first)
+        self._seed_epoch()
+        self._iterator = iter(self._dataset)
+
+    def _seed_epoch(self) -> None:
+        self._fresh = RandomStates.seeded(self._seed, self._epoch)
+        self._fresh.put_back()
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(self._epoch)
-        self._iterator = iter(self._dataset)
 
     def _refuse(self) -> UserError:
         name, given = type(self._dataset).__name__, self._at
@@ -120,10 +160,15 @@ class StreamLoader:
     options: LoaderOptions = field(default_factory=LoaderOptions)
     collate: Callable[[list[Any]], Any] | None = None
     own_share: bool = False
+    begin: bytes | None = None
+    """The state that the dataset began with, where it has one."""
 
-    def batches(self, position: int, skips: Skips | None = None) -> Iterator[Batch]:
-        """This rank's batches from `position` (where its first step begins) on, without end."""
-        reading = _Reading(self, position, skips or Skips())
+    def batches(
+        self, position: int, skips: Skips | None = None, snapshot: StreamSnapshot | None = None
+    ) -> Iterator[Batch]:
+        """This rank's batches from `position` (where its first step begins) on, without end; from a `snapshot` that was
+        taken before it."""
+        reading = _Reading(self, position, skips or Skips(), snapshot)
         if not self.options.workers or self.own_share:
             for batch in reading:
                 yield batch.pin_memory() if self.options.pin_memory else batch
@@ -144,10 +189,11 @@ class _Reading:
     loader: StreamLoader
     position: int
     skips: Skips = field(default_factory=Skips)
+    snapshot: StreamSnapshot | None = None
 
     def __iter__(self) -> Iterator[Batch]:
-        loader = self.loader
-        batch, stream = loader.share.global_batch, SampleStream(loader.dataset, loader.seed)
+        loader, pace = self.loader, SnapshotPace()
+        batch, stream = loader.share.global_batch, None
         rows = position_share(batch, loader.share.rank, loader.share.ranks)
         first = self.skips.count_kept(self.position)
         while True:
@@ -157,7 +203,13 @@ class _Reading:
                 numbers = np.arange(start // batch * len(rows), (start // batch + 1) * len(rows))
             else:
                 numbers = kept[rows.start : rows.stop]
-            yield Batch(collate_by(loader.collate, stream.take(numbers.tolist())), numbers, start, end)
+            if stream is None:
+                fits = self.snapshot is not None and self.snapshot.given <= int(numbers[0] if len(numbers) else start)
+                snapshot = self.snapshot if fits else None
+                stream = SampleStream(loader.dataset, loader.seed, loader.begin, snapshot)
+            samples = stream.take(numbers.tolist())
+            taken = pace.take(stream)  # before samples are collated, which may draw or change them
+            yield Batch(collate_by(loader.collate, samples), numbers, start, end, taken)
             first += batch
 
 
@@ -175,13 +227,15 @@ class _WorkerStream(IterableDataset[Any]):
 
 
 class HeldOutStream:
-    """An iterable dataset that is validated on; how many samples it gives is counted once."""
+    """An iterable dataset that is validated on, each time from where it stood first; how many samples it gives is
+    counted once."""
 
     def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+        self.dataset, self._first = dataset, read_state(dataset)
         self._counts: dict[int | None, int] = {}
 
     def __iter__(self) -> Iterator[Any]:
+        rewind(self.dataset, self._first)
         return iter(self.dataset)
 
     def count(self, most: int | None) -> int:
@@ -228,7 +282,9 @@ def digest_first(dataset: Any, seed: int) -> str:
     """A digest of the first sample, drawn with the same seed on every rank; "" where it cannot be taken."""
     if iter(dataset) is dataset:
         return ""  # it can be run through once
+    begin = read_state(dataset)
     found = SampleStream(dataset, seed).take_rest(1)
+    rewind(dataset, begin)
     try:
         return hashlib.blake2b(pickle.dumps(map_leaves(_as_plain, found)), digest_size=16).hexdigest()
     except Exception:  # what cannot be pickled cannot be compared

@@ -31,6 +31,7 @@ from shardway.data.skips import Skips
 from shardway.data.sources.base import Source
 from shardway.data.stream import StreamLoader, count_samples, digest_first, validation_stream
 from shardway.errors import UserError
+from shardway.train.data_state import StreamState
 from shardway.train.session import Session
 
 Collate = Callable[[list[Any]], Any]
@@ -52,6 +53,8 @@ class Loader:
     order: SamplerOrder | BatchOrder | None = None
     whole_batches: bool = False
     worker_init: Callable[[int], object] | None = None
+    begin: bytes | None = None
+    """The state that an iterable dataset began with, where it has one."""
 
     @property
     def is_stream(self) -> bool:
@@ -60,17 +63,19 @@ class Loader:
 
 
 def training_batches(
-    session: Session, loader: Loader, position: int, skips: Sequence[Sequence[int]]
+    session: Session, loader: Loader, stream: StreamState, position: int, skips: Sequence[Sequence[int]]
 ) -> Iterator[Batch]:
-    """This rank's share of every global batch from `position` on, without end; `skips` as in `data.skip`."""
+    """This rank's share of every global batch from `position` on, without end; `skips` as in `data.skip`. `stream` says
+    where an iterable dataset goes on from."""
     values, mesh = session.resolved.values, session.mesh
     share = Share(values.train.global_batch, mesh.data_rank, mesh.data_ranks)
     options = _options(session, loader)
     _note_order(session, loader)
     if loader.is_stream:
         own = _gives_own_samples(session, loader)
-        stream = StreamLoader(loader.samples, values.train.seed, share, options, loader.collate, own_share=own)
-        return _on_device(stream.batches(position, Skips(skips)), session.ranks.device)
+        reader = StreamLoader(loader.samples, values.train.seed, share, options, loader.collate, own, loader.begin)
+        batches = reader.batches(position, Skips(skips), stream.begin)
+        return _on_device(stream.watched(batches), session.ranks.device)
     order: AnyOrder | BatchOrder = loader.order or Order(len(loader.samples), values.train.seed, values.data.shuffle)
     if loader.order is not None:
         _check_alike(session, loader, position)
@@ -114,19 +119,7 @@ def _check_alike(session: Session, loader: Loader, position: int) -> None:
 
 def _note_order(session: Session, loader: Loader) -> None:
     """Say once what of the order of samples may not be the same after a resume."""
-    if loader.is_stream:
-        alone = (
-            "; one loader process reads it, whatever data.workers says"
-            if session.resolved.values.data.workers > 1
-            else ""
-        )
-        session.note_once(
-            "data_order_noted",
-            f"{loader.fingerprint}: after a resume it is run through from its beginning to where the run was. The "
-            "order is the same if it gives the same samples each time; the random numbers of torch, numpy and Python "
-            f"that it draws are the same{alone}.",
-        )
-    elif loader.order is not None and loader.order.hidden_state:
+    if loader.order is not None and loader.order.hidden_state:
         session.note_once(
             "data_order_noted",
             f"{loader.fingerprint}: after a resume the sampler is run through from its first epoch on, with the random "

@@ -25,6 +25,7 @@ from torch.utils.data import (
 from shardway.data.loader import is_map_style
 from shardway.data.samplers import BatchOrder, SamplerOrder
 from shardway.data.sources.base import Source
+from shardway.data.stateful import read_state
 from shardway.data.stream import HeldOutStream
 from shardway.errors import UserError
 from shardway.runfile.load import DEFAULT
@@ -172,7 +173,8 @@ def _make_stream(session: Session, given: LoaderArguments) -> Loader:
         with contextlib.suppress(TypeError, NotImplementedError):
             size = len(given.dataset)
     known = f" of {size}" if size else ""
-    return Loader(given.dataset, size, 1, f"the stream {name}{known}", given.collate_fn, None, False, given.worker_init)
+    kind, begin = f"the stream {name}{known}", read_state(given.dataset)
+    return Loader(given.dataset, size, 1, kind, given.collate_fn, None, False, given.worker_init, begin)
 
 
 def _refuse_beside(given: LoaderArguments, data: str) -> None:

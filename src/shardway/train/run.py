@@ -39,6 +39,7 @@ from shardway.resolve.request import Request, parse_words
 from shardway.rundir.directory import RunDir
 from shardway.runfile.schema import PrecisionSection
 from shardway.train.by_hand import BackwardCall, GradientsByHand
+from shardway.train.data_state import StreamState
 from shardway.train.display import ScriptDisplay, open_display
 from shardway.train.engines import ENGINES
 from shardway.train.engines.base import Engine, EngineParts
@@ -331,10 +332,12 @@ class Run:
         first, *others = self._make_engines()
         self._probes_loss = self._session.own_model
         held = self._held if self._session.own_model else None
-        batches = partial(training_batches, self._session, loader)
+        stream = StreamState(self._session, loader.fingerprint, self._find_position)
+        batches = partial(training_batches, self._session, loader, stream)
+        kept = stream if loader.is_stream else None
         draws = self._session.own_model or not isinstance(loader.samples, Source)  # ours draw nothing
         self._by_hand = GradientsByHand(self._session, self._held, self._engines) if held is not None else None
-        parts = LoopParts(first, batches, validation, on_step, tuple(others), held, draws, self._by_hand)
+        parts = LoopParts(first, batches, validation, on_step, tuple(others), held, draws, self._by_hand, kept)
         self._loop = Loop(self._session, self._plan(loader), parts)
         return self._loop.batches()
 
@@ -410,6 +413,10 @@ class Run:
         """What the loss of an optimizer's step is called: as its model, or as itself where the model has several."""
         alone = sum(each.model is held.model for each in self._held.optimizers) == 1
         return held.model.name if alone else held.name
+
+    def _find_position(self) -> int:
+        """Where the next step begins in the order of samples."""
+        return self._loop.counters.position if self._loop is not None else 0
 
     def _leave_earlier(self) -> None:
         """A loop that the script has left, by `break` or in a cell that was interrupted, is saved where it stands: the

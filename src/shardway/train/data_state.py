@@ -1,0 +1,140 @@
+"""What a checkpoint holds of a script's data beside the position: where an iterable dataset with a state stands.
+
+Each rank saves the state that belongs to the last batch that counts, however far ahead was read; ranks that read alike
+(of one pipeline, or of one tensor group) save one. On as many ranks it goes on from there; else, and where nothing was
+saved, the dataset is run through from its beginning, which is said once.
+
+Invariant: a state that cannot be saved or put back exactly is not used. This module must not read data.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from shardway.checkpoint.shards.special import find_dtype
+from shardway.checkpoint.shards.table import Table
+from shardway.checkpoint.state import Tensors, WithoutFiles, structure_name
+from shardway.checkpoint.structure import Parts, Unstorable, put_state_together, take_state_apart
+from shardway.data.loader import Batch
+from shardway.data.stateful import StreamSnapshot
+from shardway.train.session import Session
+
+STREAM = "stream"
+"""What the names in a checkpoint begin with; a rank's place among those that read follows."""
+
+
+class StreamState(WithoutFiles):
+    """The state of a stream on this rank. `find_position` says where the run stands when it is saved."""
+
+    def __init__(self, session: Session, name: str, find_position: Callable[[], int]) -> None:
+        mesh = session.mesh
+        self._session, self._name = session, name
+        self._rank, self._ranks = mesh.data_rank, mesh.data_ranks
+        self._leads = all(mesh.coordinate(axis) == 0 for axis in ("pp", "cp", "tp"))
+        self._seen: deque[tuple[int, StreamSnapshot]] = deque(maxlen=2)  # the last may belong to a void step
+        self._facts: Mapping[str, Any] = {}
+        self._unused = ""
+        self._find_position = find_position
+        self.begin: StreamSnapshot | None = None
+        """Where the next reading goes on from."""
+
+    def watched(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The batches, whose states are remembered; it is said once where they have none."""
+        first = True
+        for batch in batches:
+            if batch.snapshot is not None:
+                self._seen.append((batch.next_position, batch.snapshot))
+            if first:
+                self._say_what_is_run_through(batch)
+            first = False
+            yield batch
+
+    def _say_what_is_run_through(self, batch: Batch) -> None:
+        alone = "one loader process reads it, whatever data.workers says"
+        workers = self._session.resolved.values.data.workers > 1
+        if self._unused:
+            self._say(self._unused)
+        if batch.snapshot is None:
+            self._say(
+                "after a resume it is run through from its beginning to where the run was. The order is the same if it "
+                "gives the same samples each time; the random numbers of torch, numpy and Python that it draws are the "
+                f"same{f'; {alone}' if workers else ''}. It goes on without that where it has state_dict() and "
+                "load_state_dict(), and draws from generators of its own alone, which its state holds."
+            )
+        elif workers:
+            self._say(f"{alone}.")
+
+    def collect(self) -> Tensors:
+        """The state after the last batch that counts, as one structure and its tensors."""
+        snapshot = self._find()
+        if snapshot is None or not self._leads:
+            return {}
+        try:
+            parts: Parts = take_state_apart(pickle.loads(snapshot.state))
+        except Unstorable as error:
+            where = f" at {error.path}" if error.path else ""
+            self._say(
+                f"its state{where} is a {error.kind}, which a checkpoint cannot hold, so after a resume it is run "
+                "through from its beginning."
+            )
+            return {}
+        part = f"{STREAM}-{self._rank}"
+        facts = {
+            "ranks": self._ranks,
+            "given": snapshot.given,
+            "epoch": snapshot.epoch,
+            "in_epoch": snapshot.in_epoch,
+            "of_iterator": snapshot.of_iterator,
+            "state": parts.text,
+        }
+        own = {part: dict(parts.tensors)} if parts.tensors else {}
+        return {**own, structure_name(part): json.dumps(facts)}
+
+    def template(self, table: Table) -> Tensors:
+        """Room for this rank's state, where as many ranks have saved theirs."""
+        self.begin, self._unused = None, ""
+        self._facts = self._read(table)
+        if not self._facts:
+            return {}
+        begin = f"{STREAM}-{self._rank}."
+        rows = {name.removeprefix(begin): row for name, row in table.tensors.items() if name.startswith(begin)}
+        room = {name: torch.empty(row.shape, dtype=find_dtype(row.dtype)) for name, row in rows.items()}
+        return {f"{STREAM}-{self._rank}": room} if room else {}
+
+    def install(self, tensors: Tensors) -> None:
+        """The next reading goes on from the state that was loaded."""
+        if not self._facts:
+            return
+        loaded = tensors.get(f"{STREAM}-{self._rank}", {})
+        state = put_state_together(self._facts["state"], lambda name, device: loaded[name])
+        known = {name: self._facts[name] for name in ("given", "epoch", "in_epoch", "of_iterator")}
+        self.begin = StreamSnapshot(**known, state=pickle.dumps(state))
+
+    def _find(self) -> StreamSnapshot | None:
+        """The newest state of a batch that counts; what this attempt began with, where it has none yet."""
+        position = self._find_position()
+        counted = [snapshot for end, snapshot in self._seen if end <= position]
+        return counted[-1] if counted else self.begin
+
+    def _read(self, table: Table) -> Mapping[str, Any]:
+        first = structure_name(f"{STREAM}-0")
+        if first not in table.values:
+            return {}
+        saved = json.loads(json.loads(table.values[first]))["ranks"]
+        if saved != self._ranks:
+            self._unused = (
+                f"{saved} rank(s) have saved where they stood in it and {self._ranks} read it now, so it is run "
+                "through from its beginning to where the run was."
+            )
+            return {}
+        name = structure_name(f"{STREAM}-{self._rank}")
+        return dict(json.loads(json.loads(table.values[name]))) if name in table.values else {}
+
+    def _say(self, what: str) -> None:
+        self._session.note_once("data_order_noted", f"{self._name}: {what}")
