@@ -282,8 +282,8 @@ def test_a_loop_without_a_step_is_refused(tmp_path: Path, quiet_threads: None) -
 
     assert refused(tmp_path, act) == (
         "the loop went on without run.step for the batch of step 1, so nothing was learnt from it.\n"
-        "  To do: call run.step(model, batch, loss_fn) once for each batch of run.steps; or run.backward(loss) in place "
-        "of loss.backward(), and run.stop after it."
+        "  To do: call run.step(model, batch, loss_fn) once for each batch of run.steps; or run.backward(loss) in "
+        "place of loss.backward(), and run.stop after it."
     )
 
 
