@@ -33,7 +33,7 @@ from shardway.errors import UserError
 from shardway.layout import needs_sharding
 from shardway.models.contract import held_by_rank
 from shardway.parallel.axes.balance import balance, find_routers, set_gradient_scale
-from shardway.parallel.axes.replicate import Copies, sum_gradients
+from shardway.parallel.axes.replicate import Copies, SummedGradients, sum_gradients
 from shardway.parallel.axes.tensor import sum_partial_gradients
 from shardway.parallel.formats.float8 import compute_scales
 from shardway.parallel.gradients import own_squares, scale_gradients
@@ -178,17 +178,22 @@ class GradientsByHand(WithoutFiles):
         aside = {each: each.grad for each in self._names}
         for each in aside:
             each.grad = None
-        with ranks.contact("during a backward pass"), explained(call.models[0].parallel.module):
-            with _silenced(loss.total) if not rows or call.samples == 0 else contextlib.nullcontext():
-                sums = passes.backward_by_hand(loss, weight, retain_graph=call.retain_graph)
-            counts = self._add_up(call.models, targets_of)
-            squares = own_squares(targets_of, passes.parallel.mesh, sums.device)
-            wished = send(moment.wishes.as_numbers(), torch.float64, sums.device)
-            tried = Tried(sums, ranks.sum(torch.cat([sums, squares[None], wished])))
-            total, targets = tried.numbers[:2]
-            decision = read_decision(tried.numbers[SUMS + 1 :])
-            for shares in counts:
-                shares.drop_missing()
+        try:
+            with ranks.contact("during a backward pass"), explained(call.models[0].parallel.module):
+                with _silenced(loss.total) if not rows or call.samples == 0 else contextlib.nullcontext():
+                    sums = passes.backward_by_hand(loss, weight, retain_graph=call.retain_graph)
+                summed = self._add_up(targets_of)
+                squares = own_squares(targets_of, passes.parallel.mesh, sums.device)
+                wished = send(moment.wishes.as_numbers(), torch.float64, sums.device)
+                tried = Tried(sums, ranks.sum(torch.cat([sums, squares[None], wished])))
+                total, targets = tried.numbers[:2]
+        except BaseException:
+            for each, grad in aside.items():
+                each.grad = grad
+            raise
+        if summed is not None:
+            summed.drop_missing()
+        decision = read_decision(tried.numbers[SUMS + 1 :])
         first = _find_not_finite(tried, moment)
         per_target = passes.portions.global_batch / targets if targets > 0 else 0.0
         norm = math.sqrt(tried.numbers[SUMS]) * per_target
@@ -199,7 +204,7 @@ class GradientsByHand(WithoutFiles):
             self._refuse(targets_of, aside, repeats=first is not None)
         else:
             scale_gradients(targets_of, per_target)
-            if self._join(targets_of, aside, taken):
+            if self._join(targets_of, aside, taken, may_refuse=moment.watch is not None):
                 norm = self._norm_of(targets_of)
         watched = Watched(tried, finite=first is None, first=first) if moment.watch is not None else None
         return StepResult(
@@ -320,16 +325,17 @@ class GradientsByHand(WithoutFiles):
                 found |= dict.fromkeys(own)
         return list(found)
 
-    def _add_up(self, models: Sequence[HeldModel], targets: Sequence[nn.Parameter]) -> list[Any]:
+    def _add_up(self, targets: Sequence[nn.Parameter]) -> SummedGradients | None:
         """Over the tensor axis what is a part there, over replicas all."""
-        for model in models:
+        counted = set(targets)
+        for model in self._held.models:
             parallel = model.parallel
-            if parallel.partial:
+            if parallel.partial and not counted.isdisjoint(self._of_model[model.name]):
                 sum_partial_gradients(parallel.module, parallel.partial, parallel.mesh.group("tp"))
         if self._replica_group is None:
-            return []
+            return None
         bucket = self._session.resolved.values.parallel.bucket
-        return [sum_gradients([each for each in targets if each.requires_grad], self._replica_group, bucket)]
+        return sum_gradients([each for each in targets if each.requires_grad], self._replica_group, bucket)
 
     def _put_back(self, aside: Mapping[nn.Parameter, torch.Tensor | None]) -> None:
         for each, grad in aside.items():
@@ -359,8 +365,11 @@ class GradientsByHand(WithoutFiles):
         targets: Sequence[nn.Parameter],
         aside: Mapping[nn.Parameter, torch.Tensor | None],
         taken: Sequence[nn.Parameter],
+        *,
+        may_refuse: bool,
     ) -> bool:
-        """Add what was there to the gradients of this call; whether there was any."""
+        """Add what was there to the gradients of this call; whether there was any. What a later call of the batch may
+        refuse is kept as it was."""
         joined, counted = False, set(targets)
         for each, grad in aside.items():
             if each not in counted:
@@ -369,7 +378,8 @@ class GradientsByHand(WithoutFiles):
             used = self._used.pop(each, None)
             if grad is not None and used == _key(grad):
                 self._tell_not_cleared()
-            self._at_begin.setdefault(each, grad if self._owes(each) else None)
+            if may_refuse:
+                self._at_begin.setdefault(each, grad if self._owes(each) else None)
             if grad is None:
                 continue
             joined = True
