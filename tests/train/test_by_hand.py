@@ -877,3 +877,11 @@ def test_two_parts_of_a_loss_have_the_gradients_of_the_whole(rank: int, words: t
                 read_column(tmp_path / f"{each}{more}", column) for each in ("parts", "hand")
             )
             assert found_column == pytest.approx(expected_column, 1e-5)
+
+
+@pytest.mark.parametrize("axis", ["pp", "cp"])
+@ranks(2)
+def test_layouts_that_run_step_alone_takes_are_refused(rank: int, axis: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"parallel.{axis}.*\n.*run.step") as failure:
+        train_transformer(tmp_path, pool_ranks(), "hand", {}, f"parallel.{axis}=2", "model.tied=false")
+    assert "To do:" in str(failure.value)
