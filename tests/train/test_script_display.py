@@ -62,6 +62,7 @@ def test_a_script_shows_how_it_starts_its_steps_and_its_end(
     assert said.out == ""
     assert bare(said.err.replace(str(tmp_path), "HERE")) == [
         "started, 3 steps  6 parameters, 1 rank on cpu, 2 samples a step",
+        "computes in fp32, without TF32, not compiled (a CPU)",
         "mine 1",
         "step 1/3",
         "mine 2",

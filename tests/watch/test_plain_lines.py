@@ -60,9 +60,9 @@ def test_the_metric_that_is_watched_is_told() -> None:
     values = ((10, 0.5), (20, 0.75), (30, 0.75))
     found = [event("validation", number, number, loss=2.0, tp=3.0, f1=value) for number, value in values]
     assert _lines([started(monitor="max f1"), *found])[1:] == [
-        "step    0/1000  validation  loss 2.0000  f1 0.5000  best so far",
-        "step    0/1000  validation  loss 2.0000  f1 0.7500  best so far",
-        "step    0/1000  validation  loss 2.0000  f1 0.7500",
+        "step    0/1000  validation  loss 2.0000  f1 0.5  tp 3  best so far",
+        "step    0/1000  validation  loss 2.0000  f1 0.75  tp 3  best so far",
+        "step    0/1000  validation  loss 2.0000  f1 0.75  tp 3",
     ]
 
 

@@ -17,7 +17,7 @@ from shardway.checkpoint.shards.table import NAME, Table, read_table
 from shardway.checkpoint.verify import check_files
 from shardway.rundir.directory import RunDir
 
-PARTS = ("model", "optimizer", "random", "kept", "script", "stream")
+PARTS = ("model", "optimizer", "random", "kept", "script", "stream", "order")
 """What of a run a tensor may belong to; a script of one's own may keep things, and has settings and schedulers."""
 
 

@@ -3,7 +3,8 @@
 A position counts in the sampler's order: position p is its element i in epoch e, (e, i) = divmod(p, its length). The
 random generators of torch, numpy and Python are seeded by (seed, epoch) while a sampler is run through, and put back
 afterwards. A generator of the sampler's own starts as it was when the loader was made, and earlier epochs are run
-through first; so the order after a resume is that of a run without one.
+through first; so the order after a resume is that of a run without one. What generators and a sampler with a state were
+before the epochs that a run goes on in can be taken to another process (`SamplerStands`).
 
 Invariant: the same sampler with the same seed gives the same ids, unless it draws from something that is not named
 above. This module must not know ranks, workers or batches of data.
@@ -31,6 +32,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from shardway.data.order import Ids, Order, derive_keys
+from shardway.data.stateful import read_state, rewind
 from shardway.errors import UserError
 
 _STATELESS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -87,23 +89,46 @@ def kept_random_states() -> Iterator[None]:
         before.put_back()
 
 
+@dataclass(frozen=True)
+class SamplerStand:
+    """Where a sampler stood: the states of the generators that it holds, and its own where it has `state_dict()`."""
+
+    generators: tuple[bytes, ...]
+    own: bytes | None
+
+
+@dataclass(frozen=True)
+class SamplerStands:
+    """Where a sampler stood at `first`, before each epoch from `epoch` on that it was run through for, and `now`, when
+    the block `read` (epoch, number) was the next."""
+
+    first: SamplerStand
+    epoch: int
+    befores: dict[int, SamplerStand]
+    now: SamplerStand
+    read: tuple[int, int]
+
+
 class _Epochs:
     """What a sampler gives in each epoch, read in blocks."""
 
     def __init__(self, sampler: Any, seed: int, what: str) -> None:
         self._sampler, self._seed, self._what = sampler, seed, what
         self._set_epoch = _find_set_epoch(sampler)
-        self._generators = [(generator, generator.get_state()) for generator in _find_generators(sampler)]
-        self._next = (0, 0)
+        self._generators = _find_generators(sampler)
+        self._first = self._stand()
+        self._next, self._has_read = (0, 0), False
         self._elements: Iterator[Any] = iter(())
         self._states: RandomStates | None = None
         self._kept: dict[tuple[int, int], list[Any]] = {}
+        self._befores: dict[int, SamplerStand] = {}
         self.count = _length_of(sampler, what)
 
     @property
     def hidden_state(self) -> bool:
         """Whether the sampler may draw from what is not known here."""
-        return not (_is_known(self._sampler) or self._set_epoch is not None or self._generators)
+        known = _is_known(self._sampler) or self._set_epoch is not None or self._generators
+        return not known and self._first.own is None
 
     def element(self, epoch: int, row: int) -> Any:
         """What it gives in an epoch as number `row`."""
@@ -114,27 +139,71 @@ class _Epochs:
         """What it gives in an epoch from `number` x _BLOCK on, until the next block or the end."""
         wanted = (epoch, number)
         if wanted not in self._kept:
-            if self._set_epoch is not None and not self._generators and epoch != self._next[0]:
-                self._next = (epoch, 0)
+            begins_anywhere = self._set_epoch is not None and not self._generators
+            if begins_anywhere and epoch != self._next[0]:
+                self._turn_to((epoch, 0))
             elif wanted < self._next:
-                self._next = (epoch, 0) if self._set_epoch is not None and not self._generators else (0, 0)
-            if self._next == (0, 0):
-                for generator, state in self._generators:
-                    generator.set_state(state)
+                self._turn_to((epoch, 0) if begins_anywhere else (0, 0))
+            if self._next == (0, 0) and self._has_read:
+                self._put(self._first)
+            elif self._next == (0, 0):
+                self._put_generators(self._first)
+                self._first = self._stand()  # with what the script has done with it since it was given
+            self._has_read = True
             while self._next <= wanted:
-                self._keep(self._next, self._run_on(*self._next))
+                self._read_on()
         return self._kept[wanted]
 
-    def _keep(self, place: tuple[int, int], found: list[Any]) -> None:
-        self._kept[place] = found
+    def stands(self, epoch: int) -> SamplerStands:
+        """What another process needs to give the same from this epoch on."""
+        befores = {each: stand for each, stand in self._befores.items() if each >= epoch}
+        return SamplerStands(self._first, epoch, befores, self._stand(), self._next)
+
+    def go_on(self, stands: SamplerStands) -> None:
+        """Give what the process has given whose sampler stood so; nothing where it held other generators."""
+        if len(stands.first.generators) != len(self._generators):
+            return
+        self._kept, self._befores, self._has_read = {}, {}, True
+        self._first, self._next = stands.first, (stands.epoch, 0)
+        for epoch, stand in sorted(stands.befores.items()):
+            self._put(stand)
+            self._next = (epoch, 0)
+            while self._next < min((epoch + 1, 0), stands.read):
+                self._read_on()
+        self._put(stands.now)
+
+    def _turn_to(self, place: tuple[int, int]) -> None:
+        self._next = place
+        self._befores = {epoch: stand for epoch, stand in self._befores.items() if epoch < place[0]}
+
+    def _read_on(self) -> None:
+        """Read the next block, and forget the oldest."""
+        place = self._next
+        self._kept[place] = self._run_on(*place)
         for old in sorted(self._kept)[:-_KEPT]:
             if old != place:
                 del self._kept[old]
+        alive = {epoch for epoch, _ in self._kept}
+        self._befores = {epoch: stand for epoch, stand in self._befores.items() if epoch in alive}
+
+    def _stand(self) -> SamplerStand:
+        generators = tuple(bytes(generator.get_state().numpy()) for generator in self._generators)
+        return SamplerStand(generators, read_state(self._sampler))
+
+    def _put(self, stand: SamplerStand) -> None:
+        self._put_generators(stand)
+        rewind(self._sampler, stand.own)
+
+    def _put_generators(self, stand: SamplerStand) -> None:
+        for generator, state in zip(self._generators, stand.generators, strict=True):
+            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
     def _run_on(self, epoch: int, number: int) -> list[Any]:
         """The next block."""
         before = number * _BLOCK
         left = self.count - before
+        if number == 0:
+            self._befores[epoch] = self._stand()
         with kept_random_states():
             if self._states is None or number == 0:
                 RandomStates.seeded(self._seed, epoch).put_back()
@@ -168,6 +237,14 @@ class SamplerOrder:
         """Whether the order after a resume may be another, since the sampler draws from what is not known here."""
         return self._epochs.hidden_state
 
+    def stands(self, epoch: int) -> SamplerStands:
+        """Where the sampler stands, for a process that goes on in this epoch."""
+        return self._epochs.stands(epoch)
+
+    def go_on(self, stands: SamplerStands) -> None:
+        """Go on where it stood."""
+        self._epochs.go_on(stands)
+
     def ids(self, positions: Ids) -> Ids:
         """The sample at each position (any shape, from 0 on), int64 -> int64."""
         places = zip(*(part.flatten().tolist() for part in np.divmod(positions, np.int64(self.samples))), strict=True)
@@ -192,6 +269,14 @@ class BatchOrder:
     def hidden_state(self) -> bool:
         """As of `SamplerOrder`."""
         return self._epochs.hidden_state
+
+    def stands(self, epoch: int) -> SamplerStands:
+        """As of `SamplerOrder`."""
+        return self._epochs.stands(epoch)
+
+    def go_on(self, stands: SamplerStands) -> None:
+        """As of `SamplerOrder`."""
+        self._epochs.go_on(stands)
 
     def batch(self, number: int) -> Ids:
         """The samples of a step, over all ranks."""

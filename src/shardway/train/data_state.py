@@ -1,4 +1,5 @@
-"""What a checkpoint holds of a script's data beside the position: where an iterable dataset with a state stands.
+"""What a checkpoint holds of a script's data beside the position: where an iterable dataset with a state stands, and a
+sampler that holds generators or a state.
 
 Each rank saves the state that belongs to the last batch that counts, however far ahead was read; ranks that read alike
 (of one pipeline, or of one tensor group) save one. On as many ranks it goes on from there; else, and where nothing was
@@ -22,11 +23,12 @@ from shardway.checkpoint.shards.table import Table
 from shardway.checkpoint.state import Tensors, WithoutFiles, structure_name
 from shardway.checkpoint.structure import Parts, Unstorable, put_state_together, take_state_apart
 from shardway.data.loader import Batch
+from shardway.data.samplers import BatchOrder, SamplerOrder, SamplerStand, SamplerStands
 from shardway.data.stateful import StreamSnapshot
 from shardway.train.session import Session
 
-STREAM = "stream"
-"""What the names in a checkpoint begin with; a rank's place among those that read follows."""
+STREAM, ORDER = "stream", "order"
+"""What the names in a checkpoint begin with; after the first follows a rank's place among those that read."""
 
 
 class StreamState(WithoutFiles):
@@ -138,3 +140,75 @@ class StreamState(WithoutFiles):
 
     def _say(self, what: str) -> None:
         self._session.note_once("data_order_noted", f"{self._name}: {what}")
+
+
+class OrderState(WithoutFiles):
+    """The state of a sampler, which all ranks have alike: before the epochs that it was run through for, and now."""
+
+    def __init__(
+        self, session: Session, order: SamplerOrder | BatchOrder, samples: int, find_position: Callable[[], int]
+    ) -> None:
+        """`samples`: those of an epoch."""
+        self._session, self._order, self._samples, self._find_position = session, order, samples, find_position
+        self._text = ""
+
+    def collect(self) -> Tensors:
+        """Of rank 0, as one structure and its tensors; nothing where a position says all."""
+        stands = self._order.stands(self._find_position() // self._samples)
+        if not self._session.ranks.is_first or (not stands.first.generators and stands.first.own is None):
+            return {}
+        try:
+            parts: Parts = take_state_apart(
+                {
+                    "epoch": stands.epoch,
+                    "first": _spread(stands.first),
+                    "befores": {epoch: _spread(stand) for epoch, stand in stands.befores.items()},
+                    "now": _spread(stands.now),
+                    "read": stands.read,
+                }
+            )
+        except Unstorable as error:
+            self._session.note_once(
+                "data_order_noted",
+                f"the state of the sampler of run.loader holds a {error.kind}, which a checkpoint cannot hold, so "
+                "after a resume it begins as the script makes it and is run through from its first epoch on.",
+            )
+            return {}
+        own = {ORDER: dict(parts.tensors)} if parts.tensors else {}
+        return {**own, structure_name(ORDER): parts.text}
+
+    def template(self, table: Table) -> Tensors:
+        """Room for what was saved."""
+        name, begin = structure_name(ORDER), f"{ORDER}."
+        self._text = json.loads(table.values[name]) if name in table.values else ""
+        rows = {each.removeprefix(begin): row for each, row in table.tensors.items() if each.startswith(begin)}
+        room = {each: torch.empty(row.shape, dtype=find_dtype(row.dtype)) for each, row in rows.items()}
+        return {ORDER: room} if room and self._text else {}
+
+    def install(self, tensors: Tensors) -> None:
+        """Let the sampler go on."""
+        if not self._text:
+            return
+        loaded = tensors.get(ORDER, {})
+        saved = put_state_together(self._text, lambda name, device: loaded[name])
+        befores = {epoch: _gather(stand) for epoch, stand in saved["befores"].items()}
+        first, now = _gather(saved["first"]), _gather(saved["now"])
+        self._order.go_on(SamplerStands(first, saved["epoch"], befores, now, saved["read"]))
+
+
+def _spread(stand: SamplerStand) -> dict[str, Any]:
+    own = pickle.loads(stand.own) if stand.own is not None else None
+    return {"generators": stand.generators, "own": own, "has_own": stand.own is not None}
+
+
+def _gather(saved: Mapping[str, Any]) -> SamplerStand:
+    return SamplerStand(saved["generators"], pickle.dumps(saved["own"]) if saved["has_own"] else None)
+
+
+def find_data_state(session: Session, loader: Any, find_position: Callable[[], int]) -> StreamState | OrderState | None:
+    """What a checkpoint holds of the data of a loader beside the position; None where that says all."""
+    if loader.is_stream:
+        return StreamState(session, loader.fingerprint, find_position)
+    if loader.order is not None:
+        return OrderState(session, loader.order, loader.size, find_position)
+    return None

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardway.checkpoint.state import State
 from shardway.data.loader import (
     Batch,
     LoaderOptions,
@@ -63,10 +64,10 @@ class Loader:
 
 
 def training_batches(
-    session: Session, loader: Loader, stream: StreamState, position: int, skips: Sequence[Sequence[int]]
+    session: Session, loader: Loader, state: State | None, position: int, skips: Sequence[Sequence[int]]
 ) -> Iterator[Batch]:
-    """This rank's share of every global batch from `position` on, without end; `skips` as in `data.skip`. `stream` says
-    where an iterable dataset goes on from."""
+    """This rank's share of every global batch from `position` on, without end; `skips` as in `data.skip`. `state`:
+    where the data go on from, as far as the position does not say that."""
     values, mesh = session.resolved.values, session.mesh
     share = Share(values.train.global_batch, mesh.data_rank, mesh.data_ranks)
     options = _options(session, loader)
@@ -74,8 +75,10 @@ def training_batches(
     if loader.is_stream:
         own = _gives_own_samples(session, loader)
         reader = StreamLoader(loader.samples, values.train.seed, share, options, loader.collate, own, loader.begin)
-        batches = reader.batches(position, Skips(skips), stream.begin)
-        return _on_device(stream.watched(batches), session.ranks.device)
+        if not isinstance(state, StreamState):
+            return _on_device(reader.batches(position, Skips(skips)), session.ranks.device)
+        batches = reader.batches(position, Skips(skips), state.begin)
+        return _on_device(state.watched(batches), session.ranks.device)
     order: AnyOrder | BatchOrder = loader.order or Order(len(loader.samples), values.train.seed, values.data.shuffle)
     if loader.order is not None:
         _check_alike(session, loader, position)

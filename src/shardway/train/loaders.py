@@ -127,7 +127,7 @@ def _take_over(given: LoaderArguments) -> LoaderArguments:
     taken = replace(taken, drop_last=given.drop_last if given.drop_last is not None else loader.drop_last)
     if type(loader.sampler) is SequentialSampler:
         return replace(taken, shuffle=False)
-    return taken if _is_plain_shuffle(loader.sampler) else replace(taken, sampler=loader.sampler)
+    return taken if _is_plain_shuffle(loader) else replace(taken, sampler=loader.sampler)
 
 
 def _own_collate(loader: DataLoader[Any]) -> Collate | None:
@@ -135,10 +135,19 @@ def _own_collate(loader: DataLoader[Any]) -> Collate | None:
     return loader.collate_fn if loader.collate_fn not in (default_collate, default_convert) else None
 
 
-def _is_plain_shuffle(sampler: Any) -> bool:
-    """Whether a sampler is what `shuffle=True` makes: then the run's own order shuffles, by train.seed."""
-    plain = type(sampler) is RandomSampler and not sampler.replacement and sampler.generator is None
-    return plain and len(sampler) == len(sampler.data_source)
+def _is_plain_shuffle(loader: Any) -> bool:
+    """Whether the sampler of a loader is what `shuffle=True` makes: then the run's own order shuffles, by train.seed.
+
+    That of torchdata's loader has a generator also where the script has given none, with another seed in each process.
+    """
+    sampler = loader.sampler
+    if type(sampler) is not RandomSampler:
+        known = type(sampler).__module__.startswith("torchdata.") and type(sampler).__name__ == "RandomSampler"
+        if not known or getattr(loader, "generator", None) is not None:
+            return False
+    elif sampler.generator is not None:
+        return False
+    return not sampler.replacement and len(sampler) == len(sampler.data_source)
 
 
 def _take_batches(session: Session, given: LoaderArguments, seed: int) -> tuple[BatchOrder, LoaderArguments]:
@@ -249,7 +258,7 @@ def take_validation(dataset: Any, collate: Collate | None) -> tuple[Any, Collate
     if dataset.batch_size is None and batches is not None:
         order = BatchOrder(batches, 0)
         ids = np.concatenate([order.batch(number) for number in range(order.samples // order.size)])
-    elif type(sampler) is SequentialSampler or _is_plain_shuffle(sampler):
+    elif type(sampler) is SequentialSampler or _is_plain_shuffle(dataset):
         return samples, collate
     else:
         whole = SamplerOrder(sampler, 0)

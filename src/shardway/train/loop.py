@@ -82,7 +82,7 @@ class Loop:
         self._kept = Freezable([each for each in of_script if each is not None])
         own = parts.engine.state
         self._trained: State = held.trained() if held is not None and isinstance(own, Trained) else own
-        self._state: State = Together([self._trained, self._kept, *([parts.stream] if parts.stream else [])])
+        self._state: State = Together([self._trained, self._kept, *([parts.data] if parts.data else [])])
         self._finish_reason, self._finishes, self._adopts = "", False, held is not None
         self._last_call: StepCall | None = None
         self._tier = open_tier(session, plan.local)

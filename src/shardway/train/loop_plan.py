@@ -11,10 +11,10 @@ from typing import Any
 
 from shardway.best import LOSS, Monitor
 from shardway.checkpoint.retention import Keep
+from shardway.checkpoint.state import State
 from shardway.data.loader import Batch
 from shardway.parallel.apply import ParallelModel
 from shardway.train.by_hand import GradientsByHand
-from shardway.train.data_state import StreamState
 from shardway.train.engines.base import Engine
 from shardway.train.guard import GuardPlan
 from shardway.train.held import Holdings
@@ -70,8 +70,8 @@ class LoopParts:
     """What the loop works with: the engine, a stream of batches from a data position without some spans, validation.
 
     `others` are the engines of further optimizers. `reading_draws`: whether reading a batch may draw random numbers.
-    `held` is what a script of its own holds, `by_hand` what its run.backward knows; None for a recipe. `stream`: where
-    its data stand, of which a position does not say all.
+    `held` is what a script of its own holds, `by_hand` what its run.backward knows; None for a recipe. `data`: where
+    its data stand, as far as a position does not say that.
     """
 
     engine: Engine
@@ -82,7 +82,7 @@ class LoopParts:
     held: Holdings | None = None
     reading_draws: bool = True
     by_hand: GradientsByHand | None = None
-    stream: StreamState | None = None
+    data: State | None = None
 
     @property
     def engines(self) -> tuple[Engine, ...]:

@@ -39,7 +39,7 @@ from shardway.resolve.request import Request, parse_words
 from shardway.rundir.directory import RunDir
 from shardway.runfile.schema import PrecisionSection
 from shardway.train.by_hand import BackwardCall, GradientsByHand
-from shardway.train.data_state import StreamState
+from shardway.train.data_state import find_data_state
 from shardway.train.display import ScriptDisplay, open_display
 from shardway.train.engines import ENGINES
 from shardway.train.engines.base import Engine, EngineParts
@@ -332,12 +332,11 @@ class Run:
         first, *others = self._make_engines()
         self._probes_loss = self._session.own_model
         held = self._held if self._session.own_model else None
-        stream = StreamState(self._session, loader.fingerprint, self._find_position)
-        batches = partial(training_batches, self._session, loader, stream)
-        kept = stream if loader.is_stream else None
+        state = find_data_state(self._session, loader, self._find_position)
+        batches = partial(training_batches, self._session, loader, state)
         draws = self._session.own_model or not isinstance(loader.samples, Source)  # ours draw nothing
         self._by_hand = GradientsByHand(self._session, self._held, self._engines) if held is not None else None
-        parts = LoopParts(first, batches, validation, on_step, tuple(others), held, draws, self._by_hand, kept)
+        parts = LoopParts(first, batches, validation, on_step, tuple(others), held, draws, self._by_hand, state)
         self._loop = Loop(self._session, self._plan(loader), parts)
         return self._loop.batches()
 
