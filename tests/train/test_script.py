@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -112,6 +114,19 @@ def test_a_run_without_with_ends_by_close(most: int, state: str, tmp_path: Path,
     assert RunDir(tmp_path / "run").read_status()["state"] == state
     assert RunDir(tmp_path / "run").find_writer() is None
     assert sys.excepthook is before
+
+
+def test_a_run_that_is_closed_lets_go_of_its_model(tmp_path: Path, quiet_threads: None) -> None:
+    run = shardway.start(*KEYS, directory=tmp_path / "run")
+    model = run.shard(torch.nn.Linear(2, 2))
+    run.optimizer(torch.optim.SGD, model, lr=0.1)
+    for batch in run.steps(run.loader([torch.ones(2)] * 8, batch_size=2)):
+        run.step(model, batch, lambda model, batch: model(batch).mean())
+    gone = weakref.ref(model)
+    run.close()
+    del run, model, batch
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_run_by_with_is_the_same(tmp_path: Path, quiet_threads: None) -> None:

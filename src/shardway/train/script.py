@@ -26,7 +26,7 @@ class OpenedRun(Generic[T]):
     """What a context manager gives, entered at once; `close` leaves it."""
 
     def __init__(self, context: AbstractContextManager[T]) -> None:
-        self._context = context
+        self._context: AbstractContextManager[T] | None = context
         self._is_open = False
         self.run = context.__enter__()
         self._is_open = True
@@ -48,13 +48,15 @@ class OpenedRun(Generic[T]):
         trace: TracebackType | None = None,
     ) -> bool:
         """Leave the run, with the error that ends it where there is one; a second call does nothing."""
-        if not self._is_open:
+        if not self._is_open or self._context is None:
             return False
         self._is_open = False
         closes = script_hook().closes
         if self.close in closes:
             closes.remove(self.close)
-        handled = bool(self._context.__exit__(kind, error, trace))
+        context, self._context = self._context, None
+        del self.run  # what is registered for the end of the process must not keep a model until then
+        handled = bool(context.__exit__(kind, error, trace))
         if error is None:
             restore_hook()
         return handled
