@@ -14,7 +14,8 @@ from torch.optim import lr_scheduler as schedules
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
-from runs import lone_rank, open_tiny, read_column, read_named
+from pool import ranks
+from runs import lone_rank, open_tiny, pool_ranks, read_column, read_named
 from shardway.errors import UserError
 from shardway.train.run import Run
 
@@ -642,3 +643,21 @@ def test_an_object_that_can_no_longer_be_stored_costs_no_save(
     assert drive(tmp_path, make, until=2) == [1, 2]
     assert "thing is not in this checkpoint: thing.state_dict() is a builtin_function" in capfd.readouterr().err
     assert drive(tmp_path, make, until=4) == [3, 4]
+
+
+@ranks(2)
+@pytest.mark.parametrize("words", [(), ("parallel.dp_shard=2", "parallel.dp_replicate=1")])
+def test_a_second_loop_goes_on_where_the_first_was_left(rank: int, words: tuple[str, ...], tmp_path: Path) -> None:
+    """With the same bits, though nothing is saved by itself; and a third has nothing left to do."""
+    losses: dict[str, list[float]] = {"whole": [], "left": []}
+    for name, leaves_at in (("whole", 99), ("left", 3)):
+        with open_tiny(tmp_path / name, pool_ranks(), *words, base=WORDS) as run:
+            model = run.shard(net())
+            run.optimizer(torch.optim.AdamW, model, lr=0.1)
+            for _ in range(3):
+                for batch in run.steps(run.loader(points(), batch_size=8)):
+                    losses[name].append(run.step(model, batch, F.mse_loss))
+                    if len(losses[name]) == leaves_at:
+                        break
+    assert losses["left"] == losses["whole"]
+    assert len(losses["whole"]) == 8
