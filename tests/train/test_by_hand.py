@@ -885,3 +885,13 @@ def test_layouts_that_run_step_alone_takes_are_refused(rank: int, axis: str, tmp
     with pytest.raises(UserError, match=rf"parallel.{axis}.*\n.*run.step") as failure:
         train_transformer(tmp_path, pool_ranks(), "hand", {}, f"parallel.{axis}=2", "model.tied=false")
     assert "To do:" in str(failure.value)
+
+
+@pytest.mark.parametrize("shape", LAYOUTS, ids=NAMES)
+@ranks(2)
+def test_gradients_that_wait_go_on_in_another_layout(rank: int, shape: tuple[int, int], tmp_path: Path) -> None:
+    train(tmp_path / "moved", pool_ranks(), stopped_in(3, accumulated), *layout(*shape), batch_size=8)
+    if rank == 0:
+        found = train(tmp_path / "moved", lone_rank(), accumulated, batch_size=8)
+        assert near(found, train(tmp_path / "whole", lone_rank(), accumulated, batch_size=8))
+        assert read_column(tmp_path / "moved", "step") == [1, 2, 3, 4]
