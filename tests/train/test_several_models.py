@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
 from pool import RankPool, ranks
-from runs import Signalled, layout, lone_rank, open_tiny, pool_ranks, read_column, read_named, read_steps
+from runs import Died, Signalled, layout, lone_rank, open_tiny, pool_ranks, read_column, read_named, read_steps
 from shardway.checkpoint.contents import PARTS
 from shardway.checkpoint.diff import find_differences
 from shardway.checkpoint.find import find_checkpoint
@@ -201,6 +201,36 @@ def compare(folder: Path, one: str, other: str, *, exactly: bool = True, within:
             assert torch.equal(found[name], tensor), name
         else:
             assert torch.allclose(found[name], tensor, rtol=within, atol=within / 100), name
+
+
+@ranks(2)
+def test_running_statistics_of_an_average_go_on_on_every_rank(rank: int, tmp_path: Path) -> None:
+    """Each rank's batch norm sees its own rows: what a checkpoint has of an average of it must not be one rank's alone.
+    Also of a copy that is kept by hand, and beside a module that one rank keeps alone."""
+
+    def drive_to(folder: Path, last: int | None) -> list[torch.Tensor]:
+        with open_tiny(folder, pool_ranks(), *layout(2, 1), "checkpoint.every=2 steps", base=WORDS) as run:
+            torch.manual_seed(13)
+            model = run.shard(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)))
+            run.optimizer(torch.optim.SGD, model, lr=0.1)
+            average = AveragedModel(model, use_buffers=True, multi_avg_fn=get_ema_multi_avg_fn(0.7))
+            own = run.keep("own", nn.BatchNorm1d(4))
+            if rank == 0:
+                run.keep("alone", nn.BatchNorm1d(4))
+            for batch in run.steps(run.loader(points(), batch_size=8)):
+                if run.step_number == last:
+                    raise Died
+                run.step(model, batch, lambda m, b: F.mse_loss(m(b[0]), b[0] ** 2))
+                average.update_parameters(model)
+                own(batch[0])
+            return [each.clone() for each in (*average.buffers(), *own.buffers())]
+
+    expected = drive_to(tmp_path / "whole", None)
+    with pytest.raises(Died):
+        drive_to(tmp_path / "killed", 3)
+    found = drive_to(tmp_path / "killed", None)
+    assert [event["step"] for event in read_named(tmp_path / "killed", "started")] == [0, 2]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("shape", LAYOUTS, ids=NAMES)

@@ -31,6 +31,7 @@ from shardway.train.earlier import find_early_end
 from shardway.train.ending import End
 from shardway.train.guard import BackPlan, Guard
 from shardway.train.intact import Intact
+from shardway.train.kept_buffers import average_kept_buffers
 from shardway.train.learning_rate import ScheduledLR
 from shardway.train.loop_plan import LoopParts, LoopPlan
 from shardway.train.machine import Facts, Phase, next_phase
@@ -535,10 +536,11 @@ class Loop:
 
     def _save_point(self, *, last: bool) -> None:
         self._adopt_late()
-        if self._parts.held is not None:
-            self._metrics.flush()
         for parallel in self._parts.parallels:
             average_buffers(parallel.module, self._session.mesh)
+        if self._parts.held is not None:
+            self._metrics.flush()
+            average_kept_buffers(self._parts.held.kept.objects, self._session.ranks, self._session.mesh)
         numbers = {
             **self._counters.as_numbers(),
             "data": self._plan.data_fingerprint,
