@@ -239,3 +239,33 @@ def test_steps_of_a_batch_sampler_are_skipped_whole() -> None:
     assert [batch.ids.tolist() for batch in loader.batches(0, 2, Skips([(2, 4)]))] == [[0, 1], [4]]
     with pytest.raises(UserError, match="spans whose ends are multiples of 2"):
         list(loader.batches(0, 2, Skips([(1, 3)])))
+
+
+@pytest.mark.parametrize("block", [4, 100])
+@pytest.mark.parametrize("epochs_at_will", [False, True])
+def test_another_process_goes_on_from_any_position(
+    block: int, epochs_at_will: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its generator was seeded otherwise; where the sampler stood is all that it is told, in the midst of an epoch that
+    is read in blocks too, with several epochs read ahead."""
+    monkeypatch.setattr(samplers, "_BLOCK", block)
+
+    class OfEpochs(RandomSampler):
+        def set_epoch(self, epoch: int) -> None:
+            """Counts nothing: the generator does."""
+
+    make = OfEpochs if epochs_at_will else RandomSampler
+    for replacement in (False, True):
+        for position in (0, 3, 4, 9, 10, 17, 29):
+            for ahead in (1, 6, 15):
+                here, there = (
+                    SamplerOrder(make(DATA, replacement=replacement, num_samples=10, generator=seeded(seed)), 5)
+                    for seed in (1, 2)
+                )
+                expected = here.ids(np.arange(60))
+                here = SamplerOrder(make(DATA, replacement=replacement, num_samples=10, generator=seeded(1)), 5)
+                here.ids(np.arange(position + ahead))
+                there.go_on(here.stands(position // 10))
+                found = there.ids(np.arange(position, 60))
+                assert found.tolist() == expected[position:].tolist()
+                assert here.ids(np.arange(position, 60)).tolist() == expected[position:].tolist()
