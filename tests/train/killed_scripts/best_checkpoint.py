@@ -49,7 +49,9 @@ with shardway.start(*words, *sys.argv[1:], directory="run") as run:
         run.step(model, batch, F.cross_entropy)
     if validation.last is not None:
         best.look(validation.last["loss"], validation.step, model)
-    torch.save(best.weights, "best.pt")
+    if run.is_first:
+        torch.save(best.weights, "best.pt")
     sums = {name: each.double().sum().item() for name, each in best.weights.items()}
     results = {"validations": validation.results, "best": [best.step, best.loss], "weights": sums}
-    Path("results.json").write_text(json.dumps(results), encoding="utf-8")
+    if run.is_first:
+        Path("results.json").write_text(json.dumps(results), encoding="utf-8")

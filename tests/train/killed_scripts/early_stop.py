@@ -33,4 +33,5 @@ with shardway.start(*words, *sys.argv[1:], directory="run") as run:
                 run.stop(f"no gain since step {best}")
     best = min(validation.results, key=lambda step: validation.results[step]["loss"])
     results = {"validations": validation.results, "best": best, "ended at": run.step_number}
-    Path("results.json").write_text(json.dumps(results), encoding="utf-8")
+    if run.is_first:
+        Path("results.json").write_text(json.dumps(results), encoding="utf-8")

@@ -53,4 +53,5 @@ with shardway.start("checkpoint.every=5 steps", *sys.argv[1:], directory="run") 
         "shadow": {name: each.sum().item() for name, each in shadow.weights.items()},
         "updates": shadow.updates,
     }
-    Path("results.json").write_text(json.dumps(results), encoding="utf-8")
+    if run.is_first:
+        Path("results.json").write_text(json.dumps(results), encoding="utf-8")

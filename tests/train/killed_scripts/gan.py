@@ -45,4 +45,5 @@ with shardway.start("checkpoint.every=4 steps", *sys.argv[1:], directory="run") 
         run.step(generator, batch, fooled)
     with torch.no_grad():
         samples = generator(torch.linspace(-1, 1, 12).view(3, 4))
-    Path("results.json").write_text(json.dumps({"samples": samples.tolist()}), encoding="utf-8")
+    if run.is_first:
+        Path("results.json").write_text(json.dumps({"samples": samples.tolist()}), encoding="utf-8")

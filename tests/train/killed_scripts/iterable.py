@@ -33,4 +33,5 @@ if __name__ == "__main__":
             optimizer.param_groups[0]["lr"] = 0.01 * (1 - run.step_number / 36)
             run.step(model, batch, F.mse_loss)
         results = {"lr": optimizer.param_groups[0]["lr"], "at one": model(torch.ones(1, 3)).item()}
-        Path("results.json").write_text(json.dumps(results), encoding="utf-8")
+        if run.is_first:
+            Path("results.json").write_text(json.dumps(results), encoding="utf-8")

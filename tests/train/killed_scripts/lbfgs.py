@@ -23,4 +23,5 @@ with shardway.start("checkpoint.every=3 steps", *sys.argv[1:], directory="run") 
         run.step(model, batch, F.mse_loss)
     state = optimizer.state[next(model.parameters())]
     results = {"evaluations": state["func_evals"], "fit": model(x[::12]).flatten().tolist()}
-    Path("results.json").write_text(json.dumps(results), encoding="utf-8")
+    if run.is_first:
+        Path("results.json").write_text(json.dumps(results), encoding="utf-8")

@@ -67,4 +67,5 @@ with shardway.start(*words, *sys.argv[1:], directory="run") as run:
     validation = run.validation(Sequences(30, 2), loss_of, collate_fn=together)
     for batch in run.steps(run.loader(Sequences(120, 1), batch_size=12, collate_fn=together), "3 epochs", validation):
         run.step(model, batch, loss_of)
-    Path("results.json").write_text(json.dumps({"validations": validation.results}), encoding="utf-8")
+    if run.is_first:
+        Path("results.json").write_text(json.dumps({"validations": validation.results}), encoding="utf-8")

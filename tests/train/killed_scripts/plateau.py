@@ -32,4 +32,5 @@ with shardway.start(*words, *sys.argv[1:], directory="run") as run:
             optimizer.param_groups[0]["weight_decay"] = optimizer.param_groups[0]["lr"] / 20
         run.step(model, batch, F.mse_loss)
     results = {"validations": validation.results, "lr": scheduler.get_last_lr(), "bad": scheduler.num_bad_epochs}
-    Path("results.json").write_text(json.dumps(results), encoding="utf-8")
+    if run.is_first:
+        Path("results.json").write_text(json.dumps(results), encoding="utf-8")
