@@ -135,7 +135,8 @@ class Moments:
                 attempt.wait_until(attempt.in_save, pause_s=0.0002)
             time.sleep(delay)
         victims = self.chance.choice((slice(None), slice(1), slice(-1, None)))  # all, torchrun, or a rank
-        was_alive = attempt.kill(victims if attempt.ranks > 1 else slice(None))
+        # A rank whose torchrun is killed while it starts waits for it as long as run.start_timeout.
+        was_alive = attempt.kill(victims if attempt.ranks > 1 and kind != "time" else slice(None))
         after = f"step {step}" if kind != "time" else "its start"
         return was_alive, f"{kind}: {delay:.4f} s after {after}, at step {attempt.steps_seen()}"
 
