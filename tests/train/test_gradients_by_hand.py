@@ -29,6 +29,7 @@ from shardway.ranks import lookout
 from shardway.ranks.start import Ranks
 from shardway.train import run as door
 from shardway.train.run import Run
+from speed import picked, thinned
 from trained import whole
 
 WORDS = (
@@ -254,7 +255,7 @@ def test_on_two_ranks_gradients_are_those_of_one(rank: int, name: str, shape: tu
 
 
 @pytest.mark.parametrize("shape", WIDE, ids=str)
-@pytest.mark.parametrize("name", ["halves", "two losses", "two graphs", "called twice"])
+@pytest.mark.parametrize("name", picked(["halves", "two losses", "two graphs", "called twice"], "two losses"))
 @ranks(4)
 def test_on_four_ranks_gradients_are_those_of_one(rank: int, name: str, shape: tuple[int, int], tmp_path: Path) -> None:
     compare(rank, BODIES[name], shape, tmp_path, batch_size=8)
@@ -465,7 +466,7 @@ def on_ranks(rank: int, folder: Path, name: str, shape: tuple[int, int], stops: 
 
 
 @pytest.mark.parametrize("shape", [(1, 1), *LAYOUTS], ids=["one rank", *NAMES])
-@pytest.mark.parametrize("name", ["plain", "halves", "accumulated"])
+@pytest.mark.parametrize("name", picked(["plain", "halves", "accumulated"], "accumulated"))
 def test_a_run_that_was_stopped_ends_with_the_same_bits(
     rank_pool: RankPool, tmp_path: Path, name: str, shape: tuple[int, int]
 ) -> None:
@@ -535,19 +536,20 @@ def test_a_transformer_by_hand_takes_the_steps_of_run_step(
     assert read_column(tmp_path / "hand") == read_column(tmp_path / "step")
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        pytest.param(name, words, id=f"{name}-{way}")
-        for name in SHAPES
-        for way, words in SPLIT.items()
-        if way != "experts" or "mixture" in SHAPES[name]
-    ],
+ON_RANKS = [(name, way) for name in SHAPES for way in SPLIT if way != "experts" or "mixture" in SHAPES[name]]
+EVERY_TRAIT = (
+    ("dropout", "replicas"),
+    ("dropout", "tensor"),
+    ("experts, bias", "experts"),
+    ("experts, loss", "tensor, whole logits"),
+    ("experts, loss", "bf16"),
 )
+
+
+@pytest.mark.parametrize("case", picked(ON_RANKS, *EVERY_TRAIT), ids=", ".join)
 @ranks(2)
-def test_a_transformer_on_ranks_takes_the_steps_of_run_step(
-    rank: int, name: str, words: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_transformer_on_ranks_takes_the_steps_of_run_step(rank: int, case: tuple[str, str], tmp_path: Path) -> None:
+    name, words = case[0], SPLIT[case[1]]
     found = train_transformer(tmp_path / "hand", pool_ranks(), "hand", SHAPES[name], *words)
     expected = train_transformer(tmp_path / "step", pool_ranks(), "step", SHAPES[name], *words)
     assert near(found, expected)
@@ -587,7 +589,7 @@ def stalled(number: int, *, on: bool) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("shape", [(1, 1), *LAYOUTS], ids=["one rank", *NAMES])
-@pytest.mark.parametrize("name", ["plain", "accumulated", "halves"])
+@pytest.mark.parametrize("name", picked(["plain", "accumulated", "halves"], "accumulated"))
 @ranks(2)
 def test_a_batch_that_a_rank_did_not_get_changes_nothing(
     rank: int, name: str, shape: tuple[int, int], tmp_path: Path
@@ -864,7 +866,7 @@ def test_calls_outside_the_loop_are_refused(call: str, tmp_path: Path, quiet_thr
             calls[call]()
 
 
-@pytest.mark.parametrize("words", [*SPLIT.values()][:3], ids=[*SPLIT][:3])
+@thinned("words", [*SPLIT.values()][:3])
 @ranks(2)
 def test_two_parts_of_a_loss_have_the_gradients_of_the_whole(rank: int, words: tuple[str, ...], tmp_path: Path) -> None:
     """Of one graph, also of one that computes its blocks again."""

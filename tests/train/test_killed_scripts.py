@@ -150,7 +150,7 @@ def read_results(folder: Path) -> Any:
     return steps, results, {name: each.numpy().tobytes() for name, each in best.items()}
 
 
-@pytest.mark.parametrize("name", picked(KINDS, "gan", "early_stop"))
+@pytest.mark.parametrize("name", picked(KINDS, "gan"))
 def test_a_script_that_is_killed_three_times_ends_with_the_same_bits(
     scripts: Callable[[str, Path], Attempt], tmp_path: Path, name: str
 ) -> None:
