@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,9 +68,8 @@ def leaves_nothing_behind(pytestconfig: pytest.Config) -> Iterator[None]:
     torch's settings."""
     if (own := pytestconfig.stash[_OWN]) is not None:
         own_machine.new_home(own)
-    before, handlers = take_footprint(), [*logging.root.handlers]
+    before = take_footprint()
     yield
-    logging.root.handlers[:] = handlers  # a library that logs by logging.warning() adds one for good
     leaks = list_leaks(before)
     if leaks:
         restore(before)
