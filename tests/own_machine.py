@@ -25,7 +25,7 @@ PROGRAMS = (  # noqa: SIM905
     "cc c++ gcc g++ clang clang++ ld ldd as ar nm make cmake ninja pkg-config "
     "git ssh ssh-keygen ssh-agent ssh-add scp dash zsh fish csh tcsh ksh script gawk mawk "
     "ip mount umount losetup mkfs.ext4 mksquashfs unsquashfs newuidmap newgidmap nsenter setpriv unshare "
-    "glusterfs glusterfsd strace gdb"
+    "glusterfs glusterfsd strace gdb openssl fsfreeze"
 ).split()
 """Of a usual Linux with a compiler, as far as they are there. No scheduler, launcher, container, driver of a device."""
 
