@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from shardway.ranks.launcher import Placement
 from shardway.ranks.start import Ranks
@@ -132,6 +133,30 @@ def die_at(last: int) -> Callable[[Run, int], None]:
             raise Died
 
     return look
+
+
+def train_line(
+    folder: Path,
+    on: Ranks,
+    data: Any,
+    loss: Callable[..., Any],
+    *words: str,
+    base: Sequence[str],
+    steps: Any,
+    last: int | None,
+    **loader: Any,
+) -> list[float]:
+    """The losses of a script with a linear model of four inputs; all ranks die after step `last`."""
+    losses = []
+    with open_tiny(folder, on, *words, base=base) as run:
+        if last is not None:
+            tell_steps(run, die_at(last))
+        torch.manual_seed(3)
+        model = run.shard(nn.Linear(4, 1))
+        run.optimizer(torch.optim.SGD, model, lr=0.01)
+        for batch in run.steps(run.loader(data, **loader), steps):
+            losses.append(run.step(model, batch, loss))
+    return losses
 
 
 @dataclass

@@ -25,7 +25,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from pool import ranks
-from runs import Died, die_at, layout, lone_rank, open_tiny, pool_ranks, read_column, read_named, tell_steps
+from runs import Died, layout, lone_rank, open_tiny, pool_ranks, read_column, read_named, train_line
 from shardway.errors import UserError
 from shardway.ranks.start import Ranks
 
@@ -50,16 +50,8 @@ def train(
     **loader: Any,
 ) -> list[float]:
     """The losses of a script with a linear model of four inputs; all ranks die after step `last`."""
-    losses = []
-    with open_tiny(folder, on, *words, base=QUIET) as run:
-        if last is not None:
-            tell_steps(run, die_at(last))
-        torch.manual_seed(3)
-        model = run.shard(nn.Linear(4, 1))
-        run.optimizer(torch.optim.SGD, model, lr=0.01)
-        for batch in run.steps(run.loader(data, **{"batch_size": 8, **loader}), steps):
-            losses.append(run.step(model, batch, loss))
-    return losses
+    loader = {"batch_size": 8, **loader}
+    return train_line(folder, on, data, loss, *words, base=QUIET, steps=steps, last=last, **loader)
 
 
 def row(index: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from pool import ranks
-from runs import Died, die_at, layout, lone_rank, open_tiny, pool_ranks, read_column, read_named, tell_steps
+from runs import Died, die_at, layout, lone_rank, open_tiny, pool_ranks, read_column, read_named, tell_steps, train_line
 from shardway.data.stateful import SnapshotPace, StreamSnapshot
 from shardway.ranks.start import Ranks
 
@@ -155,17 +155,12 @@ def train(
     folder: Path, on: Ranks, data: Any, *words: str, steps: int = 12, last: int | None = None, **loader: Any
 ) -> list[float]:
     """The losses of a script with a linear model of four inputs; all ranks die after step `last`."""
-    losses = []
-    with open_tiny(folder, on, *words, base=QUIET) as run:
-        if last is not None:
-            tell_steps(run, die_at(last))
-        torch.manual_seed(3)
-        model = run.shard(nn.Linear(4, 1))
-        run.optimizer(torch.optim.SGD, model, lr=0.01)
-        options = {"batch_size": 4, **loader} if not isinstance(data, DataLoader) else loader
-        for batch in run.steps(run.loader(data, **options), steps):
-            losses.append(run.step(model, batch, lambda model, batch: model(batch).square().mean()))
-    return losses
+    loader = {"batch_size": 4, **loader} if not isinstance(data, DataLoader) else loader
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean()
+
+    return train_line(folder, on, data, loss, *words, base=QUIET, steps=steps, last=last, **loader)
 
 
 def notes(folder: Path) -> list[str]:

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardway.checkpoint.shards.special import find_dtype
 from shardway.checkpoint.shards.table import Table
-from shardway.checkpoint.state import Tensors, WithoutFiles, structure_name
+from shardway.checkpoint.state import Tensors, WithoutFiles, make_room, structure_name
 from shardway.checkpoint.structure import Unstorable, put_state_together, take_state_apart
 from shardway.errors import UserError
 
@@ -85,16 +84,7 @@ class KeptObjects(WithoutFiles):
 
     def _find_room(self, name: str, table: Table) -> dict[str, torch.Tensor]:
         today = _take_apart(name, self.objects[name].state_dict()).tensors if name in self.objects else {}
-        begin = f"{KEPT}.{name}."
-        rows = {key.removeprefix(begin): row for key, row in table.tensors.items() if key.startswith(begin)}
-        room = {}
-        for key, row in rows.items():
-            own = today.get(key)
-            if isinstance(own, DTensor) and tuple(own.shape) == tuple(row.shape):
-                room[key] = torch.empty_like(own)
-            else:
-                room[key] = torch.empty(row.shape, dtype=find_dtype(row.dtype))
-        return room
+        return make_room(table, f"{KEPT}.{name}.", today)
 
     def _find(self, loaded: Mapping[str, torch.Tensor], key: str, device: str) -> torch.Tensor:
         """A tensor that was read; a whole one on a device of the kind that it was on, where this rank has one."""

@@ -129,9 +129,7 @@ class Trained(WithoutFiles):
         tensors: Tensors = {part: get_model_state_dict(model) for part, model in self.models.items()}
         for part, optimizer in self.optimizers.items():
             if structure_name(part) in table.values:
-                begin = f"{part}.values."
-                rows = {name.removeprefix(begin): row for name, row in table.tensors.items() if name.startswith(begin)}
-                room = {name: torch.empty(row.shape, dtype=find_dtype(row.dtype)) for name, row in rows.items()}
+                room = make_room(table, f"{part}.values.")
                 tensors |= {part: {"values": room} if room else {}, structure_name(part): ""}
                 continue
             if needs_closure(optimizer):
@@ -195,6 +193,20 @@ def list_parameters(tensors: Tensors) -> list[str]:
     """The names of all models' tensors in a state, as the state of an optimizer has them."""
     models = filter(is_model, tensors)
     return [f"{_prefix(part)}{name}" for part in models for name in tensors[part]]
+
+
+def make_room(table: Table, begin: str, today: Mapping[str, Any] = MappingProxyType({})) -> dict[str, torch.Tensor]:
+    """Empty tensors for those of a table whose names begin so, by the rest of their names; in shards where that of
+    `today` with the same shape is."""
+    room: dict[str, torch.Tensor] = {}
+    for name, row in table.tensors.items():
+        if name.startswith(begin):
+            own = today.get(rest := name.removeprefix(begin))
+            if isinstance(own, DTensor) and tuple(own.shape) == tuple(row.shape):
+                room[rest] = torch.empty_like(own)
+            else:
+                room[rest] = torch.empty(row.shape, dtype=find_dtype(row.dtype))
+    return room
 
 
 def structure_name(part: str) -> str:

@@ -24,9 +24,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from shardway.checkpoint.shards.special import find_dtype
 from shardway.checkpoint.shards.table import Table
-from shardway.checkpoint.state import Tensors, WithoutFiles, needs_closure
+from shardway.checkpoint.state import Tensors, WithoutFiles, make_room, needs_closure
 from shardway.data.batch_tree import count_rows, is_pair
 from shardway.data.loader import Batch
 from shardway.errors import UserError
@@ -251,15 +250,7 @@ class GradientsByHand(WithoutFiles):
 
     def template(self, table: Table) -> Tensors:
         """Room for what was saved."""
-        today = {name: each for each, name in self._names.items()}
-        begin, room = f"{PART}.", dict[str, torch.Tensor]()
-        for full, row in table.tensors.items():
-            if full.startswith(begin):
-                own = today.get(name := full.removeprefix(begin))
-                if own is not None and isinstance(own, DTensor) and tuple(own.shape) == tuple(row.shape):
-                    room[name] = torch.empty_like(own)
-                else:
-                    room[name] = torch.empty(row.shape, dtype=find_dtype(row.dtype))
+        room = make_room(table, f"{PART}.", {name: each for each, name in self._names.items()})
         return {PART: room} if room else {}
 
     def install(self, tensors: Tensors) -> None:

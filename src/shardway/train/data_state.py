@@ -16,11 +16,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
-
-from shardway.checkpoint.shards.special import find_dtype
 from shardway.checkpoint.shards.table import Table
-from shardway.checkpoint.state import Tensors, WithoutFiles, structure_name
+from shardway.checkpoint.state import Tensors, WithoutFiles, make_room, structure_name
 from shardway.checkpoint.structure import Parts, Unstorable, put_state_together, take_state_apart
 from shardway.data.loader import Batch
 from shardway.data.samplers import BatchOrder, SamplerOrder, SamplerStand, SamplerStands
@@ -104,10 +101,9 @@ class StreamState(WithoutFiles):
         self._facts = self._read(table)
         if not self._facts:
             return {}
-        begin = f"{STREAM}-{self._rank}."
-        rows = {name.removeprefix(begin): row for name, row in table.tensors.items() if name.startswith(begin)}
-        room = {name: torch.empty(row.shape, dtype=find_dtype(row.dtype)) for name, row in rows.items()}
-        return {f"{STREAM}-{self._rank}": room} if room else {}
+        part = f"{STREAM}-{self._rank}"
+        room = make_room(table, f"{part}.")
+        return {part: room} if room else {}
 
     def install(self, tensors: Tensors) -> None:
         """The next reading goes on from the state that was loaded."""
@@ -179,10 +175,9 @@ class OrderState(WithoutFiles):
 
     def template(self, table: Table) -> Tensors:
         """Room for what was saved."""
-        name, begin = structure_name(ORDER), f"{ORDER}."
+        name = structure_name(ORDER)
         self._text = json.loads(table.values[name]) if name in table.values else ""
-        rows = {each.removeprefix(begin): row for each, row in table.tensors.items() if each.startswith(begin)}
-        room = {each: torch.empty(row.shape, dtype=find_dtype(row.dtype)) for each, row in rows.items()}
+        room = make_room(table, f"{ORDER}.")
         return {ORDER: room} if room and self._text else {}
 
     def install(self, tensors: Tensors) -> None:

@@ -5,15 +5,13 @@ Invariant: all ranks know the same, read by rank 0 from the events that still ho
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardway.rundir.directory import RunDir
-from shardway.rundir.events import Event, drop_undone
+from shardway.rundir.events import drop_undone
 from shardway.train.session import Session
-
-_NOT_METRICS = frozenset(("event", "time", "step", "seconds"))
+from shardway.watch.facts import read_validation
 
 
 @dataclass(frozen=True)
@@ -39,11 +37,5 @@ def _read(run: RunDir, step: int) -> Validated:
                 continue
             tried = tried or event["step"] == step
             if event["event"] == "validation":
-                results[event["step"]] = _metrics_of(event)
+                results[event["step"]] = read_validation(event).metrics
     return Validated(results, tried)
-
-
-def _metrics_of(event: Event) -> dict[str, float]:
-    return {
-        name: math.nan if value is None else float(value) for name, value in event.items() if name not in _NOT_METRICS
-    }
