@@ -136,6 +136,7 @@ class Stopwatch:
     def __init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
         self._kinds: dict[str, str] = {}
+        self._failed: set[str] = set()
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Note which tests are exhaustive; others than those that are run as well."""
@@ -145,18 +146,25 @@ class Stopwatch:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Add up start, test and end."""
         self._seconds[report.nodeid] += report.duration
+        if report.failed:
+            self._failed.add(report.nodeid)
 
     def pytest_sessionfinish(self, session: Any, exitstatus: int) -> None:
-        """Write, unless tests failed."""
-        if exitstatus == pytest.ExitCode.OK:
-            rows = render_rows(self._seconds, self._kinds, read_rows() if TABLE.exists() else ())
+        """Write, unless the run was cut. What failed took as long as it did before."""
+        if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            seconds = {test: taken for test, taken in self._seconds.items() if test not in self._failed}
+            rows = render_rows(seconds, self._kinds, read_rows() if TABLE.exists() else ())
             TABLE.write_text("".join(f"{line}\n" for line in rows), encoding="utf-8")
 
 
 def render_rows(seconds: Mapping[str, float], kinds: Mapping[str, str], before: Iterable[Row]) -> Iterator[str]:
     """The lines of the table: what was measured, and of `before` what still exists and was not."""
     rows = [Row(kinds[test], taken, test) for test, taken in seconds.items() if taken >= SLOW_S]
-    rows += [row for row in before if row.kind != "fast" and row.what not in seconds and row.what in kinds]
+    rows += [
+        Row(kinds[row.what], row.seconds, row.what)
+        for row in before
+        if row.kind != "fast" and row.what not in seconds and row.what in kinds
+    ]
     others: dict[str, float] = defaultdict(float)
     for test, taken in seconds.items():
         if taken < SLOW_S and kinds[test] != "exhaustive":

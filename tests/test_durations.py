@@ -49,10 +49,12 @@ def test_a_part_that_there_is_not_is_refused(part: str) -> None:
 
 def test_the_table_keeps_what_was_not_measured() -> None:
     kinds = {"a::one": "slow", "a::two": "slow", "b::one": "slow", "c::far": "exhaustive", "a::far": "exhaustive"}
+    kinds["c::thinned"] = "exhaustive"
     before = [
         Row("slow", 3.0, "a::one"),
         Row("slow", 4.0, "b::one"),
         Row("exhaustive", 5.0, "c::far"),
+        Row("slow", 2.0, "c::thinned"),
         Row("slow", 6.0, "gone::one"),
         Row("fast", 0.7, "b"),
         Row("fast", 0.7, "gone"),
@@ -65,4 +67,5 @@ def test_the_table_keeps_what_was_not_measured() -> None:
         "fast 0.70 b",
         "slow 4.00 b::one",
         "exhaustive 5.00 c::far",
+        "exhaustive 2.00 c::thinned",
     ]

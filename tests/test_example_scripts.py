@@ -86,7 +86,7 @@ def _alone(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Cal
     return functools.cache(lambda name: losses(rank_pool, name, folder / name, *STEPS, MICRO))
 
 
-@thinned(("name", "layout"), [(name, layout) for name in PAIRS for layout in LAYOUTS[name]])
+@thinned(("name", "layout"), [(name, layout) for name in PAIRS for layout in LAYOUTS[name]], every=5)
 def test_a_layout_gives_the_curve_of_one_rank(
     rank_pool: RankPool, tmp_path: Path, alone: Callable[[str], list[float]], name: str, layout: str
 ) -> None:

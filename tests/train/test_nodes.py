@@ -96,6 +96,7 @@ def test_a_rank_that_is_killed_on_another_node_is_started_again(launch: Launch, 
     assert [agent.left_alive() for agent in crew.agents] == [[], []]
 
 
+@pytest.mark.exhaustive
 def test_spares_of_all_nodes_take_the_places_of_ranks_that_start_again(launch: Launch, start: Start) -> None:
     """To the same bits; no process was started for it, and none is left."""
     crew = launch("crew", 2, *WORDS, "run.spares=1s", environ=pacing(0.1))

@@ -137,10 +137,12 @@ FAULTS = (
     Fault("SIGKILL of a rank in a save", kill_while(Activity.SAVE)),
     Fault("SIGKILL of a rank that starts", kill_while(Activity.START), is_further=True),
     Fault("SIGKILL of the agent", kill_agent, restarts_itself=False),
-    Fault("SIGKILL of a loader worker", signal_loader(signal.SIGKILL), words=("data.workers=1",)),
+    Fault("SIGKILL of a loader worker", signal_loader(signal.SIGKILL), words=("data.workers=1",), is_further=True),
     Fault("SIGKILL of a loader worker in a save", kill_loader_in_save, words=("data.workers=1",), is_further=True),
     Fault("crash of a rank in a library (SIGSEGV)", signal_rank(signal.SIGSEGV), expects=tells_crash, is_further=True),
     # Steps of milliseconds may be over before the rank hangs, and in a save it would be given a minute.
-    Fault("hang with Python's lock held", wait_for_mark("hung"), ("run.hang_timeout=10s",), hangs_once),
+    Fault(
+        "hang with Python's lock held", wait_for_mark("hung"), ("run.hang_timeout=10s",), hangs_once, is_further=True
+    ),
     Fault("second launch of the run", launch_twice, is_further=True),
 )

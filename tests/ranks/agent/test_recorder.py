@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import warm
 from shardway.ranks.agent import recorder
 from shardway.ranks.agent.collectives import Heard, explain_collectives
 from shardway.ranks.agent.page import VARIABLE
@@ -206,9 +207,10 @@ def hear_one(folder: Path) -> Heard:
 def test_without_torch_a_rank_has_no_groups(tmp_path: Path) -> None:
     code = "from pathlib import Path; from shardway.ranks.agent import recorder; import sys, time\n"
     code += f"recorder.answer_with_record(Path({str(tmp_path)!r}), 0); assert 'torch' not in sys.modules\n"
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), warm.COLD: "1"}
     with subprocess.Popen([sys.executable, "-c", f"{code}time.sleep(60)"], env=environ) as rank:
         (record,) = hear_one(tmp_path).records
+        assert rank.poll() is None
         rank.kill()
     assert (record.rank, record.lines, record.whole) == (0, (), True)
     assert ask_for_records(tmp_path, [0]) == Heard()  # it is gone, and who is gone is not asked
