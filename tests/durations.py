@@ -13,7 +13,7 @@ it. This module must not import torch.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -153,12 +153,19 @@ class Stopwatch:
         """Write, unless the run was cut. What failed took as long as it did before."""
         if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             seconds = {test: taken for test, taken in self._seconds.items() if test not in self._failed}
-            rows = render_rows(seconds, self._kinds, read_rows() if TABLE.exists() else ())
+            before = [row for row in read_rows() if TABLE.parents[1].joinpath(row.file).exists()]
+            rows = render_rows(seconds, self._kinds, before)
             TABLE.write_text("".join(f"{line}\n" for line in rows), encoding="utf-8")
 
 
-def render_rows(seconds: Mapping[str, float], kinds: Mapping[str, str], before: Iterable[Row]) -> Iterator[str]:
-    """The lines of the table: what was measured, and of `before` what still exists and was not."""
+def render_rows(seconds: Mapping[str, float], kinds: Mapping[str, str], before: Sequence[Row]) -> Iterator[str]:
+    """The lines of the table: what was measured, and of `before` what still exists and was not.
+
+    `kinds`: of every test in the files that were collected; rows of other files stay as they are.
+    """
+    collected = {test.partition("::")[0] for test in kinds}
+    elsewhere = [row for row in before if row.file not in collected]
+    before = [row for row in before if row.file in collected]
     rows = [Row(kinds[test], taken, test) for test, taken in seconds.items() if taken >= SLOW_S]
     rows += [
         Row(kinds[row.what], row.seconds, row.what)
@@ -173,5 +180,5 @@ def render_rows(seconds: Mapping[str, float], kinds: Mapping[str, str], before: 
         if row.kind == "fast" and row.what not in others and any(test.startswith(f"{row.what}::") for test in kinds):
             others[row.what] = row.seconds
     rows += [Row("fast", taken, file) for file, taken in others.items() if taken >= 0.005]
-    for row in sorted(rows, key=lambda row: (row.what, row.kind)):
+    for row in sorted([*rows, *elsewhere], key=lambda row: (row.what, row.kind)):
         yield f"{row.kind} {row.seconds:.2f} {row.what}"

@@ -55,9 +55,10 @@ def test_the_table_keeps_what_was_not_measured() -> None:
         Row("slow", 4.0, "b::one"),
         Row("exhaustive", 5.0, "c::far"),
         Row("slow", 2.0, "c::thinned"),
-        Row("slow", 6.0, "gone::one"),
+        Row("slow", 6.0, "a::gone"),
         Row("fast", 0.7, "b"),
-        Row("fast", 0.7, "gone"),
+        Row("slow", 1.0, "elsewhere::one"),
+        Row("fast", 0.3, "elsewhere"),
     ]
     rows = list(render_rows({"a::one": 0.05, "a::two": 0.5, "a::far": 9.0}, kinds, before))
     assert rows == [
@@ -68,4 +69,6 @@ def test_the_table_keeps_what_was_not_measured() -> None:
         "slow 4.00 b::one",
         "exhaustive 5.00 c::far",
         "exhaustive 2.00 c::thinned",
+        "fast 0.30 elsewhere",
+        "slow 1.00 elsewhere::one",
     ]
