@@ -242,3 +242,9 @@ def test_the_scan_sees_what_it_should() -> None:
     assert find_calls([by_name["cli/config.py"]], "typer.echo")
     assert len(names_in_a_run_directory(by_name["rundir/directory.py"])) >= 10
     assert any(LAUNCHER_VARIABLE.fullmatch(str(node.value)) for node in strings(by_name["ranks/launcher.py"]))
+
+
+def test_no_page_holds_the_marks_of_a_merge() -> None:
+    marks = re.compile(r"^(<{7}|>{7})( |$)", re.MULTILINE)
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("*.toml")]
+    assert [page.name for page in pages if marks.search(page.read_text(encoding="utf-8"))] == []

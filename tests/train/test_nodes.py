@@ -137,6 +137,7 @@ def test_a_run_goes_on_where_the_node_that_led_is_lost(launch: Launch, start: St
     assert worst_difference(read_column(crew.run.path, "loss"), read_column(alone.path, "loss")) < 1e-5
 
 
+@pytest.mark.exhaustive  # on a real cluster, `make cluster` loses nodes
 def test_a_run_goes_on_without_a_node_whose_agent_was_killed_and_not_its_ranks(launch: Launch) -> None:
     """They ask for a stop, since nobody looks after them; it is no end for those that are left."""
     crew = launch("crew", 2, *WORDS, "run.elastic=[1, 2]", environ=pacing(0.1))

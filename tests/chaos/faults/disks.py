@@ -271,6 +271,7 @@ FAULTS = (
         paced(0.02, RETRY_S),
         room=on_tmpfs,
         expects=goes_on_after_failed_save,
+        is_further=True,
     ),
     Fault(
         "disk full in a save in the background",
