@@ -1,7 +1,7 @@
 """Replication: every rank holds the whole model, gradients are averaged (DistributedDataParallel).
 
-Invariant: all replicas start from the same weights and apply the same averaged gradient. This module must not
-shard.
+Invariant: all replicas start from the same weights and apply the same averaged gradient, which is summed in one order
+in every pass of every process (`fix_buckets`). This module must not shard.
 """
 
 from __future__ import annotations
@@ -106,6 +106,7 @@ def _wrap(model: nn.Module, mesh: Mesh, parallel: ParallelSection, *, init_sync:
         init_sync=init_sync and syncs,
         **without_buffer_sync(),
     )
+    fix_buckets(copies)
     # What a script copies (an average of weights does so) is the model, not what averages its gradients.
     copies.__dict__["__deepcopy__"] = partial(copy.deepcopy, model)
     copies.__dict__[_TRAINED] = _list_trained(model)
@@ -116,6 +117,19 @@ def _wrap(model: nn.Module, mesh: Mesh, parallel: ParallelSection, *, init_sync:
     elif parallel.compress != "none":
         copies.register_comm_hook(group, _CASTS[parallel.compress])
     return copies
+
+
+def fix_buckets(copies: Copies) -> None:
+    """Give DDP the buckets of all its passes before the first one; on all ranks together.
+
+    Where in a message a gradient stands decides in which order more than two ranks add it up. DDP fills its buckets
+    anew after the first backward pass of a process, in the order in which that pass has made the gradients: the step
+    after a resume would have other bits than the same step of a run that went through. Here they are filled once, from
+    the last parameter of the module to the first, as a backward pass mostly makes them (Li et al., arXiv:2006.15704,
+    section 3.2.3), so that sums still overlap with it.
+    """
+    copies.reducer._push_all_rebuilt_params()
+    copies.reducer._rebuild_buckets()
 
 
 _CASTS = MappingProxyType({"fp16": fp16_compress_hook, "bf16": bf16_compress_hook})
@@ -130,6 +144,10 @@ class Copies(DistributedDataParallel):
     by_hand = False
     """Whether a call goes past this wrapper: then gradients are added up by `sum_gradients`."""
     _work: Callable[[], Any] | None = None
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        parameters, are_sparse = super()._build_params_for_reducer()
+        return parameters[::-1], are_sparse[::-1]
 
     @contextlib.contextmanager
     def averaging(self) -> Iterator[None]:
