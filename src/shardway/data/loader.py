@@ -28,6 +28,7 @@ from torch.utils.data._utils.signal_handling import _error_if_any_worker_fails
 
 from shardway.data.batch_tree import move_batch, pin_batch
 from shardway.data.collate import collate_by
+from shardway.data.handover import begin_handing_over, hand_over, shorten_sockets, take_over
 from shardway.data.order import Ids, Order, Words, derive_keys, position_share
 from shardway.data.samplers import AnyOrder, BatchOrder
 from shardway.data.skips import Skips
@@ -281,7 +282,7 @@ def read_batches(
     """
     if options.workers:
         with ended_workers(_start_workers(dataset, requests, options), _error_if_any_worker_fails) as answers:
-            for answer in answers:
+            for answer in take_over(answers):
                 if isinstance(answer, ShardwayError):
                     raise answer
                 yield answer
@@ -304,18 +305,24 @@ def _start_workers(
     dataset: SourceDataset | CollatedDataset, requests: Iterable[Request], options: LoaderOptions
 ) -> Iterator[Any]:
     # A request stands for a batch of indices.
-    return start_workers(_WorkerDataset(dataset), options, batch_sampler=cast(Any, requests), collate_fn=_as_it_is)
+    return start_workers(_WorkerDataset(dataset), options, batch_sampler=cast(Any, requests))
 
 
-def start_workers(dataset: Dataset[Any], options: LoaderOptions, **reading: Any) -> Iterator[Any]:
-    """The iterator of a DataLoader with `options.workers` processes. Raises UserError where they cannot be sent what
-    they read.
+def start_workers(
+    dataset: Dataset[Any],
+    options: LoaderOptions,
+    collate_fn: Callable[[Any], Any] | None = None,
+    **reading: Any,
+) -> Iterator[Any]:
+    """The iterator of a DataLoader with `options.workers` processes, whose answers `take_over` reads. Raises UserError
+    where they cannot be sent what they read.
 
     Workers are spawned. A fork of a process that runs threads (a process group, CUDA) may copy a held lock and wait for
     it for ever. Workers of a fork server hold the pipe that keeps the server alive, so that after a SIGKILL of the rank
     all of them stay behind.
     """
     ForkingPickler.register(torch.Generator, _reduce_generator)
+    shorten_sockets()
     loader: DataLoader[Any] = DataLoader(
         dataset,
         num_workers=options.workers,
@@ -324,6 +331,7 @@ def start_workers(dataset: Dataset[Any], options: LoaderOptions, **reading: Any)
         multiprocessing_context="spawn",
         worker_init_fn=functools.partial(_begin_worker, isolation(), options.worker_init),
         generator=torch.Generator(),  # else the start of a loader would draw from the run's random state
+        collate_fn=functools.partial(hand_over, collate_fn),
         **reading,
     )
     try:
@@ -350,12 +358,9 @@ def _make_generator(device: str, state: bytes) -> torch.Generator:
 
 def _begin_worker(isolate: Callable[[int], None], own: Callable[[int], object] | None, number: int) -> None:
     isolate(number)
+    begin_handing_over()
     if own is not None:
         own(number)
-
-
-def _as_it_is(answer: Any) -> Any:
-    return answer
 
 
 def _seed_worker(seed: int) -> None:

@@ -26,6 +26,7 @@ from torch.utils.data._utils.signal_handling import _error_if_any_worker_fails
 
 from shardway.data.batch_tree import map_leaves
 from shardway.data.collate import collate_by
+from shardway.data.handover import take_over
 from shardway.data.loader import Batch, LoaderOptions, Share, start_workers
 from shardway.data.order import position_share
 from shardway.data.samplers import RandomStates, kept_random_states
@@ -176,7 +177,7 @@ class StreamLoader:
         options = replace(self.options, workers=1)
         answers = start_workers(_WorkerStream(reading), options, batch_size=None)
         with ended_workers(answers, _error_if_any_worker_fails) as stream:
-            for answer in stream:
+            for answer in take_over(stream):
                 if isinstance(answer, ShardwayError):
                     raise answer
                 yield answer

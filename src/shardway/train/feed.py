@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from shardway.checkpoint.state import State
+from shardway.data.handover import describe_shortage
 from shardway.data.loader import (
     Batch,
     LoaderOptions,
@@ -172,6 +173,8 @@ def _options(session: Session, loader: Loader | None = None) -> LoaderOptions:
                 "lambda, or a function inside another): each rank reads its batches itself. To do: define it with def "
                 "at the top of a module.",
             )
+    if workers and (shortage := describe_shortage()):
+        session.note_once("data_order_noted", shortage)
     return LoaderOptions(workers, data.prefetch, session.ranks.device.type == "cuda", init)
 
 
