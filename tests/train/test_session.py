@@ -33,9 +33,11 @@ def test_a_second_writer_is_refused_on_every_rank(rank: int, tmp_path: Path) -> 
         lock.acquire()
     on.barrier()
     before = snapshot(tmp_path)
+    on.barrier()
     with pytest.raises(UserError) as failure:
         train_tiny(tmp_path, on, "train.steps=9", "optim.warmup=0 steps")
     assert str(failure.value).startswith(f"another run is training into {tmp_path}: process ")
+    on.barrier()
     assert snapshot(tmp_path) == before
     on.barrier()
     lock.release()
@@ -185,7 +187,7 @@ def test_a_refusal_of_two_ranks_changes_nothing(rank: int, tmp_path: Path) -> No
             train_tiny(tmp_path, on, "optim.warmup=0 steps", *layout(1, 2), *words)
         on.barrier()
         assert snapshot(tmp_path) == before
-    on.barrier()
+        on.barrier()  # the other rank looks before this one begins again
     train_tiny(tmp_path, on, *SHORT, *layout(1, 2), "train.steps=7")
     on.barrier()
     assert read_column(tmp_path, "step") == [1, 2, 3, 4, 5, 6, 7]
