@@ -1,7 +1,7 @@
 """Placement from the variables of each launcher.
 
 The sets named by a scheduler's version were recorded on running clusters and cut to the variables that place a rank;
-those of Open MPI, hydra and PALS are written from their documentation.
+those of Open MPI, hydra, PALS, MVAPICH2, JSM, Flux and DeepSpeed are written from their documentation.
 """
 
 from __future__ import annotations
@@ -93,6 +93,26 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_NODE_RANK": "1",
 }
 HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+MVAPICH = {
+    "MV2_COMM_WORLD_RANK": "5",
+    "MV2_COMM_WORLD_SIZE": "8",
+    "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "4",
+}
+JSRUN = {
+    "JSM_NAMESPACE_RANK": "5",
+    "JSM_NAMESPACE_SIZE": "8",
+    "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "JSM_NAMESPACE_LOCAL_SIZE": "4",
+}
+FLUX = {
+    "FLUX_JOB_ID": "\u0192abc",
+    "FLUX_JOB_SIZE": "8",
+    "FLUX_JOB_NNODES": "2",
+    "FLUX_TASK_RANK": "5",
+    "FLUX_TASK_LOCAL_ID": "1",
+}
+DEEPSPEED = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4", "CROSS_RANK": "1", "CROSS_SIZE": "2"}
 PALS = {
     "PALS_RANKID": "5",
     "PALS_NODEID": "1",
@@ -238,6 +258,52 @@ def test_torque_numbers_every_slot(nodefile: Path) -> None:
     environ = {"PBS_JOBID": "9.head", "PBS_NODEFILE": str(nodefile), "PBS_NODENUM": "1", "PBS_TASKNUM": "5"}
     placement = find_placement(environ | {"PBS_VNODENUM": "4"})
     assert placement == Placement(4, 5, 2, 3, 1, 2, "p1", port_of("9.head"), "pbsdsh")
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (MVAPICH, Placement(5, 8, 1, 4, None, None, "n1", 20001, "mpirun (MVAPICH2)")),
+        (JSRUN | {"LSB_JOBID": "77"}, Placement(5, 8, 1, 4, None, None, "n1", 20001, "jsrun")),
+        (FLUX, Placement(5, 8, 1, 4, None, 2, "n1", 20001, "flux run")),
+        (DEEPSPEED, Placement(5, 8, 1, 4, 1, 2, "n1", 20001, "the environment")),
+    ],
+    ids=["mvapich", "jsrun", "flux", "deepspeed"],
+)
+def test_other_launchers(environ: dict[str, str], expected: Placement) -> None:
+    assert find_placement(environ | {"MASTER_ADDR": "n1", "MASTER_PORT": "20001"}) == expected
+
+
+def test_jsrun_of_spectrum_mpi_is_an_mpirun() -> None:
+    assert find_placement(JSRUN | OPEN_MPI | {"MASTER_ADDR": "n1", "MASTER_PORT": "20001"}).rank == 5
+
+
+def test_flux_on_one_node_and_on_uneven_ones() -> None:
+    one = {"FLUX_JOB_NNODES": "1", "FLUX_TASK_LOCAL_ID": "5"}
+    placement = find_placement(FLUX | one)
+    assert placement == Placement(5, 8, 5, 8, 0, 1, "127.0.0.1", port_of("\u0192abc"), "flux run")
+    with pytest.raises(SiteError, match="as many tasks on each node"):
+        find_placement(FLUX | {"FLUX_JOB_NNODES": "3"})
+
+
+@pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "127.0.1.1", "::1", "[::1]", "0.0.0.0", "ip6-localhost"])
+@pytest.mark.parametrize("environ", [SLURM_26_TASK_3, OPEN_MPI | {"MASTER_PORT": "7000"}], ids=["srun", "mpirun"])
+def test_an_address_of_each_nodes_own_is_refused_for_several(environ: dict[str, str], address: str) -> None:
+    with pytest.raises(SiteError, match="with this one each node would meet itself") as failure:
+        find_placement(environ | {"MASTER_ADDR": address})
+    assert "unset MASTER_ADDR" in str(failure.value)
+
+
+@pytest.mark.parametrize("address", ["[fd00::1]", "fd00::1"])
+def test_an_address_of_ipv6_is_shown_in_brackets(address: str) -> None:
+    placement = find_placement(SLURM_26_TASK_3 | {"MASTER_ADDR": address, "MASTER_PORT": "7000"})
+    assert placement.master_addr == "fd00::1"
+    assert describe_placement(placement).endswith("meeting at [fd00::1]:7000")
+
+
+def test_ranks_by_hand_on_one_node_need_no_local_world() -> None:
+    environ = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    assert find_placement(environ) == Placement(1, 2, 1, 2, 0, 1, "127.0.0.1", 29500, "the environment")
 
 
 def test_rank_and_world_size_by_hand() -> None:

@@ -49,7 +49,8 @@ def stop(
     known = find_known(run)
     stopper = Stopper(find_host(known.host))
     ledger = read_ledger(stopper.host, Path(known.run))
-    if now:
+    kills = now and stopper.find_running(ledger) != ()
+    if kills:
         _warn(ledger, yes)
     done = stopper.cancel(ledger) if now else stopper.ask(ledger)
     states = _wait(stopper, ledger, wait) if wait else {}
@@ -58,7 +59,7 @@ def stop(
         facts = {"asked": asked, "cancelled": cancelled, "writer": done.writer, "states": states}
         typer.echo(json.dumps(facts, indent=1))
         return
-    for line in _render(done, run, states, now):
+    for line in _render(done, run, states, now=now, kills=kills):
         typer.echo(line)
 
 
@@ -85,12 +86,12 @@ def _wait(stopper: Stopper, ledger: Ledger, seconds: float) -> dict[str, str]:
     return {str(standing.entry.number): standing.word for standing in stopper.wait(ledger, seconds)}
 
 
-def _render(done: Stopping, run: str, states: dict[str, str], now: bool) -> list[str]:
+def _render(done: Stopping, run: str, states: dict[str, str], *, now: bool, kills: bool) -> list[str]:
     lines = []
     if done.asked:
         lines.append(f"asked to stop after its current step: {_jobs(done.asked)}")
     if done.cancelled:
-        lines.append(f"{'killed' if now else 'taken out of the queue'}: {_jobs(done.cancelled)}")
+        lines.append(f"{'killed' if kills else 'taken out of the queue'}: {_jobs(done.cancelled)}")
     if done.writer:
         what = "no job, so not killed (Ctrl-C twice ends it)" if now else "asked to stop after its current step"
         lines.append(f"{what}: {done.writer}")

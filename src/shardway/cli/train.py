@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +20,7 @@ import typer
 from shardway.cli.config import resolution_facts
 from shardway.cli.imports import uncollected
 from shardway.cli.options import DirOption, JsonOption, NprocOption, Words, read_request
+from shardway.cli.outputs import enduring_outputs
 from shardway.errors import Bug, ShardwayError, SiteError, UserError
 from shardway.ranks.place import Place
 from shardway.ranks.signals import SignalWatch
@@ -51,7 +53,10 @@ def train(
 ) -> None:
     """Train a run file (the default run where none is named); resumes by itself."""
     telling = Telling()
-    with nullcontext() if dry_run else _failure_told(telling), nullcontext() if dry_run else SignalWatch():
+    with ExitStack() as stack:
+        if not dry_run:
+            for context in (enduring_outputs(), _failure_told(telling), SignalWatch()):
+                stack.enter_context(context)
         request = read_request(words, directory, fresh)
         if nodes is not None or node is not None:
             place = _read_nodes(nodes, node, port, nproc)
@@ -111,14 +116,16 @@ def _quiet_network() -> Iterator[None]:
 
 
 def _train(request: Request, nproc: int | None, *, dry_run: bool, as_json: bool) -> None:
-    from shardway.ranks.launcher import find_placement
+    from shardway.ranks.launcher import find_placement, is_in_terminal
 
     placement = find_placement(os.environ)
-    launched = placement.launcher != "none"
+    by_hand = nproc is not None and (placement.world == 1 or (is_in_terminal(os.environ) and sys.stdin.isatty()))
+    launched = placement.launcher != "none" and not by_hand
     if launched and nproc is not None:
         raise UserError(
             f"--nproc {nproc} starts ranks, but this process is already rank {placement.rank} of {placement.world}, "
-            f"started by {placement.launcher}.\n  To do: leave out --nproc."
+            f"started by {placement.launcher}: each of these would start {nproc}.\n"
+            "  To do: leave out --nproc. An agent on each node is told of the others by --nodes and --node."
         )
     ranks = placement.world if launched else nproc or 1
     resolution = _resolve(request, ranks, placement.local_world if launched else ranks, told=placement.rank == 0)

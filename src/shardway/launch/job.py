@@ -43,6 +43,8 @@ class Shape:
     accelerators_per_node: int = 0
     memory_bytes: int | None = None
     whole_nodes: bool = False
+    threads_per_core: int = 1
+    """CPUs of Slurm in each core: those that a task is given are threads of the same cores (from 22.05 on)."""
 
     @property
     def ranks(self) -> int:
@@ -68,6 +70,7 @@ class QueueTerms:
     accelerators: str = "none"
     """The form in which accelerators are asked for: gres, gpus-per-node, ngpus, none."""
     options: Options = field(default_factory=dict)
+    accelerator_type: str = ""
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ run outside the container. This module must not read files of the person nor sta
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
+from shardway.inherited import list_patterns
 from shardway.launch.blocks import read_block
 from shardway.launch.containers.apptainer import APPTAINER
 from shardway.launch.containers.base import Runtime
@@ -32,6 +33,7 @@ from shardway.launch.script import (
     quote,
     quote_expanding,
     quote_place,
+    quote_shell,
     render_function,
     render_script,
     wrap_command,
@@ -131,16 +133,26 @@ def _names(job: Job) -> tuple[Line, ...]:
     return tuple(lines)
 
 
+_LEFT_OUT = 'variables that mean something for another job or rank (docs/environment.md), and "!...", which stay'
+
+
+def _array(name: str, words: Iterable[str]) -> str:
+    return wrap_command((f"{name}=(", *(quote_shell(word) for word in words), ")"))
+
+
 def _functions(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
     control = list(_IN_EVERY_SCRIPT)
     if job.scheduler == "local" or (job.warn_s and not scheduler.warns):
         control += ["in_time", "tell_script"]
     if job.chain.until_done:
         control += [*_OF_A_CHAIN, *([] if job.chain.ahead else ["queue_next"])]
+    left_out = {"of_ranks": True, "of_jobs": False} if "queue_next" in control else {"of_ranks": True}
     return (
+        *(Line(_array(name, list_patterns(of_ranks=ranks)), _LEFT_OUT) for name, ranks in left_out.items()),
+        read_block("inherited", "drop_variables"),
         *(read_block("control", name) for name in control),
         *(read_block(scheduler.shell, name) for name in scheduler.functions(job)),
-        *(read_block("addresses", name) for name in ("address", "meet")),
+        *(read_block("addresses", name) for name in ("address", "own_address", "meet")),
         *(read_block("work", name) for name in (_OF_A_WORKING_FOLDER if job.around.code is not None else ())),
         read_block("secret_lines", "read_secrets"),
     )
@@ -149,6 +161,7 @@ def _functions(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
 def _begin(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
     chained = job.chain.until_done
     lines = [
+        Line('drop_variables "${of_ranks[@]}"', "what another launch has left, and would place the ranks elsewhere"),
         Line("begin", "which job this is, its nodes, when its wall-time ends"),
         Line("export SHARDWAY_JOB=$job"),
         Line("claim"),
@@ -158,6 +171,7 @@ def _begin(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
         *([Line("queue_next")] if chained and not job.chain.ahead else []),
         Line("trap 'ask_to_stop deadline the wall-time is about to end' USR2", "signals become the stop file"),
         Line("trap 'ask_to_stop signal SIGTERM came, as schedulers send it before they kill' TERM"),
+        *(Line(f"trap 'ask_to_stop signal SIG{name} came' {name}") for name in ("USR1", "HUP")),
     ]
     if job.warn_s and not scheduler.warns:
         clock = f"in_time $((deadline - started - {round(job.warn_s)})) tell_script USR2"

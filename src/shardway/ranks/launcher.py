@@ -4,8 +4,9 @@ Invariant: every rank of one launch gets the same world, address and port, and a
 variables that are partial or contradict each other never end as rank 0 of 1. This module must not import torch,
 change the environment or open a connection; the one file it reads is PBS_NODEFILE.
 
-Sources: srun(1) "Output environment variables", pbsdsh(1B), mpirun(1) of Open MPI, torchrun's "Environment
-variables", and the variables that MPICH's hydra, Intel MPI and HPE's PALS hand to their processes.
+Sources: srun(1) "Output environment variables", pbsdsh(1B), mpirun(1) of Open MPI, flux-environment(7), torchrun's
+"Environment variables", and the variables that MPICH's hydra, Intel MPI, MVAPICH2, HPE's PALS, IBM's JSM and
+DeepSpeed's launcher hand to their processes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardway.ranks.hostlist import parse_tasks_per_node
-from shardway.ranks.meeting import LOOPBACK, find_address, find_port, read_nodefile
+from shardway.ranks.meeting import LOOPBACK, find_address, find_port, read_nodefile, render_endpoint
 from shardway.ranks.variables import (
     Environ,
     first_set,
@@ -94,6 +95,10 @@ _MPIRUN = _Names(
 )
 _HYDRA = _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _PALS = _Names("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "PALS_NODEID")
+_MVAPICH = _Names(
+    "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"
+)
+_JSRUN = _Names("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE")
 
 
 def find_placement(environ: Environ) -> Placement:
@@ -119,11 +124,16 @@ def describe_placement(placement: Placement) -> str:
     node = "a node without a number" if p.node is None else f"node {p.node}"
     nodes = "" if p.nodes is None else f" of {p.nodes}"
     how = "without a launcher" if p.launcher == "none" else f"started by {p.launcher}"
-    port = f":{p.master_port}" if p.master_port else ", any port"
+    where = render_endpoint(p.master_addr, p.master_port) if p.master_port else f"{p.master_addr}, any port"
     return (
         f"rank {p.rank} of {p.world} (local {p.local_rank} of {p.local_world}) on {node}{nodes}, {how}, "
-        f"meeting at {p.master_addr}{port}"
+        f"meeting at {where}"
     )
+
+
+def is_in_terminal(environ: Environ) -> bool:
+    """Whether this is the first task of `srun --pty` (srun(1)), whose others are shells that start nothing."""
+    return "SLURM_PTY_PORT" in environ and environ.get("SLURM_PROCID", "0") == "0"
 
 
 def was_started_before(environ: Environ) -> bool:
@@ -180,6 +190,35 @@ def _read_hydra(environ: Environ) -> Placement | None:
     if _HYDRA.rank not in environ or by_srun:
         return None
     return _place(environ, "mpiexec (hydra)", _read_seat(environ, "mpiexec (hydra)", _HYDRA))
+
+
+def _read_mvapich(environ: Environ) -> Placement | None:
+    if _MVAPICH.rank not in environ:
+        return None
+    return _place(environ, "mpirun (MVAPICH2)", _read_seat(environ, "mpirun (MVAPICH2)", _MVAPICH))
+
+
+def _read_jsrun(environ: Environ) -> Placement | None:
+    if _JSRUN.rank not in environ:
+        return None
+    return _place(environ, "jsrun", _read_seat(environ, "jsrun", _JSRUN))
+
+
+def _read_flux(environ: Environ) -> Placement | None:
+    """Flux says how many nodes there are and not how many tasks are on this one, which only equal shares tell."""
+    if "FLUX_TASK_RANK" not in environ:
+        return None
+    rank, world, local_rank, nodes = (
+        read_int(environ, "flux run", name)
+        for name in ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_NNODES")
+    )
+    if not nodes or world % nodes:
+        allowed = "as many tasks on each node (flux run -N NODES --tasks-per-node=TASKS)"
+        raise variables_error(environ, "flux run", ("FLUX_JOB_SIZE", "FLUX_JOB_NNODES"), allowed)
+    names = _Names("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_NNODES")
+    seat = _Seat(rank, world, local_rank, world // nodes, 0 if nodes == 1 else None, nodes)
+    _check_seat(environ, "flux run", names, seat)
+    return _place(environ, "flux run", seat, environ.get("FLUX_JOB_ID", ""))
 
 
 def _read_srun(environ: Environ) -> Placement | None:
@@ -241,15 +280,25 @@ _SHARE_NODEFILE = "copy it to a shared folder in the job script, then: pbsdsh --
 
 
 def _read_environment(environ: Environ) -> Placement | None:
-    """RANK and WORLD_SIZE set by hand; the local numbers may be left out where all ranks are on one node."""
+    """RANK and WORLD_SIZE, set by hand or by DeepSpeed's launcher (LOCAL_SIZE, CROSS_RANK); the local numbers may be
+    left out where all ranks are on one node."""
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         return None
     rank, world = (read_int(environ, "the environment", name) for name in ("RANK", "WORLD_SIZE"))
-    one_node = world == 1 or environ.get("MASTER_ADDR", "") in (LOOPBACK, "localhost", "::1")
-    if not one_node or "LOCAL_RANK" in environ:
-        return _place(environ, "the environment", _read_seat(environ, "the environment", _TORCHRUN))
-    seat = _Seat(rank, world, rank, world, 0, 1)
-    _check_seat(environ, "the environment", _TORCHRUN, seat)
+    names = _Names(
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        first_set(environ, "LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
+        first_set(environ, "GROUP_RANK", "NODE_RANK", "CROSS_RANK"),
+        first_set(environ, "GROUP_WORLD_SIZE", "NNODES", "CROSS_SIZE"),
+    )
+    one_node = world == 1 or environ.get("MASTER_ADDR", "") in (LOOPBACK, "localhost", "::1", "[::1]")
+    if not one_node or names.local_world in environ:
+        return _place(environ, "the environment", _read_seat(environ, "the environment", names))
+    local_rank = read_int(environ, "the environment", "LOCAL_RANK") if "LOCAL_RANK" in environ else rank
+    seat = _Seat(rank, world, local_rank, world, 0, 1)
+    _check_seat(environ, "the environment", names, seat)
     return _place(environ, "the environment", seat)
 
 
@@ -258,6 +307,9 @@ _READERS: dict[str, Callable[[Environ], Placement | None]] = {
     FT_LAUNCHER: _read_ft_launcher,
     "torchrun": _read_torchrun,
     "mpirun": _read_mpirun,
+    "mpirun (MVAPICH2)": _read_mvapich,
+    "jsrun": _read_jsrun,
+    "flux run": _read_flux,
     "mpiexec (PALS)": _read_pals,
     "mpiexec (hydra)": _read_hydra,
     "srun": _read_srun,
@@ -306,9 +358,17 @@ def _check_agrees_with_environment(environ: Environ, placement: Placement) -> No
             raise variables_error(environ, launched.launcher, (name,), allowed, f"unset {name} in the job script")
 
 
+def _may_meet_itself(launcher: str, seat: _Seat) -> bool:
+    """Whether a node may have been told a loopback address on purpose: torchrun's several agents of one machine, and
+    operators that tell the first node "localhost" and the others its name."""
+    if launcher in ("shardway", "torchrun", FT_LAUNCHER):
+        return True
+    return launcher == "the environment" and seat.rank == seat.local_rank
+
+
 def _place(environ: Environ, launcher: str, seat: _Seat, launch: str = "") -> Placement:
     """The seat with its meeting point; `launch` identifies the launch more finely than the scheduler's job id."""
-    job = launch or first_value(environ, "PBS_JOBID", "SLURM_JOB_ID")
+    job = launch or first_value(environ, "PBS_JOBID", "SLURM_JOB_ID", "LSB_JOBID")
     return Placement(
         rank=seat.rank,
         world=seat.world,
@@ -316,7 +376,9 @@ def _place(environ: Environ, launcher: str, seat: _Seat, launch: str = "") -> Pl
         local_world=seat.local_world,
         node=seat.node,
         nodes=seat.nodes,
-        master_addr=find_address(environ, launcher, one_node=seat.local_world == seat.world),
+        master_addr=find_address(
+            environ, launcher, one_node=seat.local_world == seat.world, may_be_own=_may_meet_itself(launcher, seat)
+        ),
         master_port=find_port(environ, launcher, seat.world, job),
         launcher=launcher,
         starts_again=launcher in ("torchrun", FT_LAUNCHER) and has_restarts_left(environ),

@@ -31,7 +31,7 @@ from shardway.ranks.failure import RankFailure
 from shardway.ranks.meeting import LOOPBACK
 from shardway.ranks.oom import mark_oom
 from shardway.ranks.processes import LocalLaunch, Seats, handlers_of, start_program
-from shardway.ranks.signals import STOP_SIGNALS
+from shardway.ranks.signals import STOP_SIGNALS, list_free
 from shardway.rundir.look import is_seen
 from shardway.units import render_seconds
 
@@ -198,7 +198,7 @@ def _late_stop_seen(launch: LocalLaunch, asked: Asked) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stop_signals(asked: Asked) -> Iterator[None]:
-    before: dict[int, Any] = {number: signal.signal(number, asked.hear) for number in STOP_SIGNALS}
+    before: dict[int, Any] = {number: signal.signal(number, asked.hear) for number in list_free(STOP_SIGNALS)}
     try:
         yield
     finally:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from shardway.ranks.signals import BREAK, STOP_SIGNALS, SignalWatch
+from shardway.ranks.signals import BREAK, SignalWatch
 
 TICK_S = 0.25
 PATIENCE_S = 5.0
@@ -132,7 +132,7 @@ class Lookout:
         acts = {"killed": self._duties.on_killed, "late": self._duties.on_late, "deaf": self._duties.on_deaf}
         while not self._done.is_set():
             for number in self._hear():
-                if number in STOP_SIGNALS and not self._is_own(number):
+                if self._signals.holds(number) and not self._is_own(number):
                     self._times.hear(number, time.monotonic())
             now, heard = time.monotonic(), self._signals.received is not None
             for name in self._times.find_due(now, self._duties.timeout_s, heard=heard):

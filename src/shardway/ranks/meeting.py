@@ -6,6 +6,7 @@ rank computes the same ones without talking. This module must not open a connect
 
 from __future__ import annotations
 
+import ipaddress
 import zlib
 from pathlib import Path
 
@@ -15,17 +16,23 @@ from shardway.ranks.variables import Environ, first_set, read_int, variables_err
 LOOPBACK = "127.0.0.1"
 FIRST_PORT = 15000
 PORTS = 15000
+_LEFT_OVER = "unset MASTER_ADDR, or export it with rank 0's host in the job script"
 _HAND_OVER = "export MASTER_ADDR with rank 0's host and hand it to every rank"
 
 
-def find_address(environ: Environ, launcher: str, *, one_node: bool) -> str:
+def find_address(environ: Environ, launcher: str, *, one_node: bool, may_be_own: bool = False) -> str:
     """The host of rank 0 as every rank can name it.
 
     MASTER_ADDR, else 127.0.0.1 where all ranks are on one node, else the first host of the Slurm step or job, else
-    the first of PBS_NODEFILE. Raises SiteError where none of these is there.
+    the first of PBS_NODEFILE. Raises SiteError where none of these is there, and for a loopback address with several
+    nodes unless it `may_be_own`: the ranks of one node may meet there, and be told another one than the others.
     """
     if environ.get("MASTER_ADDR"):
-        return environ["MASTER_ADDR"]
+        address = _without_brackets(environ["MASTER_ADDR"])
+        if not one_node and not may_be_own and is_loopback(address):
+            allowed = "a host name or address that all nodes reach: with this one each node would meet itself"
+            raise variables_error(environ, launcher, ("MASTER_ADDR",), allowed, _LEFT_OVER)
+        return address
     if one_node:
         return LOOPBACK
     nodelist = first_set(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
@@ -35,6 +42,27 @@ def find_address(environ: Environ, launcher: str, *, one_node: bool) -> str:
         return read_nodefile(environ, launcher, _HAND_OVER)[0]
     allowed = "a host name or address, since the ranks are on several nodes"
     raise variables_error(environ, launcher, ("MASTER_ADDR",), allowed, _HAND_OVER)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address, or a name by its usual meaning, is of each node's own network: no other node reaches it."""
+    name = address.lower().removesuffix(".")
+    if name in ("localhost", "ip6-localhost", "ip6-loopback") or name.startswith("localhost."):
+        return True
+    try:
+        parsed = ipaddress.ip_address(name.partition("%")[0])
+    except ValueError:
+        return False
+    return parsed.is_loopback or parsed.is_unspecified
+
+
+def render_endpoint(address: str, port: int) -> str:
+    """ADDRESS:PORT as URLs have it: an IPv6 address in brackets (RFC 3986, 3.2.2)."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def _without_brackets(address: str) -> str:
+    return address[1:-1] if address.startswith("[") and address.endswith("]") else address
 
 
 def find_port(environ: Environ, launcher: str, world: int, job: str) -> int:

@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing import (
 )
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from shardway.inherited import list_unfit_for_ranks
 from shardway.ranks.agent.page import VARIABLE
 from shardway.ranks.agent.recorder import choose_recording
 from shardway.ranks.gate import VARIABLE as GATE
@@ -69,7 +70,7 @@ def start_program(launch: LocalLaunch, seats: Seats, gates: Sequence[Path] = ())
     """Start the program of each local rank; as spares that wait at these gates, where there are any."""
     ranks = range(launch.ranks)
     waits = {local: {GATE: str(gate)} for local, gate in enumerate(gates)}
-    with _signals_left_alone():
+    with _surroundings_of_ranks():
         processes = start_processes(
             name="ranks",
             entrypoint=sys.executable,
@@ -130,14 +131,17 @@ def rank_variables(launch: LocalLaunch, seats: Seats, local: int) -> dict[str, s
 
 
 @contextlib.contextmanager
-def _signals_left_alone() -> Iterator[None]:
-    """Stop signals are ours; torch, which would raise an error of its own at them, keeps one that nobody sends."""
-    before = os.environ.get(_TORCHS_SIGNALS)
+def _surroundings_of_ranks() -> Iterator[None]:
+    """Stop signals are ours; torch, which would raise an error of its own at them, keeps one that nobody sends.
+
+    Ranks do not inherit what another launch has left (`inherited`): an agent is no task of MPI, and neither are they.
+    """
+    before = dict(os.environ)
+    for name in list_unfit_for_ranks(before):
+        del os.environ[name]
     os.environ[_TORCHS_SIGNALS] = "SIGQUIT"
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[_TORCHS_SIGNALS]
-        else:
-            os.environ[_TORCHS_SIGNALS] = before
+        os.environ.pop(_TORCHS_SIGNALS)
+        os.environ.update(before)

@@ -10,10 +10,15 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType, TracebackType
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
-"""Ctrl-C; what schedulers send before they kill; what a job script may ask a scheduler to send early."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGUSR1, signal.SIGHUP)
+"""Ctrl-C; what schedulers send before they kill; what a job script may ask a scheduler to send early (two); what comes
+when a terminal or a connection is gone."""
+
+_OF_OTHERS = (signal.SIGUSR1, signal.SIGHUP)
+"""Stop signals that are left to who has them: a script that has a use of its own for one, `nohup` that ignores one."""
 
 BREAK = signal.SIGUSR2
 """What a thread of this process sends to the main thread to break off a wait: a system call ends with a signal."""
@@ -48,6 +53,10 @@ class SignalWatch:
         """Whether signals come here: entered, in the main thread."""
         return bool(self._before)
 
+    def holds(self, number: int) -> bool:
+        """Whether this signal comes here, and not to somebody else in this process."""
+        return number in self._before
+
     def break_off(self) -> None:
         """From any thread: raise BrokenOff in the main thread where its wait is `breakable`."""
         main = threading.main_thread().ident
@@ -59,7 +68,7 @@ class SignalWatch:
         # Python delivers signals to the main thread alone; a run in another thread goes without.
         if threading.current_thread() is threading.main_thread():
             outer = _find_watch()
-            self._before = {number: signal.signal(number, self._note) for number in self._signals}
+            self._before = {number: signal.signal(number, self._note) for number in list_free(self._signals)}
             self._received = outer._received if outer is not None else None
         return self
 
@@ -67,7 +76,8 @@ class SignalWatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            if getattr(signal.getsignal(number), "__self__", None) is self:  # and nobody has set another one since
+                signal.signal(number, handler)  # type: ignore[arg-type]
         self._before = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -81,6 +91,27 @@ class SignalWatch:
             self.killed = True
             raise KeyboardInterrupt("a second Ctrl-C")
         self._received = signal.Signals(number)
+
+
+def list_free(signals: Sequence[signal.Signals]) -> list[signal.Signals]:
+    """Those of these signals that may mean a stop in this process."""
+
+    def is_free(number: signal.Signals) -> bool:
+        handler = signal.getsignal(number)
+        unknown = handler is signal.SIG_DFL and not _is_caught(number)
+        return unknown or isinstance(getattr(handler, "__self__", None), SignalWatch)
+
+    return [number for number in signals if number not in _OF_OTHERS or is_free(number)]
+
+
+def _is_caught(number: int) -> bool:
+    """Whether a handler is set that Python does not know of: by the fault handler, or a library (proc(5), SigCgt)."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    except (OSError, StopIteration):
+        return False
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
 def find_received() -> str | None:

@@ -2,15 +2,18 @@
 
 Invariant: after `start_ranks` every rank of the launch is in the default process group, or every rank has an error
 that says who waited where; after `Ranks.end` no group is left. The only place that makes the default process group.
-It must not make subgroups (that is `parallel.mesh`) nor read the environment (that is `ranks.launcher`).
+It must not make subgroups (that is `parallel.mesh`) nor read a rank's place (that is `ranks.launcher`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import os
 import re
+import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,7 +23,9 @@ import torch
 import torch.distributed as dist
 
 from shardway.errors import ERRORS_BY_NAME, Bug, JobError, LostContact, ShardwayError, SiteError
+from shardway.ranks.interface import VARIABLE, look_up, name_interface
 from shardway.ranks.launcher import Placement
+from shardway.ranks.meeting import render_endpoint
 from shardway.units import render_seconds
 
 T = TypeVar("T")
@@ -151,26 +156,54 @@ def _choose_device(placement: Placement, kind: str) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     visible = torch.cuda.device_count()
-    if placement.local_rank >= max(visible, 1) or not torch.cuda.is_available():
+    # A scheduler that gives each task its devices (srun --gpus-per-task) shows it these alone, numbered from 0 on.
+    index = 0 if visible == 1 else placement.local_rank
+    if index >= max(visible, 1) or not torch.cuda.is_available():
         raise SiteError(
             f"rank {placement.rank} is number {placement.local_rank + 1} on its node, where torch {torch.__version__} "
             f"sees {visible} CUDA devices.\n"
             '  To do: start at most as many ranks a node as it has devices, or set run.device = "cpu"; '
             "if the node has devices, check the driver and that this torch is a CUDA build."
         )
-    device = torch.device("cuda", placement.local_rank)
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
 
 
+def _check_own_device(placement: Placement, device: torch.device, store: dist.Store) -> None:
+    """Raise SiteError where ranks of this node that see one device each see the same one; said before NCCL meets."""
+    if device.type != "cuda" or placement.local_world == 1:
+        return
+    store.set(f"{_DEVICE}{placement.rank}", str(torch.cuda.get_device_properties(device).uuid))
+    first = placement.rank - placement.local_rank
+    if torch.cuda.device_count() > 1 or first < 0:
+        return
+    ranks = range(first, min(first + placement.local_world, placement.world))
+    names = {rank: store.get(f"{_DEVICE}{rank}").decode() for rank in ranks}
+    sharing = [rank for rank, name in names.items() if name == names.get(placement.rank)]
+    if len(sharing) > 1 and names[placement.rank].strip("0-"):
+        raise SiteError(
+            f"ranks {', '.join(map(str, sharing))} have one device between them (GPU-{names[placement.rank]}).\n"
+            "  To do: start at most as many ranks a node as it has devices, and let each see all of them or one of "
+            "its own (CUDA_VISIBLE_DEVICES, srun --gpus-per-task=1)."
+        )
+
+
+_DEVICE = "shardway/device-"
+"""Key of the store: which device a rank has."""
+
+
 def _join(placement: Placement, options: StartOptions, device: torch.device) -> None:
-    where = f"{placement.master_addr}:{placement.master_port}"
+    where = render_endpoint(placement.master_addr, placement.master_port)
     url = f"tcp://{where}"
-    wait = timedelta(seconds=options.start_timeout_s)
+    wait, began, has_met = timedelta(seconds=options.start_timeout_s), time.monotonic(), False
+    name_interface(placement, os.environ)
     try:
         rendezvous = dist.rendezvous(url, rank=placement.rank, world_size=placement.world, timeout=wait)
         store, _, _ = next(rendezvous)
         store.set_timeout(wait)
+        has_met = True
+        _check_own_device(placement, device, store)
         dist.init_process_group(
             BACKENDS[device.type],
             store=store,
@@ -179,13 +212,38 @@ def _join(placement: Placement, options: StartOptions, device: torch.device) -> 
             timeout=timedelta(seconds=options.collective_timeout_s),
             device_id=device if device.type == "cuda" else None,
         )
+    except SiteError:
+        raise
     except (dist.DistError, RuntimeError, ValueError) as error:
+        tried = f"in {render_seconds(time.monotonic() - began)}"
+        who = f"rank {placement.rank} of {placement.world}"
+        if has_met:
+            if "NCCL" in str(error):
+                raise SiteError(
+                    f"{who} met the others at {where}, and NCCL could not begin: {_first_line(error)}\n"
+                    "  To do: see what NCCL says with NCCL_DEBUG=WARN; `shardway doctor` measures devices and links."
+                ) from error
+            raise SiteError(
+                f"{who} met the others at {where}, and {tried} could not connect to all of them: {_first_line(error)}\n"
+                f"  {_describe_way()}\n"
+                f"  To do: export {VARIABLE} with the interface that joins the nodes (ip -br addr), for all ranks; or "
+                "look whether a rank has ended meanwhile."
+            ) from error
         raise SiteError(
-            f"rank {placement.rank} of {placement.world} could not meet the others at {where} "
-            f"within {render_seconds(options.start_timeout_s)}: {_first_line(error)}\n"
+            f"{who} could not meet the others at {where} {tried}: {_first_line(error)}\n"
+            f"  Here {placement.master_addr} is {', '.join(look_up(placement.master_addr)) or 'not known'}.\n"
             "  To do: check that every rank was started, that the address is reachable from every node and the port is "
-            "free; if ranks start slowly, raise run.start_timeout."
+            "free (MASTER_ADDR, MASTER_PORT); if ranks start slowly, raise run.start_timeout."
         ) from error
+
+
+def _describe_way() -> str:
+    """By which interface this node is reached, as far as gloo was told or finds out."""
+    name = os.environ.get(VARIABLE, "")
+    own = socket.gethostname()
+    if name:
+        return f"They reach {own} by the interface {name} ({VARIABLE})."
+    return f"They reach {own} at {', '.join(look_up(own)) or 'no address: its own name is not known here'}."
 
 
 def is_lost_contact(error: BaseException) -> bool:

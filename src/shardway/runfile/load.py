@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from shardway.errors import Problem, UserError, check_no_problems
 from shardway.runfile.locate import key_lines
 from shardway.runfile.problems import find_problems
-from shardway.runfile.schema import RunFile, all_keys, sections
+from shardway.runfile.schema import RunFile, all_keys, open_tables, sections
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -69,8 +69,19 @@ class _Draft:
         else:
             table = self.values.setdefault(section, {})
             if isinstance(table, dict):  # anything else is a problem that the schema tells
+                name, value = _into_table(table, section, name, value)
                 table[name] = value
+            dotted = f"{section}.{name}"
         self.origins[dotted] = origin
+
+
+def _into_table(section: Mapping[str, Any], of: str, name: str, value: Any) -> tuple[str, Any]:
+    """Key and value of `site.environment.NAME=value`: an entry of a table that holds names of the person's own."""
+    key, _, entry = name.partition(".")
+    held = section.get(key, {})
+    if not entry or f"{of}.{key}" not in open_tables() or not isinstance(held, dict):
+        return name, value
+    return key, {**held, entry: value}
 
 
 def load_run(path: Path | None, overrides: Sequence[str] = ()) -> Loaded:
@@ -173,8 +184,14 @@ def _lay_overrides(draft: _Draft, overrides: Sequence[str]) -> list[Problem]:
             what = f"{text!a} is not UTF-8 text"
             problems.append(Problem(ascii(dotted)[1:-1], what, COMMAND_LINE, "text in UTF-8"))
             continue
-        draft.lay_over(dotted.strip(), parse_override_value(text.strip()), COMMAND_LINE)
+        is_variable = dotted.strip().startswith("site.environment.")  # whose value is a text, whatever it looks like
+        value = _unquote(text.strip()) if is_variable else parse_override_value(text.strip())
+        draft.lay_over(dotted.strip(), value, COMMAND_LINE)
     return problems
+
+
+def _unquote(text: str) -> str:
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
 
 
 def _is_text(word: str) -> bool:

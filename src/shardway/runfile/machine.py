@@ -60,6 +60,9 @@ class SiteSection(Section):
     walltime: SecondsField | Auto = key("auto", "Wall-time of one attempt; auto = the longest that the queue allows.")
     queue: str = key("", "Queue or partition; empty = the first of the site.")
     account: str = key("", "Account, project or budget that is charged.")
+    accelerator_type: str = key(
+        "", 'Type of accelerator, where a partition has several: "a100" asks Slurm for gpu:a100:N; empty = the site\'s.'
+    )
     memory: BytesField | Auto = key("auto", "Memory of a node; auto = all of it where the site wants it said.")
     starter: Literal["auto", "torchrun", "srun", "mpirun", "agent", "ft_launcher"] = key(
         "auto",

@@ -374,6 +374,16 @@ def sections() -> dict[str, type[Section]]:
     }
 
 
+def open_tables() -> frozenset[str]:
+    """The keys whose value is a table with names of the person's own, such as `site.environment`."""
+    return frozenset(
+        f"{name}.{field}"
+        for name, section in sections().items()
+        for field, info in section.model_fields.items()
+        if info.annotation == dict[str, Any]
+    )
+
+
 def all_keys() -> list[str]:
     """Every dotted key of a run file, in the order of the schema."""
     return [f"{name}.{field}" for name, section in sections().items() for field in section.model_fields]

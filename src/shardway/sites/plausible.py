@@ -20,7 +20,7 @@ from shardway.units import render_bytes, render_seconds, say_bytes
 
 _ACCELERATOR_REQUESTS = {"slurm": ("gres", "gpus-per-node", "none"), "pbs": ("ngpus", "none"), "local": ("none",)}
 
-_MOST = {"cores": 4096, "accelerators_per_node": 64}
+_MOST = {"cores": 4096, "threads_per_core": 8, "accelerators_per_node": 64}
 _MEMORY = (2**26, 2**47)
 _WALLTIME = (30.0, 366 * 86400.0)
 _MOST_NODES = 1_000_000

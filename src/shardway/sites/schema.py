@@ -117,6 +117,9 @@ class Node(_Table):
         None, description="what wheels and container images are built for"
     )
     cores: Count | None = Field(None, description="cores that a job may use")
+    threads_per_core: Count | None = Field(
+        None, description="hardware threads of a core, where Slurm counts these as CPUs (scontrol show node: CPUTot)"
+    )
     memory: Bytes | None = Field(None, description="memory that a job may use")
     accelerator: AcceleratorKey | None = Field(
         None, description='key of the catalogue of accelerators, or "cpu" where a node has none'
@@ -184,6 +187,9 @@ class RequestRules(_Table):
     account_command: Text | None = Field(None, description="command that lists a user's accounts and budgets")
     accelerators: Literal["gres", "gpus-per-node", "ngpus", "none"] | None = Field(
         None, description="option that asks for accelerators (Slurm: gres, gpus-per-node; PBS: ngpus)"
+    )
+    accelerator_type: Text | None = Field(
+        None, description="type of accelerator that a job asks for (Slurm: gpu:TYPE:N)"
     )
     whole_nodes: bool | None = Field(None, description="whether a job gets nodes for itself alone")
     memory: bool | None = Field(None, description="whether a job says how much memory it wants; false: it must not")

@@ -1,3 +1,42 @@
+# variables that mean something for another job or rank (docs/environment.md), and "!...", which stay
+of_ranks=( 'RANK' 'WORLD_SIZE' 'LOCAL_RANK' 'LOCAL_WORLD_SIZE' 'LOCAL_SIZE' 'NODE_RANK' 'GROUP_RANK' \
+  'GROUP_WORLD_SIZE' 'ROLE_RANK' 'ROLE_NAME' 'ROLE_WORLD_SIZE' 'CROSS_RANK' 'CROSS_SIZE' \
+  'MASTER_ADDR' 'MASTER_PORT' 'TORCHELASTIC_*' 'PET_*' 'FT_RANK_MONITOR_IPC_SOCKET' \
+  'OMPI_COMM_WORLD_*' 'OMPI_UNIVERSE_SIZE' 'OMPI_APP_CTX_NUM_PROCS' 'OMPI_NUM_APP_CTX' 'OMPI_ARGV' \
+  'OMPI_COMMAND' 'OMPI_FILE_LOCATION' 'OMPI_FIRST_RANKS' 'OMPI_MCA_ess*' 'OMPI_MCA_initial_wdir' \
+  'OMPI_MCA_orte_ess_*' 'OMPI_MCA_orte_hnp_uri' 'OMPI_MCA_orte_local_daemon_uri' \
+  'OMPI_MCA_orte_jobid' 'OMPI_MCA_orte_app_num' 'OMPI_MCA_orte_num_*' 'OMPI_MCA_orte_bound_*' \
+  'OMPI_MCA_orte_precondition*' 'OMPI_MCA_shmem_RUNTIME_QUERY_hint' 'PRTE_LAUNCHED' 'PMI_RANK' \
+  'PMI_SIZE' 'PMI_FD' 'PMI_ID' 'PMI_PORT' 'PMI_KVS*' 'PMI_SPAWNED' 'PMI_JOBID' 'PMI_APPNUM' \
+  'PMI_CONTROL_PORT' 'PMI_LOCAL_*' 'PMI_UNIVERSE_SIZE' 'PMI_SHARED_SECRET' 'PMIX_RANK' \
+  'PMIX_NAMESPACE' 'PMIX_SERVER_*' 'PMIX_ID' 'PMIX_VERSION' 'PMIX_HOSTNAME' 'PMIX_DSTORE_*' \
+  'PMIX_GDS_*' 'PMIX_BFROP*' 'PMIX_PTL_*' 'PMIX_SECURITY_MODE' 'PALS_APID' 'PALS_RANKID' \
+  'PALS_NODEID' 'PALS_LOCAL_*' 'PALS_SPOOL_DIR' 'PALS_APINFO' 'PALS_DIR' 'HYDI_*' 'MPI_LOCALRANKID' \
+  'MPI_LOCALNRANKS' 'MV2_COMM_WORLD_*' 'MPISPAWN_*' 'MPIRUN_RSH*' )
+of_jobs=( '!SLURM_CONF' '!SLURM_CONF_SERVER' '!SLURM_CLUSTERS' '!SLURM_JWT' '!SLURM_ROOT' \
+  '!SLURM_HOME' '!SLURM_MPI_TYPE' '!PBS_CONF_FILE' '!PBS_DEFAULT' '!PBS_SERVER' '!PBS_EXEC' \
+  '!PBS_HOME' '!PBS_AUTH_METHOD' '!PBS_TMPDIR' '!PBS_PRIMARY' '!PBS_SECONDARY' '!PBS_LEAF_NAME' \
+  '!PBS_*_SERVICE_PORT' '!PBS_ENCRYPT_METHOD' '!PBS_SUPPORTED_AUTH_METHODS' 'SHARDWAY_AGENT' \
+  'SHARDWAY_ATTEMPT_DIR' 'SHARDWAY_STOP_FILE' 'SHARDWAY_JOB' 'SHARDWAY_NODES' 'SHARDWAY_PROGRESS' \
+  'SHARDWAY_CPU_MASKS' 'SHARDWAY_GATE' 'SHARDWAY_RELEASED' 'SLURM_*' 'SLURMD_*' 'SRUN_*' \
+  '_SLURM_SPANK_OPTION_*' 'SBATCH_*' 'SALLOC_*' 'SQUEUE_*' 'SACCT_*' 'SCANCEL_*' 'SINFO_*' \
+  'SCONTROL_*' 'PBS_*' 'QSUB_*' 'NCPUS' 'LSB_*' 'LS_JOBPID' 'LS_SUBCWD' 'JSM_*' 'FLUX_JOB_*' \
+  'FLUX_TASK_*' 'FLUX_KVS_NAMESPACE' 'FLUX_ENCLOSING_ID' 'FLUX_PMI_*' )
+# drop_variables PATTERN...: those that mean something for another job or rank; the first pattern that fits decides, "!..." keeps
+drop_variables() {
+  local name pattern
+  for name in $(compgen -e); do
+    for pattern in "$@"; do
+      # shellcheck disable=SC2254 # it is a pattern
+      case $name in
+        ${pattern#!})
+          [[ $pattern == !* ]] || unset "$name"
+          break
+          ;;
+      esac
+    done
+  done
+}
 # say LINE: with the time
 say() { printf '%s shardway: %s\n' "$(date '+%F %T')" "$*"; }
 # field FILE KEY: a value of a JSON file that has one key a line
@@ -339,26 +378,45 @@ start_job() {
   [ -n "$line" ] && echo "${line%% *}.${fields[19]}"
 }
 # submit_after SCRIPT: starts when this job has ended; prints the job id
-submit_after() { start_job "$1" "$job" "$(dirname "$1")/log/job.out"; }
+submit_after() (
+  drop_variables "${of_ranks[@]}" "${of_jobs[@]}"
+  start_job "$1" "$job" "$(dirname "$1")/log/job.out"
+)
 # cancel_job JOB: with everything that it started
 cancel_job() { members "$1" | xargs -r kill -TERM; }
 # kill_job JOB: where it may not go on for a moment longer
 kill_job() { members "$1" | xargs -r kill -KILL; }
 # address NODE: its name on the network for computing, or its number there
 address() {
-  local name=${1%%.*}$suffix
+  local name=${1%%.*}$suffix found
   [ -n "$suffix" ] || name=$1
   if [ "$resolve" = yes ]; then
-    getent ahostsv4 "$name" | awk 'NR == 1 { print $1 }'
+    found=$(getent ahostsv4 "$name" | awk 'NR == 1 { print $1 }')
+    [[ $found != 127.* ]] || found=$(own_address "$1")
+    echo "$found"
   else
     echo "$name"
   fi
+}
+# own_address NODE: of this node, which takes its own name for 127.0.1.1: that from which it reaches another one
+own_address() {
+  local node other way
+  for node in "${nodes[@]}"; do
+    [ "$node" != "$1" ] || continue
+    other=$(getent ahostsv4 "${node%%.*}$suffix" | awk 'NR == 1 { print $1 }')
+    way=$(ip -4 route get "${other:-$node}" 2> /dev/null)
+    [[ $way == *" src "* ]] || continue
+    way=${way##* src }
+    echo "${way%% *}"
+    return
+  done
 }
 # meet: MASTER_ADDR is the first node as all others name it, MASTER_PORT follows from the job's id
 meet() {
   local node found
   SHARDWAY_NODES=
   for node in "${nodes[@]}"; do
+    [ "${#nodes[@]}" -gt 1 ] || break
     found=$(address "$node")
     [ -n "$found" ] || say "the address of $node on the network for computing ($node$suffix) is not known"
     SHARDWAY_NODES+=${SHARDWAY_NODES:+ }${found:-$node}

@@ -27,6 +27,8 @@ export SHARDWAY_ATTEMPT_DIR=$here SHARDWAY_STOP_FILE=$run/stop
 # --- what this job does, in order; the functions are below
 main() {
   # --- begin
+  # what another launch has left, and would place the ranks elsewhere
+  drop_variables "${of_ranks[@]}"
   # which job this is, its nodes, when its wall-time ends
   begin
   export SHARDWAY_JOB=$job
@@ -36,6 +38,8 @@ main() {
   # signals become the stop file
   trap 'ask_to_stop deadline the wall-time is about to end' USR2
   trap 'ask_to_stop signal SIGTERM came, as schedulers send it before they kill' TERM
+  trap 'ask_to_stop signal SIGUSR1 came' USR1
+  trap 'ask_to_stop signal SIGHUP came' HUP
   # warns this script before the wall-time ends, which the scheduler does not
   in_time $((deadline - started - 600)) tell_script USR2
 

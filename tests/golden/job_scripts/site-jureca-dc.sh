@@ -8,7 +8,7 @@
 # nodes, and what is wanted of each
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task=128
+#SBATCH --cpus-per-task=256
 #SBATCH --gres=gpu:4
 # wall-time of this attempt
 #SBATCH --time=1-00:00:00
@@ -40,6 +40,8 @@ export SHARDWAY_ATTEMPT_DIR=$here SHARDWAY_STOP_FILE=$run/stop
 # --- what this job does, in order; the functions are below
 main() {
   # --- begin
+  # what another launch has left, and would place the ranks elsewhere
+  drop_variables "${of_ranks[@]}"
   # which job this is, its nodes, when its wall-time ends
   begin
   export SHARDWAY_JOB=$job
@@ -49,6 +51,8 @@ main() {
   # signals become the stop file
   trap 'ask_to_stop deadline the wall-time is about to end' USR2
   trap 'ask_to_stop signal SIGTERM came, as schedulers send it before they kill' TERM
+  trap 'ask_to_stop signal SIGUSR1 came' USR1
+  trap 'ask_to_stop signal SIGHUP came' HUP
 
   # --- what the ranks find
   # threads of a rank
@@ -74,7 +78,7 @@ main() {
   # variables of the job, for ranks that do not inherit them; no secrets
   declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PYTHONUNBUFFERED HF_HUB_OFFLINE TRANSFORMERS_OFFLINE HF_DATASETS_OFFLINE WANDB_MODE CUDA_VISIBLE_DEVICES > "$here/environment.sh" 2> /dev/null
   # the ranks, and how they ended
-  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=128 --kill-on-bad-exit=0 --wait=0 \
+  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=256 --kill-on-bad-exit=0 --wait=0 \
     --cpu-bind=none apptainer exec --nv --bind /scratch/alice/runs/base:/scratch/alice/runs/base \
     --bind /home/alice/code:/home/alice/code --pwd /home/alice/code /images/torch.sqsh bash -c \
     '. "$0" && exec "$@"' "$here/environment.sh" bash -c 'exec python3 "$@" --nproc 4 \

@@ -8,7 +8,7 @@
 # nodes, and what is wanted of each
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task=48
+#SBATCH --cpus-per-task=96
 #SBATCH --gres=gpu:4
 # wall-time of this attempt
 #SBATCH --time=1-00:00:00
@@ -40,6 +40,8 @@ export SHARDWAY_ATTEMPT_DIR=$here SHARDWAY_STOP_FILE=$run/stop
 # --- what this job does, in order; the functions are below
 main() {
   # --- begin
+  # what another launch has left, and would place the ranks elsewhere
+  drop_variables "${of_ranks[@]}"
   # which job this is, its nodes, when its wall-time ends
   begin
   export SHARDWAY_JOB=$job
@@ -49,6 +51,8 @@ main() {
   # signals become the stop file
   trap 'ask_to_stop deadline the wall-time is about to end' USR2
   trap 'ask_to_stop signal SIGTERM came, as schedulers send it before they kill' TERM
+  trap 'ask_to_stop signal SIGUSR1 came' USR1
+  trap 'ask_to_stop signal SIGHUP came' HUP
 
   # --- what the ranks find
   # Python and its packages
@@ -77,7 +81,7 @@ main() {
 
   # --- run
   # the ranks, and how they ended
-  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=48 --kill-on-bad-exit=0 --wait=0 \
+  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=96 --kill-on-bad-exit=0 --wait=0 \
     --gpu-bind=none bash -c 'exec python3 "$@" --nproc 4 \
       --nodes "$SHARDWAY_NODES" --node "$SLURM_NODEID" --port "$MASTER_PORT"' \
     agent -m shardway train /scratch/alice/runs/base/attempts/0001/run.toml --dir \

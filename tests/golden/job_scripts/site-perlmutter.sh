@@ -10,7 +10,7 @@
 # nodes, and what is wanted of each
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task=64
+#SBATCH --cpus-per-task=128
 #SBATCH --gpus-per-node=4
 # wall-time of this attempt
 #SBATCH --time=2-00:00:00
@@ -42,6 +42,8 @@ export SHARDWAY_ATTEMPT_DIR=$here SHARDWAY_STOP_FILE=$run/stop
 # --- what this job does, in order; the functions are below
 main() {
   # --- begin
+  # what another launch has left, and would place the ranks elsewhere
+  drop_variables "${of_ranks[@]}"
   # which job this is, its nodes, when its wall-time ends
   begin
   export SHARDWAY_JOB=$job
@@ -51,6 +53,8 @@ main() {
   # signals become the stop file
   trap 'ask_to_stop deadline the wall-time is about to end' USR2
   trap 'ask_to_stop signal SIGTERM came, as schedulers send it before they kill' TERM
+  trap 'ask_to_stop signal SIGUSR1 came' USR1
+  trap 'ask_to_stop signal SIGHUP came' HUP
 
   # --- what the ranks find
   # Python and its packages
@@ -74,7 +78,7 @@ main() {
 
   # --- run
   # the ranks, and how they ended
-  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=64 --kill-on-bad-exit=0 --wait=0 bash \
+  srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=128 --kill-on-bad-exit=0 --wait=0 bash \
     -c 'exec python3 "$@" --nproc 4 \
       --nodes "$SHARDWAY_NODES" --node "$SLURM_NODEID" --port "$MASTER_PORT"' \
     agent -m shardway train /scratch/alice/runs/base/attempts/0001/run.toml --dir \

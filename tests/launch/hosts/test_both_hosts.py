@@ -271,3 +271,17 @@ def test_paths_are_filled_in_with_the_host_s_values(
 def test_a_host_is_found_by_name() -> None:
     assert find_host("").name == ""
     assert find_host("alice@login").name == "alice@login"
+
+
+def test_commands_see_no_variables_of_another_job(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for where its scheduler is; what stands there for sbatch is known."""
+    for name in ("SLURM_JOB_ID", "SBATCH_TIMELIMIT", "RANK", "SLURM_CONF", "SBATCH_ACCOUNT"):
+        monkeypatch.setenv(name, f"of {name}")
+    seen = host.run(["env"]).out
+    assert [line for line in seen.splitlines() if line.startswith(("SLURM_", "SBATCH_", "RANK="))] == [
+        "SLURM_CONF=of SLURM_CONF"
+    ]
+    assert host.read_options() == {
+        "SBATCH_TIMELIMIT": "of SBATCH_TIMELIMIT",
+        "SBATCH_ACCOUNT": "of SBATCH_ACCOUNT",
+    }

@@ -116,6 +116,7 @@ def test_nodes_with_accelerators_come_before_more_nodes_without() -> None:
     found = slurm.describe_nodes(kinds)
     assert values(found) == {
         "node.cores": 48,
+        "node.threads_per_core": 2,
         "node.memory": 514000 * 2**20,
         "node.accelerators_per_node": 4,
         "request.accelerators": "gres",
@@ -145,6 +146,7 @@ def test_nodes_without_accelerators_are_of_the_kind_that_is_most_frequent() -> N
     found = slurm.describe_nodes(slurm.parse_sinfo(MIXED.split("\n", 1)[0]))
     assert values(found) == {
         "node.cores": 48,
+        "node.threads_per_core": 2,
         "node.memory": 190000 * 2**20,
         "node.accelerator": "cpu",
         "node.accelerators_per_node": 0,

@@ -114,6 +114,16 @@ def test_a_pbs_machine_becomes_a_profile_that_loads() -> None:
     assert ("sinfo", "-h") not in {words[:2] for words in host.asked}
 
 
+def test_of_two_schedulers_it_is_the_one_that_answers() -> None:
+    """Slurm's commands are installed on many a machine that PBS runs."""
+    answers = {**pbs_host().answers, tools.PROGRAMS: "/opt/pbs/bin/qstat\n/usr/bin/sinfo\n"}
+    found = survey(TalkingHost(answers), LOGIN)
+    assert values(found)["scheduler"] == "pbs"
+    assert "sinfo is installed here and does not answer; PBS does." in found.notes
+    kept = survey(TalkingHost({**slurm_host("slurm").answers, tools.PROGRAMS: answers[tools.PROGRAMS]}), LOGIN)
+    assert values(kept)["scheduler"] == "slurm"
+
+
 def test_a_machine_without_a_scheduler_is_its_own_node() -> None:
     host = TalkingHost({tools.PROGRAMS: "/usr/bin/podman\n", **ANYWHERE})
     found = survey(host, Machine(**{**vars(LOGIN), "accelerators": (H100, H100)}))

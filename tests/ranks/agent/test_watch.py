@@ -267,7 +267,7 @@ def answer(number, frame):
             print(line, file=file, flush=True)
             time.sleep(0.1)
 
-signal.signal(signal.SIGUSR1, answer)
+signal.signal(signal.SIGURG, answer)
 open(sys.argv[1], "w").close()
 while True:
     time.sleep(1)

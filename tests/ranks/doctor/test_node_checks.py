@@ -261,6 +261,8 @@ def test_containers(tmp_path: Path) -> None:
     check(software.check_container(make(root=tmp_path)), "ok", "no container")
     wanted = Wanted(container="pyxis")
     check(software.check_container(make(root=tmp_path, wanted=wanted)), "fail", "pyxis")
+    enroot = (Mount(PurePosixPath("/"), "ext4", "x"), Mount(PurePosixPath("/.lock"), "ext4", "x"))
+    check(software.check_container(make(root=tmp_path, wanted=wanted, mounts=enroot)), "ok", "inside enroot")
     overlay = (Mount(PurePosixPath("/"), "overlay", "overlay"),)
     check(software.check_container(make(root=tmp_path, wanted=wanted, mounts=overlay)), "ok", "a container")
 

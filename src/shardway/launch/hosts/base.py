@@ -70,6 +70,10 @@ class Host(Protocol):
         """Copy a local folder (with its links) to a folder of the host that does not exist yet."""
         ...
 
+    def read_options(self) -> dict[str, str]:
+        """Variables that hold options for sbatch (`inherited.list_options`), which no command of this host gets."""
+        ...
+
     def expand(self, path: str) -> PurePosixPath:
         """An absolute path on the host: `~` and `$VARIABLES` are the host's, a relative path is below the current
         folder here, or the home folder there."""

@@ -16,7 +16,9 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from shardway.launch.script import quote, quote_all
+from shardway.inherited import OPTIONS, list_patterns
+from shardway.launch.blocks import read_block
+from shardway.launch.script import quote, quote_all, quote_shell
 
 BOOTSTRAP = "exec bash --norc -s"
 """What the login shell is asked to run: words that every shell reads alike."""
@@ -26,9 +28,14 @@ _KILLED = (124, 137)
 
 _PROLOGUE = """\
 mark={mark}
+{functions}
 # Commands of a scheduler stand in PATH only after a login. A profile may print, read or run what it likes: only the
 # variables that it leaves are taken.
 eval "$(bash --login -c 'echo; echo '$mark'; export -p' </dev/null 2>/dev/null | sed "1,/$mark/d")" 2>/dev/null
+left_out=$(for name in $(compgen -e); do
+  case $name in {options}) printf '%s=%s\\n' "$name" "${{!name//$'\\n'/ }}" ;; esac
+done)
+drop_variables {patterns}
 limit=; command -v timeout >/dev/null 2>&1 && limit="timeout -k 5 {limit_s}"
 ends() {{ set -- "$1" $? $SECONDS; printf %s:%s:%s:%s: $mark "$@"; printf %s:%s:%s:%s: $mark "$@" >&2; SECONDS=0; }}
 ends 0
@@ -66,7 +73,11 @@ class Exchange:
         """The script, after which nothing is read of the input but by its commands."""
         limit = math.ceil(self.limit_s)
         lines = [f"{command.text}\nends {number}" for number, command in enumerate(self.commands, 1)]
-        prologue = _PROLOGUE.format(mark=self.mark, limit_s=limit)
+        drop = read_block("inherited", "drop_variables").text
+        words = " ".join(quote_shell(pattern) for ranks in (True, False) for pattern in list_patterns(of_ranks=ranks))
+        prologue = _PROLOGUE.format(
+            mark=self.mark, limit_s=limit, options="|".join(OPTIONS), functions=drop, patterns=words
+        )
         return "\n".join([prologue + "{", *lines, "exit 0", "}", ""]).encode("utf-8", "surrogateescape")
 
     def parse(self, out: bytes, err: bytes) -> list[Ended] | None:
@@ -117,6 +128,11 @@ def run_command(words: Sequence[str], stdin: str = "") -> Command:
     source = f"printf %s {quote(stdin)} | " if stdin else ""
     empty = "" if stdin else " </dev/null"
     return Command(tuple(words), f"{source}$limit {quote_all(words)}{empty}")
+
+
+def options_command() -> Command:
+    """What stood in the environment for sbatch: NAME=VALUE, a line each."""
+    return Command(("left_out",), 'printf %s "$left_out"')
 
 
 def follow_command(words: Sequence[str]) -> Command:

@@ -1,5 +1,7 @@
 """This machine as a host: commands are processes, files are files.
 
+Commands have the variables of this process but for those that mean something for another job (`inherited`).
+
 Invariant: a command that ran out of time is gone with all that it started, but for a process that the kernel does not
 let go (a hung mount), which is left behind: nobody waits for it. This module must not use a shell.
 """
@@ -17,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from shardway.errors import UserError
+from shardway.inherited import list_options, strip
 from shardway.launch.hosts.base import MISSING, Done
 from shardway.launch.hosts.expansion import fill_in, list_variables
 from shardway.rundir.atomic import write_whole
@@ -41,6 +44,7 @@ class LocalHost:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
+                env=strip(os.environ),
             )
         except FileNotFoundError:
             return Done(tuple(words), MISSING, "", f"{words[0]}: no such program\n")
@@ -82,6 +86,7 @@ class LocalHost:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
+                env=strip(os.environ),
             )
         except OSError:
             return
@@ -91,6 +96,10 @@ class LocalHost:
         finally:
             _end_group(process)
             _let_go(process)
+
+    def read_options(self) -> dict[str, str]:
+        """Variables of this process that hold options for sbatch."""
+        return list_options(os.environ)
 
     def read_files(self, paths: Sequence[PurePosixPath]) -> dict[PurePosixPath, str]:
         """The text of each of these files that can be read."""

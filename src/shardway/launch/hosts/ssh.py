@@ -28,6 +28,7 @@ from shardway.launch.hosts.exchange import (
     Ended,
     Exchange,
     follow_command,
+    options_command,
     run_command,
     unpack_command,
     write_command,
@@ -106,6 +107,11 @@ class SshHost:
         done = self.run_many([["printenv", name] for name in names])
         values = {name: ended.out.removesuffix("\n") for name, ended in zip(names, done, strict=True) if ended.ok}
         return [fill_in(path, values, values.get("HOME", "/"), self.name) for path in paths]
+
+    def read_options(self) -> dict[str, str]:
+        """Variables there that hold options for sbatch, and that no command gets. Raises HostUnreachable."""
+        [done] = self._run([options_command()], _ANSWER_S)
+        return dict(line.split("=", 1) for line in done.out.splitlines() if "=" in line)
 
     # --- exchanges
 

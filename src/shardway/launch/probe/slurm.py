@@ -28,7 +28,8 @@ _MIB = 2**20
 @dataclass(frozen=True)
 class NodeKind:
     """Nodes of one partition that are alike. `cores` are cores, not hardware threads, where sinfo says how many there
-    are; `memory` is in bytes; `nodes` is the list of their names, as sinfo shortens it."""
+    are, and `threads` what Slurm counts as CPUs in each; `memory` is in bytes; `nodes` is the list of their names, as
+    sinfo shortens it."""
 
     partition: str
     count: int
@@ -37,6 +38,7 @@ class NodeKind:
     gpus: int
     gpu_type: str
     nodes: str
+    threads: int = 1
 
     @property
     def shape(self) -> tuple[int, str, int | None]:
@@ -88,6 +90,7 @@ def parse_sinfo(text: str) -> list[NodeKind]:
                 gpus=gpus,
                 gpu_type=gpu_type,
                 nodes=fields[5],
+                threads=(_whole(fields[7]) or 0) // cores if cores else 1,
             )
         )
     return kinds
@@ -158,6 +161,7 @@ def describe_nodes(kinds: Sequence[NodeKind]) -> Findings:
     memories = [kind.memory for kind in kinds if _alike(kind, chosen) and kind.memory]
     facts = (
         (("node", "cores"), chosen.cores, command),
+        (("node", "threads_per_core"), chosen.threads if chosen.threads > 1 else None, command),
         (("node", "memory"), min(memories, default=None), command),
         (("node", "accelerator"), None if chosen.gpus else CPU, command),
         (("node", "accelerators_per_node"), chosen.gpus, command),

@@ -37,6 +37,11 @@ class _Asker:
             self.silent.append(f"`{' '.join(words[:3])}` failed: {reason}.")
         return done.out if quiet else ""
 
+    def answers(self, words: Sequence[str]) -> bool:
+        """Whether a command has something to say."""
+        done = self.host.run(words, timeout_s=_PATIENCE_S)
+        return done.ok and bool(done.out.strip())
+
     def notes(self) -> Findings:
         """The commands that gave no answer."""
         return Findings((), tuple(self.silent))
@@ -70,7 +75,11 @@ def name_site(host: Host) -> str:
 
 
 def _ask_scheduler(asker: _Asker, programs: frozenset[str]) -> Findings:
-    """Slurm where it is installed (it may bring a qstat of its own), else PBS, else none."""
+    """Slurm where it is installed (it may bring a qstat of its own), else PBS, else none; of both, who answers."""
+    both = {"sinfo", "qstat"} <= programs
+    if both and not asker.answers(slurm.SINFO) and asker.answers(pbs.SERVER):
+        note = "sinfo is installed here and does not answer; PBS does."
+        return collect([(("scheduler",), "pbs", "qstat -Bf")]) + _ask_pbs(asker) + Findings((), (note,))
     if "sinfo" in programs:
         return collect([(("scheduler",), "slurm", "command -v sinfo")]) + _ask_slurm(asker)
     if "qstat" in programs:

@@ -74,6 +74,11 @@ class Stopper:
         self._note(ledger, waiting, "taken out of the queue by `shardway stop`")
         return Stopping(running, waiting, writer)
 
+    def find_running(self, ledger: Ledger) -> tuple[Entry, ...]:
+        """The attempts whose jobs run, so that there are ranks to lose."""
+        standings = read_standing(self.host, ledger)
+        return tuple(standing.entry for standing in standings if standing.is_active and not _waits(standing))
+
     def cancel(self, ledger: Ledger) -> Stopping:
         """Kill every job of the run that waits or runs. Raises SiteError where the scheduler refuses."""
         active = tuple(standing.entry for standing in read_standing(self.host, ledger) if standing.is_active)

@@ -19,7 +19,7 @@ from shardway.launch.hosts.base import Done
 from shardway.launch.schedulers.records import Asked, Explanation, JobRecord, Phase
 from shardway.units import render_bytes, render_seconds
 
-_UNNAMED = "(none was named)"
+_UNNAMED, _NO_AMOUNT = "(none was named)", "no stated"
 _TRY_AGAIN = "wait: the submission is tried again, after a look whether the job got through"
 _ASK_ABOUT_WAIT = "wait, or ask the site's support with these words"
 _READ_LOG = "read the end of the job's output: shardway logs"
@@ -76,11 +76,14 @@ def explain(rules: Sequence[Rule], text: str, asked: Asked, said: str = "") -> E
 
 def _fill(text: str, values: Mapping[str, str]) -> str:
     """A text with its values; brackets around one that was not named go with it."""
-    return text.format_map(values).replace(f" ({_UNNAMED})", "")
+    filled = text.format_map(values)
+    for nothing in (_UNNAMED, _NO_AMOUNT, f"{_NO_AMOUNT} a node"):
+        filled = filled.replace(f" ({nothing})", "")
+    return filled
 
 
 def name_values(asked: Asked) -> dict[str, str]:
-    """What was asked for as words of a sentence; "(none was named)" for what was not."""
+    """What was asked for as words of a sentence; "(none was named)", or "no stated" memory, for what was not."""
     texts = {
         "name": asked.name,
         "queue": asked.queue,
@@ -95,7 +98,7 @@ def name_values(asked: Asked) -> dict[str, str]:
         **{name: f'"{text}"' if text else _UNNAMED for name, text in texts.items()},
         **{name: _UNNAMED if number is None else str(number) for name, number in numbers.items()},
         "walltime": _UNNAMED if asked.walltime_s is None else render_seconds(asked.walltime_s),
-        "memory": _UNNAMED if asked.memory is None else render_bytes(asked.memory),
+        "memory": _NO_AMOUNT if asked.memory is None else render_bytes(asked.memory),
         "host": asked.host or "this machine",
         "run": asked.run or "RUN",
     }

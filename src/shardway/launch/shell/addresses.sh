@@ -1,12 +1,28 @@
 #: address NODE: its name on the network for computing, or its number there
 address() {
-  local name=${1%%.*}$suffix
+  local name=${1%%.*}$suffix found
   [ -n "$suffix" ] || name=$1
   if [ "$resolve" = yes ]; then
-    getent ahostsv4 "$name" | awk 'NR == 1 { print $1 }'
+    found=$(getent ahostsv4 "$name" | awk 'NR == 1 { print $1 }')
+    [[ $found != 127.* ]] || found=$(own_address "$1")
+    echo "$found"
   else
     echo "$name"
   fi
+}
+
+#: own_address NODE: of this node, which takes its own name for 127.0.1.1: that from which it reaches another one
+own_address() {
+  local node other way
+  for node in "${nodes[@]}"; do
+    [ "$node" != "$1" ] || continue
+    other=$(getent ahostsv4 "${node%%.*}$suffix" | awk 'NR == 1 { print $1 }')
+    way=$(ip -4 route get "${other:-$node}" 2> /dev/null)
+    [[ $way == *" src "* ]] || continue
+    way=${way##* src }
+    echo "${way%% *}"
+    return
+  done
 }
 
 #: meet: MASTER_ADDR is the first node as all others name it, MASTER_PORT follows from the job's id
@@ -14,6 +30,7 @@ meet() {
   local node found
   SHARDWAY_NODES=
   for node in "${nodes[@]}"; do
+    [ "${#nodes[@]}" -gt 1 ] || break
     found=$(address "$node")
     [ -n "$found" ] || say "the address of $node on the network for computing ($node$suffix) is not known"
     SHARDWAY_NODES+=${SHARDWAY_NODES:+ }${found:-$node}

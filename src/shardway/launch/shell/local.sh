@@ -65,7 +65,10 @@ start_job() {
 }
 
 #: submit_after SCRIPT: starts when this job has ended; prints the job id
-submit_after() { start_job "$1" "$job" "$(dirname "$1")/log/job.out"; }
+submit_after() (
+  drop_variables "${of_ranks[@]}" "${of_jobs[@]}"
+  start_job "$1" "$job" "$(dirname "$1")/log/job.out"
+)
 
 #: cancel_job JOB: with everything that it started
 cancel_job() { members "$1" | xargs -r kill -TERM; }

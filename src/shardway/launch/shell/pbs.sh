@@ -25,7 +25,7 @@ ask_ending() {
 #: submit_after SCRIPT: to start when this job has ended, however it ends; prints the job id
 submit_after() {
   local id
-  id=$(qsub -W "depend=afterany:$job" "$1" 2>&1) || { say "qsub: $id" >&2; return 1; }
+  id=$(drop_variables "${of_ranks[@]}" "${of_jobs[@]}" && qsub -W "depend=afterany:$job" "$1" 2>&1) || { say "qsub: $id" >&2; return 1; }
   echo "${id##*$'\n'}"
 }
 

@@ -2,6 +2,8 @@
 begin() {
   local end
   job=$SLURM_JOB_ID
+  export SLURM_EXPORT_ENV=ALL # steps have the variables of this job, whatever --export or SBATCH_EXPORT said to sbatch
+  [ -z "${SLURM_MEM_PER_NODE-}" ] || unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU # of a shell of salloc; srun takes one alone
   mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
   started=$(date +%s)
   end=$(squeue --noheader --jobs "$job" --format %e 2>/dev/null)
@@ -37,7 +39,7 @@ ask_ending() {
 #: submit_after SCRIPT: to start when this job has ended, however it ends; prints the job id
 submit_after() {
   local id
-  id=$(sbatch --parsable --dependency "afterany:$job" "$1" 2>&1) || { say "sbatch: $id" >&2; return 1; }
+  id=$(drop_variables "${of_ranks[@]}" "${of_jobs[@]}" '*_VISIBLE_DEVICES' GPU_DEVICE_ORDINAL ZE_AFFINITY_MASK && sbatch --parsable --dependency "afterany:$job" "$1" 2>&1) || { say "sbatch: $id" >&2; return 1; }
   id=${id##*$'\n'}
   echo "${id%%;*}"
 }

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 from shardway.errors import Bug, UserError
+from shardway.inherited import tell_options
 from shardway.launch.hosts.base import Host
 from shardway.launch.job import SECRETS, Chain, Job, Program
 from shardway.launch.job_script import render_job_script
@@ -25,7 +26,7 @@ from shardway.launch.submission.checks.code import Code
 from shardway.launch.submission.command import CommandRead, read_command
 from shardway.launch.submission.findings import Findings
 from shardway.launch.submission.secrets import read_secrets
-from shardway.launch.submission.wish import Wish, build_job, with_site_defaults
+from shardway.launch.submission.wish import Wish, build_job, with_account, with_site_defaults
 from shardway.resolve.request import Request
 from shardway.resolve.resolved import Resolved
 from shardway.rundir.attempts import Attempt
@@ -86,6 +87,8 @@ def prepare(order: Order, host: Host, *, look: bool = False) -> Prepared:
     """
     findings = Findings()
     loaded, profile = _load(order)
+    options = host.read_options() if profile.scheduler == "slurm" else {}
+    loaded = with_account(loaded, profile, options)
     path, secrets_path = host.expand_many([str(_run_path(order, loaded)), SECRETS])
     run = Path(path)
     nothing: tuple[SnapshotPlan | None, tuple[str, ...]] = (None, ())
@@ -128,10 +131,17 @@ def prepare(order: Order, host: Host, *, look: bool = False) -> Prepared:
         files |= copies
         files[folder.run_file] = render_run(loaded.values, loaded.origins, _is_set(loaded))
     warnings = (
-        *(*notes, *secrets.warnings, *numbers.list_warnings(wish)),
+        *(*notes, *secrets.warnings, *tell_options(options, _asked(wish)), *numbers.list_warnings(wish)),
         *(*commands.list_warnings(wish, code), *_tell_other_command(order, host, ledger)),
     )
     return Prepared(wish, build_job(wish, number), files, snapshot, warnings, ledger)
+
+
+def _asked(wish: Wish) -> dict[str, str]:
+    """What the job asks of Slurm, as an option for sbatch would say it, by the key that says so."""
+    terms = build_job(wish, 1).terms
+    own = {"site.account": terms.account, "site.queue": terms.partition, "site.walltime": f"{terms.walltime_s:g} s"}
+    return {**{f"site.options.{name}": str(value) for name, value in terms.options.items()}, **own}
 
 
 def _find_problems(findings: Findings, order: Order, wish: Wish, code: Code) -> Resolved | None:

@@ -15,6 +15,7 @@ from types import MappingProxyType
 
 from shardway.errors import UserError
 from shardway.hardware.catalogue import load_accelerators
+from shardway.inherited import ACCOUNT
 from shardway.launch.job import (
     Again,
     Chain,
@@ -105,6 +106,14 @@ def with_site_defaults(loaded: Loaded, profile: SiteProfile) -> Loaded:
     return loaded
 
 
+def with_account(loaded: Loaded, profile: SiteProfile, options: Mapping[str, str]) -> Loaded:
+    """The run with the account that the shell names (`inherited.ACCOUNT`), where neither it nor the site names one."""
+    account = options.get(ACCOUNT, "")
+    if profile.scheduler != "slurm" or not account or loaded.values.site.account:
+        return loaded
+    return loaded.with_default("site.account", account, f"{ACCOUNT} of the shell")
+
+
 def shape_of(wish: Wish) -> Shape:
     """Nodes and what of each is wanted."""
     section, node = wish.section, wish.profile.node
@@ -123,7 +132,19 @@ def shape_of(wish: Wish) -> Shape:
         accelerators_per_node=min(int(ranks), accelerators),
         memory_bytes=_memory(wish, int(ranks), accelerators),
         whole_nodes=bool(wish.profile.request.whole_nodes) and whole,
+        threads_per_core=1 if _has_cores_alone(wish) else node.threads_per_core or 1,
     )
+
+
+def _has_cores_alone(wish: Wish) -> bool:
+    """Whether options of Slurm leave one thread of each core, so that its CPUs are cores."""
+    profile = wish.profile
+    options = {
+        name.lstrip("-"): str(value) for name, value in {**profile.request.options, **wish.section.options}.items()
+    }
+    words = " ".join(profile.start.srun_options)
+    asked = (options.get("hint") == "nomultithread", options.get("threads-per-core") == "1")
+    return any(asked) or "nomultithread" in words or "threads-per-core=1" in words
 
 
 def _memory(wish: Wish, ranks: int, accelerators: int) -> int | None:
@@ -233,6 +254,7 @@ def _terms(wish: Wish, walltime: float) -> QueueTerms:
         constraint=request.constraint or "",
         accelerators=request.accelerators or usual,
         options={**request.options, **section.options},
+        accelerator_type=section.accelerator_type or request.accelerator_type or "",
     )
 
 

@@ -34,9 +34,10 @@ def _options(job: Job) -> Iterator[Line]:
     if terms.constraint:
         yield Line(f"--constraint={quote(terms.constraint)}", "the kind of node")
     yield Line(f"--nodes={shape.nodes}", "nodes, and what is wanted of each")
-    yield Line(f"--ntasks-per-node={1 if job.one_agent_a_node else shape.ranks_per_node}")
-    if shape.cores_per_node:
-        yield Line(f"--cpus-per-task={cores_of_task(job)}")
+    tasks = 1 if job.one_agent_a_node else shape.ranks_per_node
+    yield Line(f"--ntasks-per-node={tasks}")
+    if cpus := cpus_of_task(job, tasks):
+        yield Line(f"--cpus-per-task={cpus}")
     yield from _accelerators(job)
     if shape.memory_bytes:
         yield Line(f"--mem={shape.memory_bytes // 2**20}M")
@@ -57,11 +58,12 @@ def _options(job: Job) -> Iterator[Line]:
 
 
 def _accelerators(job: Job) -> Iterator[Line]:
-    count = job.shape.accelerators_per_node
+    count, kind = job.shape.accelerators_per_node, job.terms.accelerator_type
+    asked = f"{kind}:{count}" if kind else str(count)
     if count and job.terms.accelerators == "gres":
-        yield Line(f"--gres=gpu:{count}")
+        yield Line(f"--gres=gpu:{asked}")
     if count and job.terms.accelerators == "gpus-per-node":
-        yield Line(f"--gpus-per-node={count}")
+        yield Line(f"--gpus-per-node={asked}")
 
 
 def _render_time(seconds: float) -> str:
@@ -71,21 +73,21 @@ def _render_time(seconds: float) -> str:
     return f"{days}-{rest // 60:02d}:{rest % 60:02d}:00"
 
 
-def cores_of_task(job: Job) -> int:
-    """Cores of one task: of a rank, or of the agent that starts all ranks of a node."""
-    cores = job.shape.cores_per_node or 1
-    return cores if job.one_agent_a_node else job.shape.cores_per_rank or 1
+def cpus_of_task(job: Job, tasks_per_node: int) -> int:
+    """What Slurm calls CPUs: all hardware threads of the cores of one task; 0 where the site does not say them."""
+    cores = (job.shape.cores_per_node or 0) // tasks_per_node
+    return max(1, cores) * job.shape.threads_per_core if job.shape.cores_per_node else 0
 
 
 def srun(job: Job, tasks_per_node: int) -> tuple[str, ...]:
     """The words of an srun that starts so many tasks on each node."""
-    cores = (job.shape.cores_per_node or 0) // tasks_per_node
+    cpus = cpus_of_task(job, tasks_per_node)
     words = [
         "srun",
         f"--nodes={job.shape.nodes}",
         f"--ntasks={job.shape.nodes * tasks_per_node}",
         f"--ntasks-per-node={tasks_per_node}",
-        *([f"--cpus-per-task={max(1, cores)}"] if cores else []),
+        *([f"--cpus-per-task={cpus}"] if cpus else []),
         *_on_a_bad_end(job),
         *map(quote, job.start.srun_options),
     ]

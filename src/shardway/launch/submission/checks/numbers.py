@@ -167,7 +167,7 @@ NAMED_BY_KEYS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             **dict.fromkeys(("partition", "p"), "site.queue"),
             **dict.fromkeys(("account", "A"), "site.account"),
             **dict.fromkeys(("ntasks", "n", "ntasks-per-node"), "site.ranks_per_node"),
-            **dict.fromkeys(("gres", "gpus-per-node", "G", "gpus"), "site.ranks_per_node"),
+            **dict.fromkeys(("gres", "gpus-per-node", "G", "gpus"), "site.ranks_per_node and site.accelerator_type"),
             **dict.fromkeys(("job-name", "J"), "run.name"),
             **dict.fromkeys(("mem",), "site.memory"),
             **dict.fromkeys(

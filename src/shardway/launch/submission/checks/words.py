@@ -18,7 +18,8 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PLAIN = re.compile(r"[A-Za-z0-9_@+=:,./%*-]*")
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|CREDENTIAL|PRIVATE_KEY", re.IGNORECASE)
 _OF_A_STARTER = re.compile(
-    r"(SLURM|PBS|OMPI|PMI|PMIX|SHARDWAY|TORCHELASTIC)_\w+|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|FT_\w+_IPC_SOCKET"
+    r"(SLURM(?!_(MPI_TYPE|OVERLAP|NETWORK|UNBUFFEREDIO)$)|PBS|OMPI(?!_MCA)|PMI|PMIX(?!_MCA)|SHARDWAY|TORCHELASTIC)_\w+|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)"
+    r"|FT_\w+_IPC_SOCKET"
 )
 
 
@@ -62,7 +63,7 @@ def variables_can_be_set_and_are_no_secrets(wish: Wish) -> Iterator[Problem]:
 
 def names_are_plain(wish: Wish) -> Iterator[Problem]:
     """Schedulers cut such words at blanks, or take a part of them for something else."""
-    for key in ("queue", "account"):
+    for key in ("queue", "account", "accelerator_type"):
         value = getattr(wish.section, key)
         if not _PLAIN.fullmatch(value):
             yield problem(

@@ -69,6 +69,10 @@ def check_container(around: Surroundings) -> Finding:
     return good("no container", container="none")
 
 
+_LOCK_OF_ENROOT = "/.lock"
+"""A file of each container's root, which Enroot (and so Pyxis) mounts read only (its runtime.sh)."""
+
+
 def find_container(around: Surroundings) -> str:
     """The runtime whose container this is, "a container" for one that cannot be told, or ""."""
     environ, root = around.environ, around.root
@@ -79,6 +83,8 @@ def find_container(around: Surroundings) -> str:
         return environ["container"]
     if environ.get("CH_RUNNING"):
         return "charliecloud"
+    if any(str(mount.place) == _LOCK_OF_ENROOT for mount in around.mounts):
+        return "enroot"
     if (root / "run/.containerenv").exists():
         return "podman"
     if (root / ".dockerenv").exists():

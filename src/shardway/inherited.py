@@ -1,0 +1,236 @@
+"""Which variables of the environment mean something for one job, step or rank alone, and so never reach another one.
+
+A shell in which somebody types `shardway submit` may be one of a login node, of `salloc`, of a step, of a job of
+another scheduler, of a notebook, or of a rank; a site's modules and profiles add defaults for `sbatch`. What of all
+that a new job would take for its own is left out at the border; what may have been meant for the job is told.
+
+Invariant: the table is the only place that says so; docs/environment.md shows it, Python (`strip`) and the shell of job
+scripts (`list_patterns`) go by it. This module must not import torch, nor read `os.environ` by itself.
+
+Sources: the sections on environment variables of sbatch(1), salloc(1), srun(1), squeue(1), sacct(1), scancel(1),
+qsub(1B), bsub(1), flux-environment(7), torchrun's and accelerate's manuals; variables seen in ranks of Open MPI 4 and
+5, MPICH's hydra, Intel MPI, MVAPICH2, HPE's PALS, IBM's JSM, DeepSpeed's launcher.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+
+
+@dataclass(frozen=True)
+class Family:
+    """Variables of one kind: shell patterns of their names, those of them that pass all the same (`kept`), and why.
+
+    `reaches_ranks`: whether the ranks that an agent starts see them; no job that is submitted does.
+    """
+
+    subject: str
+    names: tuple[str, ...]
+    reason: str
+    kept: tuple[str, ...] = ()
+    reaches_ranks: bool = False
+
+    def has(self, name: str) -> bool:
+        """Whether a variable is one of them."""
+        return _matches(name, self.names) and not _matches(name, self.kept)
+
+
+FAMILIES = (
+    Family(
+        "a place among ranks",
+        (
+            *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "NODE_RANK"),
+            *(
+                "GROUP_RANK",
+                "GROUP_WORLD_SIZE",
+                "ROLE_RANK",
+                "ROLE_NAME",
+                "ROLE_WORLD_SIZE",
+                "CROSS_RANK",
+                "CROSS_SIZE",
+            ),
+            *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_*", "PET_*", "FT_RANK_MONITOR_IPC_SOCKET"),
+        ),
+        "left by torchrun, DeepSpeed, Lightning, Ray or SageMaker, or exported by hand; the job finds its own",
+    ),
+    Family(
+        "Shardway's own",
+        (
+            *("SHARDWAY_AGENT", "SHARDWAY_ATTEMPT_DIR", "SHARDWAY_STOP_FILE", "SHARDWAY_JOB", "SHARDWAY_NODES"),
+            *("SHARDWAY_PROGRESS", "SHARDWAY_CPU_MASKS", "SHARDWAY_GATE", "SHARDWAY_RELEASED"),
+        ),
+        "of the job or rank that submits",
+        reaches_ranks=True,
+    ),
+    Family(
+        "a process of MPI",
+        (
+            *("OMPI_COMM_WORLD_*", "OMPI_UNIVERSE_SIZE", "OMPI_APP_CTX_NUM_PROCS", "OMPI_NUM_APP_CTX", "OMPI_ARGV"),
+            *("OMPI_COMMAND", "OMPI_FILE_LOCATION", "OMPI_FIRST_RANKS", "OMPI_MCA_ess*", "OMPI_MCA_initial_wdir"),
+            *("OMPI_MCA_orte_ess_*", "OMPI_MCA_orte_hnp_uri", "OMPI_MCA_orte_local_daemon_uri", "OMPI_MCA_orte_jobid"),
+            *("OMPI_MCA_orte_app_num", "OMPI_MCA_orte_num_*", "OMPI_MCA_orte_bound_*", "OMPI_MCA_orte_precondition*"),
+            *("OMPI_MCA_shmem_RUNTIME_QUERY_hint", "PRTE_LAUNCHED"),
+            *("PMI_RANK", "PMI_SIZE", "PMI_FD", "PMI_ID", "PMI_PORT", "PMI_KVS*", "PMI_SPAWNED", "PMI_JOBID"),
+            *("PMI_APPNUM", "PMI_CONTROL_PORT", "PMI_LOCAL_*", "PMI_UNIVERSE_SIZE", "PMI_SHARED_SECRET"),
+            *("PMIX_RANK", "PMIX_NAMESPACE", "PMIX_SERVER_*", "PMIX_ID", "PMIX_VERSION", "PMIX_HOSTNAME"),
+            *("PMIX_DSTORE_*", "PMIX_GDS_*", "PMIX_BFROP*", "PMIX_PTL_*", "PMIX_SECURITY_MODE"),
+            *("PALS_APID", "PALS_RANKID", "PALS_NODEID", "PALS_LOCAL_*", "PALS_SPOOL_DIR", "PALS_APINFO", "PALS_DIR"),
+            *("HYDI_*", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_*", "MPISPAWN_*", "MPIRUN_RSH*"),
+        ),
+        "a library of MPI would look for the process manager that they name; its settings pass (OMPI_MCA_btl, ...)",
+    ),
+    Family(
+        "a job or step of Slurm",
+        ("SLURM_*", "SLURMD_*", "SRUN_*", "_SLURM_SPANK_OPTION_*"),
+        "srun in the new job would take them for its own options; left by salloc, a step, or the job that submits",
+        kept=(
+            *("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_ROOT", "SLURM_HOME"),
+            "SLURM_MPI_TYPE",
+        ),
+        reaches_ranks=True,
+    ),
+    Family(
+        "options for Slurm's commands",
+        ("SBATCH_*", "SALLOC_*", "SQUEUE_*", "SACCT_*", "SCANCEL_*", "SINFO_*", "SCONTROL_*"),
+        "they would win over what the script says, and change what squeue and sacct print; what of them concerns the "
+        "job is told, and site.account follows SBATCH_ACCOUNT where nothing else sets it",
+        reaches_ranks=True,
+    ),
+    Family(
+        "a job of PBS",
+        ("PBS_*", "QSUB_*", "NCPUS"),
+        "of the job that submits",
+        kept=(
+            *("PBS_CONF_FILE", "PBS_DEFAULT", "PBS_SERVER", "PBS_EXEC", "PBS_HOME", "PBS_AUTH_METHOD", "PBS_TMPDIR"),
+            *("PBS_PRIMARY", "PBS_SECONDARY", "PBS_LEAF_NAME", "PBS_*_SERVICE_PORT", "PBS_ENCRYPT_METHOD"),
+            "PBS_SUPPORTED_AUTH_METHODS",
+        ),
+        reaches_ranks=True,
+    ),
+    Family(
+        "a job of LSF, and jsrun",
+        ("LSB_*", "LS_JOBPID", "LS_SUBCWD", "JSM_*"),
+        "of the job that submits",
+        reaches_ranks=True,
+    ),
+    Family(
+        "a job of Flux",
+        ("FLUX_JOB_*", "FLUX_TASK_*", "FLUX_KVS_NAMESPACE", "FLUX_ENCLOSING_ID", "FLUX_PMI_*"),
+        "of the job that submits",
+        reaches_ranks=True,
+    ),
+)
+
+KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "SBATCH_ACCOUNT": "site.account",
+        "SBATCH_PARTITION": "site.queue",
+        "SBATCH_TIMELIMIT": "site.walltime",
+        "SBATCH_MEM_PER_NODE": "site.memory",
+        "SBATCH_JOB_NAME": "run.name",
+        **dict.fromkeys(
+            ("SBATCH_GRES", "SBATCH_GPUS", "SBATCH_GPUS_PER_NODE", "SBATCH_GPUS_PER_TASK"), "site.ranks_per_node"
+        ),
+        **dict.fromkeys(
+            (
+                "SBATCH_OUTPUT",
+                "SBATCH_ERROR",
+                "SBATCH_REQUEUE",
+                "SBATCH_NO_REQUEUE",
+                "SBATCH_OPEN_MODE",
+                "SBATCH_SIGNAL",
+            ),
+            "",
+        ),
+        **dict.fromkeys(("SBATCH_ARRAY_INX", "SBATCH_WAIT", "SBATCH_IGNORE_PBS", "SBATCH_DEBUG", "SBATCH_NO_KILL"), ""),
+    }
+)
+"""The keys of a run file that mean the same as an option for sbatch; "" for what the job script says itself. Of all
+others it is one of site.options."""
+
+ACCOUNT = "SBATCH_ACCOUNT"
+"""Where sites leave the account that a person works for (`jutil env activate` does); sbatch reads no other one."""
+
+OPTIONS = ("SBATCH_*",)
+"""Patterns of the variables that may be meant for a job and do not reach it by themselves."""
+
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
+
+
+def list_patterns(*, of_ranks: bool) -> tuple[str, ...]:
+    """The table for `drop_variables` of a job script: "!PATTERN" for what passes, then PATTERN for the rest.
+
+    `of_ranks`: of the families that reach no ranks, which a job drops when it begins; else of the others, which stay
+    in a job and do not reach the next one.
+    """
+    chosen = [family for family in FAMILIES if family.reaches_ranks is not of_ranks]
+    kept = (f"!{name}" for family in chosen for name in family.kept)
+    return (*kept, *(name for family in chosen for name in family.names))
+
+
+def strip(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that a job which is submitted from here may inherit."""
+    return {name: value for name, value in environ.items() if find_family(name) is None}
+
+
+def list_unfit_for_ranks(environ: Mapping[str, str]) -> list[str]:
+    """The variables that ranks which an agent starts must not inherit."""
+    return [name for name in environ if (family := find_family(name)) is not None and not family.reaches_ranks]
+
+
+def list_options(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that hold options for sbatch."""
+    return {name: value for name, value in environ.items() if _matches(name, OPTIONS)}
+
+
+def find_family(name: str) -> Family | None:
+    """The family of a variable; None for one that passes everywhere."""
+    return next((family for family in FAMILIES if family.has(name)), None)
+
+
+def tell_options(options: Mapping[str, str], asked: Mapping[str, str]) -> Iterator[str]:
+    """A sentence for each option of `list_options`: that it is used (an account), or what holds in its place.
+
+    `asked`: what the job asks of Slurm, by key. Nothing is told of one that says the same.
+    """
+    for name, value in options.items():
+        key = KEYS.get(name, f"site.options.{_option_of(name)}")
+        said = asked.get(key, "")
+        if not value or (said and said == _as_asked(key, value) and name != ACCOUNT):
+            continue
+        if name == ACCOUNT and said == value:
+            yield f"the account is {value}, as {name} of this shell says; site.account says it for every shell"
+            continue
+        holds = (
+            f"the job has {said} ({key})" if said else f"to ask for it, set {key}" if key else "the job script says it"
+        )
+        yield f"{name}={value} of this shell is left out: {holds}"
+
+
+def _as_asked(key: str, value: str) -> str:
+    """An option's value as the job would say it: a time in seconds (sbatch(1), --time)."""
+    match = _TIME.fullmatch(value) if key == "site.walltime" else None
+    if match is None:
+        return value
+    parts = [int(match[name]) if match[name] else None for name in ("first", "second", "third")]
+    first, second, third = parts
+    if match["days"]:
+        seconds = 86400 * int(match["days"]) + 3600 * (first or 0) + 60 * (second or 0) + (third or 0)
+    elif third is not None:
+        seconds = 3600 * (first or 0) + 60 * (second or 0) + third
+    else:
+        seconds = 60 * (first or 0) + (second or 0)
+    return f"{seconds} s"
+
+
+def _option_of(name: str) -> str:
+    """SBATCH_MEM_BIND -> mem-bind."""
+    return name.removeprefix("SBATCH_").lower().replace("_", "-")
+
+
+def _matches(name: str, names: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in names)

@@ -1,0 +1,90 @@
+"""The network interface by which other nodes reach the ranks of this one, where gloo would not find it by itself.
+
+gloo tells other ranks the first address of this node's own name. Where /etc/hosts makes that 127.0.1.1, as Debian's
+installer does, or nothing knows the name, the others get an address of their own loopback, and wait in vain.
+
+Invariant: an interface that somebody has named stays, and none is chosen where gloo's own way leads to this node. This
+module must not make connections: a UDP socket that is connected sends nothing (udp(7)), and knows its own address.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+from collections.abc import Iterable, Iterator, MutableMapping
+
+import psutil
+
+from shardway.ranks.launcher import Placement
+from shardway.ranks.meeting import is_loopback
+
+VARIABLE = "GLOO_SOCKET_IFNAME"
+
+_NODES = "SHARDWAY_NODES"
+_ANY_PORT = 9
+_TRIED = 4
+_OF_THIS_MACHINE = ("docker", "veth", "virbr", "br-", "cni", "podman")
+"""Beginnings of interfaces that lead to containers and virtual machines."""
+
+
+def name_interface(placement: Placement, environ: MutableMapping[str, str]) -> None:
+    """Set the variable by which gloo is told its interface, where it needs to be told; it stays for later groups."""
+    if placement.local_world < placement.world and not environ.get(VARIABLE):
+        others = (placement.master_addr, *environ.get(_NODES, "").split())
+        if name := choose_interface(look_up(socket.gethostname()), others):
+            environ[VARIABLE] = name
+
+
+def choose_interface(own: Iterable[str], others: Iterable[str]) -> str:
+    """The interface towards the first of these nodes that is another one; "" where gloo may go by the node's `own`
+    addresses, or none is found."""
+    if next((not is_loopback(address) for address in own), False):
+        return ""
+    for address in own_addresses(others):
+        if name := find_interface(address):
+            return name
+    found = [name for name, addresses in _list_interfaces().items() if addresses]
+    return next((name for name in found if not name.startswith(_OF_THIS_MACHINE)), "")
+
+
+def own_addresses(others: Iterable[str]) -> Iterator[str]:
+    """The addresses of this node that packets to these nodes come from; loopbacks left out. The first few nodes are
+    tried: each name may cost as long as a resolver waits."""
+    for other in itertools.islice(others, _TRIED):
+        for address in look_up(other):
+            found = ""
+            with contextlib.suppress(OSError):
+                family = socket.AF_INET6 if ":" in address else socket.AF_INET
+                with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                    probe.connect((address, _ANY_PORT))
+                    found = str(probe.getsockname()[0])
+            if found and not is_loopback(found):
+                yield found
+
+
+def find_interface(address: str) -> str:
+    """The interface that has this address; "" for none."""
+    return next((name for name, addresses in _list_interfaces().items() if address in addresses), "")
+
+
+def look_up(name: str) -> tuple[str, ...]:
+    """Addresses of a name in the order of the resolver; empty where it is not known."""
+    try:
+        return tuple(dict.fromkeys(str(each[4][0]) for each in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)))
+    except OSError:
+        return ()
+
+
+def _list_interfaces() -> dict[str, list[str]]:
+    """Interfaces that are up, with their addresses; the loopback left out."""
+    try:
+        stats, found = psutil.net_if_stats(), psutil.net_if_addrs()
+    except OSError:
+        return {}
+    families = (socket.AF_INET, socket.AF_INET6)
+    return {
+        name: [each.address.partition("%")[0] for each in addresses if each.family in families]
+        for name, addresses in found.items()
+        if name != "lo" and name in stats and stats[name].isup
+    }

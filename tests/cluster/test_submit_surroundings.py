@@ -1,0 +1,98 @@
+"""The same job from whatever shell: one full of variables of other jobs, one of salloc, one that exports nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from real_cluster import wait_for
+from submitting import SHARDWAY, START_S, Person, Submitted
+
+LEFT_OVER = {
+    "SBATCH_EXPORT": "NONE",
+    "SBATCH_TIMELIMIT": "1",
+    "SBATCH_JOB_NAME": "another",
+    "SBATCH_OUTPUT": "/tmp/elsewhere.out",
+    "SBATCH_REQUEUE": "1",
+    "SLURM_JOB_ID": "999999",
+    "SLURM_MEM_PER_CPU": "400",
+    "SLURM_NTASKS": "7",
+    "SLURM_NTASKS_PER_NODE": "7",
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_ID": "0",
+    "SLURM_EXPORT_ENV": "NONE",
+    "SQUEUE_FORMAT": "%i",
+    "RANK": "3",
+    "WORLD_SIZE": "9",
+    "LOCAL_RANK": "3",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "1",
+    "OMPI_COMM_WORLD_RANK": "2",
+    "PMI_RANK": "2",
+    "PBS_JOBID": "7.other",
+    "TORCHELASTIC_RUN_ID": "none",
+}
+
+
+def submit_from(
+    alice: Person, before: tuple[str, ...], variables: Mapping[str, str], *words: str
+) -> tuple[Submitted, str]:
+    """What was submitted behind these words and with these variables, and what was told."""
+    command = (*before, SHARDWAY, "submit", "--json", "tiny.toml", "site.memory=1500MiB", *words)
+    done = alice.cluster.run(*command, folder=alice.folder, variables=variables, timeout_s=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Submitted(alice.cluster, Path(json.loads(done.stdout)["run"])), done.stderr
+
+
+@pytest.mark.parametrize("starter", ["srun", "agent"])
+def test_a_shell_full_of_other_jobs(busy_alice: Person, starter: str) -> None:
+    run, told = submit_from(busy_alice, (), LEFT_OVER, f"run.name=left-over-{starter}", f"site.starter={starter}")
+    shown = busy_alice.cluster.output("scontrol", "show", "job", run.job())
+    assert "TimeLimit=00:05:00" in shown
+    assert f"JobName=left-over-{starter}." in shown
+    assert "SBATCH_TIMELIMIT=1 of this shell is left out: the job has 300 s (site.walltime)" in told
+    assert "SBATCH_EXPORT=NONE of this shell is left out" in told
+    result = run.ended()
+    assert (result.state, result.step) == ("finished", 20), run.printed()
+
+
+def test_a_shell_of_salloc(busy_alice: Person) -> None:
+    """Its memory is asked for in another way than that of the job, which srun refuses to have both of."""
+    run, _ = submit_from(busy_alice, ("salloc", "-N1", "--mem-per-cpu=400"), {}, "run.name=in-salloc")
+    result = run.ended()
+    assert (result.state, result.step) == ("finished", 20), run.printed()
+
+
+def test_a_job_that_exports_nothing(busy_alice: Person) -> None:
+    run, _ = submit_from(busy_alice, (), {}, "run.name=exports-nothing", 'site.options={export = "NONE"}')
+    result = run.ended()
+    assert (result.state, result.step) == ("finished", 20), run.printed()
+
+
+def test_ranks_of_its_own_in_a_step_of_one_task(busy_alice: Person) -> None:
+    """As in `srun --pty bash`, or a terminal of Jupyter in a job."""
+    words = ("train", "tiny.toml", "--nproc", "2", "--dir", "in-a-step", "site.nodes=1")
+    done = busy_alice.cluster.run(
+        *("srun", "-N1", "-n1", "-c2", SHARDWAY, *words), folder=busy_alice.folder, timeout_s=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = Submitted(busy_alice.cluster, busy_alice.folder / "in-a-step")
+    started = next(event for event in run.directory.events(0) if event["event"] == "started")
+    assert (started["world"], started["launcher"]) == (2, "shardway")
+    assert max(run.losses()) == 20
+
+
+def test_a_signal_that_slurm_sends_by_request_is_a_stop(busy_alice: Person) -> None:
+    """`#SBATCH --signal=USR1@...` by hand: sent to the tasks, which nobody wrote a trap for."""
+    folder = busy_alice.folder
+    words = f"{SHARDWAY} train tiny.toml --dir {folder}/asked-early train.steps=1000000 data.samples=65536"
+    script = f"#!/bin/bash\n#SBATCH -N1 -n1 -c2 --mem=1500\ncd {folder}\nsrun -n1 -c2 {words}\n"
+    job = busy_alice.cluster.submit(script, folder=folder)
+    run = Submitted(busy_alice.cluster, folder / "asked-early")
+    wait_for("ten steps", lambda: int(run.directory.read_status().get("step", 0)) >= 10, START_S)
+    busy_alice.cluster.output("scancel", "--signal=USR1", job)
+    busy_alice.cluster.wait_until(job)
+    assert run.directory.read_status()["state"] == "stopped"
+    assert run.directory.checkpoint_steps()[-1] == max(run.losses())

@@ -1,0 +1,66 @@
+"""By which interface other nodes reach the ranks of this one."""
+
+from __future__ import annotations
+
+import socket
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from runs import place
+from shardway.ranks import interface
+from shardway.ranks.interface import VARIABLE, choose_interface, find_interface, name_interface, own_addresses
+from shardway.ranks.launcher import Placement
+
+SEVERAL = Placement(1, 4, 1, 2, 0, 2, "n1", 29500, "srun")
+
+
+@pytest.fixture
+def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that are up, one that is down, and the loopback."""
+    addresses = {"lo": "127.0.0.1", "eth0": "192.0.2.7", "ib0": "198.51.100.7", "eth1": "203.0.113.7"}
+    made = {name: [SimpleNamespace(family=socket.AF_INET, address=text)] for name, text in addresses.items()}
+    made["ib0"].append(SimpleNamespace(family=socket.AF_INET6, address="fe80::7%ib0"))
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: made)
+    stats = {name: SimpleNamespace(isup=name != "eth1") for name in addresses}
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: stats)
+
+
+@pytest.mark.parametrize(
+    ("address", "name"),
+    [("198.51.100.7", "ib0"), ("fe80::7", "ib0"), ("203.0.113.7", ""), ("127.0.0.1", ""), ("192.0.2.99", "")],
+)
+def test_an_interface_is_found_by_its_address(interfaces: None, address: str, name: str) -> None:
+    assert find_interface(address) == name
+
+
+def test_a_name_that_leads_here_needs_no_interface(interfaces: None) -> None:
+    assert choose_interface(("192.0.2.7",), ("n2",)) == ""
+
+
+@pytest.mark.parametrize("own", [("127.0.1.1",), (), ("127.0.1.1", "192.0.2.7")], ids=["loopback", "unknown", "first"])
+def test_of_several_it_is_the_one_towards_the_others(
+    interfaces: None, monkeypatch: pytest.MonkeyPatch, own: tuple[str, ...]
+) -> None:
+    """gloo takes the first address of the name, whatever comes after it."""
+    monkeypatch.setattr(interface, "own_addresses", lambda others: ["198.51.100.7"] if "n2" in others else [])
+    assert choose_interface(own, ("n2",)) == "ib0"
+    assert choose_interface(own, ("nobody knows",)) == "eth0"
+
+
+def test_the_way_to_this_machine_itself_is_its_loopback_and_no_way() -> None:
+    assert list(own_addresses(("127.0.0.1", "::1", "no such host.invalid"))) == []
+
+
+def test_what_is_set_stays_and_one_node_needs_nothing(interfaces: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interface, "look_up", lambda name: ("127.0.1.1",))
+    monkeypatch.setattr(interface, "own_addresses", lambda others: ["198.51.100.7"])
+    environ = {VARIABLE: "eth0"}
+    name_interface(SEVERAL, environ)
+    assert environ == {VARIABLE: "eth0"}
+    environ = {}
+    name_interface(place(0, 2), environ)
+    assert environ == {}
+    name_interface(SEVERAL, environ)
+    assert environ == {VARIABLE: "ib0"}
