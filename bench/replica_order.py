@@ -20,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardway.models.build import build_model
 from shardway.parallel.axes.replicate import Copies, fix_buckets
+from shardway.resolve import resolve
+from shardway.resolve.resolved import Circumstances
 from shardway.runfile.load import load_run
 from shardway.train.loss import token_cross_entropy
 
@@ -39,10 +41,10 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(rank)
     torch.set_num_threads(1)
-    values = load_run(None, arguments.overrides).values
+    values = resolve(load_run(None, arguments.overrides), Circumstances(1, 1)).values
     kinds: dict[str, DistributedDataParallel] = {}
     for name, kind in (("DDP's own", DistributedDataParallel), ("ours", Copies)):
-        model = build_model(values.model, vocab=values.model.vocab or 256, sample_shape=(values.data.seq_len,))
+        model = build_model(values.model, vocab=256, sample_shape=(values.data.seq_len,))
         model.to_empty(device=device)
         model.init_weights(0)  # type: ignore[operator]
         kinds[name] = kind(model, bucket_cap_mb=arguments.bucket, gradient_as_bucket_view=True)

@@ -449,3 +449,27 @@ def test_a_script_that_was_started_by_hand_is_resumed_where_it_is(
     with read_last_order(LocalHost(), Known("run")) as order:
         assert order.command == ("python", "train.py", "--lr", "3e-4", "train.steps=9")
         assert (order.request.directory, order.request.overrides) == (Path("run"), ())
+
+
+JUWELS = ("submit", "--on", "juwels-booster", "--dry-run")
+
+
+def test_the_account_of_the_shell_is_taken_and_told(shardway: Shardway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SBATCH_ACCOUNT", "proj9")
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "3")
+    done = shardway(*JUWELS)
+    assert "#SBATCH --account=proj9\n" in done.out
+    assert "the account is proj9, as SBATCH_ACCOUNT of this shell says" in done.err
+    assert "SBATCH_TIMELIMIT=3 of this shell is left out: the job has 86400 s (site.walltime)" in done.err
+    own = shardway(*JUWELS, "site.account=mine")
+    assert "#SBATCH --account=mine\n" in own.out
+    assert "SBATCH_ACCOUNT=proj9 of this shell is left out: the job has mine (site.account)" in own.err
+
+
+@pytest.mark.parametrize(
+    ("words", "cpus"),
+    [((), 24), (('site.options={hint = "nomultithread"}',), 12), (("site.options={threads-per-core = 1}",), 12)],
+)
+def test_threads_are_counted_where_the_job_has_them(shardway: Shardway, words: tuple[str, ...], cpus: int) -> None:
+    done = shardway(*JUWELS, "site.account=proj1", "site.starter=srun", *words)
+    assert f"#SBATCH --cpus-per-task={cpus}\n" in done.out, done.err
