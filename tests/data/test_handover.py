@@ -16,6 +16,8 @@ from runs import TINY, TINY_IMAGES, read_column, read_named
 from shardway.data import handover
 from shardway.data.handover import Sent, describe_shortage, hand_over, take_over
 from shardway.data.loader import Batch
+from shardway.errors import UserError
+from speed import picked
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
@@ -33,7 +35,7 @@ def test_an_answer_is_sent_in_bytes_where_there_is_no_room(
     room: int, kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handover, "find_room", lambda: room)
-    sent = hand_over(None, BATCH)
+    sent = hand_over(BATCH)
     assert type(sent) is kind
     (found,) = take_over(iter([pickle.loads(pickle.dumps(sent))]))
     assert same(found, BATCH)
@@ -41,8 +43,14 @@ def test_an_answer_is_sent_in_bytes_where_there_is_no_room(
 
 def test_an_error_is_an_answer_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handover, "find_room", lambda: 0)
-    (found,) = take_over(iter([hand_over(lambda read: KeyError(read), "lost")]))
+    (found,) = take_over(iter([hand_over(KeyError("lost"))]))
     assert isinstance(found, KeyError)
+
+
+def test_an_error_of_ours_is_raised_in_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover, "find_room", lambda: 0)
+    with pytest.raises(UserError, match="no such column"):
+        next(take_over(iter([hand_over(UserError("no such column"))])))
 
 
 @pytest.mark.parametrize(("room", "told"), [(2**30, ""), (2**16, "/dev/shm has 64KiB free"), (0, "--shm-size")])
@@ -69,11 +77,11 @@ def can_mount() -> bool:
     return subprocess.run(words, capture_output=True, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("base", [TINY, TINY_IMAGES], ids=["tokens", "images"])
-def test_a_run_with_next_to_no_shared_memory_is_the_same_run(tmp_path: Path, base: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("name", picked(["tokens", "images"], "images"))
+def test_a_run_with_next_to_no_shared_memory_is_the_same_run(tmp_path: Path, name: str) -> None:
     if not can_mount():
         pytest.skip("needs to mount a file system of its own (root)")
-    words = (*base, "data.workers=2")
+    words = (*(TINY if name == "tokens" else TINY_IMAGES), "data.workers=2")
     assert train(tmp_path / "usual", *words).returncode == 0
     done = train(tmp_path / "small", *words, before=("unshare", "-m", "bash", "-c", SMALL_SHM, "x"))
     assert done.returncode == 0, done.stderr

@@ -16,7 +16,7 @@ import os
 import pickle
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import util
 from typing import Any
@@ -25,6 +25,7 @@ import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from shardway.data.batch_tree import list_leaves
+from shardway.errors import ShardwayError
 from shardway.units import render_bytes
 
 SHARED = "/dev/shm"
@@ -63,9 +64,8 @@ def describe_shortage() -> str:
     )
 
 
-def hand_over(collate: Callable[[Any], Any] | None, read: Any) -> Any:
+def hand_over(answer: Any) -> Any:
     """What a loader process sends: the answer, or its bytes where shared memory has too little room. Runs in there."""
-    answer = collate(read) if collate is not None else read
     needed = sum(leaf.nbytes for leaf in list_leaves(answer) if isinstance(leaf, torch.Tensor))
     if find_room() >= SPARE * needed + 2**16:
         return answer
@@ -73,9 +73,12 @@ def hand_over(collate: Callable[[Any], Any] | None, read: Any) -> Any:
 
 
 def take_over(answers: Iterator[Any]) -> Iterator[Any]:
-    """The answers as they were before they were handed over."""
-    for answer in answers:
-        yield pickle.loads(answer.data) if isinstance(answer, Sent) else answer
+    """The answers as they were before they were handed over; an error of ours among them is raised."""
+    for sent in answers:
+        answer = pickle.loads(sent.data) if isinstance(sent, Sent) else sent
+        if isinstance(answer, ShardwayError):
+            raise answer
+        yield answer
 
 
 def begin_handing_over() -> None:

@@ -282,10 +282,7 @@ def read_batches(
     """
     if options.workers:
         with ended_workers(_start_workers(dataset, requests, options), _error_if_any_worker_fails) as answers:
-            for answer in take_over(answers):
-                if isinstance(answer, ShardwayError):
-                    raise answer
-                yield answer
+            yield from take_over(answers)
     else:  # the same reading without the DataLoader, whose fixed cost is more than that of a gather
         for request in requests:
             batch = _answer(dataset, request)
@@ -311,7 +308,6 @@ def _start_workers(
 def start_workers(
     dataset: Dataset[Any],
     options: LoaderOptions,
-    collate_fn: Callable[[Any], Any] | None = None,
     **reading: Any,
 ) -> Iterator[Any]:
     """The iterator of a DataLoader with `options.workers` processes, whose answers `take_over` reads. Raises UserError
@@ -331,7 +327,7 @@ def start_workers(
         multiprocessing_context="spawn",
         worker_init_fn=functools.partial(_begin_worker, isolation(), options.worker_init),
         generator=torch.Generator(),  # else the start of a loader would draw from the run's random state
-        collate_fn=functools.partial(hand_over, collate_fn),
+        collate_fn=hand_over,
         **reading,
     )
     try:

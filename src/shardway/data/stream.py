@@ -177,10 +177,7 @@ class StreamLoader:
         options = replace(self.options, workers=1)
         answers = start_workers(_WorkerStream(reading), options, batch_size=None)
         with ended_workers(answers, _error_if_any_worker_fails) as stream:
-            for answer in take_over(stream):
-                if isinstance(answer, ShardwayError):
-                    raise answer
-                yield answer
+            yield from take_over(stream)
 
 
 @dataclass(frozen=True)

@@ -212,8 +212,6 @@ def _join(placement: Placement, options: StartOptions, device: torch.device) -> 
             timeout=timedelta(seconds=options.collective_timeout_s),
             device_id=device if device.type == "cuda" else None,
         )
-    except SiteError:
-        raise
     except (dist.DistError, RuntimeError, ValueError) as error:
         tried = f"in {render_seconds(time.monotonic() - began)}"
         who = f"rank {placement.rank} of {placement.world}"

@@ -64,9 +64,7 @@ class Stopper:
     def ask(self, ledger: Ledger) -> Stopping:
         """Touch the stop file of a run, which whoever trains it by hand on this machine obeys too, and take what waits
         out of the queue. Raises SiteError where that is refused."""
-        standings = read_standing(self.host, ledger)
-        running = tuple(standing.entry for standing in standings if standing.is_active and not _waits(standing))
-        waiting = tuple(standing.entry for standing in standings if standing.is_active and _waits(standing))
+        running, waiting = self._find_active(ledger)
         writer = self._find_writer(ledger)
         if running or waiting or writer:
             self._write_stop(ledger, ASKED)
@@ -76,8 +74,14 @@ class Stopper:
 
     def find_running(self, ledger: Ledger) -> tuple[Entry, ...]:
         """The attempts whose jobs run, so that there are ranks to lose."""
-        standings = read_standing(self.host, ledger)
-        return tuple(standing.entry for standing in standings if standing.is_active and not _waits(standing))
+        running, _ = self._find_active(ledger)
+        return running
+
+    def _find_active(self, ledger: Ledger) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
+        """The attempts whose jobs run, and those whose jobs wait."""
+        active = [standing for standing in read_standing(self.host, ledger) if standing.is_active]
+        running = tuple(standing.entry for standing in active if not _waits(standing))
+        return running, tuple(standing.entry for standing in active if _waits(standing))
 
     def cancel(self, ledger: Ledger) -> Stopping:
         """Kill every job of the run that waits or runs. Raises SiteError where the scheduler refuses."""

@@ -8,13 +8,12 @@ Sources: NCCL environment variables (NCCL_SOCKET_IFNAME: prefixes, "=" exact, "^
 
 from __future__ import annotations
 
-import ipaddress
-import socket
-
 from shardway.hardware.catalogue import load_links
 from shardway.hardware.links import Interface, Port, list_interfaces
 from shardway.ranks.doctor.finding import Finding, bad, good, poor, unknown
 from shardway.ranks.doctor.surroundings import Surroundings
+from shardway.ranks.interface import look_up
+from shardway.ranks.meeting import is_loopback
 
 _VIRTUAL = ("docker", "virbr", "veth", "br-", "podman", "cni", "lo")
 
@@ -88,25 +87,17 @@ def check_hostname(around: Surroundings) -> Finding:
 
 
 def judge_hostname(around: Surroundings, addresses: tuple[str, ...]) -> Finding:
-    """Where gloo cannot use the name it falls back to the loopback, and the ranks of other nodes wait in vain."""
+    """gloo tells others the first address of the name, or falls back to the loopback where there is none: then the
+    ranks of other nodes wait in vain."""
     chosen = around.environ.get("GLOO_SOCKET_IFNAME", "")
     if chosen:
         return good(f"gloo uses {chosen}, not the name of the host")
     remedy = "export GLOO_SOCKET_IFNAME with the interface that joins the nodes (ip -br addr), or mend /etc/hosts"
     if not addresses:
         return bad(f"{around.host} does not know its own name, by which gloo tells others where it is", remedy)
-    if all(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in addresses):
+    if is_loopback(addresses[0]):
         return bad(f"{around.host} takes its own name for {addresses[0]}, which gloo would tell others", remedy)
     return good(f"{around.host} is {addresses[0]}")
-
-
-def look_up(name: str) -> tuple[str, ...]:
-    """Addresses of a name, IPv4 first; empty where it is not known. May take as long as the resolver likes."""
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return ()
-    return tuple(dict.fromkeys(str(each[4][0]) for each in sorted(found, key=lambda each: each[0] != socket.AF_INET)))
 
 
 def judge_master(around: Surroundings, addresses: tuple[str, ...]) -> Finding:
@@ -115,8 +106,8 @@ def judge_master(around: Surroundings, addresses: tuple[str, ...]) -> Finding:
     if not addresses:
         remedy = "export MASTER_ADDR with a name or an IPv4 address that every node knows (getent hosts NAME)"
         return bad(f"{around.host} does not know {name}", remedy)
-    first = addresses[0]
-    if around.several_nodes and ipaddress.ip_address(first.partition("%")[0]).is_loopback:
+    first = next((each for each in addresses if ":" not in each), addresses[0])
+    if around.several_nodes and is_loopback(first):
         remedy = "export MASTER_ADDR with the address of rank 0's network interface; 127.x is each node's own"
         return bad(f"{name} is {first} on {around.host}: every node would meet itself", remedy, master_address=first)
     suffix = around.site.network.host_suffix
