@@ -16,6 +16,14 @@ def picked(cases: Iterable[Any], *kept: Any) -> list[Any]:
     return [pytest.param(row, marks=() if row in kept else pytest.mark.exhaustive) for row in rows]
 
 
+def picked_pairs(first: Iterable[Any], second: Iterable[Any]) -> list[Any]:
+    """Each of the first with each of the second, of which `make test` has each of either at least once: the first ones
+    in turn with one of the second."""
+    rows, columns = list(first), list(second)
+    pairs = [(row, column) for row in rows for column in columns]
+    return picked(pairs, *((row, columns[index % len(columns)]) for index, row in enumerate(rows)))
+
+
 def thin(cases: Iterable[Any], every: int = 3) -> list[Any]:
     """The cases, of which the first of `every` in a row is a part of `make test`."""
     return _thin_rows(((case,) for case in cases), every)

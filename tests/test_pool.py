@@ -21,6 +21,7 @@ import pytest
 import leaks as leaks_module
 from leaks import list_leaks, restore, take_footprint
 from pool import RankPool, ranks
+from speed import picked
 
 
 @ranks(2)
@@ -322,7 +323,7 @@ def body_never_ends(rank: int) -> None:
     time.sleep(3600)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", picked([signal.SIGKILL, signal.SIGINT, signal.SIGTERM], signal.SIGKILL))
 def test_no_rank_outlives_its_parent(number: signal.Signals) -> None:
     command = [sys.executable, "-c", PARENT, str(Path(__file__).parent)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as parent:

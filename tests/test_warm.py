@@ -100,6 +100,40 @@ def test_how_it_ends_is_seen(code: str, expected: int) -> None:
     assert ("KeyError: 3" in done.stderr) is (expected == 1)
 
 
+ENDS = (
+    "import atexit, sys, threading, time\n"
+    "atexit.register(print, 'at exit', file=sys.stderr)\n"
+    "threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()\n"
+    "held = open('held', 'w'); held.write('kept by nobody who closes it'); sys.stdout.write('no newline')\n"
+)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "",
+        *("raise SystemExit", "raise SystemExit('words')", "raise SystemExit(256 + 9)", "raise SystemExit(-1)"),
+        *(
+            "raise KeyError(3)",
+            "raise KeyboardInterrupt",
+            "import os; os.close(1)",
+            "sys.stdout = None",
+            "held.close()",
+        ),
+    ],
+)
+def test_cold_and_warm_end_the_same(end: str, tmp_path: Path) -> None:
+    found = []
+    for environ in (os.environ, {**os.environ, warm.COLD: "1"}):
+        words = [sys.executable, "-c", ENDS + end]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environ)
+        said = [line for line in done.stderr.splitlines() if not line.startswith(("  ", "Exception ignored in"))]
+        found.append((done.returncode, done.stdout, said, (tmp_path / "held").read_text()))
+        (tmp_path / "held").unlink()
+    assert found[0] == found[1]
+    assert found[0][3]
+
+
 def test_what_it_reads_and_prints_goes_through_pipes() -> None:
     code = "import sys; print(sys.stdin.read().upper()); print('err', file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], input="é\n", capture_output=True, text=True, timeout=120)

@@ -41,9 +41,9 @@ class Case:
 
 
 def few_and_many(few: int, many: int) -> pytest.MarkDecorator:
-    """The argument `numbers` of a test: the first few numbers of each file, and, slow, all the others."""
-    rest = range(few, many * TIMES)
-    return pytest.mark.parametrize("numbers", [pytest.param(range(few), id="few"), pytest.param(rest, id="many")])
+    """The argument `numbers` of a test: the first few numbers of each file; for `make exhaustive`, all the others."""
+    rest = pytest.param(range(few, many * TIMES), id="many", marks=pytest.mark.exhaustive)
+    return pytest.mark.parametrize("numbers", [pytest.param(range(few), id="few"), rest])
 
 
 def cases(names: Iterable[str], numbers: Iterable[int]) -> Iterator[Case]:

@@ -27,13 +27,14 @@ def of_world(world: int) -> pytest.MarkDecorator:
 
 
 def check_parity(rank: int, folder: Path, references: Path, drawn: Drawn) -> None:
-    size = f"model.layers={drawn.layers}"
-    alone = references / f"{drawn.model}, {drawn.layers} layers"
-    train_alone(rank, alone, *drawn.alone, size, base=SMALL, once=True)
-    train_tiny(folder, pool_ranks(), *drawn.overrides, size, base=SMALL)
+    steps = 8 if drawn in PICKED else 20
+    size = (f"model.layers={drawn.layers}", f"train.steps={steps}")
+    alone = references / f"{drawn.model}, {drawn.layers} layers, parity over {steps} steps"
+    train_alone(rank, alone, *drawn.alone, *size, base=SMALL, once=True)
+    train_tiny(folder, pool_ranks(), *drawn.overrides, *size, base=SMALL)
     if rank == 0:
         losses, expected = read_column(folder), read_column(alone)
-        assert len(losses) == 20
+        assert len(losses) == steps
         assert worst_difference(losses, expected) < LOSS_TOLERANCE
         norms, expected_norms = (read_column(directory, "grad_norm") for directory in (folder, alone))
         assert worst_difference(norms, expected_norms) < NORM_TOLERANCE

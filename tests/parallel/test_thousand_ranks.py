@@ -29,7 +29,7 @@ from shardway.plan.exact.weights import held_elements, transformer_weights, weig
 from shardway.plan.placement import place_mesh
 from shardway.ranks.start import Ranks
 from shardway.runfile.schema import ModelSection, ParallelSection
-from speed import thinned
+from speed import picked, thinned
 from trained import FP32
 
 WORLD, NODE = 1024, 8
@@ -82,6 +82,7 @@ class Case:
         return ParallelSection(**{"dp_replicate": 1, "pp_stages_per_rank": 1, **self.degrees})
 
 
+DEEPEST = "tp 2 x dp_replicate 2 x dp_shard 256, ep 128"
 CASES = {
     "tp 8 x pp 16 x dp_shard 8": Case(
         LLAMA_405B,
@@ -121,7 +122,7 @@ CASES = {
             "attention.kv_up.weight": (128 * 256 // 4 // 256, 512),
         },
     ),
-    "tp 2 x dp_replicate 2 x dp_shard 256, ep 128": Case(
+    DEEPEST: Case(
         DEEPSEEK_V3,
         {"tp": 2, "dp_replicate": 2, "dp_shard": 256, "ep": 128},
         {"ffn.experts.gate": (1, 2048 // 2, 7168), "ffn.shared.up": (2048 // 2 // 256, 7168)},
@@ -167,7 +168,7 @@ def build(model: ModelSection) -> nn.Module:
 
 
 @thinned("rank", [WORLD - 1, 0, 515])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", picked(CASES, "tp 8 x pp 16 x dp_shard 8", "tp 8 x cp 4 x dp_shard 32", DEEPEST))
 def test_a_rank_holds_its_part_alone(name: str, rank: int) -> None:
     """Every local size is the formula's, some shapes are as worked out by hand, and at no time is there a real tensor
     larger than the largest part."""

@@ -5,10 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from shardway.ranks.signals import STOP_SIGNALS, SignalWatch
+
+
+@pytest.fixture(autouse=True)
+def no_nohup() -> Iterator[None]:
+    """As where nothing is ignored: pytest itself may be under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)

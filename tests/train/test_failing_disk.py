@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from failing_disk import ERRORS
+from speed import picked
 
 PROGRAM = Path(__file__).parents[1] / "failing_disk.py"
 SOME_AND_EACH = pytest.mark.parametrize(
@@ -21,7 +22,7 @@ SOME_AND_EACH = pytest.mark.parametrize(
 
 
 @SOME_AND_EACH
-@pytest.mark.parametrize("kind", ERRORS)
+@pytest.mark.parametrize("kind", picked(ERRORS, "full"))
 def test_a_file_system_that_fails_costs_a_run_nothing_but_time(
     kind: str, tmp_path: Path, seed: int, cases: int
 ) -> None:

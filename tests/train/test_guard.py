@@ -29,7 +29,7 @@ from shardway.errors import JobError, UserError
 from shardway.rundir.directory import RunDir
 from shardway.train.guards.spike import Spikes, read_spikes
 from shardway.train.run import Run
-from speed import thinned
+from speed import picked
 from trained import assert_same_bits, whole_state
 
 SCRIPT = ("run.device=cpu", "run.threads=1", "checkpoint.every=off")
@@ -141,7 +141,7 @@ LAYOUTS = {
 }
 
 
-@thinned("name", LAYOUTS, every=2)
+@pytest.mark.parametrize("name", picked(LAYOUTS, "replicas", "tensor"))
 @ranks(2)
 def test_a_transient_fault_leaves_no_trace_in_any_layout(rank: int, tmp_path: Path, name: str) -> None:
     words = (*SHORT, *LAYOUTS[name])
@@ -256,7 +256,7 @@ def test_a_probe_finds_a_flipped_bit_and_goes_on_with_the_majority(rank: int, tm
     assert not read_named(tmp_path / "well", "corruption")
 
 
-@thinned("name", LAYOUTS, every=2)
+@pytest.mark.parametrize("name", picked(LAYOUTS, "shards", "experts"))
 @ranks(2)
 def test_a_sound_machine_passes_every_probe(rank: int, tmp_path: Path, name: str) -> None:
     words = (*SHORT, *LAYOUTS[name])

@@ -30,7 +30,7 @@ TOLERANCE = {"bf16": 2e-2, "fp16": 3e-3}
 """Relative difference of losses from fp32 over 20 steps: the formats have 8 and 11 bits."""
 
 
-@thinned(("name", "compute"), itertools.product(LAYOUTS, TOLERANCE))
+@thinned(("name", "compute"), itertools.product(LAYOUTS, TOLERANCE), every=5)
 @ranks(2)
 def test_half_formats_follow_fp32(rank: int, tmp_path: Path, name: str, compute: str) -> None:
     words = ("model.tied=false", "precision.loss_scale=1024" if compute == "fp16" else "train.seed=0")
@@ -41,7 +41,7 @@ def test_half_formats_follow_fp32(rank: int, tmp_path: Path, name: str, compute:
         assert 0 < worst_difference(found, expected) < TOLERANCE[compute]
 
 
-@thinned("name", LAYOUTS)
+@thinned("name", LAYOUTS, every=5)
 @ranks(2)
 def test_a_scale_that_is_too_large_is_lowered_in_every_layout(rank: int, tmp_path: Path, name: str) -> None:
     """Steps are skipped until gradients fit; then they are those of fp32."""

@@ -14,6 +14,7 @@ from traitlets.config import Config
 from runs import read_column
 from shardway.errors import Bug, Fenced, JobError, LateStop, LostContact, SiteError, UserError
 from shardway.rundir.directory import RunDir
+from speed import picked_pairs
 
 START = """
 import torch, shardway, signal
@@ -134,12 +135,12 @@ def test_errors_that_say_all_are_shown_without_a_traceback(
 
 
 @pytest.mark.parametrize("where", ["at_loss", "before", "after"])
-@pytest.mark.parametrize("what", [INTERRUPT, "raise ValueError('mine')"])
-@pytest.mark.parametrize("anew", [False, True])
+@pytest.mark.parametrize("case", picked_pairs([INTERRUPT, "raise ValueError('mine')"], [False, True]))
 def test_a_run_goes_on_after_a_cell_that_was_interrupted(
-    where: str, what: str, anew: bool, notebook: Notebook, whole_losses: list[float], tmp_path: Path
+    where: str, case: tuple[str, bool], notebook: Notebook, whole_losses: list[float], tmp_path: Path
 ) -> None:
     """By the training cell alone, and by all cells anew; with the bits of a run without it."""
+    what, anew = case
     notebook.start()
     told = {where: f"if run.step_number == 5: {what}"}
     error = notebook.train(**told)

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from pool import ranks
 from shardway.runfile.schema import OptimSection
 from shardway.train.optim import build_optimizer
-from speed import thinned
+from speed import picked_pairs, thinned
 
 
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -33,10 +33,10 @@ NAMES = ("adamw bf16", "adafactor", "muon")
 MOVES = (("hybrid", "plain"), ("hybrid", "shard"), ("shard x tensor", "shard"), ("mixed", "shard x tensor"))
 
 
-@pytest.mark.parametrize("layout", ["shard", "mixed"])
-@pytest.mark.parametrize("name", SECTIONS)
+@pytest.mark.parametrize("case", picked_pairs(SECTIONS, ["shard", "mixed"]), ids=", ".join)
 @ranks(2)
-def test_two_ranks_step_as_one_does(rank: int, layout: str, name: str) -> None:
+def test_two_ranks_step_as_one_does(rank: int, case: tuple[str, str]) -> None:
+    name, layout = case
     section = SECTIONS[name]
     assert_close(everything(*train_laid_out(layout, section)), everything(*train_laid_out("plain", section)))
 

@@ -18,6 +18,7 @@ from pool import ranks
 from runs import lone_rank, open_tiny, pool_ranks, read_column, read_named
 from shardway.errors import UserError
 from shardway.train.run import Run
+from speed import picked_pairs
 
 WORDS = (
     "run.device=cpu",
@@ -107,11 +108,11 @@ SCHEDULERS = {
 }
 
 
-@pytest.mark.parametrize("by_run", [False, True], ids=["by hand", "run.scheduler"])
-@pytest.mark.parametrize("kind", SCHEDULERS)
+@pytest.mark.parametrize("case", picked_pairs(SCHEDULERS, ["by hand", "run.scheduler"]), ids="-".join)
 def test_a_scheduler_of_the_script_counts_and_goes_on(
-    tmp_path: Path, quiet_threads: None, kind: str, by_run: bool
+    tmp_path: Path, quiet_threads: None, case: tuple[str, str]
 ) -> None:
+    kind, by_run = case[0], case[1] == "run.scheduler"
     whole, stopped = whole_and_stopped(tmp_path, SCHEDULERS[kind](by_run))
     assert whole == stopped
     assert read_column(tmp_path / "whole", "lr") == whole

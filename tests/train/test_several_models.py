@@ -24,7 +24,7 @@ from shardway.checkpoint.tensors import TensorReader
 from shardway.errors import UserError
 from shardway.ranks.start import Ranks
 from shardway.train.run import Run
-from speed import picked
+from speed import picked, picked_pairs
 from trained import whole
 
 WORDS = (
@@ -256,11 +256,11 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(
     compare(tmp_path, "stopped", "whole")
 
 
-@pytest.mark.parametrize("shape", LAYOUTS[1:], ids=NAMES[1:])
-@pytest.mark.parametrize("name", ["gan", "critic", "autoencoder", "distilled"])
+@pytest.mark.parametrize("case", picked_pairs(["gan", "critic", "autoencoder", "distilled"], NAMES[1:]), ids="-".join)
 def test_ranks_and_micro_batches_train_as_one_rank_does(
-    rank_pool: RankPool, tmp_path: Path, name: str, shape: tuple[int, int]
+    rank_pool: RankPool, tmp_path: Path, case: tuple[str, str]
 ) -> None:
+    name, shape = case[0], LAYOUTS[NAMES.index(case[1])]
     one = {"folder": tmp_path / "one", "name": name, "shape": (1, 1), "words": (), "stops": (None,)}
     rank_pool.run(on_ranks, 1, one)
     words = ("train.micro_batch=2",)
@@ -351,10 +351,11 @@ def test_what_is_made_after_the_loop_has_begun_is_refused(tmp_path: Path, quiet_
     )
 
 
-@pytest.mark.parametrize("shape", LAYOUTS[1:], ids=NAMES[1:])
-@pytest.mark.parametrize("who", ["all", "first", "second"])
+@pytest.mark.parametrize("case", picked_pairs(["all", "first", "second"], NAMES[1:]), ids="-".join)
 @ranks(2)
-def test_any_rank_may_finish_the_run(rank: int, tmp_path: Path, shape: tuple[int, int], who: str) -> None:
+def test_any_rank_may_finish_the_run(rank: int, tmp_path: Path, case: tuple[str, str]) -> None:
+    who, shape = case[0], LAYOUTS[NAMES.index(case[1])]
+
     def attempt() -> list[int]:
         with open_tiny(tmp_path, pool_ranks(), *layout(*shape), base=WORDS) as run:
             step, _ = gan()(run)

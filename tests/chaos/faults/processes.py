@@ -134,7 +134,7 @@ FAULTS = (
         expects=nothing_was_left,
         is_further=True,
     ),
-    Fault("SIGKILL of a rank in a save", kill_while(Activity.SAVE)),
+    Fault("SIGKILL of a rank in a save", kill_while(Activity.SAVE), is_further=True),
     Fault("SIGKILL of a rank that starts", kill_while(Activity.START), is_further=True),
     Fault("SIGKILL of the agent", kill_agent, restarts_itself=False),
     Fault("SIGKILL of a loader worker", signal_loader(signal.SIGKILL), words=("data.workers=1",), is_further=True),

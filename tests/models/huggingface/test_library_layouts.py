@@ -19,7 +19,7 @@ from shardway.parallel.mesh import build_mesh
 from shardway.runfile.schema import ParallelSection
 from shardway.train.loss import token_cross_entropy
 from shardway.train.passes import Passes, Portions
-from speed import thin
+from speed import picked
 from tiny_hf import TOKENS, load_reference, logits_of, save_tiny
 from trained import FP32
 
@@ -89,7 +89,10 @@ def train_reference(folder: Path, steps: int) -> tuple[list[float], torch.Tensor
         return losses, model(TOKENS).logits
 
 
-@pytest.fixture(params=thin(LAYOUTS))
+PICKED = ("llama, fsdp x tensor", "mixtral, experts x tensor", "qwen3, pipeline x tensor", "llama, pipeline x fsdp")
+
+
+@pytest.fixture(params=picked(LAYOUTS, *PICKED))
 def layout(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -46,12 +46,16 @@ def check_saved(folder: Path) -> None:
 
 
 class Terminal:
-    """A command in a terminal of its own, as its session's leader, until `close`."""
+    """A command in a terminal of its own, as its session's leader, until `close`; also where pytest is under nohup."""
 
     def __init__(self, command: Sequence[str], folder: Path) -> None:
         self._ours, theirs = pty.openpty()
         self.process = subprocess.Popen(
-            ["setsid", "-c", "-w", *command], stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder
+            ["env", "--default-signal=HUP", "setsid", "-c", "-w", *command],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            cwd=folder,
         )
         os.close(theirs)
 
