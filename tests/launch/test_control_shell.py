@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from job_cases import OWN, Cluster, Ran, chained, make_job, wait_until
 
 from shardway.launch.blocks import read_block, read_blocks
-from shardway.launch.job import Job
+from shardway.launch.job import Again, Job
 from shardway.launch.job_script import render_job_script
 from shardway.launch.schedulers.local import query
 from shardway.rundir.attempts import Attempt, Ending, Result, Submission, parse_result, parse_started, parse_submission
@@ -373,6 +374,72 @@ def test_after_sigterm_the_scheduler_says_what_it_meant(chain: Chain, told: str,
     second = chain.run(2, "exit 0")
     assert (len(chain.cluster.list_ranks()) > before) is goes_on, second.said
     assert second.state == ("finished" if goes_on else "not_needed")
+
+
+def test_a_scheduler_that_signals_every_process_ends_no_rank(tmp_path: Path) -> None:
+    """PBS's qdel reaches the script, what starts the ranks, and the ranks; these have yet to save."""
+    chain = begin_chain(tmp_path, "pbs")
+    saved = chain.says(1, "stopped", failure="signal", step=7)
+    slowly = WAIT_FOR_STOP + "sleep 0.3; "
+    chain.cluster.write("program", f'trap : TERM; touch "$FAKES/running"; {slowly}{saved}; exit 0')
+    process = chain.cluster.start(chain.job, "101")
+    wait_until(lambda: (chain.cluster.path / "running").exists())
+    os.killpg(process.pid, signal.SIGTERM)
+    process.wait(180)
+    result = chain.attempt(1).read_result()
+    out, _ = process.communicate(timeout=180)
+    assert result is not None, out
+    assert (result.state, result.step, result.by) == ("stopped", 7, "rank 0")
+    assert process.returncode == 0
+
+
+def test_ranks_that_outlive_what_started_them_have_the_last_word(tmp_path: Path) -> None:
+    """PBS gives up a task that it signals, and pbs_tmrsh ends while the ranks save."""
+    chain = begin_chain(tmp_path, "pbs")
+    saved = chain.says(1, "stopped", failure="signal", step=7)
+    ran = send(chain, 1, f"{WAIT_FOR_STOP}(sleep 0.5; {saved}) > /dev/null 2>&1 & exit 0", signal.SIGTERM)
+    assert ran.result is not None
+    assert (ran.state, ran.result.step, ran.result.by) == ("stopped", 7, "rank 0")
+
+
+def without_ranks_after(seconds: float, chain: Chain, program: str) -> Ran:
+    chain.job = replace(chain.job, again=Again(start_s=seconds / 2))
+    chain.cluster.prepare(chain.job)
+    return chain.run(1, program)
+
+
+def test_a_job_whose_ranks_never_begin_ends_and_says_so(chain: Chain) -> None:
+    ran = without_ranks_after(1.0, chain, 'touch "$FAKES/came"; sleep 4')
+    assert ran.result is not None
+    assert (ran.state, ran.result.failure, ran.result.exit_code) == ("crashed", "no rank began", None)
+    assert ran.result.reason.startswith("no rank has begun within 1 s: ")
+    assert ran.code != 0
+
+
+def test_ranks_that_have_begun_take_the_time_that_they_need(chain: Chain) -> None:
+    chain.attempt(1).path.mkdir(parents=True, exist_ok=True)
+    began = Attempt(chain.attempt(1).path)
+    ran = without_ranks_after(1.0, chain, f'touch "{began.path}/began"; sleep 1.5; exit 0')
+    assert ran.state == "finished"
+    (began.path / "began").unlink()
+    began.note_began()
+    assert (began.path / "began").exists(), "the same name in Python"
+
+
+def test_nobody_waits_for_ranks_that_cannot_say_that_they_are_there(tmp_path: Path) -> None:
+    chain = begin_chain(tmp_path, own=False)
+    assert without_ranks_after(1.0, chain, "sleep 1.5; exit 0").state == "finished"
+    assert "in_time" not in render_job_script(replace(chain.job, again=Again(start_s=math.inf)))
+
+
+@pytest.mark.parametrize("said", ["/usr/bin/python3: No module named shardway", "No module named 'shardway.cli'"])
+def test_a_python_without_shardway_is_named(chain: Chain, said: str) -> None:
+    ran = chain.run(1, f'echo "{said}" > "$SHARDWAY_ATTEMPT_DIR/log/job.out"; exit 1')
+    assert ran.result is not None
+    assert ran.result.failure == "exit code 1"
+    assert ran.result.reason == (
+        "the program ended with exit code 1: its Python has no shardway (site.image, site.venv)"
+    )
 
 
 def test_the_warning_before_the_wall_time_is_a_deadline(tmp_path: Path) -> None:

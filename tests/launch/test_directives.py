@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from job_cases import make_job
+from job_cases import Cluster, make_job
 
-from shardway.launch.job import QueueTerms, Shape
+from shardway.launch.job import QueueTerms, Shape, Surroundings
 from shardway.launch.job_script import render_job_script
+from shardway.launch.schedulers.clients import CLIENTS
+from shardway.launch.schedulers.pbs.script import directives
 from shardway.runfile.load import load_run
 
 THREADS = Shape(2, 4, 48, 4, threads_per_core=2)
@@ -56,3 +61,22 @@ def test_a_variable_of_the_command_line_is_its_text(word: str, value: str) -> No
     loaded = load_run(None, ['site.environment={Y = "kept"}', word])
     assert loaded.values.site.environment == {"Y": "kept", "X": value}
     assert loaded.origins["site.environment"] == "command line"
+
+
+def test_a_script_of_pbs_is_submitted_as_a_program(tmp_path: Path) -> None:
+    """With the words of its #PBS lines as PBS reads them there: quotes go, and nothing is expanded."""
+    job = make_job("pbs", "mpirun", run=tmp_path / "a run's" / "base", around=Surroundings(tmp_path))
+    terms = replace(job.terms, options={"W": "umask=022", "l": ["filesystems=home:eagle", "model=a(b)$HOME"]})
+    job = replace(job, terms=terms)
+    job.folder.make()
+    job.folder.job_script.write_text(render_job_script(job))
+    cluster = Cluster.make(tmp_path / "cluster")
+    script = str(job.folder.job_script)
+    command = CLIENTS["pbs"].submit(script, job.log_for_scheduler, "7.server")
+    done = subprocess.run(command, env=cluster.variables("1"), capture_output=True, text=True, check=True)
+    assert CLIENTS["pbs"].read_job_id(done.stdout) == "101.server"
+    (words,) = cluster.list_calls("qsub")
+    assert words[:3] == ["qsub", "-W", "depend=afterany:7.server"]
+    assert words[-4:] == ["--", "/bin/bash", "-l", script]
+    assert words[3:-4] == [word for line in directives(job) for word in shlex.split(line.text.removeprefix("#PBS "))]
+    assert {"umask=022", "filesystems=home:eagle", "model=a(b)$HOME", "walltime=02:00:00"} < set(words)

@@ -10,6 +10,7 @@ run outside the container. This module must not read files of the person nor sta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -124,6 +125,7 @@ def _names(job: Job) -> tuple[Line, ...]:
         Line(f"walltime={round(job.terms.walltime_s)}"),
         Line(f"counts_steps={steps}", "whether the program obeys the stop file and says itself how it ended"),
         Line('asked="" status=0', "what it was asked by a signal, and how it ended"),
+        Line("unset prints clocks loaded CDPATH", "names of this script that a person's shell may have had"),
         Line("here=$run/attempts/$attempt"),
         Line("export SHARDWAY_ATTEMPT_DIR=$here SHARDWAY_STOP_FILE=$run/stop", "what the ranks read and write"),
     ]
@@ -144,6 +146,10 @@ def _functions(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
     control = list(_IN_EVERY_SCRIPT)
     if job.scheduler == "local" or (job.warn_s and not scheduler.warns):
         control += ["in_time", "tell_script"]
+    if _ranks_within(job):
+        control += [*(["in_time"] if "in_time" not in control else []), "end_without_ranks"]
+    if scheduler.signals_every_process and job.program.meets_by_itself:
+        control += ["await_ranks"]
     if job.chain.until_done:
         control += [*_OF_A_CHAIN, *([] if job.chain.ahead else ["queue_next"])]
     left_out = {"of_ranks": True, "of_jobs": False} if "queue_next" in control else {"of_ranks": True}
@@ -170,13 +176,21 @@ def _begin(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
         Line("check_stop"),
         *([Line("queue_next")] if chained and not job.chain.ahead else []),
         Line("trap 'ask_to_stop deadline the wall-time is about to end' USR2", "signals become the stop file"),
-        Line("trap 'ask_to_stop signal SIGTERM came, as schedulers send it before they kill' TERM"),
-        *(Line(f"trap 'ask_to_stop signal SIG{name} came' {name}") for name in ("USR1", "HUP")),
+        *_traps(),
     ]
     if job.warn_s and not scheduler.warns:
         clock = f"in_time $((deadline - started - {round(job.warn_s)})) tell_script USR2"
         lines.append(Line(clock, "warns this script before the wall-time ends, which the scheduler does not"))
     return tuple(lines)
+
+
+_ASKING = ("TERM", "USR1", "HUP")
+
+
+def _traps() -> tuple[Line, ...]:
+    """What signals mean that ask a job to stop."""
+    said = {"TERM": "SIGTERM came, as schedulers send it before they kill"}
+    return tuple(Line(f"trap 'ask_to_stop signal {said.get(name, f'SIG{name} came')}' {name}") for name in _ASKING)
 
 
 def _around(job: Job) -> tuple[Line, ...]:
@@ -212,6 +226,10 @@ def _enter(around: Surroundings) -> str:
     instead = f'{{ [ ! -e "$here/order.json" ] && cd {source} && say "no snapshot was made: it runs in" {source}; }}'
     return wrap_command((f"cd {workdir} 2> /dev/null ||", f"{instead} ||", gone))
 
+
+_SAVING_S = 30
+"""How long mpirun leaves ranks between SIGTERM and SIGKILL, in place of one second. It waits as long in any case, also
+where a rank has failed; schedulers wait about as long (Slurm's KillWait is 30 s, PBS's kill_delay 10 s)."""
 
 _MEET = "where the ranks meet: rules of this site for the name of a node on the network for computing"
 
@@ -258,11 +276,28 @@ def _run(job: Job, scheduler: SchedulerScript, runtime: Runtime) -> tuple[Line, 
         lines.append(Line(f'{doctor} > "$here/log/doctor.out" 2>&1', "what the nodes are like; it stops nothing"))
         found = 'grep -E "(warn|fail) " "$here/log/doctor.out"'
         lines.append(Line(f'! {found} || say "this is what the doctor found; all of it is in $here/log/doctor.out"'))
-    lines += [
-        Line(f"{_command(job, scheduler, runtime)} &", "the ranks, and how they ended"),
-        Line("wait_for $!"),
-    ]
+    shielded, within = scheduler.signals_every_process, _ranks_within(job)
+    lines += [Line(f"trap '' {' '.join(_ASKING)}", _SHIELD)] if shielded else []
+    lines += [Line(f"{_command(job, scheduler, runtime)} &", "the ranks, and how they ended"), Line("ranks=$!")]
+    lines += _traps() if shielded else ()
+    if within:
+        lines.append(Line(f'in_time {within} end_without_ranks {within} "$ranks"', "a job without ranks ends"))
+    lines.append(Line('wait_for "$ranks"'))
+    if shielded and job.program.meets_by_itself:
+        lines.append(Line(f'[ -z "$asked" ] || await_ranks {_LAST_WORD_S}', "they may still save"))
     return tuple(lines)
+
+
+_LAST_WORD_S = 120
+"""How long a job that was asked to end waits for the word of its ranks; the scheduler kills it sooner."""
+
+_SHIELD = "signals of the scheduler reach every process of this job: what starts the ranks has to outlive them"
+
+
+def _ranks_within(job: Job) -> int:
+    """Seconds in which rank 0 has to say that it is there; 0 where nobody can tell, or nobody shall look."""
+    within = 2 * job.again.start_s
+    return round(within) if job.program.meets_by_itself and math.isfinite(within) else 0
 
 
 def _as_doctor(job: Job, doctor: Program) -> Job:
@@ -311,10 +346,10 @@ def _prepared(job: Job) -> tuple[str, ...]:
 
 
 def _mpirun_options(job: Job) -> list[Line]:
-    """Variables go by name, so that no value is seen in the list of processes."""
+    """mpirun gives other nodes the variables that are named, so that no value is seen in the list of processes."""
     names = (*job.around.secret_names, *_carried(job))
     lines = [
-        Line("mpirun_options=()", "mpirun gives other nodes the variables that are named"),
+        Line(f"mpirun_options=(--mca odls_base_sigkill_timeout {_SAVING_S})", "how long ranks may save after SIGTERM"),
         Line(f'for name in {" ".join(names)}; do [ -z "${{!name+set}}" ] || mpirun_options+=(-x "$name"); done'),
     ]
     if job.scheduler == "pbs":

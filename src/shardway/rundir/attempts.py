@@ -241,6 +241,12 @@ class Attempt:
         """Say that it starts, for a job without a script."""
         write_json(self.path / "started.json", {"format": FORMAT, **asdict(started)})
 
+    def note_began(self) -> None:
+        """Say that rank 0 is there, for the job script, which waits for it no longer than it may. A disk that refuses
+        is for what comes next to tell."""
+        with contextlib.suppress(OSError):
+            (self.path / "began").touch()
+
 
 def render_result(result: Result) -> str:
     """The text of `result.json`."""

@@ -160,6 +160,8 @@ def open_session(request: Request, environ: Mapping[str, str]) -> Iterator[Sessi
     """Resolve the request, join the ranks, take the run directory. Raises ShardwayError on every rank alike."""
     attempt = find_attempt(environ)
     placement = find_placement(environ)
+    if attempt is not None and placement.rank == 0:
+        attempt.note_began()
     agent = find_agent(environ) if placement.has_agent else 0
     if agent:
         stop_with_parent()

@@ -6,13 +6,17 @@ of_ranks=( 'RANK' 'WORLD_SIZE' 'LOCAL_RANK' 'LOCAL_WORLD_SIZE' 'LOCAL_SIZE' 'NOD
   'OMPI_COMMAND' 'OMPI_FILE_LOCATION' 'OMPI_FIRST_RANKS' 'OMPI_MCA_ess*' 'OMPI_MCA_initial_wdir' \
   'OMPI_MCA_orte_ess_*' 'OMPI_MCA_orte_hnp_uri' 'OMPI_MCA_orte_local_daemon_uri' \
   'OMPI_MCA_orte_jobid' 'OMPI_MCA_orte_app_num' 'OMPI_MCA_orte_num_*' 'OMPI_MCA_orte_bound_*' \
-  'OMPI_MCA_orte_precondition*' 'OMPI_MCA_shmem_RUNTIME_QUERY_hint' 'PRTE_LAUNCHED' 'PMI_RANK' \
-  'PMI_SIZE' 'PMI_FD' 'PMI_ID' 'PMI_PORT' 'PMI_KVS*' 'PMI_SPAWNED' 'PMI_JOBID' 'PMI_APPNUM' \
-  'PMI_CONTROL_PORT' 'PMI_LOCAL_*' 'PMI_UNIVERSE_SIZE' 'PMI_SHARED_SECRET' 'PMIX_RANK' \
-  'PMIX_NAMESPACE' 'PMIX_SERVER_*' 'PMIX_ID' 'PMIX_VERSION' 'PMIX_HOSTNAME' 'PMIX_DSTORE_*' \
-  'PMIX_GDS_*' 'PMIX_BFROP*' 'PMIX_PTL_*' 'PMIX_SECURITY_MODE' 'PALS_APID' 'PALS_RANKID' \
-  'PALS_NODEID' 'PALS_LOCAL_*' 'PALS_SPOOL_DIR' 'PALS_APINFO' 'PALS_DIR' 'HYDI_*' 'MPI_LOCALRANKID' \
-  'MPI_LOCALNRANKS' 'MV2_COMM_WORLD_*' 'MPISPAWN_*' 'MPIRUN_RSH*' )
+  'OMPI_MCA_orte_precondition*' 'OMPI_MCA_shmem_RUNTIME_QUERY_hint' 'OMPI_MCA_num_procs' \
+  'OMPI_MCA_cpu_type' 'OMPI_MCA_PREFIXES' 'OMPI_WORLD_*' 'OMPI_TOOL_NAME' 'OMPI_LIBDIR_LOC' \
+  'OMPI_VERSION' 'OPAL_USER_PARAMS_GIVEN' 'PRTE_LAUNCHED' 'PRTE_SHARED_FS' 'PMI_RANK' 'PMI_SIZE' \
+  'PMI_FD' 'PMI_ID' 'PMI_PORT' 'PMI_KVS*' 'PMI_SPAWNED' 'PMI_JOBID' 'PMI_HOSTNAME' 'PMI_DEBUG' \
+  'MPI_APPNUM' 'MPI_UNIVERSE_SIZE' 'PMI_APPNUM' 'PMI_CONTROL_PORT' 'PMI_LOCAL_*' 'PMI_UNIVERSE_SIZE' \
+  'PMI_SHARED_SECRET' 'PMIX_RANK' 'PMIX_NAMESPACE' 'PMIX_SERVER_*' 'PMIX_ID' 'PMIX_VERSION' \
+  'PMIX_HOSTNAME' 'PMIX_SYSTEM_TMPDIR' 'PMIX_PARAM_FILE_PASSED' 'PMIX_DSTORE_*' 'PMIX_GDS_*' \
+  'PMIX_BFROP*' 'PMIX_PTL_*' 'PMIX_SECURITY_MODE' 'PALS_APID' 'PALS_RANKID' 'PALS_NODEID' \
+  'PALS_LOCAL_*' 'PALS_SPOOL_DIR' 'PALS_APINFO' 'PALS_DIR' 'HYDRA_BSTRAP_*' 'HYDRA_LAUNCH_TYPE' \
+  'I_MPI_INFO_*' 'I_MPI_HYDRA_UUID' 'I_MPI_PIN_MAPPING' 'HYDI_*' 'MPI_LOCALRANKID' 'MPI_LOCALNRANKS' \
+  'MV2_COMM_WORLD_*' 'MPISPAWN_*' 'MPIRUN_RSH*' )
 of_jobs=( '!SLURM_CONF' '!SLURM_CONF_SERVER' '!SLURM_CLUSTERS' '!SLURM_JWT' '!SLURM_ROOT' \
   '!SLURM_HOME' '!SLURM_MPI_TYPE' '!PBS_CONF_FILE' '!PBS_DEFAULT' '!PBS_SERVER' '!PBS_EXEC' \
   '!PBS_HOME' '!PBS_AUTH_METHOD' '!PBS_TMPDIR' '!PBS_PRIMARY' '!PBS_SECONDARY' '!PBS_LEAF_NAME' \
@@ -177,7 +181,10 @@ finish() {
     signal-*) write_result "$attempt" stopped "after SIGTERM $reason" "$status" signal ;;
     stopped-*) write_result "$attempt" stopped "asked to stop, $reason" "$status" ;;
     -0) write_result "$attempt" finished "$reason" 0 ;;
-    *) write_result "$attempt" crashed "$reason" "$status" "exit code $status" ;;
+    *)
+      ! grep -qs "No module named '\{0,1\}shardway" "$here/log/job.out" || reason+=": its Python has no shardway (site.image, site.venv)"
+      write_result "$attempt" crashed "$reason" "$status" "exit code $status"
+      ;;
   esac
   [ "$counts_steps" = yes ] || rm -f "$run/stop" # obeyed; the ranks of a run file take it away themselves
   state=$(field "$here/result.json" state)

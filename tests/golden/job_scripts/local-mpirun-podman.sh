@@ -20,6 +20,8 @@ walltime=7200
 counts_steps=no
 # what it was asked by a signal, and how it ended
 asked="" status=0
+# names of this script that a person's shell may have had
+unset prints clocks loaded CDPATH
 here=$run/attempts/$attempt
 # what the ranks read and write
 export SHARDWAY_ATTEMPT_DIR=$here SHARDWAY_STOP_FILE=$run/stop
@@ -63,8 +65,8 @@ main() {
   # ranks share memory of the node; its /dev/shm alone where it has no message queues
   ipc=(--ipc=host)
   [ -e /dev/mqueue ] || ipc=(--ipc=private --volume=/dev/shm:/dev/shm)
-  # mpirun gives other nodes the variables that are named
-  mpirun_options=()
+  # how long ranks may save after SIGTERM
+  mpirun_options=(--mca odls_base_sigkill_timeout 30)
   for name in PATH LD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX ENROOT_DATA_PATH; do [ -z "${!name+set}" ] || mpirun_options+=(-x "$name"); done
   # the ranks, and how they ended
   mpirun -n 4 --map-by ppr:4:node:PE=8 --tag-output "${mpirun_options[@]}" \
@@ -75,7 +77,8 @@ main() {
     docker.io/library/torch:2 bash -c '. "$0" && exec "$@"' "$here/environment.sh" bash -c \
     'export RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK; exec "$@"' \
     rank python3 train.py --lr 3e-4 &
-  wait_for $!
+  ranks=$!
+  wait_for "$ranks"
 
   # --- end
   # how this attempt ended, and what comes next

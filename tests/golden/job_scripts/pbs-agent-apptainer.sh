@@ -34,6 +34,8 @@ walltime=7200
 counts_steps=yes
 # what it was asked by a signal, and how it ended
 asked="" status=0
+# names of this script that a person's shell may have had
+unset prints clocks loaded CDPATH
 here=$run/attempts/$attempt
 # what the ranks read and write
 export SHARDWAY_ATTEMPT_DIR=$here SHARDWAY_STOP_FILE=$run/stop
@@ -76,6 +78,8 @@ main() {
   declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PYTHONUNBUFFERED > "$here/environment.sh" 2> /dev/null
   # what other nodes need to find programs
   carried=(PATH LD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX ENROOT_DATA_PATH)
+  # signals of the scheduler reach every process of this job: what starts the ranks has to outlive them
+  trap '' TERM USR1 HUP
   # the ranks, and how they ended
   on_each_node apptainer exec --nv --bind /scratch/alice/runs/base:/scratch/alice/runs/base \
     --bind /data:/data:ro --pwd /scratch/alice/runs/base/attempts/0001/code /images/torch.sif bash -c \
@@ -83,7 +87,15 @@ main() {
       --nodes "$SHARDWAY_NODES" --node "$NODE" --port "$MASTER_PORT"' \
     agent -m shardway train /scratch/alice/runs/base/attempts/0001/run.toml --dir \
     /scratch/alice/runs/base &
-  wait_for $!
+  ranks=$!
+  trap 'ask_to_stop signal SIGTERM came, as schedulers send it before they kill' TERM
+  trap 'ask_to_stop signal SIGUSR1 came' USR1
+  trap 'ask_to_stop signal SIGHUP came' HUP
+  # a job without ranks ends
+  in_time 1200 end_without_ranks 1200 "$ranks"
+  wait_for "$ranks"
+  # they may still save
+  [ -z "$asked" ] || await_ranks 120
 
   # --- end
   # how this attempt ended, and what comes next

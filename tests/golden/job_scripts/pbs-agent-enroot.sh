@@ -34,6 +34,8 @@ walltime=7200
 counts_steps=yes
 # what it was asked by a signal, and how it ended
 asked="" status=0
+# names of this script that a person's shell may have had
+unset prints clocks loaded CDPATH
 here=$run/attempts/$attempt
 # what the ranks read and write
 export SHARDWAY_ATTEMPT_DIR=$here SHARDWAY_STOP_FILE=$run/stop
@@ -82,6 +84,8 @@ main() {
     exec "${words[@]}" "$0-$(uname -n)" "${@:2}"'
   # the container of this job, on every node
   on_each_node bash -c "$named" "shardway-$SHARDWAY_JOB" enroot create --name -- /images/torch.sqsh || fail 'the container could not be created'
+  # signals of the scheduler reach every process of this job: what starts the ranks has to outlive them
+  trap '' TERM USR1 HUP
   # the ranks, and how they ended
   on_each_node bash -c "$named" "shardway-$SHARDWAY_JOB" enroot start --root --rw \
     --mount /scratch/alice/runs/base:/scratch/alice/runs/base:x-create=auto,rbind \
@@ -91,7 +95,15 @@ main() {
       --nodes "$SHARDWAY_NODES" --node "$NODE" --port "$MASTER_PORT"' \
     agent -m shardway train /scratch/alice/runs/base/attempts/0001/run.toml --dir \
     /scratch/alice/runs/base &
-  wait_for $!
+  ranks=$!
+  trap 'ask_to_stop signal SIGTERM came, as schedulers send it before they kill' TERM
+  trap 'ask_to_stop signal SIGUSR1 came' USR1
+  trap 'ask_to_stop signal SIGHUP came' HUP
+  # a job without ranks ends
+  in_time 1200 end_without_ranks 1200 "$ranks"
+  wait_for "$ranks"
+  # they may still save
+  [ -z "$asked" ] || await_ranks 120
 
   # --- end
   # the container is not needed any more

@@ -34,6 +34,8 @@ walltime=7200
 counts_steps=no
 # what it was asked by a signal, and how it ended
 asked="" status=0
+# names of this script that a person's shell may have had
+unset prints clocks loaded CDPATH
 here=$run/attempts/$attempt
 # what the ranks read and write
 export SHARDWAY_ATTEMPT_DIR=$here SHARDWAY_STOP_FILE=$run/stop
@@ -82,6 +84,8 @@ main() {
     exec "${words[@]}" "$0-$(uname -n)" "${@:2}"'
   # the container of this job, on every node
   on_each_node bash -c "$named" "shardway-$SHARDWAY_JOB" enroot create --name -- /images/torch.sqsh || fail 'the container could not be created'
+  # signals of the scheduler reach every process of this job: what starts the ranks has to outlive them
+  trap '' TERM USR1 HUP
   # the ranks, and how they ended
   on_each_node bash -c "$named" "shardway-$SHARDWAY_JOB" enroot start --root --rw \
     --mount /scratch/alice/runs/base:/scratch/alice/runs/base:x-create=auto,rbind \
@@ -98,7 +102,11 @@ main() {
       --ft-initial-rank-heartbeat-timeout=600 --ft-rank-heartbeat-timeout=45 \
       --log-dir="$SHARDWAY_ATTEMPT_DIR/log/node-$node" --tee=3 "$@"' \
     agent train.py --lr 3e-4 &
-  wait_for $!
+  ranks=$!
+  trap 'ask_to_stop signal SIGTERM came, as schedulers send it before they kill' TERM
+  trap 'ask_to_stop signal SIGUSR1 came' USR1
+  trap 'ask_to_stop signal SIGHUP came' HUP
+  wait_for "$ranks"
 
   # --- end
   # the container is not needed any more

@@ -34,6 +34,8 @@ walltime=7200
 counts_steps=no
 # what it was asked by a signal, and how it ended
 asked="" status=0
+# names of this script that a person's shell may have had
+unset prints clocks loaded CDPATH
 here=$run/attempts/$attempt
 # what the ranks read and write
 export SHARDWAY_ATTEMPT_DIR=$here SHARDWAY_STOP_FILE=$run/stop
@@ -76,18 +78,24 @@ main() {
   # --- run
   # variables of the job, for ranks that do not inherit them; no secrets
   declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PYTHONUNBUFFERED > "$here/environment.sh" 2> /dev/null
-  # mpirun gives other nodes the variables that are named
-  mpirun_options=()
+  # how long ranks may save after SIGTERM
+  mpirun_options=(--mca odls_base_sigkill_timeout 30)
   for name in PATH LD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX ENROOT_DATA_PATH; do [ -z "${!name+set}" ] || mpirun_options+=(-x "$name"); done
   # the nodes, and who starts its daemons there
   mpirun_options+=(--hostfile "$PBS_NODEFILE")
   ompi_info 2> /dev/null | grep -q 'MCA plm: tm' || remote_shell
+  # signals of the scheduler reach every process of this job: what starts the ranks has to outlive them
+  trap '' TERM USR1 HUP
   # the ranks, and how they ended
   mpirun -n 8 --map-by ppr:4:node:PE=8 --tag-output "${mpirun_options[@]}" bash -c \
     '. "$0" && exec "$@"' "$here/environment.sh" bash -c \
     'export RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK; exec "$@"' \
     rank python3 train.py --lr 3e-4 &
-  wait_for $!
+  ranks=$!
+  trap 'ask_to_stop signal SIGTERM came, as schedulers send it before they kill' TERM
+  trap 'ask_to_stop signal SIGUSR1 came' USR1
+  trap 'ask_to_stop signal SIGHUP came' HUP
+  wait_for "$ranks"
 
   # --- end
   # how this attempt ended, and what comes next

@@ -34,6 +34,8 @@ walltime=7200
 counts_steps=no
 # what it was asked by a signal, and how it ended
 asked="" status=0
+# names of this script that a person's shell may have had
+unset prints clocks loaded CDPATH
 here=$run/attempts/$attempt
 # what the ranks read and write
 export SHARDWAY_ATTEMPT_DIR=$here SHARDWAY_STOP_FILE=$run/stop
@@ -78,6 +80,8 @@ main() {
   declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PYTHONUNBUFFERED > "$here/environment.sh" 2> /dev/null
   # what other nodes need to find programs
   carried=(PATH LD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX ENROOT_DATA_PATH)
+  # signals of the scheduler reach every process of this job: what starts the ranks has to outlive them
+  trap '' TERM USR1 HUP
   # the ranks, and how they ended
   on_each_node bash -c 'node=$NODE; addresses=($SHARDWAY_NODES); host=false
     [ $node != 0 ] || host=true
@@ -87,7 +91,11 @@ main() {
       --rdzv-conf="is_host=$host" --local-addr="${addresses[$node]}" \
       --log-dir="$SHARDWAY_ATTEMPT_DIR/log/node-$node" --tee=3 "$@"' \
     agent train.py --lr 3e-4 &
-  wait_for $!
+  ranks=$!
+  trap 'ask_to_stop signal SIGTERM came, as schedulers send it before they kill' TERM
+  trap 'ask_to_stop signal SIGUSR1 came' USR1
+  trap 'ask_to_stop signal SIGHUP came' HUP
+  wait_for "$ranks"
 
   # --- end
   # how this attempt ended, and what comes next

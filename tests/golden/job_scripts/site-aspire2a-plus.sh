@@ -37,6 +37,8 @@ walltime=432000
 counts_steps=yes
 # what it was asked by a signal, and how it ended
 asked="" status=0
+# names of this script that a person's shell may have had
+unset prints clocks loaded CDPATH
 here=$run/attempts/$attempt
 # what the ranks read and write
 export SHARDWAY_ATTEMPT_DIR=$here SHARDWAY_STOP_FILE=$run/stop
@@ -81,12 +83,14 @@ main() {
   declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PYTHONUNBUFFERED http_proxy https_proxy no_proxy > "$here/environment.sh" 2> /dev/null
   # where this job's containers are, on the node's own disk
   export ENROOT_DATA_PATH="/raid/local/containers/enroot-data/$PBS_JOBID"
-  # mpirun gives other nodes the variables that are named
-  mpirun_options=()
+  # how long ranks may save after SIGTERM
+  mpirun_options=(--mca odls_base_sigkill_timeout 30)
   for name in PATH LD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX ENROOT_DATA_PATH; do [ -z "${!name+set}" ] || mpirun_options+=(-x "$name"); done
   # the nodes, and who starts its daemons there
   mpirun_options+=(--hostfile "$PBS_NODEFILE")
   ompi_info 2> /dev/null | grep -q 'MCA plm: tm' || remote_shell
+  # signals of the scheduler reach every process of this job: what starts the ranks has to outlive them
+  trap '' TERM USR1 HUP
   # the ranks, and how they ended
   /usr/mpi/gcc/openmpi-4.1.7a1/bin/mpirun -n 16 --map-by ppr:8:node:PE=14 --tag-output \
     "${mpirun_options[@]}" enroot start --root --rw \
@@ -97,7 +101,15 @@ main() {
     bash -c 'cd "$0" && exec "$@"' /home/alice/code bash -c '. "$0" && exec "$@"' \
     "$here/environment.sh" python3 -m shardway train /scratch/alice/runs/base/attempts/0001/run.toml \
     --dir /scratch/alice/runs/base &
-  wait_for $!
+  ranks=$!
+  trap 'ask_to_stop signal SIGTERM came, as schedulers send it before they kill' TERM
+  trap 'ask_to_stop signal SIGUSR1 came' USR1
+  trap 'ask_to_stop signal SIGHUP came' HUP
+  # a job without ranks ends
+  in_time 1200 end_without_ranks 1200 "$ranks"
+  wait_for "$ranks"
+  # they may still save
+  [ -z "$asked" ] || await_ranks 120
 
   # --- end
   # how this attempt ended, and what comes next

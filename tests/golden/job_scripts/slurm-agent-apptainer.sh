@@ -37,6 +37,8 @@ walltime=7200
 counts_steps=yes
 # what it was asked by a signal, and how it ended
 asked="" status=0
+# names of this script that a person's shell may have had
+unset prints clocks loaded CDPATH
 here=$run/attempts/$attempt
 # what the ranks read and write
 export SHARDWAY_ATTEMPT_DIR=$here SHARDWAY_STOP_FILE=$run/stop
@@ -83,7 +85,10 @@ main() {
       --nodes "$SHARDWAY_NODES" --node "$SLURM_NODEID" --port "$MASTER_PORT"' \
     agent -m shardway train /scratch/alice/runs/base/attempts/0001/run.toml --dir \
     /scratch/alice/runs/base &
-  wait_for $!
+  ranks=$!
+  # a job without ranks ends
+  in_time 1200 end_without_ranks 1200 "$ranks"
+  wait_for "$ranks"
 
   # --- end
   # how this attempt ended, and what comes next

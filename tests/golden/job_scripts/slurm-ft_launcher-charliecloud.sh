@@ -37,6 +37,8 @@ walltime=7200
 counts_steps=no
 # what it was asked by a signal, and how it ended
 asked="" status=0
+# names of this script that a person's shell may have had
+unset prints clocks loaded CDPATH
 here=$run/attempts/$attempt
 # what the ranks read and write
 export SHARDWAY_ATTEMPT_DIR=$here SHARDWAY_STOP_FILE=$run/stop
@@ -90,7 +92,8 @@ main() {
       --ft-initial-rank-heartbeat-timeout=600 --ft-rank-heartbeat-timeout=45 \
       --log-dir="$SHARDWAY_ATTEMPT_DIR/log/node-$node" --tee=3 "$@"' \
     agent train.py --lr 3e-4 &
-  wait_for $!
+  ranks=$!
+  wait_for "$ranks"
 
   # --- end
   # how this attempt ended, and what comes next

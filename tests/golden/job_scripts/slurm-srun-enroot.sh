@@ -37,6 +37,8 @@ walltime=7200
 counts_steps=no
 # what it was asked by a signal, and how it ended
 asked="" status=0
+# names of this script that a person's shell may have had
+unset prints clocks loaded CDPATH
 here=$run/attempts/$attempt
 # what the ranks read and write
 export SHARDWAY_ATTEMPT_DIR=$here SHARDWAY_STOP_FILE=$run/stop
@@ -93,7 +95,8 @@ main() {
     "$here/environment.sh" bash -c \
     'export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID; exec "$@"' rank \
     python3 train.py --lr 3e-4 &
-  wait_for $!
+  ranks=$!
+  wait_for "$ranks"
 
   # --- end
   # the container is not needed any more

@@ -31,6 +31,7 @@ class SchedulerScript:
     `directives` are the lines that the scheduler reads; `shell` names the file of its functions (`launch/shell`);
     `functions` those that a job needs; `each_node` starts one command a node. `warns`: it can be asked for a signal
     before the wall-time ends. `launcher_variables` are patterns of what its starters tell a rank.
+    `signals_every_process`: not the script alone, when a job is deleted or signalled.
     """
 
     directives: Callable[[Job], tuple[Line, ...]]
@@ -39,3 +40,4 @@ class SchedulerScript:
     each_node: Callable[[Job], EachNode]
     warns: bool
     launcher_variables: tuple[str, ...]
+    signals_every_process: bool = False

@@ -56,8 +56,16 @@ def _sbatch(script: str, log: str, after: str) -> Words:
     return ("sbatch", "--parsable", *([f"--dependency=afterany:{after}"] if after else []), script)
 
 
+_AS_PROGRAM = (
+    'script=$1; shift; mapfile -t words < <(sed -n "s/^#PBS //p" "$script" | xargs printf "%s\\n"); '
+    'exec qsub "$@" "${words[@]}" -- /bin/bash -l "$script"'
+)
+"""Shell: submit a script with its #PBS lines as a program. PBS would type a script into a login shell of its own, which
+the signals of qdel and qsig end, and the job with it, while the ranks have yet to save."""
+
+
 def _qsub(script: str, log: str, after: str) -> Words:
-    return ("qsub", *(["-W", f"depend=afterany:{after}"] if after else []), script)
+    return ("bash", "-c", _AS_PROGRAM, "qsub", script, *(["-W", f"depend=afterany:{after}"] if after else []))
 
 
 def _parse_job_id(pattern: re.Pattern[str], text: str) -> str:

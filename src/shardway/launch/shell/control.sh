@@ -252,6 +252,15 @@ fail() {
   finish
 }
 
+#: end_without_ranks SECONDS PROCESS: ends what was to start the ranks, where rank 0 has not even begun
+end_without_ranks() {
+  { [ ! -e "$here/began" ] && kill -0 "$2"; } 2>/dev/null || return 0
+  write_result "$attempt" crashed "no rank has begun within $1 s: what starts them (mpirun, srun, ...) hangs, or programs load slowly (run.start_timeout)" null "no rank began"
+  kill "$2"
+  sleep 10
+  kill -KILL "$2"
+}
+
 #: wait_for PROCESS: to its end, whatever signals this script gets meanwhile; sets `status` to its exit code
 wait_for() {
   local again
@@ -264,6 +273,12 @@ wait_for() {
   wait "$1" 2>/dev/null # it may have ended while a signal was answered, which had ended the wait before
   again=$?
   [ "$again" = 127 ] || status=$again
+}
+
+#: await_ranks SECONDS: for their word on how they ended; a scheduler may give up what started them while they save
+await_ranks() {
+  local until=$((SECONDS + $1))
+  while [ ! -e "$here/result.json" ] && [ "$SECONDS" -lt "$until" ]; do sleep 0.2; done
 }
 
 #: say_next: what goes on with the run
@@ -286,7 +301,10 @@ finish() {
     signal-*) write_result "$attempt" stopped "after SIGTERM $reason" "$status" signal ;;
     stopped-*) write_result "$attempt" stopped "asked to stop, $reason" "$status" ;;
     -0) write_result "$attempt" finished "$reason" 0 ;;
-    *) write_result "$attempt" crashed "$reason" "$status" "exit code $status" ;;
+    *)
+      ! grep -qs "No module named '\{0,1\}shardway" "$here/log/job.out" || reason+=": its Python has no shardway (site.image, site.venv)"
+      write_result "$attempt" crashed "$reason" "$status" "exit code $status"
+      ;;
   esac
   [ "$counts_steps" = yes ] || rm -f "$run/stop" # obeyed; the ranks of a run file take it away themselves
   state=$(field "$here/result.json" state)

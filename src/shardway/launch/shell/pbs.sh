@@ -24,8 +24,12 @@ ask_ending() {
 
 #: submit_after SCRIPT: to start when this job has ended, however it ends; prints the job id
 submit_after() {
-  local id
-  id=$(drop_variables "${of_ranks[@]}" "${of_jobs[@]}" && qsub -W "depend=afterany:$job" "$1" 2>&1) || { say "qsub: $id" >&2; return 1; }
+  local id words # as a program: a script is typed into a login shell, which signals end before the ranks have saved
+  mapfile -t words < <(sed -n 's/^#PBS //p' "$1" | xargs printf '%s\n')
+  id=$(
+    drop_variables "${of_ranks[@]}" "${of_jobs[@]}" &&
+      qsub -W "depend=afterany:$job" "${words[@]}" -- /bin/bash -l "$1" 2>&1
+  ) || { say "qsub: $id" >&2; return 1; }
   echo "${id##*$'\n'}"
 }
 
@@ -67,5 +71,6 @@ remote_shell() {
   local agent=${TMPDIR:-$here}/remote_shell
   printf '%s\n' 'host=$1; shift' 'found=("PATH=$PATH" "LD_LIBRARY_PATH=${LD_LIBRARY_PATH-}")' \
     'exec pbs_tmrsh "$host" /usr/bin/env "${found[@]}" /bin/sh -c "$*"' > "$agent"
-  mpirun_options+=(--mca plm_rsh_agent "bash $agent" --mca plm_rsh_no_tree_spawn 1)
+  # a daemon that leaves the session of its task is lost where PBS ends the session first: the job would wait for ever
+  mpirun_options+=(--mca plm_rsh_agent "bash $agent" --mca plm_rsh_no_tree_spawn 1 --leave-session-attached)
 }

@@ -89,4 +89,5 @@ PBS = SchedulerScript(
     each_node=lambda job: EachNode(("on_each_node",), "$NODE"),
     warns=False,
     launcher_variables=("PBS_*", "NODE"),
+    signals_every_process=True,
 )
