@@ -4,8 +4,9 @@ A shell in which somebody types `shardway submit` may be one of a login node, of
 another scheduler, of a notebook, or of a rank; a site's modules and profiles add defaults for `sbatch`. What of all
 that a new job would take for its own is left out at the border; what may have been meant for the job is told.
 
-Invariant: the table is the only place that says so; docs/environment.md shows it, Python (`strip`) and the shell of job
-scripts (`list_patterns`) go by it. This module must not import torch, nor read `os.environ` by itself.
+Invariant: the table is the only place that says so, but for the devices of a job, which shell/slurm.sh drops where it
+submits the next one (a person who submits may mean them); docs/environment.md shows it, Python (`strip`) and the shell
+of job scripts (`list_patterns`) go by it. This module must not import torch, nor read `os.environ` by itself.
 
 Sources: the sections on environment variables of sbatch(1), salloc(1), srun(1), squeue(1), sacct(1), scancel(1),
 qsub(1B), bsub(1), flux-environment(7), torchrun's and accelerate's manuals; variables seen in ranks of Open MPI 4 and
@@ -73,12 +74,33 @@ FAMILIES = (
             *("OMPI_COMMAND", "OMPI_FILE_LOCATION", "OMPI_FIRST_RANKS", "OMPI_MCA_ess*", "OMPI_MCA_initial_wdir"),
             *("OMPI_MCA_orte_ess_*", "OMPI_MCA_orte_hnp_uri", "OMPI_MCA_orte_local_daemon_uri", "OMPI_MCA_orte_jobid"),
             *("OMPI_MCA_orte_app_num", "OMPI_MCA_orte_num_*", "OMPI_MCA_orte_bound_*", "OMPI_MCA_orte_precondition*"),
-            *("OMPI_MCA_shmem_RUNTIME_QUERY_hint", "PRTE_LAUNCHED"),
+            *("OMPI_MCA_shmem_RUNTIME_QUERY_hint", "OMPI_MCA_num_procs", "OMPI_MCA_cpu_type", "OMPI_MCA_PREFIXES"),
+            *("OMPI_WORLD_*", "OMPI_TOOL_NAME", "OMPI_LIBDIR_LOC", "OMPI_VERSION", "OPAL_USER_PARAMS_GIVEN"),
+            *("PRTE_LAUNCHED", "PRTE_SHARED_FS"),
             *("PMI_RANK", "PMI_SIZE", "PMI_FD", "PMI_ID", "PMI_PORT", "PMI_KVS*", "PMI_SPAWNED", "PMI_JOBID"),
-            *("PMI_APPNUM", "PMI_CONTROL_PORT", "PMI_LOCAL_*", "PMI_UNIVERSE_SIZE", "PMI_SHARED_SECRET"),
+            *(
+                "PMI_HOSTNAME",
+                "PMI_DEBUG",
+                "MPI_APPNUM",
+                "MPI_UNIVERSE_SIZE",
+                "PMI_APPNUM",
+                "PMI_CONTROL_PORT",
+                "PMI_LOCAL_*",
+                "PMI_UNIVERSE_SIZE",
+                "PMI_SHARED_SECRET",
+            ),
             *("PMIX_RANK", "PMIX_NAMESPACE", "PMIX_SERVER_*", "PMIX_ID", "PMIX_VERSION", "PMIX_HOSTNAME"),
-            *("PMIX_DSTORE_*", "PMIX_GDS_*", "PMIX_BFROP*", "PMIX_PTL_*", "PMIX_SECURITY_MODE"),
+            *(
+                "PMIX_SYSTEM_TMPDIR",
+                "PMIX_PARAM_FILE_PASSED",
+                "PMIX_DSTORE_*",
+                "PMIX_GDS_*",
+                "PMIX_BFROP*",
+                "PMIX_PTL_*",
+                "PMIX_SECURITY_MODE",
+            ),
             *("PALS_APID", "PALS_RANKID", "PALS_NODEID", "PALS_LOCAL_*", "PALS_SPOOL_DIR", "PALS_APINFO", "PALS_DIR"),
+            *("HYDRA_BSTRAP_*", "HYDRA_LAUNCH_TYPE", "I_MPI_INFO_*", "I_MPI_HYDRA_UUID", "I_MPI_PIN_MAPPING"),
             *("HYDI_*", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_*", "MPISPAWN_*", "MPIRUN_RSH*"),
         ),
         "a library of MPI would look for the process manager that they name; its settings pass (OMPI_MCA_btl, ...)",

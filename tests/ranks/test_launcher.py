@@ -1,7 +1,7 @@
 """Placement from the variables of each launcher.
 
 The sets named by a scheduler's version were recorded on running clusters and cut to the variables that place a rank;
-those of Open MPI, hydra, PALS, MVAPICH2, JSM, Flux and DeepSpeed are written from their documentation.
+those of PALS, MVAPICH2, JSM and Flux are written from their documentation; `tests/recorded` has what others really say.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recorded_launchers import RECORDED
 from shardway.errors import SiteError
+from shardway.inherited import strip
 from shardway.ranks.launcher import Placement, describe_placement, find_placement
 
 ALONE = Placement(0, 1, 0, 1, 0, 1, "127.0.0.1", 0, "none")
@@ -490,3 +492,45 @@ def test_placement_needs_no_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; import shardway.ranks.launcher as m; m.find_placement({})"
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (finished.returncode, finished.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("launcher", RECORDED)
+def test_the_ranks_of_a_launcher_as_recorded(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardway.ranks.launcher.find_starter", lambda: f"{launcher} 4711")
+    first, second = (find_placement(environ) for environ in RECORDED[launcher])
+    assert [(each.rank, each.world, each.local_rank, each.local_world) for each in (first, second)] == [
+        (0, 2, 0, 2),
+        (1, 2, 1, 2),
+    ]
+    assert (first.node, first.nodes) == (second.node, second.nodes) == (0, 1)
+    assert first.master_port > 0
+    assert (first.master_addr, first.master_port) == (second.master_addr, second.master_port)
+
+
+@pytest.mark.parametrize("launcher", RECORDED)
+def test_a_job_that_a_recorded_rank_submits_has_no_place(launcher: str) -> None:
+    for environ in RECORDED[launcher]:
+        assert find_placement(strip(environ)) == ALONE
+
+
+def test_two_launches_of_hydra_on_a_machine_meet_at_two_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in their variables differs but the rank; what started them does."""
+    places = []
+    for pid in (4711, 4712):
+        monkeypatch.setattr("shardway.ranks.launcher.find_starter", lambda pid=pid: f"hydra_pmi_proxy {pid}")
+        places.append(find_placement(RECORDED["mpich"][0]))
+    assert places[0].master_port != places[1].master_port
+    monkeypatch.setattr("shardway.ranks.launcher.find_starter", lambda: "")
+    with pytest.raises(SiteError, match="export MASTER_PORT with one value for all ranks"):
+        find_placement(RECORDED["mpich"][0])
+
+
+def test_what_starts_ranks_is_found_above_them(tmp_path: Path) -> None:
+    """Also past a shell in between; here the launcher is a shell by that name."""
+    (tmp_path / "mpiexec").write_text('#!/bin/sh\nsh -c "$@; true"\n')
+    (tmp_path / "mpiexec").chmod(0o755)
+    code = f"'{sys.executable}' -c 'from shardway.ranks.starter import find_starter; print(find_starter())'"
+    done = subprocess.run([str(tmp_path / "mpiexec"), code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("mpiexec ")
+    alone = subprocess.run(["sh", "-c", code], capture_output=True, text=True, check=True)
+    assert alone.stdout == "\n"

@@ -2,7 +2,8 @@
 
 Invariant: every rank of one launch gets the same world, address and port, and a rank of its own, or a SiteError;
 variables that are partial or contradict each other never end as rank 0 of 1. This module must not import torch,
-change the environment or open a connection; the one file it reads is PBS_NODEFILE.
+change the environment or open a connection; the one file it reads is PBS_NODEFILE, and the processes above this one
+where nothing else tells two launches of a node apart.
 
 Sources: srun(1) "Output environment variables", pbsdsh(1B), mpirun(1) of Open MPI, flux-environment(7), torchrun's
 "Environment variables", and the variables that MPICH's hydra, Intel MPI, MVAPICH2, HPE's PALS, IBM's JSM and
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 
 from shardway.ranks.hostlist import parse_tasks_per_node
 from shardway.ranks.meeting import LOOPBACK, find_address, find_port, read_nodefile, render_endpoint
+from shardway.ranks.starter import find_starter
 from shardway.ranks.variables import (
     Environ,
     first_set,
@@ -189,6 +191,11 @@ def _read_hydra(environ: Environ) -> Placement | None:
     by_srun = _is_srun_task(environ) and _HYDRA.local_rank not in environ
     if _HYDRA.rank not in environ or by_srun:
         return None
+    if "MPI_APPNUM" in environ and _HYDRA.local_rank not in environ:  # mpiexec.gforker, which knows one machine
+        rank, world = (read_int(environ, "mpiexec.gforker", name) for name in (_HYDRA.rank, _HYDRA.world))
+        seat = _Seat(rank, world, rank, world, 0, 1)
+        _check_seat(environ, "mpiexec.gforker", _HYDRA, seat)
+        return _place(environ, "mpiexec.gforker", seat)
     return _place(environ, "mpiexec (hydra)", _read_seat(environ, "mpiexec (hydra)", _HYDRA))
 
 
@@ -369,6 +376,8 @@ def _may_meet_itself(launcher: str, seat: _Seat) -> bool:
 def _place(environ: Environ, launcher: str, seat: _Seat, launch: str = "") -> Placement:
     """The seat with its meeting point; `launch` identifies the launch more finely than the scheduler's job id."""
     job = launch or first_value(environ, "PBS_JOBID", "SLURM_JOB_ID", "LSB_JOBID")
+    if not job and seat.local_world == seat.world > 1 and not environ.get("MASTER_PORT"):
+        job = find_starter()
     return Placement(
         rank=seat.rank,
         world=seat.world,

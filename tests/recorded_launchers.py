@@ -1,0 +1,25 @@
+"""What launchers really told their ranks: the variables that each of two ranks on one machine had, as recorded.
+
+A launcher started a program that wrote its environment, from a shell with PATH, HOME and LANG alone. Left out are these
+and what any shell sets; places and the host's name are put into neutral words.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+WHAT = {
+    "accelerate": "accelerate launch --multi_gpu, Accelerate 1.15.0",
+    "deepspeed": "launcher of DeepSpeed 0.19.8",
+    "gforker": "mpiexec.gforker, MPICH 5.0.2",
+    "impi": "mpiexec.hydra, Intel MPI 2021.18.1",
+    "mpich": "mpiexec (hydra), MPICH 5.0.2",
+    "openmpi5": "mpirun, Open MPI 5.0.11",
+    "torchrun": "torchrun, PyTorch 2.13.0",
+}
+RECORDED: dict[str, list[dict[str, str]]] = {
+    path.stem: json.loads(path.read_text(encoding="utf-8"))["ranks"]
+    for path in sorted((Path(__file__).parent / "recorded").glob("*.json"))
+}
+"""Launcher -> the variables of rank 0 and of rank 1."""
