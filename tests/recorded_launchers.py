@@ -9,15 +9,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-WHAT = {
-    "accelerate": "accelerate launch --multi_gpu, Accelerate 1.15.0",
-    "deepspeed": "launcher of DeepSpeed 0.19.8",
-    "gforker": "mpiexec.gforker, MPICH 5.0.2",
-    "impi": "mpiexec.hydra, Intel MPI 2021.18.1",
-    "mpich": "mpiexec (hydra), MPICH 5.0.2",
-    "openmpi5": "mpirun, Open MPI 5.0.11",
-    "torchrun": "torchrun, PyTorch 2.13.0",
-}
 RECORDED: dict[str, list[dict[str, str]]] = {
     path.stem: json.loads(path.read_text(encoding="utf-8"))["ranks"]
     for path in sorted((Path(__file__).parent / "recorded").glob("*.json"))

@@ -21,18 +21,8 @@ from shardway.inherited import (
     tell_options,
 )
 from shardway.launch.blocks import read_block
+from variables_of_jobs import OF_JOBS
 
-LEFT_OUT = (  # noqa: SIM905
-    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK ROLE_RANK MASTER_ADDR MASTER_PORT CROSS_RANK "
-    "TORCHELASTIC_RUN_ID TORCHELASTIC_MAX_RESTARTS PET_NNODES PET_NPROC_PER_NODE "
-    "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_SIZE OMPI_MCA_ess_base_jobid OMPI_MCA_orte_precondition_transports "
-    "PMI_RANK PMI_FD PMIX_NAMESPACE PMIX_SERVER_URI2 PALS_RANKID PALS_APID MPI_LOCALRANKID MV2_COMM_WORLD_LOCAL_RANK "
-    "SLURM_JOB_ID SLURM_PROCID SLURM_NTASKS SLURM_MEM_PER_CPU SLURM_EXPORT_ENV SLURM_STEP_ID SLURM_CPU_BIND "
-    "SBATCH_ACCOUNT SBATCH_EXPORT SBATCH_TIMELIMIT SBATCH_REQUEUE SALLOC_PARTITION SQUEUE_FORMAT SCANCEL_USER "
-    "PBS_JOBID PBS_NODEFILE PBS_TASKNUM PBS_O_WORKDIR PBS_DPREFIX NCPUS "
-    "LSB_JOBID LSB_HOSTS LSB_DJOB_HOSTFILE JSM_NAMESPACE_RANK JSM_NAMESPACE_SIZE "
-    "FLUX_TASK_RANK FLUX_JOB_SIZE FLUX_KVS_NAMESPACE SHARDWAY_AGENT SHARDWAY_JOB SHARDWAY_ATTEMPT_DIR"
-).split()
 PASSES = (  # noqa: SIM905
     "PATH HOME LANG PYTHONPATH VIRTUAL_ENV CONDA_PREFIX LD_LIBRARY_PATH https_proxy NCCL_SOCKET_IFNAME NCCL_DEBUG "
     "GLOO_SOCKET_IFNAME OMP_NUM_THREADS CUDA_VISIBLE_DEVICES OMPI_MCA_btl_tcp_if_include OMPI_MCA_pml PMIX_MCA_gds "
@@ -43,7 +33,7 @@ PASSES = (  # noqa: SIM905
 ).split()
 
 
-@pytest.mark.parametrize("name", LEFT_OUT)
+@pytest.mark.parametrize("name", OF_JOBS)
 def test_what_is_of_another_job_reaches_none(name: str) -> None:
     assert strip({name: "1"}) == {}
 
@@ -54,7 +44,7 @@ def test_what_a_person_has_set_for_all_passes(name: str) -> None:
 
 
 def test_families_do_not_overlap() -> None:
-    for name in LEFT_OUT:
+    for name in OF_JOBS:
         assert sum(family.has(name) for family in FAMILIES) == 1, name
 
 
@@ -64,7 +54,7 @@ def test_ranks_of_an_agent_are_no_tasks_of_mpi() -> None:
 
 
 VALUES = st.text(st.characters(blacklist_characters="\x00", blacklist_categories=("Cs",)), max_size=8)
-ENVIRONS = st.dictionaries(st.sampled_from([*LEFT_OUT, *PASSES]), VALUES, max_size=30)
+ENVIRONS = st.dictionaries(st.sampled_from([*OF_JOBS, *PASSES]), VALUES, max_size=30)
 KEPT_BY_BASH = ("PATH", "HOME", "PWD", "OLDPWD", "SHLVL", "_")
 
 
@@ -120,9 +110,10 @@ def test_options_for_sbatch_are_told(options: Mapping[str, str], told: list[str]
 
 
 def test_the_page_shows_the_table(request: pytest.FixtureRequest) -> None:
-    rows: list[tuple[str, ...]] = [("what", "variables", "but not", "why", "ranks of an agent see it")]
+    rows: list[tuple[str, ...]] = [("what", "variables", "but not", "a run may set", "why", "ranks of an agent see it")]
     for family in FAMILIES:
-        names, kept = (" ".join(f"`{name}`" for name in part) for part in (family.names, family.kept))
-        rows.append((family.subject, names, kept, family.reason, "yes" if family.reaches_ranks else "no"))
+        parts = (family.names, family.kept, family.settings)
+        shown = (" ".join(f"`{name}`" for name in part) for part in parts)
+        rows.append((family.subject, *shown, family.reason, "yes" if family.reaches_ranks else "no"))
     check_table(request, "environment.md", "variables", rows)
     assert find_family("PATH") is None

@@ -26,13 +26,15 @@ from types import MappingProxyType
 class Family:
     """Variables of one kind: shell patterns of their names, those of them that pass all the same (`kept`), and why.
 
-    `reaches_ranks`: whether the ranks that an agent starts see them; no job that is submitted does.
+    `settings`: those that a job may set for its own ranks all the same. `reaches_ranks`: whether the ranks that an
+    agent starts see them; no job that is submitted does.
     """
 
     subject: str
     names: tuple[str, ...]
     reason: str
     kept: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
     reaches_ranks: bool = False
 
     def has(self, name: str) -> bool:
@@ -113,6 +115,7 @@ FAMILIES = (
             *("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_ROOT", "SLURM_HOME"),
             "SLURM_MPI_TYPE",
         ),
+        settings=("SLURM_OVERLAP", "SLURM_NETWORK", "SLURM_UNBUFFEREDIO", "SRUN_CPUS_PER_TASK"),
         reaches_ranks=True,
     ),
     Family(
@@ -131,6 +134,7 @@ FAMILIES = (
             *("PBS_PRIMARY", "PBS_SECONDARY", "PBS_LEAF_NAME", "PBS_*_SERVICE_PORT", "PBS_ENCRYPT_METHOD"),
             "PBS_SUPPORTED_AUTH_METHODS",
         ),
+        settings=("NCPUS",),
         reaches_ranks=True,
     ),
     Family(
@@ -214,13 +218,18 @@ def find_family(name: str) -> Family | None:
     return next((family for family in FAMILIES if family.has(name)), None)
 
 
+def name_key(name: str) -> str:
+    """The key of a run file that means the same as a variable with an option for sbatch; "" for none."""
+    return KEYS.get(name, f"site.options.{_option_of(name)}") if _matches(name, OPTIONS) else ""
+
+
 def tell_options(options: Mapping[str, str], asked: Mapping[str, str]) -> Iterator[str]:
     """A sentence for each option of `list_options`: that it is used (an account), or what holds in its place.
 
     `asked`: what the job asks of Slurm, by key. Nothing is told of one that says the same.
     """
     for name, value in options.items():
-        key = KEYS.get(name, f"site.options.{_option_of(name)}")
+        key = name_key(name)
         said = asked.get(key, "")
         if not value or (said and said == _as_asked(key, value) and name != ACCOUNT):
             continue

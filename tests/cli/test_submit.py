@@ -89,7 +89,9 @@ WORDS = [
     Case("select-as-an-option", (*PBS, 'site.options={l = "select=4"}')),
     Case("option-of-two-lines", (*JUPITER, 'site.options={comment = "a\\nb"}')),
     Case("variable-without-a-name", (*JUPITER, 'site.environment={"a b" = "1"}')),
-    Case("variable-of-a-rank", (*JUPITER, 'site.environment={RANK = "0", SLURM_PROCID = "0"}')),
+    Case(
+        "variable-of-a-rank", (*JUPITER, 'site.environment={RANK = "0", SBATCH_TIMELIMIT = "3", SLURM_NETWORK = "x"}')
+    ),
     Case("secret-in-the-run-file", (*JUPITER, 'site.environment={HF_TOKEN = "hf_x"}')),
     Case("variable-that-is-a-table", (*JUPITER, "site.environment={A = [1, 2]}")),
     Case("queue-with-a-blank", (*JUPITER, "site.queue=my queue")),

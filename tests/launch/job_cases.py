@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from shardway.launch.job import Again, Chain, ContainerUse, Job, Mount, Program, QueueTerms, Shape, Surroundings
@@ -140,7 +141,9 @@ class Cluster:
         job.folder.job_script.write_text(render_job_script(job), encoding="utf-8")
         job.around.workdir.mkdir(parents=True, exist_ok=True)
 
-    def start(self, job: Job, job_id: str = "101", script: str = "", **variables: str) -> subprocess.Popen[str]:
+    def start(
+        self, job: Job, job_id: str = "101", script: str = "", variables: Mapping[str, str] = MappingProxyType({})
+    ) -> subprocess.Popen[str]:
         """Run the script of a prepared attempt, or another one, in a session of its own as schedulers do."""
         return subprocess.Popen(
             ["bash", script or str(job.folder.job_script)],
@@ -152,9 +155,9 @@ class Cluster:
             start_new_session=True,
         )
 
-    def run(self, job: Job, job_id: str = "101", **variables: str) -> Ran:
+    def run(self, job: Job, job_id: str = "101", variables: Mapping[str, str] = MappingProxyType({})) -> Ran:
         """Run the script of a prepared attempt to its end."""
-        process = self.start(job, job_id, **variables)
+        process = self.start(job, job_id, variables=variables)
         out, _ = process.communicate(timeout=180)
         log = job.folder.job_log.read_text() if job.folder.job_log.exists() else ""
         return Ran(process.returncode, out + log, job.folder.read_result())

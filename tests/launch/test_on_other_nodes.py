@@ -21,7 +21,7 @@ def run(job: Job, cluster: Cluster, folder: str = "runs/base", **variables: str)
     path = cluster.path / folder
     job = replace(job, run=path, around=replace(job.around, workdir=path / "attempts/0001/code", venv=""))
     cluster.prepare(job)
-    return cluster.run(job, **variables)
+    return cluster.run(job, variables=variables)
 
 
 @pytest.fixture

@@ -82,7 +82,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
         path = cluster.path / run
         job = replace(job, run=path, around=replace(job.around, workdir=path / "attempts/0001/code", venv=""))
         cluster.prepare(job)
-        return cluster.run(job, **variables), cluster.list_ranks(), cluster
+        return cluster.run(job, variables=variables), cluster.list_ranks(), cluster
 
     yield run_job
     assert not list(tmp_path.rglob("hurt"))

@@ -23,7 +23,7 @@ def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     made = {name: [SimpleNamespace(family=socket.AF_INET, address=text)] for name, text in addresses.items()}
     made["ib0"].append(SimpleNamespace(family=socket.AF_INET6, address="fe80::7%ib0"))
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: made)
-    stats = {name: SimpleNamespace(isup=name != "eth1") for name in addresses}
+    stats = {name: SimpleNamespace(isup=name != "eth1", mtu=1500) for name in addresses}
     monkeypatch.setattr(psutil, "net_if_stats", lambda: stats)
 
 

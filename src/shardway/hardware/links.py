@@ -8,17 +8,30 @@ Sources: netdevice(7) on IFF_RUNNING; Linux, Documentation/ABI/stable/sysfs-clas
 from __future__ import annotations
 
 import re
+import socket
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface; `up`: it is switched on and has a carrier."""
+    """A network interface; `up`: it is switched on and has a carrier. `addresses` of IPv4 and IPv6, without a zone."""
 
     name: str
     up: bool
     mtu: int
+    addresses: tuple[str, ...] = ()
+
+    @property
+    def leaves_machine(self) -> bool:
+        """Whether it may lead to other nodes: no loopback, and none towards containers and virtual machines."""
+        return self.name != "lo" and not self.name.startswith(_WITHIN)
+
+
+_WITHIN = ("docker", "veth", "virbr", "br-", "cni", "podman")
+"""Beginnings of interfaces that lead to containers and virtual machines."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +51,23 @@ class Port:
 
 
 def list_interfaces() -> tuple[Interface, ...]:
-    """Every network interface of this process's network namespace, by name; /sys may show those of another one."""
+    """Every network interface of this process's network namespace, those with an address first; /sys may show those
+    of another one."""
     import psutil
 
     try:
-        found = psutil.net_if_stats()
+        found, addresses = psutil.net_if_stats(), psutil.net_if_addrs()
     except OSError:
         return ()
-    return tuple(Interface(name, bool(facts.isup), int(facts.mtu)) for name, facts in sorted(found.items()))
+    names = (name for name in dict.fromkeys((*addresses, *found)) if name in found)
+    return tuple(
+        Interface(name, bool(found[name].isup), int(found[name].mtu), _plain(addresses.get(name, ()))) for name in names
+    )
+
+
+def _plain(addresses: Iterable[Any]) -> tuple[str, ...]:
+    families = (socket.AF_INET, socket.AF_INET6)
+    return tuple(each.address.partition("%")[0] for each in addresses if each.family in families)
 
 
 def list_ports(root: Path = Path("/")) -> tuple[Port, ...]:

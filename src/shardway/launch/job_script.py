@@ -143,15 +143,14 @@ def _array(name: str, words: Iterable[str]) -> str:
 
 
 def _functions(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
-    control = list(_IN_EVERY_SCRIPT)
-    if job.scheduler == "local" or (job.warn_s and not scheduler.warns):
-        control += ["in_time", "tell_script"]
-    if _ranks_within(job):
-        control += [*(["in_time"] if "in_time" not in control else []), "end_without_ranks"]
-    if scheduler.signals_every_process and job.program.meets_by_itself:
-        control += ["await_ranks"]
-    if job.chain.until_done:
-        control += [*_OF_A_CHAIN, *([] if job.chain.ahead else ["queue_next"])]
+    needed = (
+        (job.scheduler == "local" or _warns_itself(job, scheduler), ("in_time", "tell_script")),
+        (_ranks_within(job) > 0, ("in_time", "end_without_ranks")),
+        (_awaits_ranks(job, scheduler), ("await_ranks",)),
+        (job.chain.until_done, _OF_A_CHAIN),
+        (job.chain.until_done and not job.chain.ahead, ("queue_next",)),
+    )
+    control = dict.fromkeys((*_IN_EVERY_SCRIPT, *(name for wanted, names in needed if wanted for name in names)))
     left_out = {"of_ranks": True, "of_jobs": False} if "queue_next" in control else {"of_ranks": True}
     return (
         *(Line(_array(name, list_patterns(of_ranks=ranks)), _LEFT_OUT) for name, ranks in left_out.items()),
@@ -178,19 +177,28 @@ def _begin(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
         Line("trap 'ask_to_stop deadline the wall-time is about to end' USR2", "signals become the stop file"),
         *_traps(),
     ]
-    if job.warn_s and not scheduler.warns:
+    if _warns_itself(job, scheduler):
         clock = f"in_time $((deadline - started - {round(job.warn_s)})) tell_script USR2"
         lines.append(Line(clock, "warns this script before the wall-time ends, which the scheduler does not"))
     return tuple(lines)
 
 
-_ASKING = ("TERM", "USR1", "HUP")
+_ASKING = {"TERM": "SIGTERM came, as schedulers send it before they kill", "USR1": "SIGUSR1 came", "HUP": "SIGHUP came"}
+"""Signals that ask a job to stop, with what is said of each."""
 
 
 def _traps() -> tuple[Line, ...]:
-    """What signals mean that ask a job to stop."""
-    said = {"TERM": "SIGTERM came, as schedulers send it before they kill"}
-    return tuple(Line(f"trap 'ask_to_stop signal {said.get(name, f'SIG{name} came')}' {name}") for name in _ASKING)
+    return tuple(Line(f"trap 'ask_to_stop signal {said}' {name}") for name, said in _ASKING.items())
+
+
+def _warns_itself(job: Job, scheduler: SchedulerScript) -> bool:
+    """Whether the script tells itself that the wall-time is about to end."""
+    return job.warn_s > 0 and not scheduler.warns
+
+
+def _awaits_ranks(job: Job, scheduler: SchedulerScript) -> bool:
+    """Whether a job that was asked to end waits for the word of ranks which its scheduler has told as well."""
+    return scheduler.signals_every_process and job.program.meets_by_itself
 
 
 def _around(job: Job) -> tuple[Line, ...]:
@@ -283,7 +291,7 @@ def _run(job: Job, scheduler: SchedulerScript, runtime: Runtime) -> tuple[Line, 
     if within:
         lines.append(Line(f'in_time {within} end_without_ranks {within} "$ranks"', "a job without ranks ends"))
     lines.append(Line('wait_for "$ranks"'))
-    if shielded and job.program.meets_by_itself:
+    if _awaits_ranks(job, scheduler):
         lines.append(Line(f'[ -z "$asked" ] || await_ranks {_LAST_WORD_S}', "they may still save"))
     return tuple(lines)
 

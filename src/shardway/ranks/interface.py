@@ -14,8 +14,7 @@ import itertools
 import socket
 from collections.abc import Iterable, Iterator, MutableMapping
 
-import psutil
-
+from shardway.hardware.links import Interface, list_interfaces
 from shardway.ranks.launcher import Placement
 from shardway.ranks.meeting import is_loopback
 
@@ -24,8 +23,6 @@ VARIABLE = "GLOO_SOCKET_IFNAME"
 _NODES = "SHARDWAY_NODES"
 _ANY_PORT = 9
 _TRIED = 4
-_OF_THIS_MACHINE = ("docker", "veth", "virbr", "br-", "cni", "podman")
-"""Beginnings of interfaces that lead to containers and virtual machines."""
 
 
 def name_interface(placement: Placement, environ: MutableMapping[str, str]) -> None:
@@ -44,8 +41,7 @@ def choose_interface(own: Iterable[str], others: Iterable[str]) -> str:
     for address in own_addresses(others):
         if name := find_interface(address):
             return name
-    found = [name for name, addresses in _list_interfaces().items() if addresses]
-    return next((name for name in found if not name.startswith(_OF_THIS_MACHINE)), "")
+    return next((each.name for each in _list_reachable() if each.addresses and each.leaves_machine), "")
 
 
 def own_addresses(others: Iterable[str]) -> Iterator[str]:
@@ -65,7 +61,7 @@ def own_addresses(others: Iterable[str]) -> Iterator[str]:
 
 def find_interface(address: str) -> str:
     """The interface that has this address; "" for none."""
-    return next((name for name, addresses in _list_interfaces().items() if address in addresses), "")
+    return next((each.name for each in _list_reachable() if address in each.addresses), "")
 
 
 def look_up(name: str) -> tuple[str, ...]:
@@ -76,15 +72,6 @@ def look_up(name: str) -> tuple[str, ...]:
         return ()
 
 
-def _list_interfaces() -> dict[str, list[str]]:
-    """Interfaces that are up, with their addresses; the loopback left out."""
-    try:
-        stats, found = psutil.net_if_stats(), psutil.net_if_addrs()
-    except OSError:
-        return {}
-    families = (socket.AF_INET, socket.AF_INET6)
-    return {
-        name: [each.address.partition("%")[0] for each in addresses if each.family in families]
-        for name, addresses in found.items()
-        if name != "lo" and name in stats and stats[name].isup
-    }
+def _list_reachable() -> list[Interface]:
+    """Interfaces that are up; the loopback left out."""
+    return [each for each in list_interfaces() if each.up and each.name != "lo"]

@@ -192,10 +192,7 @@ def _read_hydra(environ: Environ) -> Placement | None:
     if _HYDRA.rank not in environ or by_srun:
         return None
     if "MPI_APPNUM" in environ and _HYDRA.local_rank not in environ:  # mpiexec.gforker, which knows one machine
-        rank, world = (read_int(environ, "mpiexec.gforker", name) for name in (_HYDRA.rank, _HYDRA.world))
-        seat = _Seat(rank, world, rank, world, 0, 1)
-        _check_seat(environ, "mpiexec.gforker", _HYDRA, seat)
-        return _place(environ, "mpiexec.gforker", seat)
+        return _place(environ, "mpiexec.gforker", _read_seat_of_one_node(environ, "mpiexec.gforker", _HYDRA))
     return _place(environ, "mpiexec (hydra)", _read_seat(environ, "mpiexec (hydra)", _HYDRA))
 
 
@@ -291,7 +288,6 @@ def _read_environment(environ: Environ) -> Placement | None:
     left out where all ranks are on one node."""
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         return None
-    rank, world = (read_int(environ, "the environment", name) for name in ("RANK", "WORLD_SIZE"))
     names = _Names(
         "RANK",
         "WORLD_SIZE",
@@ -300,13 +296,14 @@ def _read_environment(environ: Environ) -> Placement | None:
         first_set(environ, "GROUP_RANK", "NODE_RANK", "CROSS_RANK"),
         first_set(environ, "GROUP_WORLD_SIZE", "NNODES", "CROSS_SIZE"),
     )
-    one_node = world == 1 or environ.get("MASTER_ADDR", "") in (LOOPBACK, "localhost", "::1", "[::1]")
-    if not one_node or names.local_world in environ:
-        return _place(environ, "the environment", _read_seat(environ, "the environment", names))
-    local_rank = read_int(environ, "the environment", "LOCAL_RANK") if "LOCAL_RANK" in environ else rank
-    seat = _Seat(rank, world, local_rank, world, 0, 1)
-    _check_seat(environ, "the environment", names, seat)
-    return _place(environ, "the environment", seat)
+    one_node = environ.get("WORLD_SIZE") == "1" or environ.get("MASTER_ADDR", "") in (
+        LOOPBACK,
+        "localhost",
+        "::1",
+        "[::1]",
+    )
+    read = _read_seat_of_one_node if one_node and names.local_world not in environ else _read_seat
+    return _place(environ, "the environment", read(environ, "the environment", names))
 
 
 _READERS: dict[str, Callable[[Environ], Placement | None]] = {
@@ -334,6 +331,15 @@ def _read_seat(environ: Environ, launcher: str, names: _Names) -> _Seat:
     if local_world == world:
         node, nodes = 0, 1
     seat = _Seat(rank, world, local_rank, local_world, node, nodes)
+    _check_seat(environ, launcher, names, seat)
+    return seat
+
+
+def _read_seat_of_one_node(environ: Environ, launcher: str, names: _Names) -> _Seat:
+    """The seat where all ranks are on this node, and their local numbers may be left out."""
+    rank, world = (read_int(environ, launcher, name) for name in (names.rank, names.world))
+    local_rank = read_int(environ, launcher, names.local_rank) if names.local_rank in environ else rank
+    seat = _Seat(rank, world, local_rank, world, 0, 1)
     _check_seat(environ, launcher, names, seat)
     return seat
 

@@ -7,13 +7,13 @@ Sources: names of the processes that MPICH's, Intel's and Open MPI's `mpiexec` l
 
 from __future__ import annotations
 
-import psutil
-
 _NAMES = ("hydra_pmi_proxy", "mpiexec", "mpirun", "orterun", "prterun", "orted", "prted", "mpispawn", "pmi_proxy")
 
 
 def find_starter() -> str:
     """Name and id of the nearest process above this one that starts ranks; "" for none."""
+    import psutil  # here, since nearly every launch names itself
+
     try:
         above = [(process.name(), process.pid) for process in psutil.Process().parents()]
     except (psutil.Error, OSError):

@@ -346,14 +346,18 @@ ask_ending() {
     *) echo lost ;;
   esac
 }
+# submit_as_program SCRIPT OPTION...: PBS would type a script into a login shell, which signals end before the ranks have saved
+submit_as_program() {
+  local script=$1 words
+  shift
+  mapfile -t words < <(sed -n 's/^#PBS //p' "$script" | xargs printf '%s\n')
+  qsub "$@" "${words[@]}" -- /bin/bash -l "$script"
+}
 # submit_after SCRIPT: to start when this job has ended, however it ends; prints the job id
 submit_after() {
-  local id words # as a program: a script is typed into a login shell, which signals end before the ranks have saved
-  mapfile -t words < <(sed -n 's/^#PBS //p' "$1" | xargs printf '%s\n')
-  id=$(
-    drop_variables "${of_ranks[@]}" "${of_jobs[@]}" &&
-      qsub -W "depend=afterany:$job" "${words[@]}" -- /bin/bash -l "$1" 2>&1
-  ) || { say "qsub: $id" >&2; return 1; }
+  local id
+  id=$(drop_variables "${of_ranks[@]}" "${of_jobs[@]}" && submit_as_program "$1" -W "depend=afterany:$job" 2>&1) ||
+    { say "qsub: $id" >&2; return 1; }
   echo "${id##*$'\n'}"
 }
 # cancel_job JOB

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
+from shardway.launch.blocks import read_block
 from shardway.launch.hosts.base import Done
 from shardway.launch.schedulers.explain import Explainer
 from shardway.launch.schedulers.local import query as local
@@ -56,16 +57,9 @@ def _sbatch(script: str, log: str, after: str) -> Words:
     return ("sbatch", "--parsable", *([f"--dependency=afterany:{after}"] if after else []), script)
 
 
-_AS_PROGRAM = (
-    'script=$1; shift; mapfile -t words < <(sed -n "s/^#PBS //p" "$script" | xargs printf "%s\\n"); '
-    'exec qsub "$@" "${words[@]}" -- /bin/bash -l "$script"'
-)
-"""Shell: submit a script with its #PBS lines as a program. PBS would type a script into a login shell of its own, which
-the signals of qdel and qsig end, and the job with it, while the ranks have yet to save."""
-
-
 def _qsub(script: str, log: str, after: str) -> Words:
-    return ("bash", "-c", _AS_PROGRAM, "qsub", script, *(["-W", f"depend=afterany:{after}"] if after else []))
+    shell = f'{read_block("pbs", "submit_as_program").text}\nsubmit_as_program "$@"'
+    return ("bash", "-c", shell, "qsub", script, *(["-W", f"depend=afterany:{after}"] if after else []))
 
 
 def _parse_job_id(pattern: re.Pattern[str], text: str) -> str:

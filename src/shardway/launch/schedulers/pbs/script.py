@@ -79,7 +79,7 @@ def _functions(job: Job) -> tuple[str, ...]:
     starter = ("on_each_node",) if job.one_agent_a_node else ("remote_shell",)
     setup = ("on_each_node",) if job.container.runtime == "enroot" and not _made_by_pbs(job) else ()
     needed = dict.fromkeys((*starter, *setup))
-    return ("begin", "ask_ending", "submit_after", "cancel_job", *needed)
+    return ("begin", "ask_ending", "submit_as_program", "submit_after", "cancel_job", *needed)
 
 
 PBS = SchedulerScript(

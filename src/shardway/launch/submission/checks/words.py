@@ -9,17 +9,15 @@ import re
 from collections.abc import Iterator
 
 from shardway.errors import Problem, UserError
-from shardway.inherited import find_family
+from shardway.inherited import find_family, name_key
 from shardway.launch.containers.base import all_mounts
-from shardway.launch.job import OWN_VARIABLES, SECRETS
+from shardway.launch.job import SECRETS
 from shardway.launch.submission.checks.numbers import NAMED_BY_KEYS, Check, problem
 from shardway.launch.submission.wish import Wish, build_job, parse_mount, runtime_of
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PLAIN = re.compile(r"[A-Za-z0-9_@+=:,./%*-]*")
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|CREDENTIAL|PRIVATE_KEY", re.IGNORECASE)
-_SETTINGS_OF_STEPS = ("SLURM_OVERLAP", "SLURM_NETWORK", "SLURM_UNBUFFEREDIO", "SRUN_CPUS_PER_TASK", "NCPUS")
-"""What means something for one job or rank alone, and may be set for this one."""
 
 
 def options_do_not_contradict_keys(wish: Wish) -> Iterator[Problem]:
@@ -49,10 +47,10 @@ def variables_can_be_set_and_are_no_secrets(wish: Wish) -> Iterator[Problem]:
     for name, value in wish.section.environment.items():
         if not _NAME.fullmatch(name):
             yield problem(wish, "environment", f'"{name}" is no name of a variable', "letters, digits and _")
-        elif name in OWN_VARIABLES[:-2] or (find_family(name) and name not in _SETTINGS_OF_STEPS):
-            yield problem(
-                wish, "environment", f'"{name}" is set for each rank by what starts it', remedy="leave it out"
-            )
+        elif (family := find_family(name)) and name not in family.settings:
+            key = name_key(name)
+            what = f'"{name}" ({family.subject}) is not for a run to set'
+            yield problem(wish, "environment", what, remedy=f"set {key} in its place" if key else "leave it out")
         elif _SECRET.search(name):
             what = f'"{name}" looks like a secret, and job scripts and run files are read by others'
             yield problem(wish, "environment", what, remedy=f"write {name}=... into {SECRETS} (chmod 600) on the site")

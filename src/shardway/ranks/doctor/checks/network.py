@@ -15,8 +15,6 @@ from shardway.ranks.doctor.surroundings import Surroundings
 from shardway.ranks.interface import look_up
 from shardway.ranks.meeting import is_loopback
 
-_VIRTUAL = ("docker", "virbr", "veth", "br-", "podman", "cni", "lo")
-
 
 def check_interfaces(around: Surroundings) -> Finding:
     """Whether the interfaces that NCCL and gloo are told to use exist and are up."""
@@ -31,22 +29,23 @@ def judge_interfaces(around: Surroundings, found: tuple[Interface, ...]) -> Find
         if not text:
             continue
         chosen = _choose(text, found, exact=exact)
-        up = [each.name for each in chosen if each.up]
-        usable = ", ".join(each.name for each in found if each.up and not each.name.startswith(_VIRTUAL)) or "none"
+        up = [each for each in chosen if each.up]
+        usable = ", ".join(each.name for each in found if each.up and each.leaves_machine) or "none"
         remedy = f"unset {name}, or name one that is up here: {usable}"
         if not chosen:
             return bad(f"{name}={text}: {around.host} has no such interface", remedy)
         if not up:
             return bad(f"{name}={text}: {', '.join(each.name for each in chosen)} is down", remedy)
-        if around.several_nodes and all(each.startswith(_VIRTUAL) for each in up):
-            return bad(f"{name}={text}: {', '.join(up)} leads to no other node", remedy)
-        said.append(f"{name}={text}: {', '.join(up)}")
+        names = ", ".join(each.name for each in up)
+        if around.several_nodes and not any(each.leaves_machine for each in up):
+            return bad(f"{name}={text}: {names} leads to no other node", remedy)
+        said.append(f"{name}={text}: {names}")
     if said:
         return good("; ".join(said))
-    names = [each.name for each in found if each.up and not each.name.startswith(_VIRTUAL)]
-    if not names:
+    usable = ", ".join(each.name for each in found if each.up and each.leaves_machine)
+    if not usable:
         return good("only the loopback is up") if not around.several_nodes else _alone(around)
-    return good(f"no variable chooses; up: {', '.join(names)}")
+    return good(f"no variable chooses; up: {usable}")
 
 
 def _alone(around: Surroundings) -> Finding:
