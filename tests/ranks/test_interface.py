@@ -35,8 +35,21 @@ def test_an_interface_is_found_by_its_address(interfaces: None, address: str, na
     assert find_interface(address) == name
 
 
-def test_a_name_that_leads_here_needs_no_interface(interfaces: None) -> None:
+@pytest.mark.parametrize("found", [["192.0.2.7"], []], ids=["the way", "no way"])
+def test_a_name_that_leads_here_needs_no_interface(
+    interfaces: None, monkeypatch: pytest.MonkeyPatch, found: list[str]
+) -> None:
+    monkeypatch.setattr(interface, "own_addresses", lambda others: found)
     assert choose_interface(("192.0.2.7",), ("n2",)) == ""
+
+
+@pytest.mark.parametrize("own", ["192.0.2.7", "203.0.113.99", "2001:db8::7", "fe80::7"])
+def test_a_name_of_another_network_needs_the_interface_towards_the_others(
+    interfaces: None, monkeypatch: pytest.MonkeyPatch, own: str
+) -> None:
+    """That of management, an address that no interface has, or an IPv6 address where the ranks meet by IPv4."""
+    monkeypatch.setattr(interface, "own_addresses", lambda others: ["198.51.100.7"])
+    assert choose_interface((own, "198.51.100.7"), ("n2",)) == "ib0"
 
 
 @pytest.mark.parametrize("own", [("127.0.1.1",), (), ("127.0.1.1", "192.0.2.7")], ids=["loopback", "unknown", "first"])

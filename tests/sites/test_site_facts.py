@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
+from shardway.launch.job import Job, Program, QueueTerms, Shape, Surroundings
+from shardway.launch.schedulers.slurm.script import cpus_of_task
 from shardway.sites.evidence import GENERIC_SITES, describe_facts
 from shardway.sites.find import list_shipped
 from shardway.sites.load import load_site
@@ -50,7 +53,7 @@ def test_how_a_job_asks_for_nodes(name: str, accelerators: str, memory: bool | N
     ("name", "nodes", "login"),
     [
         ("aspire2a-plus", "proxy", None),
-        ("jupiter", "none", None),
+        ("jupiter", "none", "direct"),
         ("jureca-dc", "none", None),
         ("juwels-booster", "none", None),
         ("leonardo-booster", "none", None),
@@ -63,6 +66,32 @@ def test_what_can_be_reached_outside(name: str, nodes: str, login: str | None) -
     internet = load_site(name).internet
     assert (internet.nodes, internet.login) == (nodes, login)
     assert (internet.proxy is not None) == (nodes == "proxy")
+
+
+# CPUs of one of the ranks of a whole node, as the site's own scripts and users' have them, and of all of them.
+CPUS = [
+    ("dgx-slurm", 14, 112),
+    ("jupiter", 72, 288),
+    ("jureca-dc", 64, 256),
+    ("juwels-booster", 24, 96),
+    ("leonardo-booster", 8, 32),
+    ("lumi-g", 7, 56),
+    ("marenostrum5-acc", 20, 80),
+    ("param-rudra", 24, 48),
+    ("perlmutter", 32, 128),
+]
+
+
+@pytest.mark.parametrize(("name", "each", "together"), CPUS)
+def test_the_ranks_of_a_node_have_all_its_cores(name: str, each: int, together: int) -> None:
+    """48 on JUWELS Booster, 64 on Perlmutter: where Slurm counts threads, it is asked for both of each core."""
+    node = load_site(name).node
+    ranks, cores, threads = node.accelerators_per_node or 0, node.cores or 0, node.threads_per_core or 1
+    shape = Shape(1, ranks, cores, ranks, threads_per_core=threads)
+    where = Surroundings(Path("/work"))
+    job = Job("base", "a1", name, "slurm", "srun", Path("/run"), 1, Program(("x.py",)), shape, QueueTerms(60.0), where)
+    assert cpus_of_task(job, ranks) == each
+    assert ranks * each == together == cores * threads
 
 
 def test_a_queue_may_be_a_quality_of_service() -> None:

@@ -60,13 +60,13 @@ def test_list_names_every_site_with_its_origin(run: Run, own_profiles: Path) -> 
 
 
 def test_show_says_where_each_fact_comes_from(run: Run) -> None:
-    code, out, _ = run("show", "lumi-g")
+    code, out, _ = run("show", "perlmutter")
     lines = out.splitlines()
-    assert (code, lines[:2]) == (0, ["LUMI-G (CSC)", "shipped with Shardway"])
-    [walltime] = [line for line in lines if "queues.dev-g.max_walltime" in line]
-    assert walltime.split() == ["queues.dev-g.max_walltime", "3h"]
+    assert (code, lines[:2]) == (0, ["Perlmutter, nodes with GPUs (NERSC)", "shipped with Shardway"])
+    [walltime] = [line for line in lines if "queues.debug.max_walltime" in line]
+    assert walltime.split() == ["queues.debug.max_walltime", "30m"]
     assert [line for line in lines if line.startswith("? internet.nodes")]
-    assert "https://docs.lumi-supercomputer.eu/runjobs/scheduled-jobs/partitions/" in out
+    assert "https://docs.nersc.gov/systems/perlmutter/architecture" in out
     assert all(len(line) <= 130 for line in lines)
 
 
@@ -80,7 +80,7 @@ def test_show_as_json_has_values_in_bytes_and_seconds(run: Run, own_profiles: Pa
     assert facts["node.memory"]["value"] == 480 * 2**30
     assert facts["queues.dev-g.max_walltime"]["value"] == 10800.0
     assert (facts["node.cores"]["source"], facts["node.cores"]["unsure"]) == (None, True)
-    assert facts["node.memory"]["date"] == "2026-11-22"
+    assert facts["node.memory"]["date"] == "2026-11-26"
 
 
 def test_show_of_an_unknown_site(run: Run) -> None:

@@ -1,9 +1,11 @@
 """The network interface by which other nodes reach the ranks of this one, where gloo would not find it by itself.
 
 gloo tells other ranks the first address of this node's own name. Where /etc/hosts makes that 127.0.1.1, as Debian's
-installer does, or nothing knows the name, the others get an address of their own loopback, and wait in vain.
+installer does, or nothing knows the name, the others get an address of their own loopback, and wait in vain. They wait
+in vain too where the name is that of a network for management, or has an IPv6 address over which nothing arrives. The
+way to the address at which all ranks meet is one that works.
 
-Invariant: an interface that somebody has named stays, and none is chosen where gloo's own way leads to this node. This
+Invariant: an interface that somebody has named stays, and none is chosen where gloo's own way is that one. This
 module must not make connections: a UDP socket that is connected sends nothing (udp(7)), and knows its own address.
 """
 
@@ -12,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import socket
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 
 from shardway.hardware.links import Interface, list_interfaces
 from shardway.ranks.launcher import Placement
@@ -27,20 +29,27 @@ _TRIED = 4
 
 def name_interface(placement: Placement, environ: MutableMapping[str, str]) -> None:
     """Set the variable by which gloo is told its interface, where it needs to be told; it stays for later groups."""
-    if placement.local_world < placement.world and not environ.get(VARIABLE):
-        others = (placement.master_addr, *environ.get(_NODES, "").split())
-        if name := choose_interface(look_up(socket.gethostname()), others):
-            environ[VARIABLE] = name
+    if placement.local_world == placement.world or environ.get(VARIABLE):
+        return
+    if name := choose_interface(look_up(socket.gethostname()), list_others(placement, environ)):
+        environ[VARIABLE] = name
+
+
+def list_others(placement: Placement, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Nodes towards which a way is looked for, as they are called: first that of rank 0, at which all ranks meet."""
+    return (placement.master_addr, *environ.get(_NODES, "").split())
 
 
 def choose_interface(own: Iterable[str], others: Iterable[str]) -> str:
-    """The interface towards the first of these nodes that is another one; "" where gloo may go by the node's `own`
-    addresses, or none is found."""
-    if next((not is_loopback(address) for address in own), False):
-        return ""
+    """The interface towards the first of these nodes that is another one; "" where gloo finds it by the first of the
+    node's `own` addresses, or none is found."""
+    first = next(iter(own), "127.0.0.1")
     for address in own_addresses(others):
         if name := find_interface(address):
-            return name
+            is_same = (":" in address) == (":" in first) and find_interface(first) == name
+            return "" if is_same else name
+    if not is_loopback(first):
+        return ""
     return next((each.name for each in _list_reachable() if each.addresses and each.leaves_machine), "")
 
 

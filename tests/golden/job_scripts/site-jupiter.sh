@@ -67,7 +67,7 @@ main() {
   export HF_DATASETS_OFFLINE="1"
   export WANDB_MODE="offline"
   export NCCL_SOCKET_FAMILY="AF_INET"
-  export GLOO_USE_IPV6="0"
+  export CUDA_VISIBLE_DEVICES="0,1,2,3"
   # passwords and tokens stand in a file of your own alone
   secrets="$HOME/.config/shardway/secrets.env"
   read_secrets "$secrets"
@@ -79,7 +79,7 @@ main() {
 
   # --- run
   # variables of the job, for ranks that do not inherit them; no secrets
-  declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PYTHONUNBUFFERED HF_HUB_OFFLINE TRANSFORMERS_OFFLINE HF_DATASETS_OFFLINE WANDB_MODE NCCL_SOCKET_FAMILY GLOO_USE_IPV6 > "$here/environment.sh" 2> /dev/null
+  declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PYTHONUNBUFFERED HF_HUB_OFFLINE TRANSFORMERS_OFFLINE HF_DATASETS_OFFLINE WANDB_MODE NCCL_SOCKET_FAMILY CUDA_VISIBLE_DEVICES > "$here/environment.sh" 2> /dev/null
   # the ranks, and how they ended
   srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=288 --kill-on-bad-exit=0 --wait=0 \
     --gpu-bind=none apptainer exec --nv --bind /scratch/alice/runs/base:/scratch/alice/runs/base \

@@ -126,8 +126,9 @@ def test_one_node_needs_no_network() -> None:
     [
         ("n1", ("10.0.0.1",), None, "ok", ("n1 is 10.0.0.1",)),
         ("n1", (), None, "fail", ("n1 does not know n1", "getent")),
-        ("n1", ("127.0.1.1",), None, "fail", ("every node would meet itself",)),
-        ("n1", ("::1",), None, "fail", ("every node would meet itself",)),
+        ("n1.site", ("127.0.1.1",), None, "warn", ("n1.site is 127.0.1.1 on n1 itself", "/etc/hosts")),
+        ("n2", ("127.0.1.1",), None, "fail", ("every node would meet itself",)),
+        ("n2", ("::1",), None, "fail", ("every node would meet itself",)),
         ("n1", ("fe80::1%eth0",), None, "warn", ("no IPv4",)),
         ("n1.site", ("10.0.0.1",), "i", "warn", ("export MASTER_ADDR=n1i",)),
         ("n1i.site", ("10.0.0.1",), "i", "ok", ()),
@@ -142,6 +143,11 @@ def test_the_master(
     check(network.judge_master(around, addresses), verdict, *words)
 
 
+def test_no_other_node_may_take_the_master_for_itself() -> None:
+    around = make(placement=make_placement(rank=4, master_addr="n1"))
+    check(network.judge_master(around, ("127.0.1.1",)), "fail", "every node would meet itself")
+
+
 def test_one_node_may_meet_at_the_loopback() -> None:
     around = make(placement=make_placement(world=4, master_addr="localhost"))
     check(network.judge_master(around, look_up("localhost")), "ok")
@@ -154,6 +160,8 @@ def test_the_name_of_the_node_itself() -> None:
     check(network.judge_hostname(make(), ("127.0.1.1", "10.0.0.1")), "fail", "127.0.1.1")
     check(network.judge_hostname(make(), ("10.0.0.1", "127.0.1.1")), "ok", "10.0.0.1")
     check(network.judge_hostname(make(environ={"GLOO_SOCKET_IFNAME": "ib0"}), ()), "ok", "ib0")
+    check(network.judge_hostname(make(), ("127.0.1.1",), "ib0"), "ok", "n1 is 127.0.1.1", "GLOO_SOCKET_IFNAME=ib0")
+    check(network.judge_hostname(make(), (), "ib0"), "ok", "does not know its own name", "ib0")
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,11 @@ class Surroundings:
         return self.placement is None or self.placement.local_rank == 0
 
     @property
+    def has_first_rank(self) -> bool:
+        """Whether rank 0 is on this node, so that it may meet itself here."""
+        return self.placement is not None and self.placement.rank == self.placement.local_rank
+
+    @property
     def several_nodes(self) -> bool:
         """Whether ranks are on more than one node."""
         return self.local_world < self.world

@@ -12,7 +12,7 @@ from shardway.hardware.catalogue import load_links
 from shardway.hardware.links import Interface, Port, list_interfaces
 from shardway.ranks.doctor.finding import Finding, bad, good, poor, unknown
 from shardway.ranks.doctor.surroundings import Surroundings
-from shardway.ranks.interface import look_up
+from shardway.ranks.interface import choose_interface, list_others, look_up
 from shardway.ranks.meeting import is_loopback
 
 
@@ -82,15 +82,20 @@ def check_hostname(around: Surroundings) -> Finding:
     """Whether this node's own name leads to an address that others can use: gloo tells it to them."""
     if not around.several_nodes:
         return unknown("all ranks are on one node")
-    return judge_hostname(around, look_up(around.host))
+    addresses = look_up(around.host)
+    others = list_others(around.placement, around.environ) if around.placement else ()
+    return judge_hostname(around, addresses, choose_interface(addresses, others))
 
 
-def judge_hostname(around: Surroundings, addresses: tuple[str, ...]) -> Finding:
+def judge_hostname(around: Surroundings, addresses: tuple[str, ...], way: str = "") -> Finding:
     """gloo tells others the first address of the name, or falls back to the loopback where there is none: then the
-    ranks of other nodes wait in vain."""
+    ranks of other nodes wait in vain. `way`: the interface that ranks of ours name to it."""
     chosen = around.environ.get("GLOO_SOCKET_IFNAME", "")
     if chosen:
         return good(f"gloo uses {chosen}, not the name of the host")
+    if way:
+        own = f"{around.host} is {addresses[0]}" if addresses else f"{around.host} does not know its own name"
+        return good(f"{own}; ranks of Shardway talk by {way}, and others need GLOO_SOCKET_IFNAME={way}")
     remedy = "export GLOO_SOCKET_IFNAME with the interface that joins the nodes (ip -br addr), or mend /etc/hosts"
     if not addresses:
         return bad(f"{around.host} does not know its own name, by which gloo tells others where it is", remedy)
@@ -107,6 +112,9 @@ def judge_master(around: Surroundings, addresses: tuple[str, ...]) -> Finding:
         return bad(f"{around.host} does not know {name}", remedy)
     first = next((each for each in addresses if ":" not in each), addresses[0])
     if around.several_nodes and is_loopback(first):
+        if around.has_first_rank and name.partition(".")[0] == around.host.partition(".")[0]:
+            remedy = 'network.resolve = "ipv4" in the site\'s profile, or an /etc/hosts without this line'
+            return poor(f"{name} is {first} on {around.host} itself", remedy, master_address=first)
         remedy = "export MASTER_ADDR with the address of rank 0's network interface; 127.x is each node's own"
         return bad(f"{name} is {first} on {around.host}: every node would meet itself", remedy, master_address=first)
     suffix = around.site.network.host_suffix
