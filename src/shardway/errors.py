@@ -59,6 +59,10 @@ class LostContact(JobError):
     """Another rank is gone or silent; whoever explains the job looks for that rank's own error first."""
 
 
+class NodeLost(JobError):
+    """A node of the job does not answer any more."""
+
+
 class Fenced(JobError):
     """This run no longer holds its run directory: whoever gets this must not write there, not even why."""
 
@@ -74,7 +78,7 @@ class Bug(ShardwayError):
 
 
 ERRORS_BY_NAME: dict[str, type[ShardwayError]] = {
-    cls.__name__: cls for cls in (UserError, SiteError, JobError, LostContact, Fenced, LateStop, Bug)
+    cls.__name__: cls for cls in (UserError, SiteError, JobError, LostContact, NodeLost, Fenced, LateStop, Bug)
 }
 """Name -> class, so that an error recorded by one rank can be raised again by the process that started it."""
 

@@ -76,6 +76,9 @@ FAMILIES = (
             *("OMPI_COMMAND", "OMPI_FILE_LOCATION", "OMPI_FIRST_RANKS", "OMPI_MCA_ess*", "OMPI_MCA_initial_wdir"),
             *("OMPI_MCA_orte_ess_*", "OMPI_MCA_orte_hnp_uri", "OMPI_MCA_orte_local_daemon_uri", "OMPI_MCA_orte_jobid"),
             *("OMPI_MCA_orte_app_num", "OMPI_MCA_orte_num_*", "OMPI_MCA_orte_bound_*", "OMPI_MCA_orte_precondition*"),
+            *("OMPI_MCA_orte_launch", "OMPI_MCA_orte_tmpdir_base", "OMPI_MCA_orte_*_session_dir"),
+            *("OMPI_MCA_orte_node_regex", "OMPI_MCA_plm", "OMPI_MCA_pmix", "OMPI_MCA_mpi_oversubscribe"),
+            "ORTE_DAEMON_UMASK_VALUE",
             *("OMPI_MCA_shmem_RUNTIME_QUERY_hint", "OMPI_MCA_num_procs", "OMPI_MCA_cpu_type", "OMPI_MCA_PREFIXES"),
             *("OMPI_WORLD_*", "OMPI_TOOL_NAME", "OMPI_LIBDIR_LOC", "OMPI_VERSION", "OPAL_USER_PARAMS_GIVEN"),
             *("PRTE_LAUNCHED", "PRTE_SHARED_FS"),
@@ -106,6 +109,7 @@ FAMILIES = (
             *("HYDI_*", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_*", "MPISPAWN_*", "MPIRUN_RSH*"),
         ),
         "a library of MPI would look for the process manager that they name; its settings pass (OMPI_MCA_btl, ...)",
+        settings=("OMPI_MCA_plm", "OMPI_MCA_pmix"),
     ),
     Family(
         "a job or step of Slurm",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -17,6 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from job_cases import OWN, Cluster, Ran, chained, make_job, wait_until
 
+from shardway.launch import job_script
 from shardway.launch.blocks import read_block, read_blocks
 from shardway.launch.job import Again, Job
 from shardway.launch.job_script import render_job_script
@@ -376,15 +378,16 @@ def test_after_sigterm_the_scheduler_says_what_it_meant(chain: Chain, told: str,
     assert second.state == ("finished" if goes_on else "not_needed")
 
 
-def test_a_scheduler_that_signals_every_process_ends_no_rank(tmp_path: Path) -> None:
-    """PBS's qdel reaches the script, what starts the ranks, and the ranks; these have yet to save."""
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
+def test_a_scheduler_that_signals_every_process_ends_no_rank(tmp_path: Path, name: str) -> None:
+    """PBS's qdel and qsig reach the script, what starts the ranks, and the ranks; these have yet to save."""
     chain = begin_chain(tmp_path, "pbs")
     saved = chain.says(1, "stopped", failure="signal", step=7)
     slowly = WAIT_FOR_STOP + "sleep 0.3; "
-    chain.cluster.write("program", f'trap : TERM; touch "$FAKES/running"; {slowly}{saved}; exit 0')
+    chain.cluster.write("program", f'trap : TERM INT USR1 HUP; touch "$FAKES/running"; {slowly}{saved}; exit 0')
     process = chain.cluster.start(chain.job, "101")
     wait_until(lambda: (chain.cluster.path / "running").exists())
-    os.killpg(process.pid, signal.SIGTERM)
+    os.killpg(process.pid, getattr(signal, name))
     process.wait(180)
     result = chain.attempt(1).read_result()
     out, _ = process.communicate(timeout=180)
@@ -430,6 +433,45 @@ def test_nobody_waits_for_ranks_that_cannot_say_that_they_are_there(tmp_path: Pa
     chain = begin_chain(tmp_path, own=False)
     assert without_ranks_after(1.0, chain, "sleep 1.5; exit 0").state == "finished"
     assert "in_time" not in render_job_script(replace(chain.job, again=Again(start_s=math.inf)))
+
+
+@pytest.mark.parametrize(("state", "waits"), [("crashed", False), ("stopped", False), ("finished", True)])
+def test_mpirun_that_stays_when_its_ranks_have_left_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, waits: bool
+) -> None:
+    """A node that is gone never tells it so. What a script still does when the work is done is its own affair."""
+    monkeypatch.setattr(job_script, "_SAVING_S", 0)
+    chain = begin_chain(tmp_path)
+    chain.job = replace(chain.job, starter="mpirun")
+    chain.cluster.prepare(chain.job)
+    first = '[ "$OMPI_COMM_WORLD_RANK" = 0 ] || exit 0; exec > /dev/null 2>&1; '
+    ran = chain.run(1, f'{first}{chain.says(1, state)}; sleep 3; touch "$FAKES/left"')
+    assert ran.state == state
+    assert (chain.cluster.path / "left").exists() is waits
+
+
+def test_a_clock_outlives_the_signals_of_its_job_and_ends_with_it(tmp_path: Path) -> None:
+    """Else what a signal has left hanging would hang for ever."""
+    script = f"""
+    {read_block("control", "in_time").text}
+    clocks=()
+    trap : TERM INT HUP USR1 USR2
+    ring() {{ echo rung > "$1"; }}
+    in_time 0.5 ring "{tmp_path}/first"
+    in_time 300 ring "{tmp_path}/second"
+    sleep 0.2
+    for name in TERM INT HUP USR1 USR2; do kill -$name 0; done
+    until [ -e "{tmp_path}/first" ]; do sleep 0.05; done
+    """
+    done = subprocess.Popen(["bash", "-c", script], start_new_session=True)
+    assert done.wait(30) == 0
+    wait_until(lambda: not any(is_of(done.pid, int(each.name)) for each in Path("/proc").glob("[0-9]*")))
+
+
+def is_of(session: int, process: int) -> bool:
+    with contextlib.suppress(OSError):
+        return os.getsid(process) == session
+    return False
 
 
 @pytest.mark.parametrize("said", ["/usr/bin/python3: No module named shardway", "No module named 'shardway.cli'"])

@@ -63,7 +63,7 @@ def special_jobs() -> dict[str, Job]:
         "special-surroundings": replace(slurm, around=around),
         "special-surroundings-pbs": replace(pbs, around=around, preflight=OWN),
         "special-mounts": make_job("slurm", "srun", "podman", container=replace(by_pbs, runtime="podman")),
-        "special-by-pbs": make_job("pbs", "mpirun", "enroot", container=by_pbs),
+        "special-by-pbs": make_job("pbs", "mpirun", "enroot", program=OWN, container=by_pbs),
         "special-own-program": replace(slurm, program=replace(slurm.program, words=("./a.out", "-x"), python=False)),
         "special-working-folder": replace(slurm, around=replace(around, workdir=RUN / "work/a b", code=CODE)),
         "special-meeting": replace(slurm, meeting=Meeting("i", resolve=True), start=no_mpi),
@@ -169,7 +169,7 @@ def test_bash_reads_every_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_shellcheck_has_nothing_to_say(tmp_path: Path) -> None:
     """Of a script for each scheduler that holds all functions; shorter ones only set what they do not use."""
     jobs = {name: make_job(name) for name in ("slurm", "pbs", "local")}
-    jobs["enroot"] = make_job("pbs", "mpirun", "enroot")
+    jobs["enroot"] = make_job("pbs", "mpirun", "enroot", program=OWN)
     jobs["working-folder"] = SPECIAL["special-working-folder"]
     paths = write_scripts(tmp_path, {name: render_job_script(chained(job)) for name, job in jobs.items()})
     assert complaints(paths) == ""
@@ -183,7 +183,7 @@ def test_every_block_of_shell_is_in_a_script() -> None:
         for match in re.finditer(r"^#: (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
     }
     texts = [render_job_script(chained(make_job(s, starter))) for s, starter, _ in COMBINATIONS.values()]
-    texts.append(render_job_script(SPECIAL["special-working-folder"]))
+    texts += [render_job_script(SPECIAL[name]) for name in ("special-working-folder", "special-by-pbs")]
     assert named == {name for name in named if any(f"\n{name}() " in text for text in texts)}
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardway.errors import JobError, LostContact, SiteError, UserError
+from shardway.errors import JobError, LostContact, NodeLost, SiteError, UserError
 from shardway.ranks.attempt import Fault, describe_error, find_attempt, sign_failure, tell_end, tell_fault
 from shardway.rundir.attempts import VARIABLE, Attempt, Ending, Result, Started
 
@@ -104,11 +104,19 @@ def test_what_ended_a_rank_is_the_result(attempt: Attempt) -> None:
     )
 
 
-def test_memory_that_is_gone_has_a_state_of_its_own(attempt: Attempt) -> None:
-    tell_fault(attempt, "rank 0", describe_error(JobError("rank 0 ran out of memory"), out_of_memory=True))
+@pytest.mark.parametrize(
+    ("fault", "state"),
+    [
+        (describe_error(JobError("rank 0 ran out of memory"), out_of_memory=True), Ending.OUT_OF_MEMORY),
+        (describe_error(NodeLost("node 1 (n2) does not answer any more")), Ending.NODE_FAILURE),
+        (describe_error(LostContact("rank 0 lost contact: closed")), Ending.CRASHED),
+    ],
+)
+def test_what_is_no_crash_has_a_state_of_its_own(attempt: Attempt, fault: Fault, state: Ending) -> None:
+    assert tell_fault(attempt, "rank 0", fault, patience_s=0.0)
     result = attempt.read_result()
     assert result is not None
-    assert result.state is Ending.OUT_OF_MEMORY
+    assert result.state is state
 
 
 def test_the_first_words_stand(attempt: Attempt) -> None:

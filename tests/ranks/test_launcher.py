@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recorded_launchers import RECORDED
+from recorded_launchers import NODES, RECORDED
 from shardway.errors import SiteError
 from shardway.inherited import strip
 from shardway.ranks.launcher import Placement, describe_placement, find_placement
@@ -495,14 +495,23 @@ def test_placement_needs_no_torch() -> None:
 
 
 @pytest.mark.parametrize("launcher", RECORDED)
-def test_the_ranks_of_a_launcher_as_recorded(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ranks_of_a_launcher_as_recorded(launcher: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("shardway.ranks.launcher.find_starter", lambda: f"{launcher} 4711")
-    first, second = (find_placement(environ) for environ in RECORDED[launcher])
+    nodes = NODES[launcher]
+    (tmp_path / "nodefile").write_text("\n".join(nodes))
+    nodefile = {"PBS_NODEFILE": str(tmp_path / "nodefile")}
+    first, second = (
+        find_placement({**environ, **(nodefile if "PBS_NODEFILE" in environ else {})}) for environ in RECORDED[launcher]
+    )
+    alone = len(nodes) == 1
     assert [(each.rank, each.world, each.local_rank, each.local_world) for each in (first, second)] == [
-        (0, 2, 0, 2),
-        (1, 2, 1, 2),
+        (0, 2, 0, 2 if alone else 1),
+        (1, 2, *((1, 2) if alone else (0, 1))),
     ]
-    assert (first.node, first.nodes) == (second.node, second.nodes) == (0, 1)
+    if first.nodes is not None:
+        assert (first.node, second.node) == (0, 0 if alone else 1)
+        assert first.nodes == second.nodes == len(nodes)
+    assert first.master_addr in (*nodes, "127.0.0.1", "localhost", "192.0.2.2")
     assert first.master_port > 0
     assert (first.master_addr, first.master_port) == (second.master_addr, second.master_port)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from shardway.errors import ERRORS_BY_NAME, Fenced, JobError, LostContact, ShardwayError, SiteError, UserError
+from shardway.errors import ERRORS_BY_NAME, Fenced, JobError, LostContact, NodeLost, ShardwayError, SiteError, UserError
 from shardway.ranks.agent.collectives import explain_collectives, render_ranks
 from shardway.ranks.agent.stacks import Group, read_crash
 from shardway.ranks.agent.watch import Found
@@ -67,9 +67,9 @@ def has_begun(run: RunDir, marks: Mapping[int, int]) -> bool:
     return any(event["event"] == "started" for event in islice(run.all_events(0), marks.get(0, 0), None))
 
 
-def _explain_lost(run: RunDir, lost: tuple[str, ...]) -> JobError:
+def _explain_lost(run: RunDir, lost: tuple[str, ...]) -> NodeLost:
     names, they = " and ".join(lost), "does" if len(lost) == 1 else "do"
-    return JobError(
+    return NodeLost(
         f"{names} {they} not answer any more; the ranks of the other nodes were ended.\n"
         f"  To do: run the same command again: it goes on from {run.describe_base()}. If nodes are lost often, "
         "run.elastic lets a run go on with fewer."

@@ -18,7 +18,7 @@ from typing import Any
 
 from shardway.cli.blame import Ended
 from shardway.cli.local import ask_to_stop, build_launch, open_reserve, tell_restart, tell_wake, train_local
-from shardway.errors import JobError, LateStop, ShardwayError, SiteError, UserError
+from shardway.errors import JobError, LateStop, NodeLost, ShardwayError, SiteError, UserError
 from shardway.ranks.agent.hang import NOBODY
 from shardway.ranks.agent.patience import Patience, read_patience
 from shardway.ranks.agent.watch import SHARE_S, UNSEEN, merge_found, merge_seen, watched
@@ -262,7 +262,7 @@ def _succeed(resolution: Resolution, nodes: Place, leader: int, present: Sequenc
     """Lead those that were there last, since nobody before this node does."""
     lost = f"{nodes.name(leader)}, which led the others, does not answer any more"
     if resolution.resolved.values.run.elastic == "off":
-        raise JobError(
+        raise NodeLost(
             f"{lost}, so the ranks of {nodes.name(nodes.node)} were ended.\n"
             f"  To do: run the same command again: it goes on from {resolution.directory.describe_base()}. "
             "run.elastic lets a run go on with fewer nodes."

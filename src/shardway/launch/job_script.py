@@ -146,6 +146,7 @@ def _functions(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
     needed = (
         (job.scheduler == "local" or _warns_itself(job, scheduler), ("in_time", "tell_script")),
         (_ranks_within(job) > 0, ("in_time", "end_without_ranks")),
+        (_ends_mpirun(job), ("in_time", "end_mpirun")),
         (_awaits_ranks(job, scheduler), ("await_ranks",)),
         (job.chain.until_done, _OF_A_CHAIN),
         (job.chain.until_done and not job.chain.ahead, ("queue_next",)),
@@ -183,17 +184,25 @@ def _begin(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
     return tuple(lines)
 
 
-_ASKING = {"TERM": "SIGTERM came, as schedulers send it before they kill", "USR1": "SIGUSR1 came", "HUP": "SIGHUP came"}
+_ASKING = {
+    "TERM": "SIGTERM, as schedulers send it before they kill",
+    **{name: f"SIG{name}" for name in ("INT", "USR1", "HUP")},
+}
 """Signals that ask a job to stop, with what is said of each."""
 
 
 def _traps() -> tuple[Line, ...]:
-    return tuple(Line(f"trap 'ask_to_stop signal {said}' {name}") for name, said in _ASKING.items())
+    return tuple(Line(f"trap 'ask_to_stop signal came: {said}' {name}") for name, said in _ASKING.items())
 
 
 def _warns_itself(job: Job, scheduler: SchedulerScript) -> bool:
     """Whether the script tells itself that the wall-time is about to end."""
     return job.warn_s > 0 and not scheduler.warns
+
+
+def _ends_mpirun(job: Job) -> bool:
+    """Whether the script ends mpirun, where the ranks say themselves how they ended."""
+    return job.starter == "mpirun" and job.program.meets_by_itself
 
 
 def _awaits_ranks(job: Job, scheduler: SchedulerScript) -> bool:
@@ -236,8 +245,8 @@ def _enter(around: Surroundings) -> str:
 
 
 _SAVING_S = 30
-"""How long mpirun leaves ranks between SIGTERM and SIGKILL, in place of one second. It waits as long in any case, also
-where a rank has failed; schedulers wait about as long (Slurm's KillWait is 30 s, PBS's kill_delay 10 s)."""
+"""How long mpirun leaves ranks between SIGTERM and SIGKILL, in place of one second; schedulers wait about as long
+(Slurm's KillWait is 30 s, PBS's kill_delay 10 s). It waits as long twice in any case, also for ranks that have left."""
 
 _MEET = "where the ranks meet: rules of this site for the name of a node on the network for computing"
 
@@ -290,6 +299,8 @@ def _run(job: Job, scheduler: SchedulerScript, runtime: Runtime) -> tuple[Line, 
     lines += _traps() if shielded else ()
     if within:
         lines.append(Line(f'in_time {within} end_without_ranks {within} "$ranks"', "a job without ranks ends"))
+    if _ends_mpirun(job):
+        lines.append(Line(f'in_time 0 end_mpirun {_SAVING_S} "$ranks"', "and one whose ranks have left"))
     lines.append(Line('wait_for "$ranks"'))
     if _awaits_ranks(job, scheduler):
         lines.append(Line(f'[ -z "$asked" ] || await_ranks {_LAST_WORD_S}', "they may still save"))

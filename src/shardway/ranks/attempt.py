@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardway.errors import LostContact, ShardwayError, SiteError, render_reason
+from shardway.errors import LostContact, NodeLost, ShardwayError, SiteError, render_reason
 from shardway.rundir.attempts import VARIABLE, Attempt, Ending, Result
 
 PATIENCE_S = 5.0
@@ -78,15 +78,19 @@ def sign_failure(fault: Fault) -> str:
     return f"{fault.kind}: {' '.join(line.split())}"[:_LONGEST].rstrip(": ")
 
 
+_STATES = {NodeLost.__name__: Ending.NODE_FAILURE}
+"""Error -> how an attempt ends with it, where that is no crash."""
+
+
 def tell_fault(attempt: Attempt | None, by: str, fault: Fault, step: int = 0, patience_s: float = PATIENCE_S) -> bool:
-    """Write that the attempt crashed or ran out of memory, unless somebody has said how it ended.
+    """Write that the attempt crashed, ran out of memory or lost a node, unless somebody has said how it ended.
 
     `patience_s` is how long a rank that lost contact waits for somebody else's words. Whether these were taken;
     False as well where the file system refuses them, since the error itself matters more.
     """
     if attempt is None or (fault.kind == LostContact.__name__ and _is_told(attempt, patience_s)):
         return False
-    state = Ending.OUT_OF_MEMORY if fault.out_of_memory else Ending.CRASHED
+    state = _STATES.get(fault.kind, Ending.CRASHED) if not fault.out_of_memory else Ending.OUT_OF_MEMORY
     with contextlib.suppress(OSError):
         return tell_end(
             attempt, Result(state, render_reason(fault.message), step, fault.exit_code, sign_failure(fault), by=by)

@@ -283,24 +283,22 @@ _ONE_TASK_A_HOST = "ask for mpiprocs=1 and start torchrun on each host, or start
 _SHARE_NODEFILE = "copy it to a shared folder in the job script, then: pbsdsh -- env PBS_NODEFILE=COPY ..."
 
 
+_OWN_ADDRESSES = (LOOPBACK, "localhost", "::1", "[::1]")
+
+
 def _read_environment(environ: Environ) -> Placement | None:
-    """RANK and WORLD_SIZE, set by hand or by DeepSpeed's launcher (LOCAL_SIZE, CROSS_RANK); the local numbers may be
-    left out where all ranks are on one node."""
+    """RANK and WORLD_SIZE, set by hand, by Ray or by DeepSpeed's launcher (LOCAL_SIZE, CROSS_RANK); the local numbers
+    may be left out where all ranks are on one node, and RANK as well where these are there, as Lightning does."""
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         return None
+    one_node = environ.get("WORLD_SIZE") == "1" or environ.get("MASTER_ADDR", "") in _OWN_ADDRESSES
     names = _Names(
-        "RANK",
+        first_set(environ, "RANK", "LOCAL_RANK") if one_node else "RANK",
         "WORLD_SIZE",
         "LOCAL_RANK",
         first_set(environ, "LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
         first_set(environ, "GROUP_RANK", "NODE_RANK", "CROSS_RANK"),
         first_set(environ, "GROUP_WORLD_SIZE", "NNODES", "CROSS_SIZE"),
-    )
-    one_node = environ.get("WORLD_SIZE") == "1" or environ.get("MASTER_ADDR", "") in (
-        LOOPBACK,
-        "localhost",
-        "::1",
-        "[::1]",
     )
     read = _read_seat_of_one_node if one_node and names.local_world not in environ else _read_seat
     return _place(environ, "the environment", read(environ, "the environment", names))

@@ -39,7 +39,8 @@ def find_end(decision: Decision, stop_file: str | None, deadline: str = "") -> E
     if stop_file is not None:
         if stop_file.startswith(f"{BY_SIGNAL} "):
             return End(Ending.STOPPED, f"a {stop_file}", BY_SIGNAL)
-        return End(read_words(stop_file), stop_file or decision.stop_reason)
+        state, (_, _, rest) = read_words(stop_file), stop_file.partition(" ")
+        return End(state, (rest if state in _BY_SCRIPT.values() else "") or stop_file or decision.stop_reason)
     if decision.deadline:
         return End(Ending.DEADLINE, deadline or decision.stop_reason)
     return End(Ending.STOPPED, decision.stop_reason, BY_SIGNAL)

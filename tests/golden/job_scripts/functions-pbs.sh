@@ -178,7 +178,7 @@ finish() {
   local state reason="the program ended with exit code $status"
   case ${asked:-$(read_stop)}-$status in
     deadline-* | preempted-*) write_result "$attempt" "${asked:-$(read_stop)}" "asked to stop, $reason" "$status" ;;
-    signal-*) write_result "$attempt" stopped "after SIGTERM $reason" "$status" signal ;;
+    signal-*) write_result "$attempt" stopped "after a signal $reason" "$status" signal ;;
     stopped-*) write_result "$attempt" stopped "asked to stop, $reason" "$status" ;;
     -0) write_result "$attempt" finished "$reason" 0 ;;
     *)
@@ -207,12 +207,13 @@ finish() {
 in_time() {
   (
     unset SHARDWAY_JOB # a clock is no work: a job of which nothing else is left has ended
-    trap 'kill "$sleeping"; exit' TERM
+    trap '' TERM INT HUP USR1 USR2 # which some schedulers send to every process of a job
+    trap 'kill -KILL "$sleeping"; exit' ALRM
     sleep "$1" & sleeping=$!
     wait "$sleeping" && "${@:2}"
   ) > /dev/null 2>&1 &
   clocks+=($!)
-  trap 'kill "${clocks[@]}" 2>/dev/null' EXIT
+  trap 'kill -ALRM "${clocks[@]}" 2>/dev/null' EXIT
 }
 # tell_script SIGNAL: to this script, from a clock of it; where the script was killed its number may be another's by now
 tell_script() {

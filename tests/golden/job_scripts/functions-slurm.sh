@@ -178,7 +178,7 @@ finish() {
   local state reason="the program ended with exit code $status"
   case ${asked:-$(read_stop)}-$status in
     deadline-* | preempted-*) write_result "$attempt" "${asked:-$(read_stop)}" "asked to stop, $reason" "$status" ;;
-    signal-*) write_result "$attempt" stopped "after SIGTERM $reason" "$status" signal ;;
+    signal-*) write_result "$attempt" stopped "after a signal $reason" "$status" signal ;;
     stopped-*) write_result "$attempt" stopped "asked to stop, $reason" "$status" ;;
     -0) write_result "$attempt" finished "$reason" 0 ;;
     *)

@@ -53,9 +53,10 @@ main() {
   check_stop
   # signals become the stop file
   trap 'ask_to_stop deadline the wall-time is about to end' USR2
-  trap 'ask_to_stop signal SIGTERM came, as schedulers send it before they kill' TERM
-  trap 'ask_to_stop signal SIGUSR1 came' USR1
-  trap 'ask_to_stop signal SIGHUP came' HUP
+  trap 'ask_to_stop signal came: SIGTERM, as schedulers send it before they kill' TERM
+  trap 'ask_to_stop signal came: SIGINT' INT
+  trap 'ask_to_stop signal came: SIGUSR1' USR1
+  trap 'ask_to_stop signal came: SIGHUP' HUP
   # warns this script before the wall-time ends, which the scheduler does not
   in_time $((deadline - started - 600)) tell_script USR2
 
@@ -81,7 +82,7 @@ main() {
   # what other nodes need to find programs
   carried=(PATH LD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX ENROOT_DATA_PATH)
   # signals of the scheduler reach every process of this job: what starts the ranks has to outlive them
-  trap '' TERM USR1 HUP
+  trap '' TERM INT USR1 HUP
   # the ranks, and how they ended
   on_each_node bash -c 'node=$NODE; addresses=($SHARDWAY_NODES); host=false
     [ $node != 0 ] || host=true
@@ -94,9 +95,10 @@ main() {
       --log-dir="$SHARDWAY_ATTEMPT_DIR/log/node-$node" --tee=3 "$@"' \
     agent train.py --lr 3e-4 &
   ranks=$!
-  trap 'ask_to_stop signal SIGTERM came, as schedulers send it before they kill' TERM
-  trap 'ask_to_stop signal SIGUSR1 came' USR1
-  trap 'ask_to_stop signal SIGHUP came' HUP
+  trap 'ask_to_stop signal came: SIGTERM, as schedulers send it before they kill' TERM
+  trap 'ask_to_stop signal came: SIGINT' INT
+  trap 'ask_to_stop signal came: SIGUSR1' USR1
+  trap 'ask_to_stop signal came: SIGHUP' HUP
   wait_for "$ranks"
 
   # --- end

@@ -53,9 +53,10 @@ main() {
   check_stop
   # signals become the stop file
   trap 'ask_to_stop deadline the wall-time is about to end' USR2
-  trap 'ask_to_stop signal SIGTERM came, as schedulers send it before they kill' TERM
-  trap 'ask_to_stop signal SIGUSR1 came' USR1
-  trap 'ask_to_stop signal SIGHUP came' HUP
+  trap 'ask_to_stop signal came: SIGTERM, as schedulers send it before they kill' TERM
+  trap 'ask_to_stop signal came: SIGINT' INT
+  trap 'ask_to_stop signal came: SIGUSR1' USR1
+  trap 'ask_to_stop signal came: SIGHUP' HUP
   # warns this script before the wall-time ends, which the scheduler does not
   in_time $((deadline - started - 600)) tell_script USR2
 
@@ -82,7 +83,7 @@ main() {
   ipc=(--ipc=host)
   [ -e /dev/mqueue ] || ipc=(--ipc=private --volume=/dev/shm:/dev/shm)
   # signals of the scheduler reach every process of this job: what starts the ranks has to outlive them
-  trap '' TERM USR1 HUP
+  trap '' TERM INT USR1 HUP
   # the ranks, and how they ended
   on_each_node podman run --rm --network=host --security-opt=label=disable "${ipc[@]}" \
     --device nvidia.com/gpu=all --env 'PBS_*' --env 'NODE' --env 'OMPI_*' --env 'PMIX_*' --env 'PMI_*' \
@@ -100,9 +101,10 @@ main() {
       --log-dir="$SHARDWAY_ATTEMPT_DIR/log/node-$node" --tee=3 "$@"' \
     agent train.py --lr 3e-4 &
   ranks=$!
-  trap 'ask_to_stop signal SIGTERM came, as schedulers send it before they kill' TERM
-  trap 'ask_to_stop signal SIGUSR1 came' USR1
-  trap 'ask_to_stop signal SIGHUP came' HUP
+  trap 'ask_to_stop signal came: SIGTERM, as schedulers send it before they kill' TERM
+  trap 'ask_to_stop signal came: SIGINT' INT
+  trap 'ask_to_stop signal came: SIGUSR1' USR1
+  trap 'ask_to_stop signal came: SIGHUP' HUP
   wait_for "$ranks"
 
   # --- end

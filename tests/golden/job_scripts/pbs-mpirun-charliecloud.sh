@@ -53,9 +53,10 @@ main() {
   check_stop
   # signals become the stop file
   trap 'ask_to_stop deadline the wall-time is about to end' USR2
-  trap 'ask_to_stop signal SIGTERM came, as schedulers send it before they kill' TERM
-  trap 'ask_to_stop signal SIGUSR1 came' USR1
-  trap 'ask_to_stop signal SIGHUP came' HUP
+  trap 'ask_to_stop signal came: SIGTERM, as schedulers send it before they kill' TERM
+  trap 'ask_to_stop signal came: SIGINT' INT
+  trap 'ask_to_stop signal came: SIGUSR1' USR1
+  trap 'ask_to_stop signal came: SIGHUP' HUP
   # warns this script before the wall-time ends, which the scheduler does not
   in_time $((deadline - started - 600)) tell_script USR2
 
@@ -83,7 +84,7 @@ main() {
   mpirun_options+=(--hostfile "$PBS_NODEFILE")
   ompi_info 2> /dev/null | grep -q 'MCA plm: tm' || remote_shell
   # signals of the scheduler reach every process of this job: what starts the ranks has to outlive them
-  trap '' TERM USR1 HUP
+  trap '' TERM INT USR1 HUP
   # the ranks, and how they ended
   mpirun -n 8 --map-by ppr:4:node:PE=8 --tag-output "${mpirun_options[@]}" ch-run \
     --bind /scratch/alice/runs/base:/scratch/alice/runs/base --bind /data:/data \
@@ -92,9 +93,10 @@ main() {
     'export RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK; exec "$@"' \
     rank python3 train.py --lr 3e-4 &
   ranks=$!
-  trap 'ask_to_stop signal SIGTERM came, as schedulers send it before they kill' TERM
-  trap 'ask_to_stop signal SIGUSR1 came' USR1
-  trap 'ask_to_stop signal SIGHUP came' HUP
+  trap 'ask_to_stop signal came: SIGTERM, as schedulers send it before they kill' TERM
+  trap 'ask_to_stop signal came: SIGINT' INT
+  trap 'ask_to_stop signal came: SIGUSR1' USR1
+  trap 'ask_to_stop signal came: SIGHUP' HUP
   wait_for "$ranks"
 
   # --- end

@@ -56,9 +56,10 @@ main() {
   check_stop
   # signals become the stop file
   trap 'ask_to_stop deadline the wall-time is about to end' USR2
-  trap 'ask_to_stop signal SIGTERM came, as schedulers send it before they kill' TERM
-  trap 'ask_to_stop signal SIGUSR1 came' USR1
-  trap 'ask_to_stop signal SIGHUP came' HUP
+  trap 'ask_to_stop signal came: SIGTERM, as schedulers send it before they kill' TERM
+  trap 'ask_to_stop signal came: SIGINT' INT
+  trap 'ask_to_stop signal came: SIGUSR1' USR1
+  trap 'ask_to_stop signal came: SIGHUP' HUP
 
   # --- what the ranks find
   # threads of a rank
@@ -90,7 +91,7 @@ main() {
   mpirun_options+=(--hostfile "$PBS_NODEFILE")
   ompi_info 2> /dev/null | grep -q 'MCA plm: tm' || remote_shell
   # signals of the scheduler reach every process of this job: what starts the ranks has to outlive them
-  trap '' TERM USR1 HUP
+  trap '' TERM INT USR1 HUP
   # the ranks, and how they ended
   /usr/mpi/gcc/openmpi-4.1.7a1/bin/mpirun -n 16 --map-by ppr:8:node:PE=14 --tag-output \
     "${mpirun_options[@]}" enroot start --root --rw \
@@ -102,11 +103,14 @@ main() {
     "$here/environment.sh" python3 -m shardway train /scratch/alice/runs/base/attempts/0001/run.toml \
     --dir /scratch/alice/runs/base &
   ranks=$!
-  trap 'ask_to_stop signal SIGTERM came, as schedulers send it before they kill' TERM
-  trap 'ask_to_stop signal SIGUSR1 came' USR1
-  trap 'ask_to_stop signal SIGHUP came' HUP
+  trap 'ask_to_stop signal came: SIGTERM, as schedulers send it before they kill' TERM
+  trap 'ask_to_stop signal came: SIGINT' INT
+  trap 'ask_to_stop signal came: SIGUSR1' USR1
+  trap 'ask_to_stop signal came: SIGHUP' HUP
   # a job without ranks ends
   in_time 1200 end_without_ranks 1200 "$ranks"
+  # and one whose ranks have left
+  in_time 0 end_mpirun 30 "$ranks"
   wait_for "$ranks"
   # they may still save
   [ -z "$asked" ] || await_ranks 120

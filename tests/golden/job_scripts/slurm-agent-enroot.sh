@@ -56,9 +56,10 @@ main() {
   check_stop
   # signals become the stop file
   trap 'ask_to_stop deadline the wall-time is about to end' USR2
-  trap 'ask_to_stop signal SIGTERM came, as schedulers send it before they kill' TERM
-  trap 'ask_to_stop signal SIGUSR1 came' USR1
-  trap 'ask_to_stop signal SIGHUP came' HUP
+  trap 'ask_to_stop signal came: SIGTERM, as schedulers send it before they kill' TERM
+  trap 'ask_to_stop signal came: SIGINT' INT
+  trap 'ask_to_stop signal came: SIGUSR1' USR1
+  trap 'ask_to_stop signal came: SIGHUP' HUP
 
   # --- what the ranks find
   # threads of a rank

@@ -34,7 +34,7 @@ scheduler=pbs
 token=a1b2c3
 walltime=7200
 # whether the program obeys the stop file and says itself how it ended
-counts_steps=no
+counts_steps=yes
 # what it was asked by a signal, and how it ended
 asked="" status=0
 # names of this script that a person's shell may have had
@@ -56,9 +56,10 @@ main() {
   check_stop
   # signals become the stop file
   trap 'ask_to_stop deadline the wall-time is about to end' USR2
-  trap 'ask_to_stop signal SIGTERM came, as schedulers send it before they kill' TERM
-  trap 'ask_to_stop signal SIGUSR1 came' USR1
-  trap 'ask_to_stop signal SIGHUP came' HUP
+  trap 'ask_to_stop signal came: SIGTERM, as schedulers send it before they kill' TERM
+  trap 'ask_to_stop signal came: SIGINT' INT
+  trap 'ask_to_stop signal came: SIGUSR1' USR1
+  trap 'ask_to_stop signal came: SIGHUP' HUP
   # warns this script before the wall-time ends, which the scheduler does not
   in_time $((deadline - started - 600)) tell_script USR2
 
@@ -88,7 +89,7 @@ main() {
   mpirun_options+=(--hostfile "$PBS_NODEFILE")
   ompi_info 2> /dev/null | grep -q 'MCA plm: tm' || remote_shell
   # signals of the scheduler reach every process of this job: what starts the ranks has to outlive them
-  trap '' TERM USR1 HUP
+  trap '' TERM INT USR1 HUP
   # the ranks, and how they ended
   mpirun -n 8 --map-by ppr:4:node:PE=8 --tag-output "${mpirun_options[@]}" enroot start --root --rw \
     --mount /scratch/alice/runs/base:/scratch/alice/runs/base:x-create=auto,rbind \
@@ -96,14 +97,20 @@ main() {
     --mount /etc/hosts:/etc/hosts:x-create=auto,rbind,ro --env OMPI_COMM_WORLD_RANK \
     --env OMPI_COMM_WORLD_SIZE --env OMPI_COMM_WORLD_LOCAL_RANK --env OMPI_COMM_WORLD_LOCAL_SIZE base \
     bash -c 'cd "$0" && exec "$@"' /scratch/alice/runs/base/attempts/0001/code bash -c \
-    '. "$0" && exec "$@"' "$here/environment.sh" bash -c \
-    'export RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK; exec "$@"' \
-    rank python3 train.py --lr 3e-4 &
+    '. "$0" && exec "$@"' "$here/environment.sh" python3 -m shardway train \
+    /scratch/alice/runs/base/attempts/0001/run.toml --dir /scratch/alice/runs/base &
   ranks=$!
-  trap 'ask_to_stop signal SIGTERM came, as schedulers send it before they kill' TERM
-  trap 'ask_to_stop signal SIGUSR1 came' USR1
-  trap 'ask_to_stop signal SIGHUP came' HUP
+  trap 'ask_to_stop signal came: SIGTERM, as schedulers send it before they kill' TERM
+  trap 'ask_to_stop signal came: SIGINT' INT
+  trap 'ask_to_stop signal came: SIGUSR1' USR1
+  trap 'ask_to_stop signal came: SIGHUP' HUP
+  # a job without ranks ends
+  in_time 1200 end_without_ranks 1200 "$ranks"
+  # and one whose ranks have left
+  in_time 0 end_mpirun 30 "$ranks"
   wait_for "$ranks"
+  # they may still save
+  [ -z "$asked" ] || await_ranks 120
 
   # --- end
   # how this attempt ended, and what comes next

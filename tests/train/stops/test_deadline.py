@@ -139,13 +139,13 @@ FILE = Decision("the stop file asked for a stop")
         (CLOCK, None, End(Ending.DEADLINE, "deadline in 9 s")),
         (SIGNAL, None, End(Ending.STOPPED, SIGNAL.stop_reason, BY_SIGNAL)),
         (FILE, "", End(Ending.STOPPED, FILE.stop_reason)),
-        (FILE, "signal SIGTERM came", End(Ending.STOPPED, "a signal SIGTERM came", BY_SIGNAL)),
+        (FILE, "signal came: SIGTERM", End(Ending.STOPPED, "a signal came: SIGTERM", BY_SIGNAL)),
         (FILE, "too slow", End(Ending.STOPPED, "too slow")),
-        (FILE, "deadline: USR2", End(Ending.DEADLINE, "deadline: USR2")),
+        (FILE, "deadline: USR2", End(Ending.DEADLINE, "USR2")),
         (FILE, "preempted", End(Ending.PREEMPTED, "preempted")),
         # Of two at once: what a person asked for holds the chain, and a job script knows why a signal came.
         (CLOCK, "enough", End(Ending.STOPPED, "enough")),
-        (SIGNAL, "Preempted, by a larger job", End(Ending.PREEMPTED, "Preempted, by a larger job")),
+        (SIGNAL, "Preempted, by a larger job", End(Ending.PREEMPTED, "by a larger job")),
     ],
 )
 def test_an_end_has_one_name(decision: Decision, stop_file: str | None, end: End) -> None:

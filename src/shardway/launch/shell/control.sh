@@ -206,12 +206,13 @@ note_start() {
 in_time() {
   (
     unset SHARDWAY_JOB # a clock is no work: a job of which nothing else is left has ended
-    trap 'kill "$sleeping"; exit' TERM
+    trap '' TERM INT HUP USR1 USR2 # which some schedulers send to every process of a job
+    trap 'kill -KILL "$sleeping"; exit' ALRM
     sleep "$1" & sleeping=$!
     wait "$sleeping" && "${@:2}"
   ) > /dev/null 2>&1 &
   clocks+=($!)
-  trap 'kill "${clocks[@]}" 2>/dev/null' EXIT
+  trap 'kill -ALRM "${clocks[@]}" 2>/dev/null' EXIT
 }
 
 #: read_stop: what the stop file asks for: stopped, where a person wants it, or the word of whoever was warned; else nothing
@@ -261,6 +262,18 @@ end_without_ranks() {
   kill -KILL "$2"
 }
 
+#: end_mpirun SECONDS PROCESS: that long after the ranks have said how they ended, unless the work is done; mpirun itself
+# waits twice as long for ranks that have left, and for ever for a node that is gone
+end_mpirun() {
+  while [ ! -e "$here/result.json" ]; do
+    sleep 2 & sleeping=$!
+    wait "$sleeping"
+  done
+  [ "$(field "$here/result.json" state)" != finished ] || return 0
+  sleep "$1" & sleeping=$!
+  wait "$sleeping" && kill -KILL "$2"
+}
+
 #: wait_for PROCESS: to its end, whatever signals this script gets meanwhile; sets `status` to its exit code
 wait_for() {
   local again
@@ -298,7 +311,7 @@ finish() {
   local state reason="the program ended with exit code $status"
   case ${asked:-$(read_stop)}-$status in
     deadline-* | preempted-*) write_result "$attempt" "${asked:-$(read_stop)}" "asked to stop, $reason" "$status" ;;
-    signal-*) write_result "$attempt" stopped "after SIGTERM $reason" "$status" signal ;;
+    signal-*) write_result "$attempt" stopped "after a signal $reason" "$status" signal ;;
     stopped-*) write_result "$attempt" stopped "asked to stop, $reason" "$status" ;;
     -0) write_result "$attempt" finished "$reason" 0 ;;
     *)

@@ -71,10 +71,10 @@ on_each_node() (
 )
 
 #: remote_shell: Open MPI without support for PBS starts its daemons through this, all from here, where PBS_NODEFILE is;
-# they are found as here, and it stands where no blank or colon is in its path, at which mpirun would cut it
+# which signals of the job do not end; they are found as here, and it stands where no blank or colon is in its path, at which mpirun would cut it
 remote_shell() {
   local agent=${TMPDIR:-$here}/remote_shell
-  printf '%s\n' 'host=$1; shift' 'found=("PATH=$PATH" "LD_LIBRARY_PATH=${LD_LIBRARY_PATH-}")' \
+  printf '%s\n' 'host=$1; shift' 'trap "" TERM INT HUP USR1 USR2' 'found=("PATH=$PATH" "LD_LIBRARY_PATH=${LD_LIBRARY_PATH-}")' \
     'exec pbs_tmrsh "$host" /usr/bin/env "${found[@]}" /bin/sh -c "$*"' > "$agent"
   # a daemon that leaves the session of its task is lost where PBS ends the session first: the job would wait for ever
   mpirun_options+=(--mca plm_rsh_agent "bash $agent" --mca plm_rsh_no_tree_spawn 1 --leave-session-attached)
