@@ -104,6 +104,11 @@ LAUNCHER_VARIABLE = re.compile(
 )
 
 
+def test_only_places_asks_for_a_home() -> None:
+    """An account may have none, which Python's own functions end in an error for, or in a folder called `~`."""
+    assert not find_calls(outside("places.py"), r".*\.expanduser|(.*\.)?Path\.home")
+
+
 def test_only_ranks_reads_what_launchers_say() -> None:
     found = [
         module.at(node)

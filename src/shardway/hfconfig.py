@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from shardway.errors import Problem, UserError, check_no_problems, render_problems
+from shardway.places import expand_home
 
 CONFIG = "config.json"
 TOKENIZER_FILES = (
@@ -74,7 +75,7 @@ def locate_model(hf: str, *, weights: bool = True) -> Path:
 
     Ranks that share a cache call it on one of them first. Raises UserError where it cannot be had.
     """
-    folder = Path(hf).expanduser()
+    folder = expand_home(hf)
     if folder.is_dir():
         return folder
     if hf.startswith(("/", ".", "~")) or hf.count("/") > 1 or folder.exists():

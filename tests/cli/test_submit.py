@@ -103,6 +103,7 @@ WORDS = [
     Case("image-that-is-no-name", (*JUPITER, "site.container=pyxis", "site.image=docker://UPPER CASE")),
 ]
 PLACES = [
+    Case("run-directory-that-is-no-text", (*JUPITER, "--dir", "caf\udce9")),
     Case("no-such-script", (*JUPITER, "--", "python", "gone.py")),
     Case("script-that-is-no-python", (*JUPITER, "--", "python", "bad.py"), file("bad.py", "x = 1\nif x\n    pass\n")),
     Case("no-such-program", (*JUPITER, "--", "./none.sh")),
@@ -166,6 +167,7 @@ def no_state_of_the_person(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def tell(folder: Path, words: tuple[str, ...], said: str, code: int) -> str:
     """A command as a person sees it: a refusal's text does not say in which folder the test stood."""
     quoted = " ".join(f"'{word}'" if re.search(r"^$|[\s\[{:]", word) else word for word in words)
+    quoted = quoted.encode("utf-8", "backslashreplace").decode()
     return f"$ shardway {quoted}\n{said}exit code {code}\n".replace(str(folder), "/home/alice/work")
 
 
@@ -182,7 +184,7 @@ def test_a_mistake_is_told_before_the_queue(name: str, shardway: Shardway, golde
 
 def test_every_check_has_a_message() -> None:
     """The number of checks, so that a new one brings its message."""
-    assert (len(numbers.CHECKS), len(words.CHECKS)) == (8, 5)
+    assert (len(numbers.CHECKS), len(words.CHECKS)) == (8, 6)
     assert golden_names("submit") == {f"{name}.txt" for name in (*CASES, *REFUSALS, "idle-and-unknown")}
 
 

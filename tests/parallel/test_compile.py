@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pool import ranks
 from shardway.errors import UserError
-from shardway.hardware.folders import find_cache_folder
 from shardway.parallel.compile import CompileOptions, apply_compile, set_compile_cache
 from small_stack import Stack, build_stack, gradients, token_batch
 
@@ -152,20 +151,10 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
 
 
 def test_an_account_without_a_home_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_home() -> Path:
-        raise RuntimeError
-
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    monkeypatch.setattr(Path, "home", no_home)
-    assert find_cache_folder() is None
+    monkeypatch.setattr("shardway.places.find_home", lambda: None)
     with pytest.raises(UserError, match='"auto" needs a home folder'):
         set_compile_cache("auto")
-
-
-def test_the_cache_folder_is_that_of_the_xdg_specification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert find_cache_folder() == tmp_path / ".cache"
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler's backend for CPUs needs g++")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,25 @@ def test_the_machine_is_this_one() -> None:
 )
 def test_the_run_directory(request_: Request, directory: str) -> None:
     assert resolve_request(request_).directory.path == Path(directory)
+
+
+def test_a_home_is_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for request in (Request(overrides=("run.name=a", "run.root=~/runs")), Request(directory=Path("~/runs/a"))):
+        assert resolve_request(request).directory.path == tmp_path / "runs/a"
+
+
+@pytest.mark.parametrize(
+    "request_", [Request(overrides=("run.root=~nobody-x/a",)), Request(directory=Path("~nobody-x"))]
+)
+def test_a_home_that_nobody_knows_makes_no_folder_called_so(request_: Request) -> None:
+    with pytest.raises(UserError, match="begins with ~, and this machine knows no such home folder"):
+        _ = resolve_request(request_).directory
+
+
+def test_a_directory_that_is_no_text_is_refused() -> None:
+    with pytest.raises(UserError, match=r"the run directory 'runs/caf\\udce9' is not UTF-8 text"):
+        resolve_request(Request(directory=Path(os.fsdecode(b"runs/caf\xe9"))))
 
 
 def test_the_resolved_run_leads_back_to_its_directory() -> None:

@@ -29,6 +29,11 @@ def test_a_new_file(tmp_path: Path) -> None:
     assert names(tmp_path) == ["a"]
 
 
+def test_a_name_that_is_not_utf8_is_written_as_its_bytes(tmp_path: Path) -> None:
+    write_whole(tmp_path / "a", "cd " + os.fsdecode(b"caf\xe9\n"))
+    assert (tmp_path / "a").read_bytes() == b"cd caf\xe9\n"
+
+
 def test_an_old_file_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("old, and longer than what comes")
     write_whole(tmp_path / "a", "new")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardway.errors import JobError, UserError
+from shardway.rundir import directory
 from shardway.rundir.directory import FORMAT, WAITS, RunDir
 
 
@@ -205,6 +208,23 @@ def test_a_stop_is_asked_for_by_touching_a_file(tmp_path: Path) -> None:
     run.request_stop("the time is\n  up")
     assert run.stop_requested()
     assert run.stop_reason() == "the time is up"
+
+
+def test_a_stop_needs_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = made(tmp_path)
+    run.write_status(state="running")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(directory, "write_whole", refuse)
+    run.request_stop("why")
+    assert (run.stop_requested(), run.stop_reason()) == (True, "")
+    run.clear_stop()
+    assert run.read_status()["state"] == "running"
+    run.status_path.unlink()
+    with pytest.raises(UserError, match="stop cannot be written: No space left on device"):
+        run.request_stop("why")
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff"])

@@ -37,6 +37,8 @@ def test_what_stands_there_and_what_does_not(tmp_path: Path) -> None:
     assert is_there(tmp_path / "file")
     assert not is_there(tmp_path / "nothing")
     assert not is_there(tmp_path / "file" / "below")
+    assert not is_there(tmp_path / ("x" * 300))
+    assert list_names(tmp_path / ("x" * 300)) == []
     assert list_names(tmp_path) == ["file"]
     assert list_names(tmp_path / "nothing") == list_names(tmp_path / "file") == []
     assert answers(tmp_path)

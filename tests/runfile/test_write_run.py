@@ -25,6 +25,14 @@ def load_text(folder: Path, text: str) -> RunFile:
     return load_run(path).values
 
 
+def test_an_origin_may_have_any_name(tmp_path: Path) -> None:
+    """That of a run file whose name holds a newline, and a byte that is not UTF-8."""
+    origin = "new\nline" + chr(0xDCE9) + ".toml:3"
+    text = render_run(RunFile(), dict.fromkeys(all_keys(), origin), lambda _: True)
+    assert load_text(tmp_path, text) == RunFile()
+    assert "# new\\u000Aline\\uDCE9.toml:3\n" in text
+
+
 # --- the file of `shardway init`
 
 

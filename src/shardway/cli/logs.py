@@ -6,6 +6,7 @@ Invariant: it only reads, and survives a run that is writing. This module must n
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -57,7 +58,7 @@ def _find(word: str | None) -> Known:
     from shardway.launch.runs.registry import Known
 
     folder = Path(word or "runs")
-    if word is not None and (is_run(folder) or not folder.is_dir()):
+    if word is not None and (is_run(folder) or not os.path.isdir(folder)):
         return find_known(word)
     runs = list_runs(folder)
     return Known(str(runs[0] if len(runs) == 1 else find_run(folder).path))

@@ -7,6 +7,7 @@ second signal. This module must not know what a verb does.
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import os
 import sys
@@ -19,10 +20,12 @@ from typing import Any
 import typer
 
 from shardway import __version__
+from shardway.cli.text import ensure_utf8_mode, print_anything
 from shardway.cli.verbs import Verbs
-from shardway.errors import Bug, ShardwayError, legible
+from shardway.errors import Bug, JobError, ShardwayError, UserError, legible
+from shardway.places import folder_is_gone
 from shardway.ranks.leave import LastExit, flush_output
-from shardway.rundir.look import AWAY, unanswered
+from shardway.rundir.look import UNREADABLE, unanswered
 
 EXIT_KILLED = 130
 
@@ -54,6 +57,8 @@ def _options(version: bool = typer.Option(False, "--version", help="Print the ve
 
 def main() -> None:
     """Entry point of the command `shardway`."""
+    ensure_utf8_mode()
+    print_anything()
     last = LastExit()
     if sys.argv[1:2] != ["train"]:  # whose garbage may hold memory of a device
         gc.set_threshold(START_THRESHOLD)
@@ -98,17 +103,43 @@ def run_guarded(work: Callable[[], object]) -> int:
             raise
         return 0  # nobody reads on (`| head`); typer ends a verb so
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in AWAY and error.filename:
-            return report_error(unanswered(Path(os.fsdecode(error.filename)), error))
+        if isinstance(error, OSError) and (refusal := _explain(error)):
+            return report_error(refusal)
         with contextlib.suppress(OSError):
             traceback.print_exc()
         return report_error(Bug(f"{type(error).__name__}: {error}"))
     return result if isinstance(result, int) else 0
 
 
+def _explain(error: OSError) -> ShardwayError | None:
+    """What a file system says of a place is for whoever looks after that place; None where it may be a defect."""
+    if isinstance(error, FileNotFoundError) and folder_is_gone():
+        return UserError("the current folder is not there.")
+    if not isinstance(error.filename, str | bytes):
+        return None
+    path = Path(os.fsdecode(error.filename))
+    if error.errno in UNREADABLE:
+        return unanswered(path, error)
+    if error.errno in _FULL:
+        return JobError(
+            f"{path} cannot be written: {error.strerror}.\n"
+            "  To do: make room there (`df -h`, `df -i` and your quota), or choose another folder; then run the same "
+            "command again."
+        )
+    return None
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+_GONE = """
+  The current folder was removed, or made anew since this shell entered it: no relative path leads anywhere from here.
+  To do: `cd` to a folder that is there (`cd "$PWD"` where it was made anew), or name the run by its whole path."""
+
+
 def report_error(error: ShardwayError) -> int:
     """Print an error for the person who can act, and return its exit code."""
     tail = "\n  This is a defect of Shardway: please report it with the lines above." if isinstance(error, Bug) else ""
+    tail += _GONE if folder_is_gone() else ""
     with contextlib.suppress(OSError):  # stderr may be a file on a full disk
         print(f"shardway: {legible(str(error))}{tail}", file=sys.stderr)
     return error.exit_code

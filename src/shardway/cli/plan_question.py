@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from shardway.cli.plan_options import Counting
 from shardway.errors import Problem, UserError, check_no_problems, list_some, render_problems
 from shardway.hfconfig import CONFIG
+from shardway.places import expand_home
 from shardway.plan.answer.answer import Answer, answer
 from shardway.plan.answer.said import Asked, Said, ask
 from shardway.plan.answer.terms import Terms
@@ -69,7 +70,7 @@ def _check_both(model: list[str], where: Where) -> _Place:
 
 def _name_problems(name: str) -> list[Problem]:
     """What is wrong with a model that is named by a word alone."""
-    path = Path(name).expanduser()
+    path = expand_home(name)
     if name.endswith(".toml") or "/" in name or path.exists():
         return []
     try:
@@ -196,7 +197,7 @@ def _ask(words: list[str], machine: Machine, said: Said, counting: Counting) -> 
     check_no_problems("the plan", [_stray(key) for key in keys])
     if counting.trace or counting.module:
         raise _refusal("--trace", f'"{name}" is no run file', "the path of a run file (.toml) whose model is counted")
-    return ask(said, _lay_out(_find_shape(name, Path(name).expanduser())), machine)
+    return ask(said, _lay_out(_find_shape(name, expand_home(name))), machine)
 
 
 def _stray(word: str) -> Problem:

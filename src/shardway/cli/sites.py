@@ -35,7 +35,7 @@ WriteOption = Annotated[
 @app.command("list")
 def list_known(as_json: JsonOption = False) -> None:
     """List the sites that a run can name: those shipped with Shardway and your own."""
-    from shardway.sites.find import list_profiles, own_folder
+    from shardway.sites.find import describe_own_folder, list_profiles
 
     rows = [_describe(file) for file in list_profiles()]
     if as_json:
@@ -46,7 +46,7 @@ def list_known(as_json: JsonOption = False) -> None:
     widths = {column: max(len(row[column]) for row in [head, *rows]) for column in columns}
     for row in [head, *rows]:
         typer.echo(legible("  ".join(row[column].ljust(widths[column]) for column in columns).rstrip()))
-    typer.echo(f"\nYour own profiles: {own_folder() or 'none, since this account has no home folder'}")
+    typer.echo(legible(f"\nYour own profiles: {describe_own_folder()}"))
 
 
 @app.command("show")

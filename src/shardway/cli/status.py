@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -60,7 +61,7 @@ def status(run: RunWord = None, as_json: JsonOption = False) -> None:
     shown = [entry for group in _by_host(chosen) for entry in _look(group, alone=len(chosen) == 1)]
     if as_json:
         facts = [_as_json(entry) for entry in shown]
-        alone = run is not None and len(facts) == 1 and (is_run(Path(run)) or not Path(run).is_dir())
+        alone = run is not None and len(facts) == 1 and (is_run(Path(run)) or not os.path.isdir(run))
         typer.echo(json.dumps(facts[0] if alone else facts, indent=1))
         return
     typer.echo(legible("\n\n".join(_render(entry) for entry in shown)))
@@ -74,7 +75,7 @@ def _choose(word: str | None) -> list[Known]:
     if word is None:
         return find_all(Path("runs"))
     path = Path(word)
-    if is_run(path) or not path.is_dir():
+    if is_run(path) or not os.path.isdir(path):
         return [find_known(word)]
     return [Known(str(entry)) for entry in list_runs(path)]
 
@@ -154,11 +155,12 @@ def _find_last_end(attempts: Sequence[Standing]) -> _End | None:
 
 
 def _is_readable(path: Path, *, alone: bool) -> bool:
-    """Whether this Shardway can read a run."""
+    """Whether this Shardway, and this person, can read a run."""
     from shardway.rundir.directory import RunDir
 
     with _told(alone=alone):
         RunDir(path).check_format()
+        RunDir(path).check_readable()
         return True
     return False
 

@@ -45,9 +45,12 @@ def stop(
     from shardway.launch.runs.find import find_known
     from shardway.launch.runs.ledger import read_ledger
     from shardway.launch.runs.stop import Stopper
+    from shardway.rundir.directory import RunDir
 
     known = find_known(run)
     stopper = Stopper(find_host(known.host))
+    if not known.host:
+        RunDir(Path(known.run)).check_readable()
     ledger = read_ledger(stopper.host, Path(known.run))
     kills = now and stopper.find_running(ledger) != ()
     if kills:

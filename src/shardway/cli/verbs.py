@@ -15,6 +15,8 @@ from typer.core import TyperGroup
 from typer.main import get_group
 
 from shardway.cli.program import CommandWithProgram
+from shardway.errors import UserError
+from shardway.places import folder_is_gone
 
 _ROOM = "shardway.cli"
 
@@ -37,6 +39,9 @@ VERBS = (
 )
 """Each has a module of its name, with a function of that name, or an `app` of verbs of its own; as they are listed."""
 
+COMPUTING = ("train", "checkpoint", "rehearse")
+"""These load torch, whose libraries end the process without a word of reason where the current folder was removed."""
+
 _CLASSES = {"submit": CommandWithProgram}
 
 
@@ -50,6 +55,12 @@ class Verbs(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         """Their names, in the order in which a newcomer reads them."""
         return list(self.commands)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The verb that is asked for. Raises UserError where it cannot work from here."""
+        if args[0] in COMPUTING and folder_is_gone():
+            raise UserError("the current folder is not there.")
+        return super().resolve_command(ctx, args)
 
 
 class _Commands(MutableMapping[str, Any]):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from shardway.data.sources.arrays import open_arrays
 from shardway.data.sources.base import Asked, Place, Slice, Source, Wants, data_error
@@ -18,6 +17,7 @@ from shardway.data.sources.synthetic import open_synthetic
 from shardway.data.sources.text import STDLIB, open_text
 from shardway.data.sources.tokenizer import open_tokenizer
 from shardway.data.sources.tokens import open_tokens
+from shardway.places import expand_home
 from shardway.resolve import DataFacts
 from shardway.resolve.applies import TOKEN_MODELS
 from shardway.runfile.schema import DataSection, RunFile
@@ -59,7 +59,7 @@ def wants_of(model_kind: str) -> Wants:
 def are_there(values: RunFile) -> bool:
     """Whether there is anything where the data of a run file are to be."""
     section = values.data
-    return section.kind == "synthetic" or section.path == STDLIB or Path(section.path).expanduser().exists()
+    return section.kind == "synthetic" or section.path == STDLIB or expand_home(section.path).exists()
 
 
 def find_sample(values: RunFile) -> tuple[tuple[int, ...], int | None]:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from shardway.errors import UserError
-from shardway.hardware.folders import find_cache_folder
+from shardway.places import expand_home, find_own_folder
 
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -59,7 +59,7 @@ def set_compile_cache(configured: str, environ: Mapping[str, str] = os.environ) 
     """
     if configured == "auto" and environ.get(_CACHE):
         return
-    folder = _auto_folder() if configured == "auto" else Path(configured).expanduser()
+    folder = _auto_folder() if configured == "auto" else expand_home(configured)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -71,10 +71,10 @@ def set_compile_cache(configured: str, environ: Mapping[str, str] = os.environ) 
 
 
 def _auto_folder() -> Path:
-    folder = find_cache_folder()
+    folder = find_own_folder("CACHE")
     if folder is None:
         raise UserError(
             'train.compile_cache: "auto" needs a home folder, and this account has none.\n'
             "  To do: set train.compile_cache to a folder."
         )
-    return folder / "shardway" / "compiled"
+    return folder / "compiled"

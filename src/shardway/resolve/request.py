@@ -19,11 +19,12 @@ from shardway.hardware import probe
 from shardway.hardware.catalogue import load_accelerators
 from shardway.hardware.device import DeviceFacts, facts_of_found, facts_of_part
 from shardway.hfconfig import ModelFacts, locate_model, read_facts
+from shardway.places import expand_home
 from shardway.resolve.build import name_of_run, resolve
 from shardway.resolve.device_defaults import KEYS as DEVICE_KEYS
 from shardway.resolve.resolved import Circumstances, Resolved
 from shardway.rundir.directory import RunDir
-from shardway.runfile.load import Loaded, load_run
+from shardway.runfile.load import Loaded, is_text, load_run
 from shardway.runfile.schema import RunFile
 from shardway.sites.find import UnknownSite
 from shardway.sites.load import load_site
@@ -70,6 +71,20 @@ def _is_override(word: str) -> bool:
     return bool(_OVERRIDE.match(word)) or ("=" in word and not os.path.exists(word))
 
 
+def find_folder(path: str | Path) -> Path:
+    """A folder that a run writes to, its `~` filled in. Raises UserError where the system knows no such home.
+
+    A folder that is itself called `~` would be the home of whoever removes it from a shell.
+    """
+    folder = expand_home(path)
+    if str(folder).startswith("~"):
+        raise UserError(
+            f"the run directory {folder} begins with ~, and this machine knows no such home folder.\n"
+            "  To do: write that folder out, with --dir or run.root."
+        )
+    return folder
+
+
 @dataclass(frozen=True)
 class Resolution:
     """A request, what was read for it, and what follows."""
@@ -82,7 +97,7 @@ class Resolution:
     def directory(self) -> RunDir:
         """Where the run writes."""
         values = self.resolved.values.run
-        return RunDir(Path(values.root) / values.name)
+        return RunDir(find_folder(values.root) / values.name)
 
     def with_default(self, dotted: str, value: Any, origin: str) -> Resolution:
         """The same resolution where `value` stands in for a key that nobody set."""
@@ -125,8 +140,8 @@ def resolve_loaded(
         devices=(facts_of_part(planned.accelerator),) if planned else _list_devices(values.run.device, machine),
     )
     if not request.fresh:
-        place = RunDir(Path(values.run.root) / name_of_run(loaded))
         with contextlib.suppress(ShardwayError, OSError):  # told where the run begins
+            place = RunDir(find_folder(values.run.root) / name_of_run(loaded))
             circumstances = replace(circumstances, before=read_before(place, values))
     return Resolution(request, loaded, resolve(loaded, circumstances))
 
@@ -200,10 +215,15 @@ def _place(loaded: Loaded, directory: Path, *, by_default: bool) -> Loaded:
 
     That of `--dir` wins over the keys; that of a script stands where nothing sets them.
     """
-    path = directory.expanduser()
+    path = find_folder(directory)
     path = path if path.name not in ("", "..") else path.resolve()
     if not path.name:
         raise UserError(f"the run directory {directory} is the root of the file system; name a folder in it.")
+    if not is_text(str(path)):
+        raise UserError(
+            f"the run directory {str(path)!a} is not UTF-8 text, and its name stands in text files.\n"
+            "  To do: choose another name with --dir, or run.name in the run file."
+        )
     origin = "shardway.start(directory=...)" if by_default else "--dir"
     for dotted, value in (("run.root", str(path.parent)), ("run.name", path.name)):
         put: Callable[[str, str, str], Loaded] = loaded.with_default if by_default else loaded.with_value

@@ -63,7 +63,7 @@ def why_refused(folder: Path) -> str:
 
 def _write_exclusively(path: Path, text: str) -> bool:
     try:
-        with open(path, "x", encoding="utf-8") as file:
+        with open(path, "x", encoding="utf-8", errors="surrogateescape") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -77,7 +77,7 @@ def _written_beside(path: Path, text: str, *, durable: bool) -> Iterator[Path]:
     """A temporary neighbour of `path` that holds `text`; gone afterwards, unless it was renamed."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        with open(temporary, "x", encoding="utf-8") as file:
+        with open(temporary, "x", encoding="utf-8", errors="surrogateescape") as file:
             file.write(text)
             file.flush()
             if durable:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
@@ -74,6 +75,11 @@ class RunDir:
     def exists(self) -> bool:
         """Whether a run has been here."""
         return any(map(is_there, (self.status_path, self.resolved_path, self._events_folder)))
+
+    def check_readable(self) -> None:
+        """Raise JobError where it cannot be seen who is at the run: what may not be read is not empty."""
+        for folder in (self._place.lease, self.attempts_folder, *(attempt.path for attempt in self.attempts())):
+            list_names(folder)
 
     def check_no_strangers(self) -> None:
         """Raise UserError where the folder holds files of somebody else's and no run."""
@@ -289,10 +295,15 @@ class RunDir:
         return self.path / "stop"
 
     def request_stop(self, reason: str = "") -> None:
-        """Ask the run to stop after its current step, and say why. Raises UserError where that is refused."""
+        """Ask the run to stop after its current step, and say why. Raises UserError where that is refused.
+
+        A file system that has no room for a new file, or a quota of files, still takes a second name of an old one.
+        """
         try:
             write_whole(self.stop_path, reason)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                os.link(self.status_path, self.stop_path)
             if not self.stop_requested():  # a folder of that name asks for the same
                 raise UserError(f"{self.stop_path} cannot be written: {error.strerror}.") from None
 
@@ -301,9 +312,10 @@ class RunDir:
         return is_seen(self.stop_path)
 
     def stop_reason(self) -> str:
-        """What the stop file says, in one line; empty for one that was only touched."""
+        """What the stop file says, in one line; empty for one that was only touched, or is a record's second name."""
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            return " ".join((self.stop_path).read_text(encoding="utf-8").split())
+            text = self.stop_path.read_text(encoding="utf-8")
+            return "" if text.startswith("{") else " ".join(text.split())
         return ""
 
     def clear_stop(self) -> None:

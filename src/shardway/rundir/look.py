@@ -25,14 +25,20 @@ AWAY = frozenset(
 """What a file system says whose server is away, or that has lost what this host knew of it (GlusterFS, Lustre, NFS,
 FUSE). It says nothing of the file; EIO may be of the file, and counts as damage."""
 
+ABSENT = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG))
+"""What a file system says where nothing stands at a path, or can."""
+
+UNREADABLE = AWAY | {errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG}
+"""What says nothing of the file either: it may not, or cannot, be looked at from here."""
+
 
 def is_there(path: Path) -> bool:
     """Whether something stands there. Raises JobError where the file system does not answer."""
     try:
         os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
     except OSError as error:
+        if error.errno in ABSENT:
+            return False
         raise unanswered(path, error) from error
     return True
 
@@ -48,9 +54,9 @@ def list_names(folder: Path) -> list[str]:
     """The names in a folder, in no order; none where there is no folder. Raises JobError as `is_there` does."""
     try:
         return os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
     except OSError as error:
+        if error.errno in ABSENT:
+            return []
         raise unanswered(folder, error) from error
 
 

@@ -180,7 +180,7 @@ def _lay_overrides(draft: _Draft, overrides: Sequence[str]) -> list[Problem]:
                 Problem(override, "is not an override", COMMAND_LINE, "section.key=value, such as train.steps=500")
             )
             continue
-        if not _is_text(override):  # stray bytes, which Python hands over as lone surrogates
+        if not is_text(override):
             what = f"{text!a} is not UTF-8 text"
             problems.append(Problem(ascii(dotted)[1:-1], what, COMMAND_LINE, "text in UTF-8"))
             continue
@@ -194,7 +194,8 @@ def _unquote(text: str) -> str:
     return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
 
 
-def _is_text(word: str) -> bool:
+def is_text(word: str) -> bool:
+    """Whether a word is text in UTF-8: stray bytes come from Python as lone surrogates."""
     try:
         word.encode()
     except UnicodeEncodeError:

@@ -19,7 +19,7 @@ def render_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return "".join(char if char.isprintable() else _escape(char) for char in json.dumps(value, ensure_ascii=False))
+        return _escape(json.dumps(value, ensure_ascii=False))
     if isinstance(value, list):
         return f"[{', '.join(map(render_value, value))}]"
     if isinstance(value, dict):
@@ -35,7 +35,8 @@ def render_run(values: RunFile, origins: Mapping[str, str], keep: Callable[[str]
         kept = {name: value for name, value in table.items() if keep(f"{section}.{name}")}
         lines += ["", f"[{section}]"] if kept else []
         for name, value in kept.items():
-            lines.append(f"{f'{name} = {render_value(value)}':<40} # {origins[f'{section}.{name}']}")
+            origin = _escape(origins[f"{section}.{name}"])  # of a file whose name may hold any byte
+            lines.append(f"{f'{name} = {render_value(value)}':<40} # {origin}")
     return "\n".join(lines) + "\n"
 
 
@@ -57,8 +58,12 @@ def render_commented(values: RunFile, chosen: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _escape(char: str) -> str:
-    """A character that a terminal would obey, as TOML writes one."""
+def _escape(text: str) -> str:
+    """A text without characters that a terminal would obey, or that are none in UTF-8: as TOML writes them."""
+    return "".join(char if char.isprintable() else _escape_one(char) for char in text)
+
+
+def _escape_one(char: str) -> str:
     return f"\\u{ord(char):04X}" if ord(char) < 0x10000 else f"\\U{ord(char):08X}"
 
 

@@ -6,7 +6,6 @@ says that it `shadows`. This module must not read what is in a profile beyond it
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import os
 from collections.abc import Iterable
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from shardway.errors import UserError
+from shardway.places import expand_home, find_own_folder
 
 Origin = Literal["shipped", "yours", "file"]
 
@@ -60,13 +60,17 @@ class ProfileFile:
 
 
 def own_folder() -> Path | None:
-    """$XDG_CONFIG_HOME/shardway/sites, or that below ~/.config (XDG Base Directory Specification); None for an account
-    without a home."""
-    base = Path(os.environ.get("XDG_CONFIG_HOME", ""))
-    if not base.is_absolute():
-        with contextlib.suppress(RuntimeError):
-            base = Path.home() / ".config"
-    return base / "shardway/sites" if base.is_absolute() else None
+    """$XDG_CONFIG_HOME/shardway/sites, or that below ~/.config; None for an account without a home."""
+    folder = find_own_folder("CONFIG")
+    return folder / "sites" if folder else None
+
+
+def describe_own_folder() -> str:
+    """The folder in words, with the reason where nothing in it can be read."""
+    folder = own_folder()
+    if folder is None:
+        return "none, since this account has no home folder"
+    return f"{folder}{_list_own_files()[1]}"
 
 
 def list_shipped() -> tuple[str, ...]:
@@ -78,7 +82,7 @@ def list_shipped() -> tuple[str, ...]:
 def list_profiles() -> tuple[ProfileFile, ...]:
     """What every name means, sorted by name: profiles of the user's own folder, and shipped ones that none shadows."""
     shipped = {name: ProfileFile(name, "shipped") for name in list_shipped()}
-    found = {**shipped, **{path.stem: _own(path, shipped) for path in _own_files()}}
+    found = {**shipped, **{path.stem: _own(path, shipped) for path in _list_own_files()[0]}}
     return tuple(found[name] for name in sorted(found))
 
 
@@ -93,7 +97,7 @@ def find_profile(name_or_path: str, beside: Path | None = None) -> ProfileFile:
     Raises UnknownSite for a name that no profile has.
     """
     if "/" in name_or_path or name_or_path.endswith(_SUFFIX):
-        path = Path(name_or_path).expanduser()
+        path = expand_home(name_or_path)
         return ProfileFile(name_or_path, "file", beside / path if beside else path)
     found = next((profile for profile in list_profiles() if profile.name == name_or_path), None)
     if found is None:
@@ -113,9 +117,21 @@ def find_nearest(word: str, words: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(word, list(words), n=1)), None)
 
 
-def _own_files() -> list[Path]:
+def _list_own_files() -> tuple[list[Path], str]:
+    """The profiles in the user's own folder; in words, why there are none where it may not be looked at.
+
+    It may be another account's (`sudo` keeps HOME), and shipped profiles do not need it.
+    """
     folder = own_folder()
-    return sorted(path for path in folder.glob(f"*{_SUFFIX}") if not path.name.startswith(".")) if folder else []
+    if folder is None:
+        return [], ""
+    try:
+        names = sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return [], ""
+    except OSError as error:
+        return [], f", which cannot be read ({error.strerror})"
+    return [folder / name for name in names if name.endswith(_SUFFIX) and not name.startswith(".")], ""
 
 
 def _own(path: Path, shipped: Iterable[str]) -> ProfileFile:
@@ -125,8 +141,10 @@ def _own(path: Path, shipped: Iterable[str]) -> ProfileFile:
 def _render_unknown_site(name: str) -> str:
     nearest = find_nearest(name, list_sites())
     hint = f'write "{nearest}"' if nearest else "choose one of these"
+    unread = _list_own_files()[1]
+    own = f"\n  your own profiles stand in {own_folder()}{unread}" if unread else ""
     return (
         f'there is no site "{name}"\n'
-        f"  allowed: {', '.join(list_sites())}, or the path of a profile (with a / or ending in .toml)\n"
+        f"  allowed: {', '.join(list_sites())}, or the path of a profile (with a / or ending in .toml){own}\n"
         f"  to do: {hint}, or write a profile for your site: `shardway sites probe`"
     )

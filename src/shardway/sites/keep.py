@@ -6,6 +6,7 @@ profile says.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def find_place(name: str) -> Path:
             "this account has no home folder for profiles\n  to do: set XDG_CONFIG_HOME, or leave out --write"
         )
     path = folder / f"{name}.toml"
-    if path.exists():
+    if os.path.lexists(path):
         raise _refuse(path)
     return path
 

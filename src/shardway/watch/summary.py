@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -137,7 +138,7 @@ def find_runs(root: Path) -> list[RunDir]:
     """The runs directly under `root`, by name; `root` itself where it is a run; none where it is no folder."""
     if RunDir(root).exists():
         return [RunDir(root)]
-    folders = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+    folders = sorted(path for path in root.iterdir() if path.is_dir()) if os.path.isdir(root) else []
     return [run for run in map(RunDir, folders) if run.exists()]
 
 

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
 
 import pytest
 
 from shardway.cli import status
-from shardway.errors import SiteError
+from shardway.errors import SiteError, UserError
+from shardway.launch.hosts.base import Done
 from shardway.launch.hosts.local import LocalHost
 from shardway.launch.runs.ledger import Entry, Ledger, read_ledger
 from shardway.launch.runs.render import render_attempts
@@ -73,6 +75,40 @@ def test_a_run_that_is_killed_was_stopped_by_a_person(chain: Path) -> None:
         assert (standing.word, standing.result.by) == ("stopped", "shardway stop")
         assert standing.result.reason == "killed by `shardway stop --now`"
         assert standing.why is None
+
+
+@contextmanager
+def full_disk(*, takes_links: bool) -> Iterator[None]:
+    """No new file can be made by this host; a second name of an old one can where it `takes_links`."""
+    run_many = LocalHost.run_many
+
+    def refuse(_: LocalHost, files: Mapping[PurePosixPath, str]) -> None:
+        raise UserError(f"{next(iter(files))} cannot be written: No space left on device.\n  To do: make room.")
+
+    def refuse_links(host: LocalHost, commands: Sequence[Sequence[str]], **options: float) -> list[Done]:
+        return run_many(host, [("false",) if words[0] == "ln" else words for words in commands], **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalHost, "write_files", refuse)
+        if not takes_links:
+            patch.setattr(LocalHost, "run_many", refuse_links)
+        yield
+
+
+def test_a_stop_needs_no_room(chain: Path) -> None:
+    with full_disk(takes_links=True):
+        stopping = Stopper(LocalHost()).ask(read(chain))
+    assert [[entry.number for entry in entries] for entries in (stopping.asked, stopping.cancelled)] == [[1], [2]]
+    assert (RunDir(chain).stop_requested(), RunDir(chain).stop_reason()) == (True, "")
+    with full_disk(takes_links=False):  # it was asked before
+        assert [entry.number for entry in Stopper(LocalHost()).ask(read(chain)).asked] == [1]
+
+
+def test_a_stop_that_is_refused_says_who_can_stop_it(chain: Path) -> None:
+    message = r"cannot be written: No space left on device\.\n  The run was not asked to stop"
+    with full_disk(takes_links=False), pytest.raises(UserError, match=message):
+        Stopper(LocalHost()).ask(read(chain))
+    assert [standing.word for standing in stand(chain)] == ["running", "queued"]
 
 
 def test_what_only_waits_is_taken_out_of_the_queue(chain: Path) -> None:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import xxhash
 
 from shardway.errors import Problem, UserError, render_problems
+from shardway.places import expand_home
 from shardway.runfile.schema import DataSection
 
 Ids = npt.NDArray[np.int64]
@@ -96,7 +97,7 @@ class Place:
 
     @property
     def path(self) -> Path:
-        return Path(self.text).expanduser()
+        return expand_home(self.text)
 
     def error(self, what: str, allowed: str = "", remedy: str = "") -> UserError:
         """The error for this place: `what` goes on after the quoted path."""

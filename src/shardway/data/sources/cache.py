@@ -21,7 +21,7 @@ import numpy.typing as npt
 from shardway.data.sources.base import Place, data_error
 from shardway.data.sources.tokens import TokenFile, read_npy
 from shardway.errors import Bug, JobError, UserError
-from shardway.hardware.folders import find_cache_folder
+from shardway.places import expand_home, find_own_folder
 
 STALE_S = 86400.0
 """A temporary file older than this was left by a kill and is removed."""
@@ -34,12 +34,12 @@ _PREFIX = ".preparing-"
 def cache_folder(configured: str) -> Path:
     """data.cache, where "auto" is shardway in the user's cache folder. Raises UserError where there is none."""
     if configured != "auto":
-        return Path(configured).expanduser()
-    base = find_cache_folder()
-    if base is None:
+        return expand_home(configured)
+    folder = find_own_folder("CACHE")
+    if folder is None:
         what = '"auto" needs a home folder, and this account has none'
         raise data_error("data.cache", what, remedy="set data.cache to a folder")
-    return base / "shardway"
+    return folder
 
 
 def prepare_tokens(folder: Path, name: str, dtype: np.dtype[Any], tokens: Callable[[], Iterator[Tokens]]) -> TokenFile:

@@ -22,6 +22,7 @@ from shardway.errors import UserError
 from shardway.inherited import list_options, strip
 from shardway.launch.hosts.base import MISSING, Done
 from shardway.launch.hosts.expansion import fill_in, list_variables
+from shardway.places import find_home
 from shardway.rundir.atomic import write_whole
 
 _NOT_EXECUTABLE = 126
@@ -144,7 +145,7 @@ class LocalHost:
         """An absolute path; a relative one is below the current folder."""
         values = {name: os.environ.get(name, "") for name in list_variables(path)}
         if "HOME" in values:
-            values["HOME"] = values["HOME"] or str(Path.home())
+            values["HOME"] = values["HOME"] or str(find_home() or "/")  # as bash has it
         return fill_in(path, values, os.getcwd(), self.name)
 
     def expand_many(self, paths: Sequence[str]) -> list[PurePosixPath]:

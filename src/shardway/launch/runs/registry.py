@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from shardway.places import find_own_folder
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,10 @@ class Known:
     site: str = ""
 
 
-def registry_path(environ: Mapping[str, str] = os.environ) -> Path:
-    """The file of the registry."""
-    base = environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(base) / "shardway" / "submitted-runs"
+def registry_path() -> Path | None:
+    """The file of the registry; None for an account without a home, which has none."""
+    folder = find_own_folder("STATE")
+    return folder / "submitted-runs" if folder else None
 
 
 def remember(known: Known, path: Path | None = None) -> bool:
@@ -48,6 +49,8 @@ def forget(known: Known, path: Path | None = None) -> None:
 
 def _append(table: Mapping[str, object], path: Path | None) -> None:
     target = path or registry_path()
+    if target is None:
+        return
     with contextlib.suppress(OSError):
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(target, "a", encoding="utf-8") as file:
@@ -56,8 +59,9 @@ def _append(table: Mapping[str, object], path: Path | None) -> None:
 
 def read_known(path: Path | None = None) -> list[Known]:
     """The runs that are known, oldest first, each once."""
+    source = path or registry_path()
     try:
-        lines = (path or registry_path()).read_text(encoding="utf-8").splitlines()
+        lines = source.read_text(encoding="utf-8").splitlines() if source else []
     except (OSError, UnicodeDecodeError):
         return []
     found: dict[Known, None] = {}

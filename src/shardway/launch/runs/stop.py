@@ -12,11 +12,11 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-from shardway.errors import SiteError
+from shardway.errors import SiteError, UserError
 from shardway.launch.hosts.base import Host
 from shardway.launch.runs.ledger import Entry, Ledger, read_ledger
 from shardway.launch.runs.standing import Standing, read_standing
@@ -118,7 +118,20 @@ class Stopper:
             self.host.run(("rm", "-f", str(ledger.run.stop_path)))
 
     def _write_stop(self, ledger: Ledger, words: str) -> None:
-        self.host.write_files({PurePosixPath(ledger.run.stop_path): f"{words}\n"})
+        """Raises UserError where that is refused. A full file system takes a second name of a record (`RunDir`)."""
+        path = ledger.run.stop_path
+        try:
+            self.host.write_files({PurePosixPath(path): f"{words}\n"})
+        except UserError as error:
+            records = [ledger.run.status_path, *(entry.attempt.submission_path for entry in reversed(ledger.entries))]
+            links = [("ln", str(record), str(path)) for record in records]
+            if any(done.ok for done in self.host.run_many([("test", "-e", str(path)), *links])):
+                return
+            raise UserError(
+                f"{str(error).splitlines()[0]}\n"
+                "  The run was not asked to stop. To do: ask whoever may write there, or end its job with the "
+                "scheduler's own command; a run without a job stops by Ctrl-C where it was started."
+            ) from None
 
     def _note(self, ledger: Ledger, entries: Sequence[Entry], reason: str) -> None:
         """Say how attempts ended of which neither their jobs can say it any more nor the scheduler."""
@@ -130,7 +143,8 @@ class Stopper:
             if path not in written:
                 step_now = step if isinstance(step, int) and entry.started else 0
                 result = Result(Ending.STOPPED, reason, step_now, job=entry.job, by="shardway stop", ended=now)
-                self.host.write_files({path: render_result(result)})
+                with suppress(UserError):  # a full file system: they have ended all the same
+                    self.host.write_files({path: render_result(result)})
 
     def _cancel(self, entries: Sequence[Entry]) -> None:
         for scheduler in dict.fromkeys(entry.submission.scheduler for entry in entries if entry.submission):

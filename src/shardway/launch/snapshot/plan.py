@@ -6,7 +6,6 @@ must not change anything.
 
 from __future__ import annotations
 
-import os
 import posixpath
 from collections import Counter
 from dataclasses import replace
@@ -18,6 +17,7 @@ from shardway.launch.snapshot.git import GitUnusable, find_repository, list_repo
 from shardway.launch.snapshot.listing import Listing
 from shardway.launch.snapshot.sort import Sorter, list_parents
 from shardway.launch.snapshot.values import CopiedFile, LeftOut, LinkedPath, SnapshotLimits, SnapshotPlan
+from shardway.places import find_home
 from shardway.units import render_bytes
 
 _FOLDERS_TOLD = 5
@@ -71,8 +71,8 @@ def _list(folder: Path, limits: SnapshotLimits) -> tuple[Path, str, Listing]:
 
 def _is_too_wide(folder: Path) -> bool:
     """Whether a folder is a home folder, or one above."""
-    home = Path(os.path.expanduser("~")).resolve()
-    return folder == home or folder in home.parents
+    home = find_home() or Path("/")
+    return folder in (home.resolve(), *home.resolve().parents)
 
 
 def _say_unusable(folder: Path, why: str) -> list[str]:

@@ -115,7 +115,7 @@ class Sorter:
         if path.is_symlink():
             return "behind a symbolic link"
         run = RunDir(path)
-        if run.resolved_path.is_file() or run.attempts():
+        if os.path.isfile(run.resolved_path) or run.attempts():
             self._link(folder, "run directory")
             return "run directory"
         return ""

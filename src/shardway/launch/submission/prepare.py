@@ -27,6 +27,7 @@ from shardway.launch.submission.command import CommandRead, read_command
 from shardway.launch.submission.findings import Findings
 from shardway.launch.submission.secrets import read_secrets
 from shardway.launch.submission.wish import Wish, build_job, with_account, with_site_defaults
+from shardway.places import expand_home
 from shardway.resolve.request import Request
 from shardway.resolve.resolved import Resolved
 from shardway.rundir.attempts import Attempt
@@ -215,7 +216,7 @@ def _site_word(loaded: Loaded, here: Path) -> str:
     """The site as it is found again from any folder."""
     name = loaded.values.site.name
     is_shipped_or_own = find_profile(name).origin != "file"
-    return name if is_shipped_or_own else str(here / Path(name).expanduser())
+    return name if is_shipped_or_own else str(here / expand_home(name))
 
 
 def _carry_site(loaded: Loaded, folder: Attempt) -> tuple[Loaded, dict[Path, str]]:

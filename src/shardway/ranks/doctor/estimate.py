@@ -20,7 +20,7 @@ def read_wanted(resolution: Resolution) -> Wanted:
     site = values.site
     container = site.container if site.container not in ("auto", "none") else "container" if site.image else ""
     return Wanted(
-        folder=Path(values.run.root) / values.run.name,
+        folder=resolution.directory.path,
         checkpoint_bytes=estimate_checkpoint(values, resolution),
         keep=values.checkpoint.keep + values.checkpoint.keep_best + count_kept_for_ever(values),
         device=values.run.device,

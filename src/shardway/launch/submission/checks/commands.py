@@ -25,6 +25,7 @@ from shardway.launch.submission.checks.copies import list_copies
 from shardway.launch.submission.checks.look import Look, always, test_exists
 from shardway.launch.submission.command import CommandRead, find_launcher
 from shardway.launch.submission.wish import Wish, build_job, runtime_of, shape_of, starter_of
+from shardway.places import expand_home
 
 _KEY, _ORIGIN = "the command", "command line"
 
@@ -135,7 +136,7 @@ def _list_own_files(read: CommandRead, plan: SnapshotPlan) -> Iterator[str]:
 
 
 def _is_no_output(link: LinkedPath, root: Path) -> bool:
-    hidden = posixpath.basename(link.path).startswith(".") or (root / link.path / "pyvenv.cfg").is_file()
+    hidden = posixpath.basename(link.path).startswith(".") or os.path.isfile(root / link.path / "pyvenv.cfg")
     return hidden or any(word in link.reason for word in _NO_OUTPUT)
 
 
@@ -210,7 +211,7 @@ def _look_into_container(wish: Wish, host: Host) -> Iterator[Look]:
     seen += ["~"] if runtime_of(wish) == "apptainer" else []  # which shows the home folder unless a site forbids it
     script = wish.read.script if wish.read is not None else ""
     for path in dict.fromkeys((wish.program.words[0], script)):
-        places = [os.path.expanduser(place) for place in seen if not place.startswith("$")]
+        places = [str(expand_home(place)) for place in seen if not place.startswith("$")]
         inside = any(Path(path).is_relative_to(place) for place in (*_OF_IMAGES, *places))
         if not path.startswith("/") or inside or len(places) < len(seen):
             continue

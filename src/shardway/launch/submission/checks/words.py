@@ -14,6 +14,7 @@ from shardway.launch.containers.base import all_mounts
 from shardway.launch.job import SECRETS
 from shardway.launch.submission.checks.numbers import NAMED_BY_KEYS, Check, problem
 from shardway.launch.submission.wish import Wish, build_job, parse_mount, runtime_of
+from shardway.runfile.load import is_text
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PLAIN = re.compile(r"[A-Za-z0-9_@+=:,./%*-]*")
@@ -71,6 +72,13 @@ def names_are_plain(wish: Wish) -> Iterator[Problem]:
             )
 
 
+def the_run_directory_of_a_training_is_text(wish: Wish) -> Iterator[Problem]:
+    """The training keeps its own path in `resolved.toml`; a command of one's own does not."""
+    if wish.read is None and not is_text(str(wish.run)):
+        what = f"the run directory {str(wish.run)!a} is not UTF-8 text"
+        yield Problem("run.root", what, remedy="choose another folder with --dir or run.root")
+
+
 def an_image_is_one_that_its_runtime_starts(wish: Wish) -> Iterator[Problem]:
     """Enroot and Charliecloud start files; a name in a registry has to be fetched first."""
     image, runtime = wish.section.image, runtime_of(wish)
@@ -110,6 +118,7 @@ CHECKS: tuple[Check, ...] = (
     options_do_not_contradict_keys,
     variables_can_be_set_and_are_no_secrets,
     names_are_plain,
+    the_run_directory_of_a_training_is_text,
     an_image_is_one_that_its_runtime_starts,
     mounts_can_be_said,
 )

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from shardway.hardware.command import run_commands
 from shardway.hardware.mounts import find_mount
+from shardway.places import expand_home
 from shardway.ranks.doctor.finding import Finding, bad, good, poor, unknown
 from shardway.ranks.doctor.surroundings import Surroundings
 from shardway.units import render_seconds
@@ -31,7 +32,7 @@ CACHES = ("HF_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "MIOPEN_USER
 
 def find_existing(folder: Path) -> Path:
     """The folder, or the nearest above it that is there."""
-    path = folder.expanduser().absolute()
+    path = expand_home(folder).absolute()
     return next((each for each in (path, *path.parents) if os.path.lexists(each)), Path("/"))
 
 
@@ -56,7 +57,7 @@ def list_places(around: Surroundings) -> list[str]:
     """Folders of the profile's storage whose variables are set, and that of the run."""
     storage = around.site.storage
     texts = [text for text in (storage.home, storage.project, storage.scratch) if text]
-    named = [os.path.expanduser(_expand(text, around)) for text in texts]
+    named = [str(expand_home(_expand(text, around))) for text in texts]
     if around.wanted.folder is not None:
         named.append(str(find_existing(around.wanted.folder)))
     return list(dict.fromkeys(place for place in named if place.startswith("/") and "$" not in place))

@@ -1,0 +1,156 @@
+"""Verbs in folders, homes and locales that a careful person does not have: a sentence where it cannot work."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pwd
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import Shardway
+
+from shardway.cli import main
+from shardway.cli.main import run_guarded
+from shardway.rundir.directory import RunDir
+
+GONE = "The current folder was removed"
+LOOP = "Too many levels of symbolic links"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    made = RunDir(tmp_path / "runs/mine")
+    made.create()
+    made.write_status(state="finished", step=3, reason="all 3 steps are done")
+    return made
+
+
+@pytest.mark.parametrize(
+    "words", [("status",), ("sites", "list"), ("submit", "--on", "laptop", "--dry-run", "--", "ls")]
+)
+def test_an_account_without_a_home_is_served(
+    words: tuple[str, ...], shardway: Shardway, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(_: int) -> None:
+        raise KeyError
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name)
+    assert shardway(*words).code == 0
+
+
+def test_shipped_sites_do_not_need_the_folder_of_own_ones(
+    shardway: Shardway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link to itself cannot be read by anybody, as the home of another account by most."""
+    (tmp_path / "loop").symlink_to("loop")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "loop"))
+    own = f"{tmp_path}/loop/shardway/sites, which cannot be read ({LOOP})"
+    assert shardway("sites", "show", "laptop").code == 0
+    assert f"Your own profiles: {own}\n" in shardway("sites", "list").out
+    ended = shardway("sites", "show", "mine")
+    assert (ended.code, f"  your own profiles stand in {own}\n" in ended.err) == (2, True)
+    assert shardway("sites", "probe", "--write", "mine").code == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(("status", "runs/mine"), ("stop", "runs/mine"), ("logs", "runs/mine"), ("report", "runs/mine")),
+        *(("train",), ("rehearse",), ("checkpoint", "verify", "runs/mine"), ("init",)),
+        *(("submit", "--", "ls"), ("submit", "--on", "laptop"), ("resume", "runs/mine"), ("config", "show", "x.toml")),
+    ],
+)
+def test_a_folder_that_was_removed_is_told(
+    words: tuple[str, ...], shardway: Shardway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    ended = shardway(*words)
+    assert (ended.code, GONE in ended.err) == (2, True)
+
+
+def test_from_a_folder_that_was_removed_a_whole_path_is_served(
+    shardway: Shardway, run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for verb in ("status", "stop", "report"):
+        ended = shardway(verb, str(run.path))
+        assert (ended.code, ended.err) == (0, ""), verb
+
+
+@pytest.mark.parametrize("verb", ["status", "stop"])
+@pytest.mark.parametrize("part", ["lease", "attempts"])
+def test_what_cannot_be_seen_of_a_run_is_not_taken_for_absent(
+    verb: str, part: str, shardway: Shardway, run: RunDir
+) -> None:
+    (run.path / part).symlink_to(part)
+    ended = shardway(verb, "runs/mine")
+    assert (ended.code, f"runs/mine/{part} cannot be looked at: {LOOP}" in ended.err) == (4, True)
+
+
+@pytest.mark.parametrize("verb", ["status", "stop", "logs", "report"])
+def test_a_name_that_no_folder_can_have_is_no_run(verb: str, shardway: Shardway) -> None:
+    ended = shardway(verb, "x" * 300)
+    assert (ended.code, "there is no run" in ended.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "words"),
+    [
+        (errno.EACCES, 4, "/place cannot be looked at: Permission denied"),
+        (errno.ENAMETOOLONG, 4, "/place cannot be looked at: File name too long"),
+        (errno.ENOSPC, 4, "/place cannot be written: No space left on device"),
+        (errno.EROFS, 4, "/place cannot be written: Read-only file system"),
+        (errno.EISDIR, 70, "This is a defect"),
+    ],
+)
+def test_what_a_file_system_refuses_is_no_defect(
+    number: int, code: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work() -> None:
+        raise OSError(number, os.strerror(number), "/place")
+
+    assert run_guarded(work) == code
+    said = capsys.readouterr().err
+    assert words in said
+    assert ("Traceback" in said) == (code == 70)
+
+
+PRINTS = "import shardway.cli.text as t, sys; t.ensure_utf8_mode(); t.print_anything(); print(sys.argv[1], '\\ud800')"
+
+
+@pytest.mark.parametrize(
+    ("variables", "shown"),
+    [
+        ({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, b"caf\xc3\xa9 \xe9 \\ud800\n"),
+        ({"PYTHONIOENCODING": "utf-8:strict"}, b"caf\xc3\xa9 \xe9 \\ud800\n"),
+        ({"PYTHONIOENCODING": "ascii"}, b"caf\\xe9 \xe9 \\ud800\n"),
+    ],
+)
+def test_whatever_the_locale_names_are_the_bytes_that_they_are(variables: dict[str, str], shown: bytes) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PRINTS, b"caf\xc3\xa9 \xe9"],
+        env={**os.environ, **variables},
+        capture_output=True,
+        check=True,
+    )
+    assert done.stdout == shown
+
+
+def test_a_verb_speaks_utf8_before_it_reads_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    for name in ("ensure_utf8_mode", "print_anything"):
+        monkeypatch.setattr(main, name, lambda name=name: called.append(name))
+    monkeypatch.setattr(main, "run_guarded", lambda _: called.append("verb") or 0)
+    monkeypatch.setattr(main, "leave", lambda *_, **__: None)
+    monkeypatch.setattr(sys, "argv", ["shardway", "train"])
+    main.main()
+    assert called == ["ensure_utf8_mode", "print_anything", "verb"]
