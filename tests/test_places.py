@@ -10,7 +10,7 @@ import pytest
 
 from shardway.launch.hosts.local import LocalHost
 from shardway.launch.runs.registry import Known, forget, read_known, registry_path, remember
-from shardway.places import expand_home, find_home, find_own_folder, folder_is_gone
+from shardway.places import LENT, expand_home, find_home, find_own_folder, folder_is_gone
 
 
 @pytest.fixture
@@ -76,3 +76,37 @@ def test_a_folder_that_was_removed_is_noticed(tmp_path: Path, monkeypatch: pytes
     assert not folder_is_gone()
     gone.rmdir()
     assert folder_is_gone()
+
+
+# --- the cache of a job in a container
+
+ELSEWHERE = Path("/proc")
+"""A file system that no folder of a test is on."""
+
+
+@pytest.fixture
+def lent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty home folder, and a job that lends a cache."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv(LENT, "/run/cache")
+    return Path("/run/cache/shardway")
+
+
+def test_a_home_that_ends_with_its_container_is_not_used(lent: Path, tmp_path: Path) -> None:
+    assert find_own_folder("CACHE", root=tmp_path) == lent
+    assert find_own_folder("STATE", root=tmp_path) == tmp_path / ".local/state/shardway"
+
+
+def test_a_home_that_was_brought_into_the_container_is_used(lent: Path, tmp_path: Path) -> None:
+    assert find_own_folder("CACHE", root=ELSEWHERE) == tmp_path / ".cache/shardway"
+
+
+def test_a_home_that_may_not_be_written_to_is_not_used(lent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    assert find_own_folder("CACHE", root=ELSEWHERE) == lent
+
+
+def test_without_a_job_nothing_is_lent(lent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(LENT)
+    assert find_own_folder("CACHE", root=tmp_path) == tmp_path / ".cache/shardway"

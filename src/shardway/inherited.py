@@ -8,9 +8,9 @@ Invariant: the table is the only place that says so, but for the devices of a jo
 submits the next one (a person who submits may mean them); docs/environment.md shows it, Python (`strip`) and the shell
 of job scripts (`list_patterns`) go by it. This module must not import torch, nor read `os.environ` by itself.
 
-Sources: the sections on environment variables of sbatch(1), salloc(1), srun(1), squeue(1), sacct(1), scancel(1),
-qsub(1B), bsub(1), flux-environment(7), torchrun's and accelerate's manuals; variables seen in ranks of Open MPI 4 and
-5, MPICH's hydra, Intel MPI, MVAPICH2, HPE's PALS, IBM's JSM, DeepSpeed's launcher.
+Sources: the sections on environment variables of sbatch(1), salloc(1), srun(1), squeue(1), sacct(1), scancel(1), Pyxis
+0.24 (args.c), qsub(1B), bsub(1), flux-environment(7), torchrun's and accelerate's manuals; variables seen in ranks of
+Open MPI 4 and 5, MPICH's hydra, Intel MPI, MVAPICH2, HPE's PALS, IBM's JSM, DeepSpeed's launcher.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ FAMILIES = (
         "Shardway's own",
         (
             *("SHARDWAY_AGENT", "SHARDWAY_ATTEMPT_DIR", "SHARDWAY_STOP_FILE", "SHARDWAY_JOB", "SHARDWAY_NODES"),
-            *("SHARDWAY_PROGRESS", "SHARDWAY_CPU_MASKS", "SHARDWAY_GATE", "SHARDWAY_RELEASED"),
+            *("SHARDWAY_PROGRESS", "SHARDWAY_CPU_MASKS", "SHARDWAY_GATE", "SHARDWAY_RELEASED", "SHARDWAY_LENT_CACHE"),
         ),
         "of the job or rank that submits",
         reaches_ranks=True,
@@ -127,6 +127,12 @@ FAMILIES = (
         ("SBATCH_*", "SALLOC_*", "SQUEUE_*", "SACCT_*", "SCANCEL_*", "SINFO_*", "SCONTROL_*"),
         "they would win over what the script says, and change what squeue and sacct print; what of them concerns the "
         "job is told, and site.account follows SBATCH_ACCOUNT where nothing else sets it",
+        reaches_ranks=True,
+    ),
+    Family(
+        "a container for whatever Slurm starts",
+        ("PYXIS_CONTAINER_IMAGE", "PYXIS_CONTAINER_NAME"),
+        "Pyxis would start the job script itself in it, where there is no srun; site.image says what the ranks run in",
         reaches_ranks=True,
     ),
     Family(

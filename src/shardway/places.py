@@ -13,6 +13,9 @@ import pwd
 from pathlib import Path
 from typing import Literal
 
+LENT = "SHARDWAY_LENT_CACHE"
+"""The folder that a job in a container lends, which lasts longer than the container; made where it is used."""
+
 _BELOW_HOME = {"CACHE": ".cache", "CONFIG": ".config", "STATE": ".local/state"}
 
 
@@ -29,8 +32,24 @@ def _look_up_home() -> str:
         return ""
 
 
-def find_own_folder(kind: Literal["CACHE", "CONFIG", "STATE"]) -> Path | None:
-    """Shardway's part of $XDG_<kind>_HOME or of its default below the home; None for an account without a home."""
+def find_own_folder(kind: Literal["CACHE", "CONFIG", "STATE"], root: Path = Path("/")) -> Path | None:
+    """Shardway's part of $XDG_<kind>_HOME or of its default below the home; None for an account without a home.
+
+    In a container the cache is the one that its job lends (LENT), unless that of the user was brought in: what is on
+    the file system of the container's root ends with it. A container whose root lies on the same file system as the
+    home that was brought in cannot be told from that, and uses the lent one.
+    """
+    own, lent = _find_by_rule(kind), os.environ.get(LENT, "") if kind == "CACHE" else ""
+    return Path(lent) / "shardway" if lent and (own is None or not _is_kept(own, root)) else own
+
+
+def _is_kept(folder: Path, root: Path) -> bool:
+    """Whether the user may write to a folder, or to where it would be made, and it is not part of the root."""
+    there = next(above for above in (folder, *folder.parents) if os.path.exists(above))
+    return os.access(there, os.W_OK) and there.stat().st_dev != root.stat().st_dev
+
+
+def _find_by_rule(kind: str) -> Path | None:
     base, home = Path(os.environ.get(f"XDG_{kind}_HOME", "")), find_home()
     if base.is_absolute():  # the specification says to ignore a relative one
         return base / "shardway"

@@ -86,6 +86,10 @@ NUMBERS = [
 WORDS = [
     Case("option-that-is-a-key", (*JUPITER, 'site.options={time = "1h"}')),
     Case("option-of-the-script", (*JUPITER, 'site.options={"--output" = "x"}')),
+    Case(
+        "options-of-a-container",
+        (*JUPITER, 'site.options={container-image = "/i.sqsh", container-mounts = "/a", container-mount-home = true}'),
+    ),
     Case("select-as-an-option", (*PBS, 'site.options={l = "select=4"}')),
     Case("option-of-two-lines", (*JUPITER, 'site.options={comment = "a\\nb"}')),
     Case("variable-without-a-name", (*JUPITER, 'site.environment={"a b" = "1"}')),
@@ -113,6 +117,28 @@ PLACES = [
     Case("no-such-relative-data", ("submit", "--dir", "r", "data.path=gone.txt", "data.validation=gone.val")),
     Case("no-such-venv", ("submit", "site.venv=/gone/venv", "--dir", "r")),
     Case("no-such-image", ("submit", "site.image=/gone.sif", "site.container=podman", "--dir", "r")),
+    Case(
+        "what-a-container-does-not-see",
+        (
+            *(
+                "submit",
+                "site.container=charliecloud",
+                "site.image=/proc/version",
+                'site.mounts=["/gone"]',
+                "--dir",
+                "r",
+            ),
+            *("data.path=/proc/version", "data.validation=/gone/of-the-image", "data.cache=/none/cache"),
+            "site.venv=/gone/venv-of-the-image",
+        ),
+    ),
+    Case(
+        "image-that-is-no-squashfs",
+        (
+            *("submit", "site.container=enroot", "site.image=/proc/version", "data.path=~/of-root", "--dir", "r"),
+            "data.kind=text",
+        ),
+    ),
     Case(
         "run-that-one-node-sees",
         ("submit", "--on", "jupiter", "site.account=proj1", "site.venv=none", "--dir", "/tmp/x/run"),

@@ -10,6 +10,7 @@
 #   queue      what was taken, as squeue tells it
 #   silent     squeue and sacct do not answer
 #   steps      states of a job and of its steps, as sacct tells them
+#   create     shell of `enroot create`; containers: what `enroot list` tells
 #   of-the-job what PBS hands from its tasks to the job's own output, past whoever started them
 me=${0##*/}
 words=("$me" "$@")
@@ -175,7 +176,9 @@ case $me in
     ;;
   enroot)
     case $1 in
-      create | remove) exit 0 ;;
+      create) [ ! -e "$FAKES/create" ] || . "$FAKES/create"; exit ;;
+      list) cat "$FAKES/containers" 2>/dev/null; exit 0 ;;
+      remove) exit 0 ;;
       start) shift ;;
       *) exit 64 ;;
     esac

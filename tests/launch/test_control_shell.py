@@ -474,6 +474,15 @@ def is_of(session: int, process: int) -> bool:
     return False
 
 
+def test_a_reason_that_ends_with_a_quote_is_told(chain: Chain) -> None:
+    """As of `data.path: "x" has no file that matches "*.py"`, of which nothing was told."""
+    reason = 'no file "a\\b" that matches "*.py"'
+    text = json.dumps({"format": 1, **Result(Ending("crashed"), reason=reason).__dict__}, indent=1)
+    (chain.cluster.path / "said1").write_text(text)
+    ran = chain.run(1, 'cp "$FAKES/said1" "$SHARDWAY_ATTEMPT_DIR/result.json"; exit 2')
+    assert f"attempt 0001: crashed: {reason}\n" in ran.said
+
+
 @pytest.mark.parametrize("said", ["/usr/bin/python3: No module named shardway", "No module named 'shardway.cli'"])
 def test_a_python_without_shardway_is_named(chain: Chain, said: str) -> None:
     ran = chain.run(1, f'echo "{said}" > "$SHARDWAY_ATTEMPT_DIR/log/job.out"; exit 1')

@@ -109,7 +109,7 @@ def test_ft_launcher_is_looked_for(refuse: Refuse, venv: Path) -> None:
     ],
 )
 def test_what_the_job_may_bring_is_not_missed(unknown: tuple[str, ...], refuse: Refuse, venv: Path) -> None:
-    keys = (f"site.venv={venv}", *unknown)
+    keys = (f"site.venv={venv}", f"site.mounts=['{venv}']", *unknown)
     assert refuse("python", "-m", "no_module", keys=keys) == ""
     assert refuse("no-program", keys=keys) == ""
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from shardway.places import LENT
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
 from shardway.sites.schema import ContainerRules, Options, StartRules
@@ -218,7 +219,8 @@ class Job:
     @property
     def variables(self) -> tuple[str, ...]:
         """Names of what a rank on another node or in a container has to get, the secrets left out."""
-        return tuple(dict.fromkeys((*OWN_VARIABLES, *self.around.names)))
+        lent = (LENT,) if self.container.runtime != "none" else ()
+        return tuple(dict.fromkeys((*OWN_VARIABLES, *lent, *self.around.names)))
 
     @property
     def log_for_scheduler(self) -> str:

@@ -41,6 +41,7 @@ from shardway.launch.script import (
 )
 from shardway.launch.starters import agent, ft_launcher, tasks, torchrun
 from shardway.launch.starters.base import Starter
+from shardway.places import LENT
 from shardway.version import __version__
 
 SCHEDULERS: Mapping[str, SchedulerScript] = MappingProxyType({"slurm": SLURM, "pbs": PBS, "local": LOCAL})
@@ -78,7 +79,8 @@ LAUNCHERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 _PATHS = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "ENROOT_DATA_PATH")
 _IN_EVERY_SCRIPT = (
     *("say", "field", "in_json", "whole", "step_now", "write_result", "ask_to_stop", "cancel_later"),
-    *("claim", "note_submission", "note_start", "read_stop", "check_stop", "fail", "wait_for", "say_next", "finish"),
+    *("claim", "note_submission", "note_start", "read_stop", "check_stop", "why_not_started", "fail", "wait_for"),
+    *("say_next", "finish"),
 )
 _OF_A_WORKING_FOLDER = ("untouched", "same", "under_link", "give_way", "is_code", "refresh_work", "enter_work")
 _OF_A_CHAIN = ("leave", "settle", "state_of", "cause_of", "say_alike", "same_end", "has_saved", "check_chain")
@@ -124,11 +126,14 @@ def _names(job: Job) -> tuple[Line, ...]:
         Line(f"token={quote(job.token)}"),
         Line(f"walltime={round(job.terms.walltime_s)}"),
         Line(f"counts_steps={steps}", "whether the program obeys the stop file and says itself how it ended"),
+        Line(f"runtime={job.container.runtime}", "what starts the container of the ranks"),
         Line('asked="" status=0', "what it was asked by a signal, and how it ended"),
         Line("unset prints clocks loaded CDPATH", "names of this script that a person's shell may have had"),
         Line("here=$run/attempts/$attempt"),
         Line("export SHARDWAY_ATTEMPT_DIR=$here SHARDWAY_STOP_FILE=$run/stop", "what the ranks read and write"),
     ]
+    if job.container.runtime != "none":
+        lines.append(Line(f"export {LENT}=$run/cache", "prepared data, where the home in the container ends with it"))
     if job.log_for_scheduler != str(job.folder.job_log):
         lines.append(Line('exec >> "$here/log/job.out" 2>&1', "what this job prints"))
         lines += [Line("prints=$here/log/job.out")] if _by_function(job) else []

@@ -54,6 +54,7 @@ OWN_NAMES = frozenset(
     (
         *("run.toml", "resolved.toml", "ds_config.json", "events", "checkpoints", "status.json", "writer.lock"),
         *("run-id", "lease", "logs", "attempts", "report.html", "stop", "left_out.json", "line.json", "work"),
+        "cache",
     )
 )
 """What a run directory consists of."""

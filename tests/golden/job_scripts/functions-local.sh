@@ -6,26 +6,29 @@ of_ranks=( 'RANK' 'WORLD_SIZE' 'LOCAL_RANK' 'LOCAL_WORLD_SIZE' 'LOCAL_SIZE' 'NOD
   'OMPI_COMMAND' 'OMPI_FILE_LOCATION' 'OMPI_FIRST_RANKS' 'OMPI_MCA_ess*' 'OMPI_MCA_initial_wdir' \
   'OMPI_MCA_orte_ess_*' 'OMPI_MCA_orte_hnp_uri' 'OMPI_MCA_orte_local_daemon_uri' \
   'OMPI_MCA_orte_jobid' 'OMPI_MCA_orte_app_num' 'OMPI_MCA_orte_num_*' 'OMPI_MCA_orte_bound_*' \
-  'OMPI_MCA_orte_precondition*' 'OMPI_MCA_shmem_RUNTIME_QUERY_hint' 'OMPI_MCA_num_procs' \
-  'OMPI_MCA_cpu_type' 'OMPI_MCA_PREFIXES' 'OMPI_WORLD_*' 'OMPI_TOOL_NAME' 'OMPI_LIBDIR_LOC' \
-  'OMPI_VERSION' 'OPAL_USER_PARAMS_GIVEN' 'PRTE_LAUNCHED' 'PRTE_SHARED_FS' 'PMI_RANK' 'PMI_SIZE' \
-  'PMI_FD' 'PMI_ID' 'PMI_PORT' 'PMI_KVS*' 'PMI_SPAWNED' 'PMI_JOBID' 'PMI_HOSTNAME' 'PMI_DEBUG' \
-  'MPI_APPNUM' 'MPI_UNIVERSE_SIZE' 'PMI_APPNUM' 'PMI_CONTROL_PORT' 'PMI_LOCAL_*' 'PMI_UNIVERSE_SIZE' \
-  'PMI_SHARED_SECRET' 'PMIX_RANK' 'PMIX_NAMESPACE' 'PMIX_SERVER_*' 'PMIX_ID' 'PMIX_VERSION' \
-  'PMIX_HOSTNAME' 'PMIX_SYSTEM_TMPDIR' 'PMIX_PARAM_FILE_PASSED' 'PMIX_DSTORE_*' 'PMIX_GDS_*' \
-  'PMIX_BFROP*' 'PMIX_PTL_*' 'PMIX_SECURITY_MODE' 'PALS_APID' 'PALS_RANKID' 'PALS_NODEID' \
-  'PALS_LOCAL_*' 'PALS_SPOOL_DIR' 'PALS_APINFO' 'PALS_DIR' 'HYDRA_BSTRAP_*' 'HYDRA_LAUNCH_TYPE' \
-  'I_MPI_INFO_*' 'I_MPI_HYDRA_UUID' 'I_MPI_PIN_MAPPING' 'HYDI_*' 'MPI_LOCALRANKID' 'MPI_LOCALNRANKS' \
-  'MV2_COMM_WORLD_*' 'MPISPAWN_*' 'MPIRUN_RSH*' )
+  'OMPI_MCA_orte_precondition*' 'OMPI_MCA_orte_launch' 'OMPI_MCA_orte_tmpdir_base' \
+  'OMPI_MCA_orte_*_session_dir' 'OMPI_MCA_orte_node_regex' 'OMPI_MCA_plm' 'OMPI_MCA_pmix' \
+  'OMPI_MCA_mpi_oversubscribe' 'ORTE_DAEMON_UMASK_VALUE' 'OMPI_MCA_shmem_RUNTIME_QUERY_hint' \
+  'OMPI_MCA_num_procs' 'OMPI_MCA_cpu_type' 'OMPI_MCA_PREFIXES' 'OMPI_WORLD_*' 'OMPI_TOOL_NAME' \
+  'OMPI_LIBDIR_LOC' 'OMPI_VERSION' 'OPAL_USER_PARAMS_GIVEN' 'PRTE_LAUNCHED' 'PRTE_SHARED_FS' \
+  'PMI_RANK' 'PMI_SIZE' 'PMI_FD' 'PMI_ID' 'PMI_PORT' 'PMI_KVS*' 'PMI_SPAWNED' 'PMI_JOBID' \
+  'PMI_HOSTNAME' 'PMI_DEBUG' 'MPI_APPNUM' 'MPI_UNIVERSE_SIZE' 'PMI_APPNUM' 'PMI_CONTROL_PORT' \
+  'PMI_LOCAL_*' 'PMI_UNIVERSE_SIZE' 'PMI_SHARED_SECRET' 'PMIX_RANK' 'PMIX_NAMESPACE' 'PMIX_SERVER_*' \
+  'PMIX_ID' 'PMIX_VERSION' 'PMIX_HOSTNAME' 'PMIX_SYSTEM_TMPDIR' 'PMIX_PARAM_FILE_PASSED' \
+  'PMIX_DSTORE_*' 'PMIX_GDS_*' 'PMIX_BFROP*' 'PMIX_PTL_*' 'PMIX_SECURITY_MODE' 'PALS_APID' \
+  'PALS_RANKID' 'PALS_NODEID' 'PALS_LOCAL_*' 'PALS_SPOOL_DIR' 'PALS_APINFO' 'PALS_DIR' \
+  'HYDRA_BSTRAP_*' 'HYDRA_LAUNCH_TYPE' 'I_MPI_INFO_*' 'I_MPI_HYDRA_UUID' 'I_MPI_PIN_MAPPING' \
+  'HYDI_*' 'MPI_LOCALRANKID' 'MPI_LOCALNRANKS' 'MV2_COMM_WORLD_*' 'MPISPAWN_*' 'MPIRUN_RSH*' )
 of_jobs=( '!SLURM_CONF' '!SLURM_CONF_SERVER' '!SLURM_CLUSTERS' '!SLURM_JWT' '!SLURM_ROOT' \
   '!SLURM_HOME' '!SLURM_MPI_TYPE' '!PBS_CONF_FILE' '!PBS_DEFAULT' '!PBS_SERVER' '!PBS_EXEC' \
   '!PBS_HOME' '!PBS_AUTH_METHOD' '!PBS_TMPDIR' '!PBS_PRIMARY' '!PBS_SECONDARY' '!PBS_LEAF_NAME' \
   '!PBS_*_SERVICE_PORT' '!PBS_ENCRYPT_METHOD' '!PBS_SUPPORTED_AUTH_METHODS' 'SHARDWAY_AGENT' \
   'SHARDWAY_ATTEMPT_DIR' 'SHARDWAY_STOP_FILE' 'SHARDWAY_JOB' 'SHARDWAY_NODES' 'SHARDWAY_PROGRESS' \
-  'SHARDWAY_CPU_MASKS' 'SHARDWAY_GATE' 'SHARDWAY_RELEASED' 'SLURM_*' 'SLURMD_*' 'SRUN_*' \
-  '_SLURM_SPANK_OPTION_*' 'SBATCH_*' 'SALLOC_*' 'SQUEUE_*' 'SACCT_*' 'SCANCEL_*' 'SINFO_*' \
-  'SCONTROL_*' 'PBS_*' 'QSUB_*' 'NCPUS' 'LSB_*' 'LS_JOBPID' 'LS_SUBCWD' 'JSM_*' 'FLUX_JOB_*' \
-  'FLUX_TASK_*' 'FLUX_KVS_NAMESPACE' 'FLUX_ENCLOSING_ID' 'FLUX_PMI_*' )
+  'SHARDWAY_CPU_MASKS' 'SHARDWAY_GATE' 'SHARDWAY_RELEASED' 'SHARDWAY_LENT_CACHE' 'SLURM_*' \
+  'SLURMD_*' 'SRUN_*' '_SLURM_SPANK_OPTION_*' 'SBATCH_*' 'SALLOC_*' 'SQUEUE_*' 'SACCT_*' 'SCANCEL_*' \
+  'SINFO_*' 'SCONTROL_*' 'PYXIS_CONTAINER_IMAGE' 'PYXIS_CONTAINER_NAME' 'PBS_*' 'QSUB_*' 'NCPUS' \
+  'LSB_*' 'LS_JOBPID' 'LS_SUBCWD' 'JSM_*' 'FLUX_JOB_*' 'FLUX_TASK_*' 'FLUX_KVS_NAMESPACE' \
+  'FLUX_ENCLOSING_ID' 'FLUX_PMI_*' )
 # drop_variables PATTERN...: those that mean something for another job or rank; the first pattern that fits decides, "!..." keeps
 drop_variables() {
   local name pattern
@@ -43,9 +46,9 @@ drop_variables() {
 }
 # say LINE: with the time
 say() { printf '%s shardway: %s\n' "$(date '+%F %T')" "$*"; }
-# field FILE KEY: a value of a JSON file that has one key a line
+# field FILE KEY: a value of a JSON file that has one key a line; of a text what it says, also where that ends with a quote
 field() {
-  sed -n "s/^ *\"$2\": \"\{0,1\}\(.*[^\",]\)\"\{0,1\},\{0,1\}\$/\1/p" "$1" 2>/dev/null | head -n 1
+  sed -n "/^ *\"$2\": /{s///; s/,\$//; s/^\"\(.*\)\"\$/\1/; s/\\\\\([\"\\\\]\)/\1/g; p; q}" "$1" 2>/dev/null
 }
 # in_json TEXT: as it stands between the quotes of JSON
 in_json() { printf '%s' "$1" | tr '\n\t\r' '   ' | tr -d '\000-\037' | sed 's/[\\"]/\\&/g'; }
@@ -143,9 +146,35 @@ check_stop() {
   cancel_later stopped
   exit 0
 }
-# fail REASON: ends this job before its ranks have started
+# why_not_started [create]: what the beginning of the job's log says of a Python or a container that did not come up, else nothing
+why_not_started() {
+  local said why=""
+  said=$(head -n 2000 "$here/log/job.out" 2>/dev/null | tr -d '\000\r' | sed 's/^[0-9]*: //')
+  case $runtime-${1-} in
+    pyxis-) why=$(sed -n 's/^\(slurmstepd-[^ ]*:\|\[[^]]*\]\) error: pyxis: *//p' <<< "$said" | grep -v '^child \|^printing \|^\[INFO\]') ;;
+    enroot-create) why=$(grep '^\[ERROR\] ' <<< "$said") ;;
+    enroot-) why=$(grep '^enroot-[a-z]*: ' <<< "$said") ;;
+    apptainer-) why=$(sed -n 's/^FATAL: *//p' <<< "$said") ;;
+    charliecloud-) why=$(sed -n 's/^ch-run\[[0-9]*\]: error: //p' <<< "$said") ;;
+  esac
+  why=$({ grep '^\[ERROR\]\|^--\|^curl: \|^enroot-' <<< "$why" || printf '%s' "$why"; } | sed -n 's/^\[ERROR\] //; 1p')
+  if [ -n "$why" ]; then
+    echo "$([ "${1-}" = create ] || echo "the container did not start: ")$why"
+  elif grep -q '/bin/activate: No such file or directory$' <<< "$said"; then
+    echo "it does not see the environment (site.venv, site.mounts)"
+  elif grep -q "No module named '\{0,1\}shardway" <<< "$said"; then
+    echo "its Python has no shardway (site.image, site.venv)"
+  elif grep -q "^[^ ]*python[0-9.]*: .*No module named '\{0,1\}torch" <<< "$said"; then
+    echo "its Python has no torch (site.image, site.venv)"
+  elif grep -q ': exec: python3: not found$' <<< "$said"; then
+    echo "there is no python3 (site.image, site.venv)"
+  fi
+}
+# fail REASON [create]: ends this job before its ranks have started
 fail() {
-  write_result "$attempt" crashed "$1" 1 "$1"
+  local why
+  why=$([ -z "${2-}" ] || why_not_started "$2")
+  write_result "$attempt" crashed "$1${why:+: $why}" 1 "$1"
   status=1
   finish
 }
@@ -175,14 +204,15 @@ say_next() {
 }
 # finish: says how the attempt ended, unless a rank has, and ends the job
 finish() {
-  local state reason="the program ended with exit code $status"
+  local state why reason="the program ended with exit code $status"
   case ${asked:-$(read_stop)}-$status in
     deadline-* | preempted-*) write_result "$attempt" "${asked:-$(read_stop)}" "asked to stop, $reason" "$status" ;;
     signal-*) write_result "$attempt" stopped "after a signal $reason" "$status" signal ;;
     stopped-*) write_result "$attempt" stopped "asked to stop, $reason" "$status" ;;
     -0) write_result "$attempt" finished "$reason" 0 ;;
     *)
-      ! grep -qs "No module named '\{0,1\}shardway" "$here/log/job.out" || reason+=": its Python has no shardway (site.image, site.venv)"
+      why=$(why_not_started)
+      reason+=${why:+: $why}
       write_result "$attempt" crashed "$reason" "$status" "exit code $status"
       ;;
   esac

@@ -18,6 +18,8 @@ token=a1b2c3
 walltime=7200
 # whether the program obeys the stop file and says itself how it ended
 counts_steps=yes
+# what starts the container of the ranks
+runtime=apptainer
 # what it was asked by a signal, and how it ended
 asked="" status=0
 # names of this script that a person's shell may have had
@@ -25,6 +27,8 @@ unset prints clocks loaded CDPATH
 here=$run/attempts/$attempt
 # what the ranks read and write
 export SHARDWAY_ATTEMPT_DIR=$here SHARDWAY_STOP_FILE=$run/stop
+# prepared data, where the home in the container ends with it
+export SHARDWAY_LENT_CACHE=$run/cache
 
 # --- what this job does, in order; the functions are below
 main() {
@@ -62,7 +66,7 @@ main() {
 
   # --- run
   # variables of the job, for ranks that do not inherit them; no secrets
-  declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PYTHONUNBUFFERED > "$here/environment.sh" 2> /dev/null
+  declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PYTHONUNBUFFERED SHARDWAY_LENT_CACHE > "$here/environment.sh" 2> /dev/null
   # the ranks, and how they ended
   apptainer exec --nv --bind /scratch/alice/runs/base:/scratch/alice/runs/base --bind /data:/data:ro \
     --pwd /scratch/alice/runs/base/attempts/0001/code /images/torch.sif bash -c '. "$0" && exec "$@"' \

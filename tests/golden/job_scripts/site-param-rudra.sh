@@ -31,6 +31,8 @@ token=a1b2c3
 walltime=345600
 # whether the program obeys the stop file and says itself how it ended
 counts_steps=yes
+# what starts the container of the ranks
+runtime=none
 # what it was asked by a signal, and how it ended
 asked="" status=0
 # names of this script that a person's shell may have had

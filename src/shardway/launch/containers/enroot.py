@@ -19,14 +19,25 @@ from shardway.launch.job import Job, Mount
 from shardway.launch.schedulers.base import SchedulerScript
 from shardway.launch.script import Line, quote, quote_expanding, quote_place, quote_shell, wrap_command
 
+_PLACE = '[ -w "${XDG_RUNTIME_DIR:-/run}" ] || export XDG_RUNTIME_DIR=${TMPDIR:-/tmp}/$0\n'
+"""$HOSTNAME may be another node's, whose environment srun handed on, and so may XDG_RUNTIME_DIR be, which PBS does not
+set: enroot makes a folder in it, or in /run, unless the site has another in its enroot.conf."""
+
 _NAMED = """\
-[ -w "${XDG_RUNTIME_DIR:-/run}" ] || export XDG_RUNTIME_DIR=${TMPDIR:-/tmp}/$0
   words=(); until [ "$1" = -- ]; do words+=("$1"); shift; done
   exec "${words[@]}" "$0-$(uname -n)" "${@:2}\""""
-"""Shell of the node on which it runs: enroot's words up to `--`, the container's name there, and what follows.
+"""Shell of the node on which it runs: enroot's words up to `--`, the container's name there, and what follows."""
 
-$HOSTNAME may be another node's, whose environment srun handed on, and so may XDG_RUNTIME_DIR be, which PBS does not
-set: enroot makes a folder in it, or in /run, unless the site has another in its enroot.conf."""
+_CLEARED = """\
+  for name in $([ -z "$alive" ] || "$1" list); do
+    of=${name#shardway-} of=${of%%-*}
+    [[ $of =~ ^[0-9]+$ && $of -lt ${0##*-} && " $alive " != *" $of "* ]] || continue
+    [ "$name" != "shardway-$of-$(uname -n)" ] || "$1" remove --force "$name"
+  done
+"""
+"""Before these words: removes containers on this node of earlier jobs that are over. One that was cancelled or killed
+starts no more steps and leaves its own, as large as the image (seen with enroot 4.1.2 under Slurm). `alive`: the ids of
+the person's jobs; empty where nothing answered."""
 
 
 def _enroot(job: Job, *words: str) -> tuple[str, ...]:
@@ -80,12 +91,23 @@ def _setup(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
         path = quote_expanding(rules.data_path)
         lines.append(Line(f"export ENROOT_DATA_PATH={path}", "where this job's containers are, on the node's own disk"))
     if not rules.by_scheduler:
-        lines.append(Line(f"named={quote_shell(_NAMED)}", "adds the container's name, of this job and of the node"))
+        lines.append(
+            Line(f"named={quote_shell(_PLACE + _NAMED)}", "adds the container's name, of this job and of the node")
+        )
         each_node = scheduler.each_node(job).words
         words = _enroot(job, "create --name", "--", quote_place(job.container.image))
+        if scheduler.own_jobs:
+            lines.append(
+                Line(f"cleared={quote_shell(_PLACE + _CLEARED)}", "removes those of earlier jobs that are over")
+            )
+            lines.append(Line(f"export alive=$({scheduler.own_jobs} | tr '\\n' ' ')"))
+            words = ('bash -c "$cleared$named"', *words[1:])
         create = wrap_command((*each_node, *words))
         lines.append(
-            Line(f"{create} || fail 'the container could not be created'", "the container of this job, on every node")
+            Line(
+                f"{create} || fail 'the container could not be created' create",
+                "the container of this job, on every node",
+            )
         )
     return tuple(lines)
 

@@ -1,9 +1,9 @@
 #: say LINE: with the time
 say() { printf '%s shardway: %s\n' "$(date '+%F %T')" "$*"; }
 
-#: field FILE KEY: a value of a JSON file that has one key a line
+#: field FILE KEY: a value of a JSON file that has one key a line; of a text what it says, also where that ends with a quote
 field() {
-  sed -n "s/^ *\"$2\": \"\{0,1\}\(.*[^\",]\)\"\{0,1\},\{0,1\}\$/\1/p" "$1" 2>/dev/null | head -n 1
+  sed -n "/^ *\"$2\": /{s///; s/,\$//; s/^\"\(.*\)\"\$/\1/; s/\\\\\([\"\\\\]\)/\1/g; p; q}" "$1" 2>/dev/null
 }
 
 #: in_json TEXT: as it stands between the quotes of JSON
@@ -246,9 +246,36 @@ check_stop() {
   exit 0
 }
 
-#: fail REASON: ends this job before its ranks have started
+#: why_not_started [create]: what the beginning of the job's log says of a Python or a container that did not come up, else nothing
+why_not_started() {
+  local said why=""
+  said=$(head -n 2000 "$here/log/job.out" 2>/dev/null | tr -d '\000\r' | sed 's/^[0-9]*: //')
+  case $runtime-${1-} in
+    pyxis-) why=$(sed -n 's/^\(slurmstepd-[^ ]*:\|\[[^]]*\]\) error: pyxis: *//p' <<< "$said" | grep -v '^child \|^printing \|^\[INFO\]') ;;
+    enroot-create) why=$(grep '^\[ERROR\] ' <<< "$said") ;;
+    enroot-) why=$(grep '^enroot-[a-z]*: ' <<< "$said") ;;
+    apptainer-) why=$(sed -n 's/^FATAL: *//p' <<< "$said") ;;
+    charliecloud-) why=$(sed -n 's/^ch-run\[[0-9]*\]: error: //p' <<< "$said") ;;
+  esac
+  why=$({ grep '^\[ERROR\]\|^--\|^curl: \|^enroot-' <<< "$why" || printf '%s' "$why"; } | sed -n 's/^\[ERROR\] //; 1p')
+  if [ -n "$why" ]; then
+    echo "$([ "${1-}" = create ] || echo "the container did not start: ")$why"
+  elif grep -q '/bin/activate: No such file or directory$' <<< "$said"; then
+    echo "it does not see the environment (site.venv, site.mounts)"
+  elif grep -q "No module named '\{0,1\}shardway" <<< "$said"; then
+    echo "its Python has no shardway (site.image, site.venv)"
+  elif grep -q "^[^ ]*python[0-9.]*: .*No module named '\{0,1\}torch" <<< "$said"; then
+    echo "its Python has no torch (site.image, site.venv)"
+  elif grep -q ': exec: python3: not found$' <<< "$said"; then
+    echo "there is no python3 (site.image, site.venv)"
+  fi
+}
+
+#: fail REASON [create]: ends this job before its ranks have started
 fail() {
-  write_result "$attempt" crashed "$1" 1 "$1"
+  local why
+  why=$([ -z "${2-}" ] || why_not_started "$2")
+  write_result "$attempt" crashed "$1${why:+: $why}" 1 "$1"
   status=1
   finish
 }
@@ -308,14 +335,15 @@ say_next() {
 
 #: finish: says how the attempt ended, unless a rank has, and ends the job
 finish() {
-  local state reason="the program ended with exit code $status"
+  local state why reason="the program ended with exit code $status"
   case ${asked:-$(read_stop)}-$status in
     deadline-* | preempted-*) write_result "$attempt" "${asked:-$(read_stop)}" "asked to stop, $reason" "$status" ;;
     signal-*) write_result "$attempt" stopped "after a signal $reason" "$status" signal ;;
     stopped-*) write_result "$attempt" stopped "asked to stop, $reason" "$status" ;;
     -0) write_result "$attempt" finished "$reason" 0 ;;
     *)
-      ! grep -qs "No module named '\{0,1\}shardway" "$here/log/job.out" || reason+=": its Python has no shardway (site.image, site.venv)"
+      why=$(why_not_started)
+      reason+=${why:+: $why}
       write_result "$attempt" crashed "$reason" "$status" "exit code $status"
       ;;
   esac

@@ -206,23 +206,31 @@ def _test_path(path: str, _: str) -> tuple[str, ...]:
 def _look_into_container(wish: Wish, host: Host) -> Iterator[Look]:
     """A program or script of the host that the image cannot have: it is outside of what is mounted, and of folders
     that images have themselves."""
-    job = build_job(wish, 1)
-    seen = [mount.target for mount in all_mounts(job)]
-    seen += ["~"] if runtime_of(wish) == "apptainer" else []  # which shows the home folder unless a site forbids it
     script = wish.read.script if wish.read is not None else ""
     for path in dict.fromkeys((wish.program.words[0], script)):
-        places = [str(expand_home(place)) for place in seen if not place.startswith("$")]
-        inside = any(Path(path).is_relative_to(place) for place in (*_OF_IMAGES, *places))
-        if not path.startswith("/") or inside or len(places) < len(seen):
-            continue
-        where = host.name or "this machine"
-        what = f"{path} is a path of {where}, which the container does not see: it is in none of its mounts"
-        remedy = f'mount its folder, site.mounts=["{posixpath.dirname(path)}"], or name what is in the image'
-        hidden = Problem(_KEY, what, _ORIGIN, remedy=remedy)
-        yield Look(_KEY, _ORIGIN, partial(_test_path, path), partial(_where_it_is_there, hidden))
+        if path.startswith("/") and may_be_hidden(wish, path):
+            where = host.name or "this machine"
+            what = f"{path} is a path of {where}, which the container does not see: it is in none of its mounts"
+            remedy = f'mount its folder, site.mounts=["{posixpath.dirname(path)}"], or name what is in the image'
+            hidden = Problem(_KEY, what, _ORIGIN, remedy=remedy)
+            yield Look(_KEY, _ORIGIN, partial(_test_path, path), partial(where_it_is_there, hidden))
 
 
-def _where_it_is_there(problem: Problem, done: Done) -> Iterator[Problem]:
+def may_be_hidden(wish: Wish, path: str) -> bool:
+    """Whether a whole path is outside of what the container shows of the host, and of folders that images have
+    themselves. Not where that cannot be told: a variable says what is mounted."""
+    job = build_job(wish, 1)
+    seen = [mount.target for mount in all_mounts(job)]
+    # Apptainer shows the home folder unless a site forbids it; of others it is asked for (--container-mount-home)
+    home = runtime_of(wish) == "apptainer" or any("home" in option for option in job.container.rules.options)
+    seen += ["~"] if home else []
+    places = [str(expand_home(place)) for place in seen if not place.startswith("$")]
+    inside = any(expand_home(path).is_relative_to(place) for place in (*_OF_IMAGES, *places))
+    return not inside and len(places) == len(seen)
+
+
+def where_it_is_there(problem: Problem, done: Done) -> Iterator[Problem]:
+    """The problem where the command that looks for it succeeds."""
     if done.ok:
         yield problem
 

@@ -170,6 +170,16 @@ NAMED_BY_KEYS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             **dict.fromkeys(("gres", "gpus-per-node", "G", "gpus"), "site.ranks_per_node and site.accelerator_type"),
             **dict.fromkeys(("job-name", "J"), "run.name"),
             **dict.fromkeys(("mem",), "site.memory"),
+            # of sbatch they would put the job script itself into the container, where there is no srun
+            **dict.fromkeys(("container", "container-image"), "site.container and site.image"),
+            "container-mounts": "site.mounts",
+            **dict.fromkeys(
+                (
+                    *("container-name", "container-workdir", "container-save", "container-mount-home"),
+                    *("container-remap-root", "container-writable", "container-readonly", "container-env"),
+                ),
+                "containers.options of a profile",
+            ),
             **dict.fromkeys(
                 ("output", "o", "error", "e", "dependency", "d", "array", "a", "chdir", "D", "requeue"), ""
             ),

@@ -7,6 +7,7 @@ against anybody. This module must not change anything.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import PurePosixPath
 
 from shardway.errors import Problem
@@ -14,7 +15,7 @@ from shardway.launch.hosts.base import Done, Host
 from shardway.launch.submission.checks import commands
 from shardway.launch.submission.checks.code import Code
 from shardway.launch.submission.checks.look import Look, always, take_looks, test_exists
-from shardway.launch.submission.wish import Wish, build_job, runtime_of
+from shardway.launch.submission.wish import Wish, build_job, parse_mount, runtime_of
 
 _OF_ONE_NODE = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 """Folders that each node has for itself, on every Linux machine that does not say otherwise."""
@@ -28,13 +29,14 @@ def list_host_problems(wish: Wish, host: Host, code: Code) -> list[Problem]:
     """What is wrong on the host that submits, in one exchange (and one more where paths have variables): the program,
     the environment, the image, data, where the run writes. Raises HostUnreachable."""
     looks = [*_list_needed(wish, host, code), *_list_shared(wish), *commands.list_looks(wish, host, code)]
+    looks += [*_list_in_container(wish, host)] if runtime_of(wish) != "none" else []
     return [*_list_missing_data(wish, code), *take_looks(host, looks)]
 
 
 def _list_needed(wish: Wish, host: Host, code: Code) -> Iterator[Look]:
     """What has to be there before the job starts."""
     venv, image = build_job(wish, 1).around.venv, wish.section.image
-    if venv and not venv.startswith("conda:"):
+    if venv and not venv.startswith("conda:") and runtime_of(wish) == "none":
         yield _needed(wish, host, "site.venv", f"{venv}/bin/activate", "make the environment there, or name another")
     if image.startswith(("/", "~", "$")):
         yield _needed(wish, host, "site.image", image, "correct the path; `shardway image` makes one")
@@ -44,6 +46,61 @@ def _list_needed(wish: Wish, host: Host, code: Code) -> Iterator[Look]:
         elif not path.startswith(("/", "~/")) and not code.is_there:
             remedy = "name it by its whole path: the job runs in the run directory"
             yield _needed(wish, host, key, str(wish.workdir / path), remedy)
+
+
+def _list_in_container(wish: Wish, host: Host) -> Iterator[Look]:
+    """What has to be there for the container to start, and what the container has to show."""
+    image, runtime, origins = wish.section.image, runtime_of(wish), wish.loaded.origins
+    if image.startswith(("/", "~", "$")):
+        unread = Problem("site.image", f"{image} is there, and you may not read it", origins["site.image"])
+        yield Look("site.image", unread.origin, lambda at: ("bash", "-c", _READABLE, at), always(unread), image)
+        if runtime in ("pyxis", "enroot"):
+            what = f"{image} is no squashfs image, which {runtime} starts"
+            remedy = "`shardway image import` makes one"
+            other = Problem("site.image", what, origins["site.image"], remedy=remedy)
+            yield Look("site.image", other.origin, lambda at: ("bash", "-c", _SQUASHFS, at), always(other), image)
+    for mount in filter(None, map(parse_mount, wish.section.mounts)):
+        if mount.source.startswith(("/", "~")) and not _local_folder(wish, mount.source):
+            yield _needed(wish, host, "site.mounts", mount.source, "correct the path; a mount has to be there")
+    # Apptainer shows what its site has set, which nobody sees from here
+    yield from _list_hidden(wish) if runtime != "apptainer" else ()
+
+
+_READABLE = '[ ! -e "$0" ] || [ -r "$0" ]'
+_SQUASHFS = '[ ! -f "$0" ] || [ ! -r "$0" ] || [ "$(head -c 4 "$0" | tr -d "\\0")" = hsqs ]'
+"""Its magic number (squashfs of Linux since 4.0); what is missing is told already."""
+
+
+def _list_hidden(wish: Wish) -> Iterator[Look]:
+    """Paths of the run file that the container does not see. What is not on the host may be in the image; a cache in
+    the image ends with the container."""
+    data, train, paths = (
+        wish.loaded.values.data,
+        wish.loaded.values.train,
+        {"site.venv": build_job(wish, 1).around.venv},
+    )
+    if wish.program.meets_by_itself:
+        paths |= {**dict(_list_data(wish)), "data.tokenizer": data.tokenizer, "model.hf": wish.loaded.values.model.hf}
+        paths |= {"data.cache": data.cache, "train.compile_cache": train.compile_cache}
+    for key, path in paths.items():
+        origin = wish.loaded.origins[key]
+        if path.startswith("~/") and runtime_of(wish) in _ROOTED and key != "site.venv":  # which the job script expands
+            what = f"{path} is another folder in the container, where the home is that of root"
+            rooted = Problem(key, what, origin, remedy="name it by its whole path, and mount it (site.mounts)")
+            yield Look(key, origin, test_exists, partial(_anyhow, rooted), path)
+        elif path.startswith(("/", "~/")) and commands.may_be_hidden(wish, path):
+            what = f"{path} is not seen in the container: it is in none of its mounts"
+            hidden = Problem(key, what, origin, remedy=f'add "{path}" to site.mounts')
+            judge = _anyhow if key.endswith("cache") else commands.where_it_is_there
+            yield Look(key, origin, test_exists, partial(judge, hidden), path)
+
+
+_ROOTED = ("enroot", "podman")
+"""Runtimes that start as the container's root."""
+
+
+def _anyhow(problem: Problem, done: Done) -> Iterator[Problem]:
+    yield problem
 
 
 def _needed(wish: Wish, host: Host, key: str, path: str, remedy: str) -> Look:
@@ -80,9 +137,7 @@ def _list_shared(wish: Wish) -> Iterator[Look]:
 
 
 def _shared(wish: Wish, key: str, path: str, remedy: str) -> Look:
-    origin, disk = wish.loaded.origins[key], wish.profile.node.local_disk
-    local = (*_OF_ONE_NODE, *([disk] if disk else []))
-    above = next((folder for folder in local if path == folder or path.startswith(f"{folder}/")), "")
+    origin, above = wish.loaded.origins[key], _local_folder(wish, path)
 
     def judge(done: Done) -> Iterator[Problem]:
         """The answer gives the kinds of file system of the folder and of those above, as far as they are there."""
@@ -91,6 +146,13 @@ def _shared(wish: Wish, key: str, path: str, remedy: str) -> Look:
             yield Problem(key, what, origin, remedy=remedy)
 
     return Look(key, origin, lambda _: ("stat", "-f", "-c", "%T", *_list_ancestors(path)), judge)
+
+
+def _local_folder(wish: Wish, path: str) -> str:
+    """The folder of a node's own that a path lies in; "" for none that is known."""
+    disk = wish.profile.node.local_disk
+    local = (*_OF_ONE_NODE, *([disk] if disk else []))
+    return next((folder for folder in local if path == folder or path.startswith(f"{folder}/")), "")
 
 
 def _list_ancestors(path: str) -> list[str]:
