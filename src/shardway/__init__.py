@@ -33,6 +33,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in ("Run", "start"):
+        _ensure_temporary()
         from shardway.train import run
 
         return getattr(run, name)
@@ -41,3 +42,15 @@ def __getattr__(name: str) -> Any:
 
         return getattr(loss, name)
     raise AttributeError(f"module 'shardway' has no attribute {name!r}")
+
+
+def _ensure_temporary() -> None:
+    from shardway.hardware.limits import ensure_temporary
+
+    try:
+        ensure_temporary()
+    except SiteError:
+        from shardway.ranks.leave import tell_errors
+
+        tell_errors()
+        raise

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardway.hardware.cgroup import CgroupLimits, count_oom_kills, read_cgroup_limits
+from shardway.hardware.cgroup import CgroupLimits, count_oom_kills, read_cgroup_limits, read_cgroup_tasks
 
 GIB = 2**30
 
@@ -106,3 +106,37 @@ def test_whatever_the_files_hold_is_read_without_an_error(
     limits = read_cgroup_limits(root)
     assert limits.cores is None or limits.cores >= 0
     assert limits.memory_bytes is None or limits.memory_bytes >= 0
+
+
+@pytest.mark.parametrize(
+    ("files", "tasks"),
+    [
+        (
+            {"proc/self/cgroup": "0::/job", "sys/fs/cgroup/job/pids.max": "max", "sys/fs/cgroup/job/pids.current": "7"},
+            None,
+        ),
+        ({"proc/self/cgroup": "0::/job", "sys/fs/cgroup/job/pids.max": "64"}, None),
+        (
+            {
+                "proc/self/cgroup": "0::/pod/job",
+                "sys/fs/cgroup/pod/job/pids.max": "512",
+                "sys/fs/cgroup/pod/job/pids.current": "10",
+                "sys/fs/cgroup/pod/pids.max": "1024",
+                "sys/fs/cgroup/pod/pids.current": "1000",
+            },
+            (1024, 1000),  # of the pod 24 are left
+        ),
+        (
+            {
+                "proc/self/cgroup": "8:pids:/slurm",
+                "sys/fs/cgroup/pids/slurm/pids.max": "30",
+                "sys/fs/cgroup/pids/slurm/pids.current": "12",
+            },
+            (30, 12),
+        ),
+    ],
+)
+def test_processes_of_the_tightest_group(
+    files: Mapping[str, str], tasks: tuple[int, int] | None, lay_out: Callable[[Mapping[str, str]], Path]
+) -> None:
+    assert read_cgroup_tasks(lay_out(files)) == tasks

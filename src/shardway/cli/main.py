@@ -22,7 +22,7 @@ import typer
 from shardway import __version__
 from shardway.cli.text import ensure_utf8_mode, print_anything
 from shardway.cli.verbs import Verbs
-from shardway.errors import Bug, JobError, ShardwayError, UserError, legible
+from shardway.errors import Bug, JobError, ShardwayError, SiteError, UserError, legible
 from shardway.places import folder_is_gone
 from shardway.ranks.leave import LastExit, flush_output
 from shardway.rundir.look import UNREADABLE, unanswered
@@ -103,6 +103,10 @@ def run_guarded(work: Callable[[], object]) -> int:
             raise
         return 0  # nobody reads on (`| head`); typer ends a verb so
     except Exception as error:
+        from shardway.hardware.limits import explain_limit
+
+        if why := explain_limit(error):
+            return report_error(SiteError(why))
         if isinstance(error, OSError) and (refusal := _explain(error)):
             return report_error(refusal)
         with contextlib.suppress(OSError):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from shardway.cli.imports import uncollected
 from shardway.cli.main import leave, run_guarded
+from shardway.hardware.limits import ensure_temporary
 from shardway.ranks.agent.join import join_agent
 from shardway.ranks.cores import bind_to_cores
 from shardway.ranks.gate import wait_at_gate
@@ -35,6 +36,7 @@ def read_packed(word: str) -> Request:
 
 def import_all() -> None:
     """What a rank imports until its first step, beforehand; torch's compiler too, which optimizers and DDP ask for."""
+    ensure_temporary()
     with uncollected():
         import shardway.train.recipe  # noqa: F401
 

@@ -22,6 +22,7 @@ from shardway.cli.imports import uncollected
 from shardway.cli.options import DirOption, JsonOption, NprocOption, Words, read_request
 from shardway.cli.outputs import enduring_outputs
 from shardway.errors import Bug, ShardwayError, SiteError, UserError
+from shardway.hardware.limits import ensure_temporary
 from shardway.ranks.place import Place
 from shardway.ranks.signals import SignalWatch
 from shardway.rundir.attempts import BY_AGENT
@@ -245,6 +246,7 @@ def _check_goes_on(resolution: Resolution) -> None:
 
 def _train_here(request: Request, resolution: Resolution) -> dict[str, Any]:
     os.environ.setdefault("OMP_NUM_THREADS", str(resolution.resolved.values.run.threads))
+    ensure_temporary()
     with uncollected():
         from shardway.train.recipe import train as train_run
 
@@ -252,6 +254,7 @@ def _train_here(request: Request, resolution: Resolution) -> dict[str, Any]:
 
 
 def _train_local(resolution: Resolution, ranks: int) -> dict[str, Any]:
+    ensure_temporary()
     with uncollected():
         from shardway.cli.local import Alone, build_launch, open_reserve, train_local
 

@@ -2,8 +2,9 @@
 through the pipe.
 
 torch puts each tensor of an answer into a file of /dev/shm and hands its descriptor over by a socket below TMPDIR. In a
-container /dev/shm may be small or missing, a path below TMPDIR may be longer than a socket's (unix(7): 108 bytes), and
-either failure ends in a thread of the loader process that tells nobody: the rank waits for ever.
+container /dev/shm may be small or missing, a path below TMPDIR may be longer than a socket's (unix(7): 108 bytes) or
+not writable, open files may be few, the thread behind the socket may be one too many. Each of these failures ends in a
+thread of the loader process that tells nobody: the rank waits for ever.
 
 Invariant: an answer arrives, whatever the room. This module must not know what an answer is made of but its tensors.
 """
@@ -18,7 +19,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing import util
+from multiprocessing import resource_sharer, util
 from typing import Any
 
 import torch
@@ -26,12 +27,15 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from shardway.data.batch_tree import list_leaves
 from shardway.errors import ShardwayError
+from shardway.hardware.limits import find_temporary, read_files_left
 from shardway.units import render_bytes
 
 SHARED = "/dev/shm"
 SPARE = 4
 """How often an answer has to fit: other loader processes put theirs there at the same moment."""
 PLENTY = 256 * 2**20
+_SPARE_FILES = 16
+"""What a rank may open while answers are on their way."""
 _LONGEST_SOCKET = 107
 _BELOW_TMPDIR = len("/pymp-12345678/listener-12345678")
 _SHORT = ("/tmp", "/var/tmp", "/dev/shm")
@@ -64,12 +68,46 @@ def describe_shortage() -> str:
     )
 
 
-def hand_over(answer: Any) -> Any:
-    """What a loader process sends: the answer, or its bytes where shared memory has too little room. Runs in there."""
-    needed = sum(leaf.nbytes for leaf in list_leaves(answer) if isinstance(leaf, torch.Tensor))
-    if find_room() >= SPARE * needed + 2**16:
-        return answer
-    return Sent(pickle.dumps(answer, protocol=5))
+@dataclass
+class Sender:
+    """How a loader process sends its answers; a copy is in each of them.
+
+    `ahead`: how many answers of one rank's loader processes may wait to be taken over.
+    """
+
+    ahead: int = 2
+    shares: bool = True
+    """Whether descriptors can be handed over."""
+
+    def begin(self) -> None:
+        """In a loader process, before its first answer.
+
+        torch's own function would join samples in shared memory, and end the process where there is no room (SIGBUS).
+        Descriptors are handed over by a thread with a socket; where it cannot start, it would only be waited for.
+        """
+        if find_room() < PLENTY:
+            default_collate_fn_map[torch.Tensor] = _stack
+        sharer = resource_sharer._resource_sharer  # type: ignore[attr-defined]
+        with sharer._lock:
+            try:
+                if sharer._address is None:
+                    sharer._start()
+            except (OSError, RuntimeError):
+                self.shares = False
+
+    def hand_over(self, answer: Any) -> Any:
+        """What is sent: the answer, or its bytes where shared memory has too little room, or the rank has so many files
+        open that those of further answers may not fit."""
+        tensors = [leaf for leaf in list_leaves(answer) if isinstance(leaf, torch.Tensor)]
+        fits = self.shares and find_room() >= SPARE * sum(leaf.nbytes for leaf in tensors) + 2**16
+        if fits and find_files_left() >= (self.ahead + 2) * len(tensors) + _SPARE_FILES:
+            return answer
+        return Sent(pickle.dumps(answer, protocol=5))
+
+
+def find_files_left() -> int:
+    """How many files a loader process and its rank can both still open."""
+    return min(map(read_files_left, (os.getpid(), os.getppid())))
 
 
 def take_over(answers: Iterator[Any]) -> Iterator[Any]:
@@ -81,13 +119,6 @@ def take_over(answers: Iterator[Any]) -> Iterator[Any]:
         yield answer
 
 
-def begin_handing_over() -> None:
-    """In a loader process: torch's own function would join samples in shared memory, and end the process where there is
-    no room (SIGBUS)."""
-    if find_room() < PLENTY:
-        default_collate_fn_map[torch.Tensor] = _stack
-
-
 def _stack(batch: list[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:
     return torch.stack(batch, 0)
 
@@ -96,7 +127,8 @@ def _stack(batch: list[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Te
 def shorten_sockets() -> None:
     """Let loader processes that this process starts have their sockets in a folder with a short path, where that below
     TMPDIR is too long for a socket."""
-    if len(os.fsencode(tempfile.gettempdir())) + _BELOW_TMPDIR <= _LONGEST_SOCKET:
+    usual = find_temporary()
+    if usual is not None and len(os.fsencode(usual)) + _BELOW_TMPDIR <= _LONGEST_SOCKET:
         return
     for place in _SHORT:
         if os.path.isdir(place) and os.access(place, os.W_OK):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import pickle
 import random
 import warnings
@@ -28,14 +29,15 @@ from torch.utils.data._utils.signal_handling import _error_if_any_worker_fails
 
 from shardway.data.batch_tree import move_batch, pin_batch
 from shardway.data.collate import collate_by
-from shardway.data.handover import begin_handing_over, hand_over, shorten_sockets, take_over
+from shardway.data.handover import Sender, shorten_sockets, take_over
 from shardway.data.order import Ids, Order, Words, derive_keys, position_share
 from shardway.data.samplers import AnyOrder, BatchOrder
 from shardway.data.skips import Skips
 from shardway.data.sources.base import Source
 from shardway.data.stateful import StreamSnapshot
-from shardway.data.workers import ended_workers, isolation
+from shardway.data.workers import NoWorkers, dropped_if_refused, ended_workers, isolation
 from shardway.errors import Bug, ShardwayError, UserError
+from shardway.hardware.limits import settle_temporary
 
 _IDS_AT_ONCE = 16384
 """Ids computed in one call of `Order.ids`: enough to make its fixed cost small beside a gather."""
@@ -62,6 +64,8 @@ class LoaderOptions:
     pin_memory: bool = False
     worker_init: Callable[[int], object] | None = None
     """Called in each worker with its number before it reads, as torch's `worker_init_fn`."""
+    tell: Callable[[str], object] = logging.getLogger("shardway").warning
+    """Says something to the person who runs this."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,15 +282,22 @@ def read_batches(
     """Answer each request, in order. Closing the iterator, or dropping it, leaves no process behind.
 
     Raises UserError where the dataset cannot be sent to a worker, JobError where a worker dies; an error of the
-    user's dataset passes unchanged.
+    user's dataset passes unchanged. Where no workers can be started, this process reads, and it is told.
     """
     if options.workers:
-        with ended_workers(_start_workers(dataset, requests, options), _error_if_any_worker_fails) as answers:
-            yield from take_over(answers)
-    else:  # the same reading without the DataLoader, whose fixed cost is more than that of a gather
-        for request in requests:
-            batch = _answer(dataset, request)
-            yield batch.pin_memory() if options.pin_memory else batch
+        requests, asked = itertools.tee(requests)
+        try:
+            started = _start_workers(dataset, asked, options)
+        except NoWorkers as refused:
+            options.tell(str(refused))
+        else:
+            del requests, asked  # nothing is kept of what is asked from here on
+            with ended_workers(started, _error_if_any_worker_fails) as answers:
+                yield from take_over(answers)
+            return
+    for request in requests:  # without the DataLoader, whose fixed cost is more than that of a gather
+        batch = _answer(dataset, request)
+        yield batch.pin_memory() if options.pin_memory else batch
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -311,7 +322,7 @@ def start_workers(
     **reading: Any,
 ) -> Iterator[Any]:
     """The iterator of a DataLoader with `options.workers` processes, whose answers `take_over` reads. Raises UserError
-    where they cannot be sent what they read.
+    where they cannot be sent what they read, NoWorkers where the system refuses to start them.
 
     Workers are spawned. A fork of a process that runs threads (a process group, CUDA) may copy a held lock and wait for
     it for ever. Workers of a fork server hold the pipe that keeps the server alive, so that after a SIGKILL of the rank
@@ -319,20 +330,26 @@ def start_workers(
     """
     ForkingPickler.register(torch.Generator, _reduce_generator)
     shorten_sockets()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Got pickle error")
+        warnings.filterwarnings("ignore", message="This DataLoader will create")  # told by `describe_few_cores`
+        return _start(dataset, options, Sender(options.workers * options.prefetch), reading)
+
+
+def _start(dataset: Dataset[Any], options: LoaderOptions, sender: Sender, reading: dict[str, Any]) -> Iterator[Any]:
     loader: DataLoader[Any] = DataLoader(
         dataset,
         num_workers=options.workers,
         prefetch_factor=options.prefetch,
         pin_memory=options.pin_memory,
         multiprocessing_context="spawn",
-        worker_init_fn=functools.partial(_begin_worker, isolation(), options.worker_init),
+        worker_init_fn=functools.partial(_begin_worker, isolation(), sender, options.worker_init),
         generator=torch.Generator(),  # else the start of a loader would draw from the run's random state
-        collate_fn=hand_over,
+        collate_fn=sender.hand_over,
         **reading,
     )
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Got pickle error")
+        with dropped_if_refused():
             return iter(loader)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UserError(
@@ -352,9 +369,12 @@ def _make_generator(device: str, state: bytes) -> torch.Generator:
     return generator
 
 
-def _begin_worker(isolate: Callable[[int], None], own: Callable[[int], object] | None, number: int) -> None:
+def _begin_worker(
+    isolate: Callable[[int], None], sender: Sender, own: Callable[[int], object] | None, number: int
+) -> None:
     isolate(number)
-    begin_handing_over()
+    settle_temporary()
+    sender.begin()
     if own is not None:
         own(number)
 

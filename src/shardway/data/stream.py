@@ -32,7 +32,7 @@ from shardway.data.order import position_share
 from shardway.data.samplers import RandomStates, kept_random_states
 from shardway.data.skips import Skips
 from shardway.data.stateful import SnapshotPace, StreamSnapshot, has_state, load_state, read_state, rewind
-from shardway.data.workers import ended_workers
+from shardway.data.workers import NoWorkers, ended_workers
 from shardway.errors import ShardwayError, UserError
 
 
@@ -170,14 +170,18 @@ class StreamLoader:
         """This rank's batches from `position` (where its first step begins) on, without end; from a `snapshot` that was
         taken before it."""
         reading = _Reading(self, position, skips or Skips(), snapshot)
-        if not self.options.workers or self.own_share:
-            for batch in reading:
-                yield batch.pin_memory() if self.options.pin_memory else batch
-            return
-        options = replace(self.options, workers=1)
-        answers = start_workers(_WorkerStream(reading), options, batch_size=None)
-        with ended_workers(answers, _error_if_any_worker_fails) as stream:
-            yield from take_over(stream)
+        if self.options.workers and not self.own_share:
+            sent = replace(reading, loader=replace(self, options=LoaderOptions()))  # `tell` is for this process
+            try:
+                answers = start_workers(_WorkerStream(sent), replace(self.options, workers=1), batch_size=None)
+            except NoWorkers as refused:
+                self.options.tell(str(refused))
+            else:
+                with ended_workers(answers, _error_if_any_worker_fails) as stream:
+                    yield from take_over(stream)
+                return
+        for batch in reading:
+            yield batch.pin_memory() if self.options.pin_memory else batch
 
 
 @dataclass(frozen=True)

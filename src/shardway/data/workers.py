@@ -15,12 +15,14 @@ import re
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
-from shardway.errors import JobError
+from shardway.errors import JobError, SiteError
+from shardway.hardware.limits import NEAR, explain_limit, read_task_limit
 from shardway.ranks.parent import end_with_parent
 from shardway.ranks.signals import BrokenOff
 
@@ -29,9 +31,17 @@ _DYING_S = 5.0
 _DEAD_WORKER = re.compile(r"DataLoader worker \(pid")
 _DEAD_WORKER_TEXT = """\
 a loader process died: {reason}
-      likely: out of memory (of the node, or of /dev/shm), or its own traceback above says that the new process
-      could not import the dataset, or that the script lacks `if __name__ == "__main__":`
-      to do: lower data.workers or data.prefetch; data.workers = 0 reads in the rank itself"""
+      likely: {likely}
+      to do: {remedy}lower data.workers or data.prefetch; data.workers = 0 reads in the rank itself"""
+_LIKELY = """\
+out of memory (of the node, or of /dev/shm), or its own traceback above says that the new process
+      could not import the dataset, or that the script lacks `if __name__ == "__main__":`"""
+_STARTING = ("multiprocessing", "threading.py")
+"""Where in Python's library processes and threads are started."""
+
+
+class NoWorkers(SiteError):
+    """The system does not start loader processes here."""
 
 
 @contextlib.contextmanager
@@ -51,16 +61,61 @@ def ended_workers(answers: Iterator[Any], check: Callable[[], None] = lambda: No
         raise
     except RuntimeError as error:
         if _DEAD_WORKER.search(str(error)):
-            raise JobError(_DEAD_WORKER_TEXT.format(reason=str(error).splitlines()[0])) from error
+            raise _explain_death(str(error).splitlines()[0]) from error
         raise
     except (ConnectionError, EOFError) as error:
         if (dead := _find_dying(workers)) is None:
             raise
         reason = f"DataLoader worker (pid {dead.pid}) exited unexpectedly with exit code {dead.exitcode}"
-        raise JobError(_DEAD_WORKER_TEXT.format(reason=reason)) from error
+        raise _explain_death(reason) from error
     finally:
         atexit.unregister(end)
         end()
+
+
+def _explain_death(reason: str) -> JobError:
+    limit = read_task_limit()
+    if limit is None or limit.left >= 2 * NEAR:
+        return JobError(_DEAD_WORKER_TEXT.format(reason=reason, likely=_LIKELY, remedy=""))
+    likely = f"it could not start its threads: {limit}"
+    return JobError(_DEAD_WORKER_TEXT.format(reason=reason, likely=likely, remedy=f"{limit.remedy}, or "))
+
+
+@contextlib.contextmanager
+def dropped_if_refused() -> Iterator[None]:
+    """Around the start of a DataLoader's iterator: where the system refuses to start its processes or threads, or what
+    they are reached by, end those that it has started and raise NoWorkers."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if not _starts_something(error):
+            raise  # one of what is sent to them, or of a sampler
+        _drop_begun(error)
+        why = explain_limit(error).partition("\n")[0].rstrip(".")
+        remedy = "raise that limit" if why else "let it (processes and the semaphores of /dev/shm are needed)"
+        raise NoWorkers(
+            f"no loader process can be started ({why or error}): the rank reads its batches itself, which may be "
+            f"slower. To do: {remedy}, or set data.workers = 0."
+        ) from error
+
+
+def _starts_something(error: BaseException) -> bool:
+    """Whether an error comes from where Python starts processes and threads."""
+    innermost = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+    folder, name = os.path.split(innermost.f_code.co_filename)
+    return os.path.basename(folder) in _STARTING or name in _STARTING
+
+
+def _drop_begun(error: BaseException) -> None:
+    """End what the iterator of a DataLoader had begun before this error, and close its pipes now."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        begun: Any = frame.f_locals.get("self")
+        if hasattr(begun, "_shutdown_workers"):
+            begun._shutdown = True  # else it would be taken down without what it has not come to have
+            for worker in getattr(begun, "_workers", []):
+                worker.kill()
+                worker.join()
+    traceback.clear_frames(error.__traceback__)
 
 
 def _find_dying(workers: Sequence[BaseProcess]) -> BaseProcess | None:

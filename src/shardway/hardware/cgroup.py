@@ -1,4 +1,5 @@
-"""What a job's control group leaves to this process of a Linux machine: cores and memory; how often that ran out.
+"""What a job's control group leaves to this process of a Linux machine: cores, memory, processes; how often memory ran
+out.
 
 Invariant: a limit is the tightest one on the way from the process's group to the root, in version 1 and in
 version 2 of the interface (Linux, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst); an
@@ -36,6 +37,16 @@ def read_cgroup_memory_left(root: Path = Path("/")) -> int | None:
     """
     folders = [(folder, limit) for folder in _group_folders(root) if (limit := _memory_bytes(folder)) is not None]
     return min((max(0, limit - _memory_held_bytes(folder)) for folder, limit in folders), default=None)
+
+
+def read_cgroup_tasks(root: Path = Path("/")) -> tuple[int, int] | None:
+    """How many processes and threads the tightest of this process's groups allows, and has; None: no limit.
+
+    pids.max and pids.current are the same in both versions; the limit leaves the difference.
+    """
+    pairs = [(_read(folder / "pids.max"), _read(folder / "pids.current")) for folder in _group_folders(root)]
+    found = [(int(limit), int(taken)) for limit, taken in pairs if limit.isdecimal() and taken.isdecimal()]
+    return min(found, key=lambda pair: pair[0] - pair[1], default=None)
 
 
 def count_oom_kills(root: Path = Path("/")) -> int | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import logging
 import os
 import re
 import socket
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from shardway.errors import ERRORS_BY_NAME, Bug, JobError, LostContact, ShardwayError, SiteError
+from shardway.hardware.limits import explain_limit, raise_file_limit, read_task_limit
 from shardway.ranks.interface import VARIABLE, look_up, name_interface
 from shardway.ranks.launcher import Placement
 from shardway.ranks.meeting import render_endpoint
@@ -134,7 +136,8 @@ class Ranks:
 def start_ranks(placement: Placement, options: StartOptions) -> Ranks:
     """Join the launch that `placement` describes. Raises SiteError where the device or the other ranks are missing."""
     _show_native_crashes()
-    torch.set_num_threads(options.threads)
+    raise_file_limit()
+    torch.set_num_threads(_fit_threads(placement, options.threads))
     device = _choose_device(placement, options.device)
     if placement.launcher != "none":
         _join(placement, options, device)
@@ -143,6 +146,30 @@ def start_ranks(placement: Placement, options: StartOptions) -> Ranks:
     else:
         return Ranks(placement, device, grouped=False)
     return Ranks(placement, device, grouped=True)
+
+
+_OWN_THREADS = 4
+"""Threads of a rank besides those that compute: of the watch over a stop, of saves; as many again for collectives."""
+
+
+def _fit_threads(placement: Placement, threads: int) -> int:
+    """How many of the threads that are to compute can start; OpenMP would end the process in the first step. Raises
+    SiteError where a rank's other threads cannot."""
+    limit, own = read_task_limit(), _OWN_THREADS if placement.launcher == "none" else 2 * _OWN_THREADS
+    if limit is None:
+        return threads
+    if limit.left < own:
+        raise SiteError(
+            f"a rank needs at least {own} more threads, and {limit}.\n"
+            f"  To do: {limit.remedy}, start fewer ranks on this node, or end other programs of yours there."
+        )
+    fit = min(threads, max(1, limit.left // placement.local_world - own + 1))
+    if fit < threads:
+        logging.getLogger("shardway").warning(
+            f"{limit}: too few for run.threads = {threads}, so rank {placement.rank} computes with {fit}. "
+            f"To do: {limit.remedy}, or set run.threads = {fit}."
+        )
+    return fit
 
 
 def _show_native_crashes() -> None:
@@ -215,6 +242,8 @@ def _join(placement: Placement, options: StartOptions, device: torch.device) -> 
     except (dist.DistError, RuntimeError, ValueError) as error:
         tried = f"in {render_seconds(time.monotonic() - began)}"
         who = f"rank {placement.rank} of {placement.world}"
+        if why := explain_limit(error):
+            raise SiteError(f"{who} could not begin: {why}") from error
         if has_met:
             if "NCCL" in str(error):
                 raise SiteError(
@@ -273,7 +302,8 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, ShardwayError | None]:
         return None, error
     except Exception as error:  # the other ranks wait for word from this one, whatever went wrong
         kind = JobError if is_out_of_memory(error) else Bug
-        failure = kind(f"{type(error).__name__}: {error}")
+        why = explain_limit(error)
+        failure = JobError(why) if why else kind(f"{type(error).__name__}: {error}")
         failure.__cause__ = error
         return None, failure
 

@@ -7,7 +7,9 @@ themselves do; where they may not, it is said once. This module must not take st
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import logging
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +34,9 @@ from shardway.data.samplers import AnyOrder, BatchOrder, SamplerOrder, WholeBatc
 from shardway.data.skips import Skips
 from shardway.data.sources.base import Source
 from shardway.data.stream import StreamLoader, count_samples, digest_first, validation_stream
+from shardway.data.worker_room import fit_workers
 from shardway.errors import UserError
+from shardway.hardware.limits import count_threads, describe_few_cores
 from shardway.train.data_state import StreamState
 from shardway.train.session import Session
 
@@ -173,9 +177,25 @@ def _options(session: Session, loader: Loader | None = None) -> LoaderOptions:
                 "lambda, or a function inside another): each rank reads its batches itself. To do: define it with def "
                 "at the top of a module.",
             )
-    if workers and (shortage := describe_shortage()):
-        session.note_once("data_order_noted", shortage)
-    return LoaderOptions(workers, data.prefetch, session.ranks.device.type == "cuda", init)
+    here = session.ranks.placement.local_world
+    if loader is not None and loader.is_stream:
+        workers = min(workers, 1)
+    to_come = max(0, torch.get_num_threads() - count_threads())  # torch starts them when it is told how many, or later
+    workers, too_few = fit_workers(workers, here, session.task_limit, to_come)
+    few_cores = describe_few_cores(workers, here) if workers else ""
+    for said in (session.temporary, too_few, few_cores, describe_shortage() if workers else ""):
+        if said:
+            session.note_once("data_order_noted", said)
+    pinned = session.ranks.device.type == "cuda"
+    return LoaderOptions(workers, data.prefetch, pinned, init, functools.partial(_tell, session))
+
+
+def _tell(session: Session, text: str) -> None:
+    """Say what happened on this rank alone."""
+    if session.ranks.is_first:
+        session.note_once("data_order_noted", text)
+    else:
+        logging.getLogger("shardway").warning(f"rank {session.ranks.rank}: {text}")
 
 
 def _can_be_sent(function: Any) -> bool:

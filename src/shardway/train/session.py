@@ -22,6 +22,7 @@ import torch
 from shardway.checkpoint.state import seed_all
 from shardway.errors import Bug, JobError, ShardwayError, render_reason
 from shardway.hardware.facts import render_machine
+from shardway.hardware.limits import TaskLimit, explain_limit, read_task_limit, settle_temporary
 from shardway.hardware.probe import probe_machine
 from shardway.parallel.formats.precision import Precision, read_precision
 from shardway.parallel.mesh import Mesh, build_mesh
@@ -87,6 +88,10 @@ class Session:
     agent: int = 0
     lookout: Lookout = field(default_factory=lambda: Lookout(SignalWatch(), Duties()))
     noted: set[str] = field(default_factory=set)
+    task_limit: TaskLimit | None = None
+    """What limits processes and threads here, as it was before any rank had loader processes."""
+    temporary: str = ""
+    """What is wrong with the folder for temporary files."""
 
     @property
     def resolved(self) -> Resolved:
@@ -198,7 +203,7 @@ def hold_session(
     resolution: Resolution, ranks: Ranks, attempt: Attempt | None = None, progress: Progress | None = None
 ) -> Iterator[Session]:
     """The session of a resolved run on ranks that have started; they are left as they are when it ends."""
-    progress = progress or Progress()
+    progress, task_limit, temporary = progress or Progress(), read_task_limit(), settle_temporary()
     with contextlib.ExitStack() as stack:
         hold = _hold_directory(resolution, ranks, attempt, stack)
         held = (hold.directory.epoch, hold.run_id, hold.starts_over, hold.before) if hold is not None else _NOT_HELD
@@ -219,11 +224,13 @@ def hold_session(
         seed_all(values.train.seed, ranks.rank)
         # In a notebook a signal is for its cell or its kernel, which go on when this run has ended.
         signals = stack.enter_context(SignalWatch(STOP_SIGNALS if find_shell() is None else (BREAK,)))
-        with _failure_told(attempt, ranks.placement, lambda: recorder.step_done), _faults_recorded(recorder, directory):
-            own_model = resolution.request.own_model
+        own_model = resolution.request.own_model
+        job_told = _failure_told(attempt, ranks.placement, lambda: recorder.step_done)
+        with job_told, _faults_recorded(recorder, own_model=own_model):
             session = Session(resolution, ranks, mesh, precision, recorder, signals, own_model, at_end=stack)
             session.attempt, session.progress, session.tenure = attempt, progress, directory.tenure
             session.hold, session.run_id, session.starts_over = hold, run_id, starts_over
+            session.task_limit, session.temporary = task_limit, temporary
             session.lookout = stack.enter_context(_lookout(session))
             yield session
 
@@ -261,7 +268,7 @@ _NOT_HELD: tuple[int, str, bool, Mapping[str, Any]] = (0, "", False, {})
 
 
 @contextlib.contextmanager
-def _faults_recorded(recorder: Recorder, directory: RunDir) -> Iterator[None]:
+def _faults_recorded(recorder: Recorder, *, own_model: bool) -> Iterator[None]:
     """Write down what ends this rank; recording is best effort here, the error itself matters more.
 
     What ends it before the run goes on is no part of the run: only an agent of ours is told.
@@ -273,9 +280,10 @@ def _faults_recorded(recorder: Recorder, directory: RunDir) -> Iterator[None]:
             recorder.end("stopped", End(Ending.STOPPED, SECOND_SIGNAL), KILLED)
         raise
     except Exception as error:
-        fault = describe_error(error, out_of_memory=is_out_of_memory(error))
+        told = _named(error)
+        fault = describe_error(told, out_of_memory=is_out_of_memory(error))
         memory = {"out_of_memory": True} if fault.out_of_memory else {}
-        kind = fault.kind if isinstance(error, ShardwayError) else Bug.__name__
+        kind = fault.kind if isinstance(told, ShardwayError) else Bug.__name__
         says_when = isinstance(error, ShardwayError) or fault.out_of_memory
         message = fault.message if says_when else _dated(fault.message, recorder.step_done)
         facts = {"kind": kind, "exit_code": fault.exit_code, "message": message, **memory}
@@ -285,7 +293,18 @@ def _faults_recorded(recorder: Recorder, directory: RunDir) -> Iterator[None]:
                 recorder.failed(render_reason(message))
             else:
                 recorder.setup_fault(**facts)
-        raise
+        if told is error:
+            raise
+        if own_model:  # where a script opens too many files, its traceback says that
+            error.add_note(str(told))
+            raise
+        raise told from error
+
+
+def _named(error: Exception) -> Exception:
+    """The error, or what it says of a limit of this machine that was reached; the ranks may start again."""
+    why = "" if isinstance(error, ShardwayError) else explain_limit(error)
+    return JobError(why) if why else error
 
 
 def _dated(message: str, step: int) -> str:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from made_machines import check, make, make_placement, make_site
 
 from shardway.hardware.command import Answer
+from shardway.hardware.limits import TaskLimit
 from shardway.hardware.links import Interface, Port
 from shardway.hardware.mounts import Mount
 from shardway.ranks.doctor.checks import host, network, software, storage
@@ -85,6 +86,10 @@ def test_limits() -> None:
     check(host.judge_files(1024, 2048), "warn", "ask the site for more than 2048")
     check(host.judge_files(4096, 4096), "ok")
     check(host.judge_files(UNLIMITED, UNLIMITED), "ok")
+    check(host.judge_tasks(make(), None), "ok", "no limit")
+    four = make(placement=make_placement(per_node=4))
+    check(host.judge_tasks(four, TaskLimit(612, 100, "ulimit -u", "raise it")), "ok", "ulimit -u allows 612")
+    check(host.judge_tasks(four, TaskLimit(611, 100, "ulimit -u", "raise it")), "warn", "raise it", "data.workers")
 
 
 def test_the_folder_for_temporary_files(tmp_path: Path) -> None:

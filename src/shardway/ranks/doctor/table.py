@@ -32,6 +32,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "mem.shm": Check("size of /dev/shm", Where.NODE, host.check_shm, True),
         "limit.memlock": Check("may memory be locked", Where.RANK, host.check_memlock, True),
         "limit.files": Check("open files", Where.RANK, host.check_files, True),
+        "limit.tasks": Check("processes and threads", Where.RANK, host.check_tasks, True),
         "limit.core": Check("core dumps on a shared file system", Where.RANK, host.check_core, True),
         "tmp": Check("folder for temporary files", Where.NODE, host.check_tmp, True),
         "net.interface": Check("interfaces of NCCL and gloo", Where.NODE, network.check_interfaces, True),

@@ -1,4 +1,4 @@
-"""Checks of a node itself: cores of a rank, threads, shared memory, limits of the shell, TMPDIR.
+"""Checks of a node itself: cores of a rank, threads, shared memory, limits of shell and container, TMPDIR.
 
 Invariant: what is read is a limit or a size; nothing is used up. Verdicts are functions of numbers (`judge_*`).
 
@@ -13,6 +13,7 @@ import resource
 from pathlib import Path
 
 from shardway.hardware.cgroup import read_cgroup_limits
+from shardway.hardware.limits import TaskLimit, read_task_limit
 from shardway.hardware.mounts import IN_MEMORY, find_mount
 from shardway.ranks.doctor.finding import Finding, bad, good, poor, unknown
 from shardway.ranks.doctor.surroundings import Surroundings
@@ -20,6 +21,7 @@ from shardway.ranks.doctor.surroundings import Surroundings
 GIB = 2**30
 _SHM_FAIL, _SHM_WARN, _SHM_WARN_ALONE = GIB // 8, 8 * GIB, GIB
 _FILES_WARN = 4096
+_TASKS_WARN = 128
 _TMP_WARN = GIB
 
 
@@ -117,6 +119,20 @@ def judge_files(soft: int, hard: int) -> Finding:
         return good(said)
     allowed = hard == resource.RLIM_INFINITY or hard >= _FILES_WARN
     return poor(said, f"ulimit -n {'65536' if hard < 0 else hard}" if allowed else f"ask the site for more than {hard}")
+
+
+def check_tasks(around: Surroundings) -> Finding:
+    """How many processes and threads may still be started here."""
+    return judge_tasks(around, read_task_limit(around.root))
+
+
+def judge_tasks(around: Surroundings, limit: TaskLimit | None) -> Finding:
+    """A rank has a few dozen threads with its loader processes and those of CUDA."""
+    if limit is None:
+        return good("no limit on processes and threads")
+    if limit.left < _TASKS_WARN * around.local_world:
+        return poor(str(limit), f"{limit.remedy}, or use fewer loader processes (data.workers)")
+    return good(str(limit))
 
 
 def check_core(around: Surroundings) -> Finding:

@@ -1,0 +1,261 @@
+"""What limits leave to this process: processes and threads, open files, cores, a folder for temporary files.
+
+Invariant: what cannot be read is no limit, and nothing is used up by looking. This module must not import torch.
+
+Sources: getrlimit(2), setrlimit(2) on RLIMIT_NPROC and RLIMIT_NOFILE; Linux, Documentation/admin-guide/cgroup-v2.rst
+(pids.max, cpu.max); pthread_create(3); Python's manual, tempfile.gettempdir.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardway.errors import SiteError
+from shardway.hardware.cgroup import read_cgroup_limits, read_cgroup_tasks
+
+MOST_FILES = 65536
+"""More open files than this are not asked for: some programs run through all numbers that a limit allows."""
+NEAR = 8
+"""With so few processes or threads left, a refusal that names no reason is taken for that of their limit."""
+_LAST_RESORT = "/dev/shm"
+_UNBOUND = (1 << 21) | (1 << 24)
+"""CAP_SYS_ADMIN and CAP_SYS_RESOURCE: the kernel does not apply RLIMIT_NPROC then."""
+
+
+@dataclass(frozen=True)
+class TaskLimit:
+    """Processes and threads (Linux counts them as one) that a limit allows, and that there are; `source` is its
+    name, `remedy` how to get more."""
+
+    limit: int
+    taken: int
+    source: str
+    remedy: str
+
+    @property
+    def left(self) -> int:
+        """How many can still be started."""
+        return max(0, self.limit - self.taken)
+
+    def __str__(self) -> str:
+        return f"{self.source} allows {self.limit} processes and threads, of which {self.taken} are there"
+
+
+def read_task_limit(root: Path = Path("/")) -> TaskLimit | None:
+    """The limit on processes and threads that leaves least; None: there is none. `root` stands for "/" in tests."""
+    found = [limit for limit in (_read_user_limit(root), _read_group_limit(root)) if limit is not None]
+    return min(found, key=lambda limit: limit.left, default=None)
+
+
+def _read_user_limit(root: Path) -> TaskLimit | None:
+    limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    if limit == resource.RLIM_INFINITY or os.getuid() == 0 or _read_capabilities(root) & _UNBOUND:
+        return None
+    return TaskLimit(limit, _count_own_tasks(root), f"ulimit -u (of the user {os.getuid()})", "raise `ulimit -u`")
+
+
+def _read_group_limit(root: Path) -> TaskLimit | None:
+    found = read_cgroup_tasks(root)
+    if found is None:
+        return None
+    remedy = "give the job or container more (pids.max; --pids-limit, TasksMax, podPidsLimit)"
+    return TaskLimit(found[0], found[1], "the control group (pids.max)", remedy)
+
+
+def _read_capabilities(root: Path) -> int:
+    for line in _read(root / "proc/self/status").splitlines():
+        if line.startswith("CapEff:"):
+            return int(line.split()[1], 16)
+    return 0
+
+
+def _count_own_tasks(root: Path) -> int:
+    """Threads of all processes of this user that this process can see."""
+    count = 0
+    with contextlib.suppress(OSError), os.scandir(root / "proc") as entries:
+        for entry in entries:
+            if entry.name.isdecimal():
+                with contextlib.suppress(OSError):  # it has ended meanwhile
+                    if entry.stat().st_uid == os.getuid():
+                        count += _count_threads(_read(Path(entry.path) / "status"))
+    return count
+
+
+def _count_threads(status: str) -> int:
+    words = (line.split() for line in status.splitlines() if line.startswith("Threads:"))
+    return next((int(found[1]) for found in words), 0)
+
+
+def count_threads() -> int:
+    """Threads of this process; 1 where the system does not say."""
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        return 1
+
+
+def raise_file_limit() -> None:
+    """Let this process, and those that it starts, open as many files as may be without asking anybody."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def read_file_limit() -> int | None:
+    """How many files this process may have open; None: any number."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def count_open_files() -> int:
+    """Files that this process has open; 0 where the system does not say."""
+    return _count_open("self")
+
+
+def read_files_left(process: int) -> int:
+    """How many more files another process of this user may open; any number where the system does not say."""
+    try:
+        soft = resource.prlimit(process, resource.RLIMIT_NOFILE)[0]
+    except (OSError, AttributeError):  # Linux alone tells it of another process
+        return sys.maxsize
+    return sys.maxsize if soft == resource.RLIM_INFINITY else max(0, soft - _count_open(process))
+
+
+def _count_open(process: int | str) -> int:
+    try:
+        return len(os.listdir(f"/proc/{process}/fd"))
+    except OSError:
+        return 0
+
+
+def describe_few_cores(workers: int, ranks: int, root: Path = Path("/")) -> str:
+    """Why `ranks` on this node with so many loader processes each take turns on the cores; "" where they need not."""
+    machine = os.cpu_count() or 1
+    mask = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else machine
+    return judge_cores(workers, ranks, machine, mask, read_cgroup_limits(root).cores)
+
+
+def judge_cores(workers: int, ranks: int, machine: int, mask: int, quota: float | None) -> str:
+    """As `describe_few_cores`, for a `machine` of so many cores, an affinity `mask` and a `quota` of processor time.
+
+    A mask of no more than a rank's share of the machine is taken for the rank's own, as srun gives it. Where nothing
+    limits a machine, only loader processes count: it is known how small it is.
+    """
+    own = mask < machine and mask <= max(1, machine // ranks)
+    sharing = 1 if own else ranks
+    limits = {_MACHINE: (ranks * workers, float(machine))}
+    if mask < machine:
+        limits["what the affinity mask (taskset, --cpus-per-task) leaves"] = (sharing * (workers + 1), float(mask))
+    if quota is not None:
+        limits["what the control group (cpu.max, --cpus) leaves"] = (ranks * (workers + 1), quota)
+    missing = {source: pair for source, pair in limits.items() if pair[0] > pair[1]}
+    if not missing:
+        return ""
+    source, (_, cores) = min(missing.items(), key=lambda item: item[1][1])
+    here = sharing if "affinity" in source else ranks
+    best = int(cores // here) - (0 if source == _MACHINE else 1)
+    who = "1 rank" if here == 1 else f"{here} ranks"
+    return (
+        f"{here * (workers + 1)} processes ({who}, data.workers = {workers}) share {cores:g} "
+        f"core{'' if cores == 1 else 's'}, {source}, so batches may come late. To do: ask for more cores, or set "
+        f"data.workers = {max(0, best)}."
+    )
+
+
+_MACHINE = "all that this machine has"
+
+
+def settle_temporary() -> str:
+    """Find the folder for temporary files, in memory where none of the usual ones can be written; what is wrong with
+    the one that the environment names, or ""."""
+    named = next(((name, os.environ[name]) for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)), None)
+    found = find_temporary()
+    if found is None and os.access(_LAST_RESORT, os.W_OK | os.X_OK):
+        tempfile.tempdir = found = _LAST_RESORT
+    where = f"so temporary files are in {found}" if found else "and there is no other folder for temporary files"
+    remedy = "To do: export TMPDIR with a folder of your own on this node's disk."
+    if named is None:
+        usual = found is not None and found not in (os.getcwd(), _LAST_RESORT)
+        return "" if usual else f"/tmp and /var/tmp cannot be written, {where}. {remedy}"
+    name, folder = named
+    if found is not None and os.path.realpath(folder) == os.path.realpath(found):
+        return ""
+    return f"{name} is {folder} (environment), {_why_unwritable(folder)}, {where}. {remedy}"
+
+
+def ensure_temporary() -> None:
+    """Raise SiteError where there is no folder for temporary files; to be called before torch is imported, whose
+    compiler looks for one then."""
+    said = settle_temporary()
+    if find_temporary() is None:
+        raise SiteError(
+            f"{said.partition(' To do:')[0]}\n"
+            "  Allowed: $TMPDIR, /tmp, /var/tmp, /usr/tmp, /dev/shm or the current folder, where one can be written.\n"
+            "  To do: export TMPDIR with such a folder, or mount one into the container (--tmpfs /tmp)."
+        )
+
+
+def find_temporary() -> str | None:
+    """Python's folder for temporary files; None where nothing can be written in any that it knows."""
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError:
+        return None
+
+
+def _why_unwritable(folder: str) -> str:
+    if not os.path.exists(folder):
+        return "which does not exist"
+    return "where nothing can be written" if os.path.isdir(folder) else "which is no folder"
+
+
+def explain_limit(error: BaseException, root: Path = Path("/")) -> str:
+    """What an error says of a limit that was reached, with what to do; "" where it is none of a limit."""
+    text = str(error)
+    number = error.errno if isinstance(error, OSError) else 0
+    if number == errno.EMFILE or (isinstance(error, RuntimeError) and text.startswith("Too many open files")):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return (
+            f"no more files can be opened: this process has {count_open_files() or soft} open, and ulimit -n allows "
+            f"{soft}.\n"
+            f"  Allowed: up to {'any number' if hard < 0 else hard} without asking the site (ulimit -Hn).\n"
+            "  To do: raise `ulimit -n` in the shell or job script, or lower data.workers and data.prefetch."
+        )
+    if number == errno.ENFILE:
+        return "no more files can be opened on this node: fs.file-max is reached.\n  To do: ask the site."
+    threads = isinstance(error, RuntimeError) and "can't start new thread" in text
+    unnamed = isinstance(error, RuntimeError) and text.endswith("Resource temporarily unavailable")
+    if isinstance(error, OSError):  # that of a file is one that is locked
+        unnamed = number == errno.EAGAIN and error.filename is None
+    if not (threads or unnamed):
+        return ""
+    limit = read_task_limit(root)
+    if threads or (limit is not None and limit.left < NEAR):
+        return explain_no_task(limit)
+    return ""
+
+
+def explain_no_task(limit: TaskLimit | None) -> str:
+    """That no process or thread can be started, as a message."""
+    known = f"{limit}" if limit is not None else "ulimit -u, pids.max of a control group or kernel.threads-max"
+    remedy = limit.remedy if limit is not None else "look at these, and raise what is low"
+    return (
+        f"no more processes or threads can be started: {known}.\n"
+        f"  To do: {remedy}, or need fewer: run.threads, data.workers, ranks on this node, other programs of yours."
+    )
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
