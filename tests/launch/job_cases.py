@@ -146,7 +146,7 @@ class Cluster:
     ) -> subprocess.Popen[str]:
         """Run the script of a prepared attempt, or another one, in a session of its own as schedulers do."""
         return subprocess.Popen(
-            ["bash", script or str(job.folder.job_script)],
+            ["/usr/bin/env", "--default-signal", "bash", script or str(job.folder.job_script)],
             cwd=self.path,
             env={**self.variables(job_id), **variables},
             stdout=subprocess.PIPE,

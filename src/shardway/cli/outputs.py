@@ -1,5 +1,6 @@
 """Outputs that may close while a run trains: a terminal that goes, a pipe whose reader has ended, PBS's collector of
-outputs after `qdel`. What is printed then is lost; the run is not.
+outputs after `qdel`. What is printed then is lost; the run is not. A pipe that is full, since its reader does something
+else, is waited for while the run trains, and for a few seconds when it leaves.
 
 Invariant: a run does not end for want of somebody who reads what it prints. This module must not decide what is
 printed.
@@ -9,13 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
+import select
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any, TextIO
 
 _GONE = (errno.EPIPE, errno.EIO, errno.ENXIO, errno.ESHUTDOWN, errno.ECONNRESET)
 """What a write says where nobody will ever read: of a pipe, a terminal that was hung up, a socket."""
+
+_LOOK_MS = 200
+_MAIN_S = 1.0
+_LEAVING_S = 5.0
+"""How long a run that leaves waits for room in its outputs."""
 
 
 class EnduringOutput:
@@ -23,30 +33,65 @@ class EnduringOutput:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self._until = math.inf
+
+    def leave(self) -> None:
+        """From here on the stream is waited for a few seconds in all."""
+        self._until = min(self._until, time.monotonic() + _LEAVING_S)
 
     def write(self, text: str) -> int:
-        """As of the stream; what cannot be written any more counts as written."""
-        with self._enduring():
-            return self._stream.write(text)
+        """As of the stream; what cannot be written, or not soon, counts as written."""
+        with self._enduring() as has_room:
+            return self._stream.write(text) if has_room else len(text)
         return len(text)
 
     def flush(self) -> None:
         """As of the stream."""
-        with self._enduring():
-            self._stream.flush()
+        with self._enduring() as has_room:
+            if has_room:
+                self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     @contextlib.contextmanager
-    def _enduring(self) -> Iterator[None]:
+    def _enduring(self) -> Iterator[bool]:
         try:
-            yield
+            has_room = self._await_room()
+            if not has_room and time.monotonic() > self._until:
+                self._go_nowhere()
+                has_room = True
+            yield has_room
         except OSError as error:
             if error.errno not in _GONE:
                 raise
-            with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), self._stream.fileno())  # also for what the stream still holds
+            self._go_nowhere()
+
+    def _await_room(self) -> bool:
+        """Wait for room, here rather than in a write that no thread could end; False once it took too long. The main
+        thread looks after ranks or trains: it does not wait for long."""
+        is_main = threading.current_thread() is threading.main_thread()
+        own = time.monotonic() + _MAIN_S if is_main else math.inf
+        poll = select.poll()
+        try:
+            poll.register(self._stream.fileno(), select.POLLOUT)
+        except (OSError, ValueError):  # a stream of Python's own
+            return True
+        while not poll.poll(_LOOK_MS):
+            if time.monotonic() > min(own, self._until):  # which may come while this waits
+                return False
+        return True
+
+    def _go_nowhere(self) -> None:
+        with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), self._stream.fileno())  # also for what the stream still holds
+
+
+def leave_outputs() -> None:
+    """The run leaves: what it still prints must not keep it."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, EnduringOutput):
+            stream.leave()
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.live import Live
 
+from shardway.cli.outputs import leave_outputs
 from shardway.errors import JobError
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
@@ -47,6 +48,7 @@ class Display:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._done.set()
+        leave_outputs()
         self._thread.join()
 
     def _show(self) -> None:

@@ -99,7 +99,8 @@ def list_free(signals: Sequence[signal.Signals]) -> list[signal.Signals]:
     def is_free(number: signal.Signals) -> bool:
         handler = signal.getsignal(number)
         unknown = handler is signal.SIG_DFL and not _is_caught(number)
-        return unknown or isinstance(getattr(handler, "__self__", None), SignalWatch)
+        shielded = handler is signal.SIG_IGN and number == signal.SIGUSR1  # as what starts the ranks was, and no more
+        return unknown or shielded or isinstance(getattr(handler, "__self__", None), SignalWatch)
 
     return [number for number in signals if number not in _OF_OTHERS or is_free(number)]
 

@@ -101,6 +101,7 @@ main() {
   prints=$here/log/doctor.out on_each_node bash -c 'node=$NODE; addresses=($SHARDWAY_NODES); host=false
     [ $node != 0 ] || host=true
     export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="\${rank}: "
+    trap '\'''\'' USR1 USR2
     exec python3 -m torch.distributed.run --nnodes=2 --nproc-per-node=4 \
       --rdzv-backend=c10d --rdzv-id="$SHARDWAY_JOB" --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" \
       --rdzv-conf="is_host=$host" --local-addr="${addresses[$node]}" \

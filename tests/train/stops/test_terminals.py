@@ -3,8 +3,10 @@ saved at its last step, or goes on; nothing is lost."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -107,6 +109,27 @@ def test_outputs_that_nobody_reads_any_more_end_no_run(tmp_path: Path, ranks: tu
         wait_for_step(RunDir(tmp_path / "run"), read_steps(tmp_path / "run")[-1]["step"] + 20, process)
         process.send_signal(signal.SIGTERM)
         process.wait(120)
+    check_saved(tmp_path / "run")
+
+
+@pytest.mark.parametrize("ranks", [(), ("--nproc", "2")], ids=["one process", "an agent"])
+def test_outputs_that_nobody_reads_now_keep_no_run(tmp_path: Path, ranks: tuple[str, ...]) -> None:
+    """A full pipe, as behind a pager that is not looked at: the run goes on, and obeys."""
+    out, theirs = os.pipe()
+    fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, 4096)
+    command = words(tmp_path / "run", *ranks, *ENDLESS, "checkpoint.every=5")
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs) as process:
+        filled = select.poll()
+        filled.register(theirs, select.POLLOUT)
+        until = time.monotonic() + 120
+        while filled.poll(0) or not (tmp_path / "run/status.json").exists():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        wait_for_step(RunDir(tmp_path / "run"), read_steps(tmp_path / "run")[-1]["step"] + 20, process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    os.close(out)
+    os.close(theirs)
     check_saved(tmp_path / "run")
 
 

@@ -59,6 +59,8 @@ def _agent(job: Job, index: str, module: str, further: tuple[str, ...]) -> str:
         *(f"  {line}" for line in name_cores(job)),
         '  export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="\\${rank}: "',
         *_choose_python(job, module),
+        # its ranks take the warnings of schedulers for a stop; torchrun would die of them, and the ranks with it
+        *(("  trap '' USR1 USR2",) if job.program.meets_by_itself else ()),
         f"  exec {python} -m {module} --nnodes={shape.nodes} --nproc-per-node={shape.ranks_per_node} \\",
         '    --rdzv-backend=c10d --rdzv-id="$SHARDWAY_JOB" --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" \\',
         '    --rdzv-conf="is_host=$host" --local-addr="${addresses[$node]}" \\',

@@ -1,0 +1,30 @@
+"""Signals that Slurm sends on request to every process of a job: nothing is lost, whatever starts the ranks."""
+
+from __future__ import annotations
+
+import pytest
+from submitting import Person
+
+ENDED_BY_SRUN = ("TERM", "HUP")
+"""For these srun itself kills its ranks at once where it gets them, whatever the ranks and the script would do."""
+
+CASES = [
+    (starter, signal)
+    for starter in ("torchrun", "srun", "agent", "mpirun")
+    for signal in ("TERM", "INT", "HUP", "USR1", "USR2")
+    if starter == "mpirun" or signal not in ENDED_BY_SRUN
+]
+OFTEN = (("torchrun", "USR1"), ("srun", "INT"), ("mpirun", "TERM"))
+
+
+@pytest.mark.parametrize(
+    ("starter", "signal"),
+    [pytest.param(*case, marks=() if case in OFTEN else pytest.mark.exhaustive) for case in CASES],
+)
+def test_a_signal_to_every_process_of_a_job_saves_its_last_step(busy_alice: Person, starter: str, signal: str) -> None:
+    run = busy_alice.train_slowly(f"{starter}-{signal}", 0.5, f"site.starter={starter}")
+    run.until_step(3)
+    busy_alice.cluster.output("scancel", "--full", f"--signal={signal}", run.job())
+    result = run.ended()
+    assert (result.state, result.by) == ("deadline" if signal == "USR2" else "stopped", "rank 0"), run.printed()
+    assert run.directory.checkpoint_steps()[-1] == max(run.losses()) == result.step
