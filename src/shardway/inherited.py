@@ -109,7 +109,7 @@ FAMILIES = (
             *("HYDI_*", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_*", "MPISPAWN_*", "MPIRUN_RSH*"),
         ),
         "a library of MPI would look for the process manager that they name; its settings pass (OMPI_MCA_btl, ...)",
-        settings=("OMPI_MCA_plm", "OMPI_MCA_pmix"),
+        settings=("OMPI_MCA_plm", "OMPI_MCA_pmix", "OMPI_MCA_orte_tmpdir_base"),
     ),
     Family(
         "a job or step of Slurm",

@@ -231,8 +231,11 @@ if __name__ == "__main__":
     limit, most = getattr(resource, sys.argv[1]), int(sys.argv[2])
     before = resource.getrlimit(limit)
     resource.setrlimit(limit, (most, before[1]))
-    if os.getuid() == 0:  # the limit on processes does not hold for root
-        os.setresuid(54321, 54321, 54321)
+    if os.getuid() == 0 and sys.argv[1] == "RLIMIT_NPROC":  # which does not hold for root
+        # what this Python has in a folder of root alone is read before
+        import multiprocessing.popen_fork, multiprocessing.popen_spawn_posix, multiprocessing.popen_forkserver
+        import multiprocessing.queues, multiprocessing.synchronize, multiprocessing.resource_tracker
+        os.setresuid(*[50000 + os.getpid() % 10000] * 3)
     print(read(2) == expected)
     resource.setrlimit(limit, before)
 """

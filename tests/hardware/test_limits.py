@@ -23,8 +23,9 @@ from shardway.hardware.limits import *
 def bind_tasks(most):
     resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
     if os.getuid() == 0:  # the limit does not hold for root
-        os.setresgid(54321, 54321, 54321)
-        os.setresuid(54321, 54321, 54321)
+        own = 50000 + os.getpid() % 10000  # other tests run beside this one
+        os.setresgid(own, own, own)
+        os.setresuid(own, own, own)
 
 """
 

@@ -7,6 +7,7 @@ goes unseen. This module must not compare anything.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -146,7 +147,8 @@ class Cluster:
     ) -> subprocess.Popen[str]:
         """Run the script of a prepared attempt, or another one, in a session of its own as schedulers do."""
         return subprocess.Popen(
-            ["/usr/bin/env", "--default-signal", "bash", script or str(job.folder.job_script)],
+            ["bash", script or str(job.folder.job_script)],
+            preexec_fn=_as_from_a_scheduler,
             cwd=self.path,
             env={**self.variables(job_id), **variables},
             stdout=subprocess.PIPE,
@@ -171,6 +173,12 @@ class Cluster:
     def list_ranks(self) -> list[Rank]:
         """What each rank was started with, in no order."""
         return [_read_rank(path) for path in (self.path / "ranks").iterdir()]
+
+
+def _as_from_a_scheduler() -> None:
+    """With every signal as usual: a shell ignores SIGINT for what is behind it, and nohup SIGHUP."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ def test_a_validation_that_would_not_end_in_time_is_not_begun(rank: int, tmp_pat
 ASKED = {
     "": (Ending.STOPPED, "the stop file asked for a stop"),
     "the loss is flat": (Ending.STOPPED, "the loss is flat"),
-    "deadline: the scheduler sent USR2": (Ending.DEADLINE, "deadline: the scheduler sent USR2"),
+    "deadline: the scheduler sent USR2": (Ending.DEADLINE, "the scheduler sent USR2"),
     "preempted": (Ending.PREEMPTED, "preempted"),
 }
 

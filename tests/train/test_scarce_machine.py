@@ -91,7 +91,7 @@ from shardway.ranks.start import StartOptions, start_ranks
 most = int(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
 if os.getuid() == 0:  # the limit does not hold for root
-    os.setresuid(54321, 54321, 54321)
+    os.setresuid(*[50000 + os.getpid() % 10000] * 3)
 try:
     start_ranks(place(0, 1, "none"), StartOptions(threads=32))
     torch.ones(1000, 1000).sum()  # OpenMP ends the process where it cannot start its threads

@@ -39,6 +39,11 @@ class EnduringOutput:
         """From here on the stream is waited for a few seconds in all."""
         self._until = min(self._until, time.monotonic() + _LEAVING_S)
 
+    def settle(self) -> None:
+        """Nothing that is printed after this keeps a run that has left."""
+        if self._until < math.inf and not self._await_room():
+            self._go_nowhere()
+
     def write(self, text: str) -> int:
         """As of the stream; what cannot be written, or not soon, counts as written."""
         with self._enduring() as has_room:
@@ -102,4 +107,7 @@ def enduring_outputs() -> Iterator[None]:
     try:
         yield
     finally:
+        for each in (sys.stdout, sys.stderr):
+            if isinstance(each, EnduringOutput):
+                each.settle()
         sys.stdout, sys.stderr = before

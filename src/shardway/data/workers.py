@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import functools
 import multiprocessing
 import os
@@ -88,8 +89,8 @@ def dropped_if_refused() -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        if not _starts_something(error):
-            raise  # one of what is sent to them, or of a sampler
+        if not (_is_refusal(error) and _starts_something(error)):
+            raise  # one of what is sent to them, of a sampler, or of how a script is started
         _drop_begun(error)
         why = explain_limit(error).partition("\n")[0].rstrip(".")
         remedy = "raise that limit" if why else "let it (processes and the semaphores of /dev/shm are needed)"
@@ -97,6 +98,16 @@ def dropped_if_refused() -> Iterator[None]:
             f"no loader process can be started ({why or error}): the rank reads its batches itself, which may be "
             f"slower. To do: {remedy}, or set data.workers = 0."
         ) from error
+
+
+_REFUSALS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.ENOSYS)
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether the system has said that it starts no more."""
+    if isinstance(error, OSError):
+        return error.errno in (*_REFUSALS, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
+    return bool(explain_limit(error))
 
 
 def _starts_something(error: BaseException) -> bool:

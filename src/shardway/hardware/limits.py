@@ -19,6 +19,7 @@ from pathlib import Path
 
 from shardway.errors import SiteError
 from shardway.hardware.cgroup import read_cgroup_limits, read_cgroup_tasks
+from shardway.places import folder_is_gone
 
 MOST_FILES = 65536
 """More open files than this are not asked for: some programs run through all numbers that a limit allows."""
@@ -184,11 +185,11 @@ def settle_temporary() -> str:
     where = f"so temporary files are in {found}" if found else "and there is no other folder for temporary files"
     remedy = "To do: export TMPDIR with a folder of your own on this node's disk."
     if named is None:
-        usual = found is not None and found not in (os.getcwd(), _LAST_RESORT)
+        usual = found is not None and found != _LAST_RESORT and (folder_is_gone() or found != os.getcwd())
         return "" if usual else f"/tmp and /var/tmp cannot be written, {where}. {remedy}"
     name, folder = named
-    if found is not None and os.path.realpath(folder) == os.path.realpath(found):
-        return ""
+    if found is not None and os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK):
+        return ""  # that one, or another that was chosen before
     return f"{name} is {folder} (environment), {_why_unwritable(folder)}, {where}. {remedy}"
 
 

@@ -7,6 +7,7 @@ Handlers that were there before are put back. This module must not stop anything
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Sequence
@@ -98,11 +99,17 @@ def list_free(signals: Sequence[signal.Signals]) -> list[signal.Signals]:
 
     def is_free(number: signal.Signals) -> bool:
         handler = signal.getsignal(number)
-        unknown = handler is signal.SIG_DFL and not _is_caught(number)
-        shielded = handler is signal.SIG_IGN and number == signal.SIGUSR1  # as what starts the ranks was, and no more
-        return unknown or shielded or isinstance(getattr(handler, "__self__", None), SignalWatch)
+        unknown = handler is signal.SIG_DFL
+        shielded = handler is signal.SIG_IGN and number == signal.SIGUSR1 and _is_shielded()
+        free = (unknown or shielded) and not _is_caught(number)
+        return free or isinstance(getattr(handler, "__self__", None), SignalWatch)
 
     return [number for number in signals if number not in _OF_OTHERS or is_free(number)]
+
+
+def _is_shielded() -> bool:
+    """Whether a job script has let torchrun ignore what its ranks shall take for a stop."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and "SHARDWAY_ATTEMPT_DIR" in os.environ
 
 
 def _is_caught(number: int) -> bool:

@@ -149,6 +149,7 @@ check_stop() {
 # why_not_started [create]: what the beginning of the job's log says of a Python or a container that did not come up, else nothing
 why_not_started() {
   local said why=""
+  [ ! -e "$here/began" ] || return 0 # what came later is the program's own
   said=$(head -n 2000 "$here/log/job.out" 2>/dev/null | tr -d '\000\r' | sed 's/^[0-9]*: //')
   case $runtime-${1-} in
     pyxis-) why=$(sed -n 's/^\(slurmstepd-[^ ]*:\|\[[^]]*\]\) error: pyxis: *//p' <<< "$said" | grep -v '^child \|^printing \|^\[INFO\]') ;;

@@ -94,7 +94,7 @@ main() {
       [ "$name" != "shardway-$of-$(uname -n)" ] || "$1" remove --force "$name"
     done
   '
-  export alive=$(squeue --noheader --user="$(id -un)" --format=%A 2> /dev/null | tr '\n' ' ')
+  export alive=$(squeue --all --noheader --user="$(id -un)" --format=%A 2> /dev/null | tr '\n' ' ')
   # the container of this job, on every node
   srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 --kill-on-bad-exit=1 \
     bash -c "$cleared$named" "shardway-$SHARDWAY_JOB" enroot create --name -- /images/torch.sqsh || fail 'the container could not be created' create

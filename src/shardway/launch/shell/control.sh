@@ -249,6 +249,7 @@ check_stop() {
 #: why_not_started [create]: what the beginning of the job's log says of a Python or a container that did not come up, else nothing
 why_not_started() {
   local said why=""
+  [ ! -e "$here/began" ] || return 0 # what came later is the program's own
   said=$(head -n 2000 "$here/log/job.out" 2>/dev/null | tr -d '\000\r' | sed 's/^[0-9]*: //')
   case $runtime-${1-} in
     pyxis-) why=$(sed -n 's/^\(slurmstepd-[^ ]*:\|\[[^]]*\]\) error: pyxis: *//p' <<< "$said" | grep -v '^child \|^printing \|^\[INFO\]') ;;
@@ -298,7 +299,7 @@ end_mpirun() {
   done
   [ "$(field "$here/result.json" state)" != finished ] || return 0
   sleep "$1" & sleeping=$!
-  wait "$sleeping" && kill -KILL "$2"
+  wait "$sleeping" && grep -qs "^PPid:[[:blank:]]*$$\$" "/proc/$2/status" && kill -KILL "$2" # its number may be another's by now
 }
 
 #: wait_for PROCESS: to its end, whatever signals this script gets meanwhile; sets `status` to its exit code

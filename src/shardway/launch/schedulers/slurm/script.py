@@ -112,5 +112,5 @@ SLURM = SchedulerScript(
     each_node=_each_node,
     warns=True,
     launcher_variables=("SLURM_*", "PMI_*", "PMIX_*"),
-    own_jobs='squeue --noheader --user="$(id -un)" --format=%A 2> /dev/null',
+    own_jobs='squeue --all --noheader --user="$(id -un)" --format=%A 2> /dev/null',
 )

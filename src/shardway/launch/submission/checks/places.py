@@ -60,11 +60,15 @@ def _list_in_container(wish: Wish, host: Host) -> Iterator[Look]:
             other = Problem("site.image", what, origins["site.image"], remedy=remedy)
             yield Look("site.image", other.origin, lambda at: ("bash", "-c", _SQUASHFS, at), always(other), image)
     for mount in filter(None, map(parse_mount, wish.section.mounts)):
-        if mount.source.startswith(("/", "~")) and not _local_folder(wish, mount.source):
+        own = _local_folder(wish, mount.source) or mount.source.startswith(_OF_EACH_NODE)
+        if mount.source.startswith(("/", "~")) and not own:
             yield _needed(wish, host, "site.mounts", mount.source, "correct the path; a mount has to be there")
     # Apptainer shows what its site has set, which nobody sees from here
     yield from _list_hidden(wish) if runtime != "apptainer" else ()
 
+
+_OF_EACH_NODE = ("/usr/", "/lib", "/etc/", "/var/", "/dev/", "/proc/", "/sys/", "/opt/", "/run/")
+"""Where a node has files of its own, which a login node need not have: drivers, daemons, devices."""
 
 _READABLE = '[ ! -e "$0" ] || [ -r "$0" ]'
 _SQUASHFS = '[ ! -f "$0" ] || [ ! -r "$0" ] || [ "$(head -c 4 "$0" | tr -d "\\0")" = hsqs ]'
