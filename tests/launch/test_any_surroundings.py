@@ -73,8 +73,8 @@ JOBS = {
     "pbs, torchrun": make_job("pbs", "torchrun"),
     "this machine, mpirun": make_job("local", "mpirun"),
 }
-PATHS = ("LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")
-"""What a person means for the job, which hands it to other nodes by name."""
+PATHS = ("LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "TMPDIR")
+"""What a person means for the job, which goes by it."""
 NUMBERS = itertools.count()
 
 
@@ -130,6 +130,7 @@ def settle(examples: int) -> settings:
 @example("pbs, torchrun", {"prints": "/no/such/place", "clocks": "1"})
 @example("slurm, srun", {**RECORDED["openmpi5"][-1], "SBATCH_EXPORT": "NONE"})
 @example("pbs, mpirun", OF_BASH)
+@example("slurm, srun", {"SHELLOPTS": "errexit:nounset"})
 @given(st.sampled_from(list(JOBS)), ENVIRONS)
 def test_a_job_does_what_it_does_from_an_empty_shell(tmp_path: Path, name: str, environ: dict[str, str]) -> None:
     check(name, environ, tmp_path)

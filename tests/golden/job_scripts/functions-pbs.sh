@@ -48,7 +48,7 @@ drop_variables() {
 say() { printf '%s shardway: %s\n' "$(date '+%F %T')" "$*"; }
 # field FILE KEY: a value of a JSON file that has one key a line; of a text what it says, also where that ends with a quote
 field() {
-  sed -n "/^ *\"$2\": /{s///; s/,\$//; s/^\"\(.*\)\"\$/\1/; s/\\\\\([\"\\\\]\)/\1/g; p; q}" "$1" 2>/dev/null
+  sed -n "/^ *\"$2\": /{s///; s/,\$//; s/^\"\(.*\)\"\$/\1/; s/\\\\\([\"\\\\]\)/\1/g; p; q}" "$1" 2>/dev/null || true
 }
 # in_json TEXT: as it stands between the quotes of JSON
 in_json() { printf '%s' "$1" | tr '\n\t\r' '   ' | tr -d '\000-\037' | sed 's/[\\"]/\\&/g'; }

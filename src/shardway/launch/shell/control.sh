@@ -3,7 +3,7 @@ say() { printf '%s shardway: %s\n' "$(date '+%F %T')" "$*"; }
 
 #: field FILE KEY: a value of a JSON file that has one key a line; of a text what it says, also where that ends with a quote
 field() {
-  sed -n "/^ *\"$2\": /{s///; s/,\$//; s/^\"\(.*\)\"\$/\1/; s/\\\\\([\"\\\\]\)/\1/g; p; q}" "$1" 2>/dev/null
+  sed -n "/^ *\"$2\": /{s///; s/,\$//; s/^\"\(.*\)\"\$/\1/; s/\\\\\([\"\\\\]\)/\1/g; p; q}" "$1" 2>/dev/null || true
 }
 
 #: in_json TEXT: as it stands between the quotes of JSON
