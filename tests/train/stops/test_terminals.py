@@ -3,6 +3,7 @@ saved at its last step, or goes on; nothing is lost."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pty
@@ -11,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,17 @@ def wait_for_step(run: RunDir, step: int, process: subprocess.Popen[bytes]) -> N
         assert time.monotonic() < until
         assert process.poll() is None
         time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def running(command: Sequence[str], output: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A command that prints there, and does not outlive a test that fails meanwhile."""
+    with subprocess.Popen(command, stdout=output, stderr=output) as process:
+        try:
+            yield process
+        except BaseException:
+            process.kill()
+            raise
 
 
 def check_saved(folder: Path) -> None:
@@ -89,8 +101,7 @@ def test_under_nohup_it_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", picked(["SIGUSR1", "SIGUSR2", "SIGTERM", "SIGHUP"], "SIGUSR1"))
 @pytest.mark.parametrize("ranks", [(), ("--nproc", "2")], ids=["one process", "an agent"])
 def test_a_signal_stops_the_run_and_is_its_reason(tmp_path: Path, ranks: tuple[str, ...], name: str) -> None:
-    pipe = subprocess.PIPE
-    with subprocess.Popen(words(tmp_path / "run", *ranks, *ENDLESS), stdout=pipe, stderr=pipe) as process:
+    with running(words(tmp_path / "run", *ranks, *ENDLESS), subprocess.PIPE) as process:
         wait_for_step(RunDir(tmp_path / "run"), 10, process)
         process.send_signal(signal.Signals[name])
         process.communicate(timeout=120)
@@ -102,7 +113,7 @@ def test_a_signal_stops_the_run_and_is_its_reason(tmp_path: Path, ranks: tuple[s
 def test_outputs_that_nobody_reads_any_more_end_no_run(tmp_path: Path, ranks: tuple[str, ...]) -> None:
     """A pipe whose reader has gone, as behind `| head`, and PBS's daemon of outputs after a qdel."""
     out, theirs = os.pipe()
-    with subprocess.Popen(words(tmp_path / "run", *ranks, *ENDLESS), stdout=theirs, stderr=theirs) as process:
+    with running(words(tmp_path / "run", *ranks, *ENDLESS), theirs) as process:
         os.close(theirs)
         wait_for_step(RunDir(tmp_path / "run"), 5, process)
         os.close(out)
@@ -118,11 +129,12 @@ def test_outputs_that_nobody_reads_now_keep_no_run(tmp_path: Path, ranks: tuple[
     out, theirs = os.pipe()
     fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, 4096)
     command = words(tmp_path / "run", *ranks, *ENDLESS, "checkpoint.every=5")
-    with subprocess.Popen(command, stdout=theirs, stderr=theirs) as process:
+    with running(command, theirs) as process:
+        wait_for_step(RunDir(tmp_path / "run"), 1, process)
         filled = select.poll()
         filled.register(theirs, select.POLLOUT)
         until = time.monotonic() + 120
-        while filled.poll(0) or not (tmp_path / "run/status.json").exists():
+        while filled.poll(0):
             assert time.monotonic() < until
             time.sleep(0.05)
         wait_for_step(RunDir(tmp_path / "run"), read_steps(tmp_path / "run")[-1]["step"] + 20, process)
