@@ -240,13 +240,8 @@ def explain_limit(error: BaseException, root: Path = Path("/")) -> str:
     if not (threads or unnamed):
         return ""
     limit = read_task_limit(root)
-    if threads or (limit is not None and limit.left < NEAR):
-        return explain_no_task(limit)
-    return ""
-
-
-def explain_no_task(limit: TaskLimit | None) -> str:
-    """That no process or thread can be started, as a message."""
+    if not threads and (limit is None or limit.left >= NEAR):
+        return ""
     known = f"{limit}" if limit is not None else "ulimit -u, pids.max of a control group or kernel.threads-max"
     remedy = limit.remedy if limit is not None else "look at these, and raise what is low"
     return (

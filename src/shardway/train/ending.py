@@ -6,6 +6,7 @@ not look for wishes nor write results.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from shardway.ranks.agreement import Decision
@@ -13,6 +14,9 @@ from shardway.rundir.attempts import BY_SIGNAL, Ending
 
 _BY_SCRIPT = {"deadline": Ending.DEADLINE, "preempted": Ending.PREEMPTED}
 """First word of a stop file that a job script wrote when the scheduler warned it -> how the attempt ends."""
+
+
+_END_OF_WORD = re.compile(r"[\s:,]+")
 
 
 @dataclass(frozen=True)
@@ -25,12 +29,6 @@ class End:
     """BY_SIGNAL where a signal was obeyed, whose meaning only the scheduler knows."""
 
 
-def read_words(words: str) -> Ending:
-    """What the words in a stop file ask for: a stop, or that of a job script that was warned."""
-    first = words.replace(":", " ").replace(",", " ").split()[:1]
-    return _BY_SCRIPT.get(first[0].lower() if first else "", Ending.STOPPED)
-
-
 def find_end(decision: Decision, stop_file: str | None, deadline: str = "") -> End:
     """The end that all ranks have agreed on, in the words of rank 0.
 
@@ -39,8 +37,10 @@ def find_end(decision: Decision, stop_file: str | None, deadline: str = "") -> E
     if stop_file is not None:
         if stop_file.startswith(f"{BY_SIGNAL} "):
             return End(Ending.STOPPED, f"a {stop_file}", BY_SIGNAL)
-        state, (_, _, rest) = read_words(stop_file), stop_file.partition(" ")
-        return End(state, (rest if state in _BY_SCRIPT.values() else "") or stop_file or decision.stop_reason)
+        first, *rest = _END_OF_WORD.split(stop_file.strip(), maxsplit=1)
+        if (state := _BY_SCRIPT.get(first.lower())) is not None:
+            return End(state, "".join(rest) or stop_file)
+        return End(Ending.STOPPED, stop_file or decision.stop_reason)
     if decision.deadline:
         return End(Ending.DEADLINE, deadline or decision.stop_reason)
     return End(Ending.STOPPED, decision.stop_reason, BY_SIGNAL)

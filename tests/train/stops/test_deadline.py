@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardway.ranks.agreement import Decision, Wishes, read_decision
 from shardway.rundir.attempts import BY_SIGNAL, Attempt, Ending, Started
-from shardway.train.ending import End, find_end, read_words
+from shardway.train.ending import End, find_end
 from shardway.train.stops.deadline import ESTIMATED_BYTES, ESTIMATED_RATE, Deadline, Pace, find_deadline, read_pace
 
 SECONDS = st.floats(0.0, 1e4)
@@ -143,6 +143,9 @@ FILE = Decision("the stop file asked for a stop")
         (FILE, "too slow", End(Ending.STOPPED, "too slow")),
         (FILE, "deadline: USR2", End(Ending.DEADLINE, "USR2")),
         (FILE, "preempted", End(Ending.PREEMPTED, "preempted")),
+        (FILE, "stop before the deadline", End(Ending.STOPPED, "stop before the deadline")),
+        (FILE, "deadlines: two", End(Ending.STOPPED, "deadlines: two")),
+        (FILE, "preempted by one: another, larger", End(Ending.PREEMPTED, "by one: another, larger")),
         # Of two at once: what a person asked for holds the chain, and a job script knows why a signal came.
         (CLOCK, "enough", End(Ending.STOPPED, "enough")),
         (SIGNAL, "Preempted, by a larger job", End(Ending.PREEMPTED, "by a larger job")),
@@ -150,12 +153,6 @@ FILE = Decision("the stop file asked for a stop")
 )
 def test_an_end_has_one_name(decision: Decision, stop_file: str | None, end: End) -> None:
     assert find_end(decision, stop_file, "deadline in 9 s") == end
-
-
-def test_only_the_first_word_names_an_end() -> None:
-    assert read_words("") is Ending.STOPPED
-    assert read_words("stop before the deadline") is Ending.STOPPED
-    assert read_words("deadlines") is Ending.STOPPED
 
 
 def test_the_clock_alone_makes_it_a_deadline() -> None:

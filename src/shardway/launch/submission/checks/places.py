@@ -78,14 +78,11 @@ _SQUASHFS = '[ ! -f "$0" ] || [ ! -r "$0" ] || [ "$(head -c 4 "$0" | tr -d "\\0"
 def _list_hidden(wish: Wish) -> Iterator[Look]:
     """Paths of the run file that the container does not see. What is not on the host may be in the image; a cache in
     the image ends with the container."""
-    data, train, paths = (
-        wish.loaded.values.data,
-        wish.loaded.values.train,
-        {"site.venv": build_job(wish, 1).around.venv},
-    )
+    values, paths = wish.loaded.values, {"site.venv": build_job(wish, 1).around.venv}
+    kept = {"data.cache": values.data.cache, "train.compile_cache": values.train.compile_cache}
     if wish.program.meets_by_itself:
-        paths |= {**dict(_list_data(wish)), "data.tokenizer": data.tokenizer, "model.hf": wish.loaded.values.model.hf}
-        paths |= {"data.cache": data.cache, "train.compile_cache": train.compile_cache}
+        read = {"data.tokenizer": values.data.tokenizer, "model.hf": values.model.hf}
+        paths |= {**dict(_list_data(wish)), **read, **kept}
     for key, path in paths.items():
         origin = wish.loaded.origins[key]
         if path.startswith("~/") and runtime_of(wish) in _ROOTED and key != "site.venv":  # which the job script expands
@@ -95,7 +92,7 @@ def _list_hidden(wish: Wish) -> Iterator[Look]:
         elif path.startswith(("/", "~/")) and commands.may_be_hidden(wish, path):
             what = f"{path} is not seen in the container: it is in none of its mounts"
             hidden = Problem(key, what, origin, remedy=f'add "{path}" to site.mounts')
-            judge = _anyhow if key.endswith("cache") else commands.where_it_is_there
+            judge = _anyhow if key in kept else commands.where_it_is_there
             yield Look(key, origin, test_exists, partial(judge, hidden), path)
 
 
