@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pwd
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from shardway.launch.hosts.local import LocalHost
 from shardway.launch.runs.registry import Known, forget, read_known, registry_path, remember
-from shardway.places import LENT, expand_home, find_home, find_own_folder, folder_is_gone
+from shardway.places import LENT, expand_home, expand_place, find_home, find_own_folder, folder_is_gone, list_unset
 
 
 @pytest.fixture
@@ -69,6 +70,37 @@ def test_a_home_is_filled_in_where_it_is_known(tmp_path: Path, monkeypatch: pyte
     assert expand_home("~nobody-of-this-name/x") == Path("~nobody-of-this-name/x")
 
 
+@pytest.mark.parametrize(
+    ("path", "filled", "unset"),
+    [
+        ("$SCRATCH/runs", "/scratch/me/runs", []),
+        ("${SCRATCH}_2/$SCRATCH", "/scratch/me_2//scratch/me", []),
+        ("~/$SCRATCH", "/home/me//scratch/me", []),
+        ("$HOME/x", "/home/me/x", []),
+        ("$NOWHERE/x/$EMPTY", "$NOWHERE/x/$EMPTY", ["NOWHERE", "EMPTY"]),
+        ("costs$5/a$", "costs$5/a$", []),
+        ("$(rm x)/`y`", "$(rm x)/`y`", []),
+    ],
+)
+def test_variables_of_a_path_are_filled_in(
+    path: str, filled: str, unset: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"HOME": "/home/me", "SCRATCH": "/scratch/me", "EMPTY": ""}.items():
+        monkeypatch.setenv(name, value)
+    assert (expand_place(path), list_unset(path)) == (Path(filled), unset)
+
+
+def test_a_folder_whose_name_holds_a_dollar_is_meant_where_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("USER", "me")
+    (tmp_path / "of$USER").mkdir()
+    path = tmp_path / "of$USER/runs/new"
+    assert (expand_place(path), list_unset(path)) == (path, [])
+    assert expand_place(tmp_path / "for$USER/runs") == tmp_path / "forme/runs"
+
+
 def test_a_folder_that_was_removed_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
@@ -110,3 +142,17 @@ def test_a_home_that_may_not_be_written_to_is_not_used(lent: Path, monkeypatch: 
 def test_without_a_job_nothing_is_lent(lent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(LENT)
     assert find_own_folder("CACHE", root=tmp_path) == tmp_path / ".cache/shardway"
+
+
+def test_a_home_whose_server_is_gone_is_not_used(lent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stat = Path.stat
+
+    def refuse(path: Path, **options: bool) -> os.stat_result:
+        if path == ELSEWHERE:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    assert find_own_folder("CACHE", root=ELSEWHERE) == lent
+    monkeypatch.setattr(os.path, "exists", lambda path: False)
+    assert find_own_folder("CACHE", root=ELSEWHERE) == lent

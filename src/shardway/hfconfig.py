@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from shardway.errors import Problem, UserError, check_no_problems, render_problems
-from shardway.places import expand_home
+from shardway.places import expand_place, list_unset
 
 CONFIG = "config.json"
 TOKENIZER_FILES = (
@@ -75,9 +75,11 @@ def locate_model(hf: str, *, weights: bool = True) -> Path:
 
     Ranks that share a cache call it on one of them first. Raises UserError where it cannot be had.
     """
-    folder = expand_home(hf)
+    folder = expand_place(hf)
     if folder.is_dir():
         return folder
+    if unset := list_unset(hf):
+        raise hf_error(hf, f"${unset[0]} is not set here", "a folder with a config.json, or a hub name")
     if hf.startswith(("/", ".", "~")) or hf.count("/") > 1 or folder.exists():
         raise hf_error(hf, "is no folder", "a folder with a config.json, or a hub name such as Qwen/Qwen3-0.6B")
     found = _download(hf, _DOWNLOADED if weights else _FOR_FACTS)

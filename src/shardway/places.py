@@ -1,4 +1,5 @@
-"""Where the person's own files are: the home folder, and the folders of the XDG Base Directory Specification.
+"""Where the person's own files are: the home folder, the folders of the XDG Base Directory Specification, and paths
+that are written with `~` or `$VARIABLES`.
 
 An account may have no home: HOME is not set (or no whole path) and the system does not know the account, as in a
 container that runs under a bare number. What is kept in a home is then not there, and work goes on without it.
@@ -10,11 +11,16 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 LENT = "SHARDWAY_LENT_CACHE"
 """The folder that a job in a container lends, which lasts longer than the container; made where it is used."""
+
+_VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))", re.ASCII)
+"""`$NAME` or `${NAME}`, as a shell has it; any other `$` is a character of a name."""
 
 _BELOW_HOME = {"CACHE": ".cache", "CONFIG": ".config", "STATE": ".local/state"}
 
@@ -45,8 +51,11 @@ def find_own_folder(kind: Literal["CACHE", "CONFIG", "STATE"], root: Path = Path
 
 def _is_kept(folder: Path, root: Path) -> bool:
     """Whether the user may write to a folder, or to where it would be made, and it is not part of the root."""
-    there = next(above for above in (folder, *folder.parents) if os.path.exists(above))
-    return os.access(there, os.W_OK) and there.stat().st_dev != root.stat().st_dev
+    there = next((above for above in (folder, *folder.parents) if os.path.exists(above)), root)
+    try:
+        return os.access(there, os.W_OK) and there.stat().st_dev != root.stat().st_dev
+    except OSError:  # it went away meanwhile, or its server did
+        return False
 
 
 def _find_by_rule(kind: str) -> Path | None:
@@ -63,6 +72,50 @@ def expand_home(path: str | Path) -> Path:
         home = find_home()
         return Path(f"{home}{text[1:]}") if home else Path(text)
     return Path(os.path.expanduser(text))
+
+
+def expand_place(path: str | Path) -> Path:
+    """A path of a run file, whose `~` and `$VARIABLES` are filled in; what is not set stays as it is.
+
+    A folder that is there under the very name, `$` and all, is meant by it.
+    """
+    text = str(path)
+    if list_variables(text) and is_there_as_written(text):
+        return Path(text)
+    return expand_home(_VARIABLE.sub(lambda match: _value_of(match) or match[0], text))
+
+
+def list_unset(path: str | Path) -> list[str]:
+    """Names of the variables that `expand_place` cannot fill in."""
+    text = str(path)
+    if is_there_as_written(text):
+        return []
+    return list(dict.fromkeys(_name_of(match) for match in _VARIABLE.finditer(text) if not _value_of(match)))
+
+
+def list_variables(path: str) -> list[str]:
+    """Names of the variables in a path, each once."""
+    return list(dict.fromkeys(map(_name_of, _VARIABLE.finditer(path))))
+
+
+def fill_variables(path: str, values: Mapping[str, str]) -> str:
+    """A path whose variables have these values."""
+    return _VARIABLE.sub(lambda match: values[_name_of(match)], path)
+
+
+def _name_of(match: re.Match[str]) -> str:
+    return match[1] or match[2]
+
+
+def _value_of(match: re.Match[str]) -> str:
+    name = _name_of(match)
+    return str(find_home() or "") if name == "HOME" else os.environ.get(name, "")
+
+
+def is_there_as_written(path: str) -> bool:
+    """Whether the folder is there whose name holds the last `$` of a path."""
+    before, dollar, after = path.rpartition("$")
+    return bool(dollar) and os.path.lexists(before + dollar + after.partition("/")[0])
 
 
 def folder_is_gone() -> bool:

@@ -132,8 +132,8 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(rank: int, tmp_path: Path, p
     assert str(failure.value) == (
         f"the checkpoint of step 3 could not be saved in {directory.checkpoints}: OSError: [Errno 5] Input/output "
         "error\n  Nothing that was saved before has changed; step 2 is the last complete checkpoint.\n"
-        "  To do: make room (or lower checkpoint.keep, or choose another disk with --dir), then run the same command "
-        "again."
+        "  To do: look at the disk or its server (`dmesg`), or choose another disk with --dir; then run the same "
+        "command again."
     )
     pool_ranks().barrier()
     assert directory.checkpoint_steps() == [2]
@@ -334,7 +334,7 @@ def check_full_disk(text: str, directory: RunDir, blind: bool) -> None:
     assert any(text.startswith(head + reason) for reason in reasons), text
     assert text.splitlines()[1:] == [
         "  Nothing that was saved before has changed; step 2 is the last complete checkpoint.",
-        "  To do: make room (or lower checkpoint.keep, or choose another disk with --dir), then run the same command "
+        "  To do: make room, lower checkpoint.keep, or choose another disk with --dir; then run the same command "
         "again.",
     ]
 

@@ -83,6 +83,17 @@ RUN_FILE = [
     Case("folder-as-run-file", ("train", "."), nothing),
     Case("two-run-files", ("train", "a.toml", "b.toml", "train.steps=5")),
     Case("override-without-section", ("train", "steps=500")),
+    Case(
+        "variable-that-is-not-set",
+        ("train", "my.toml"),
+        file("my.toml", '[run]\nroot = "$NOWHERE/runs"\n[data]\npath = "${NOWHERE}/text"\n'),
+    ),
+    Case("variable-of-dir", ("train", "--dir", "$NOWHERE/runs/x")),
+    Case(
+        "variable-of-a-submission",
+        ("submit", "my.toml", "--on", "laptop"),
+        file("my.toml", '[run]\nroot = "$NOWHERE/runs"\n'),
+    ),
     Case("missing-parent", ("train", "my.toml"), file("my.toml", 'extends = "base.toml"\n')),
     Case("two-parents", ("train", "my.toml"), file("my.toml", 'extends = ["a.toml", "b.toml"]\n')),
     Case(

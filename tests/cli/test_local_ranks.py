@@ -521,6 +521,22 @@ def test_a_run_that_is_refused_by_its_ranks_is_as_it_was(
     assert [path.name for path in run.path.parent.iterdir()] == ["a"]
 
 
+def test_a_run_behind_a_link_that_is_refused_is_as_it_was(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.write_status(state="stopped", reason="it said so", step=9)
+    run.path.rename(tmp_path / "there")
+    run.path.symlink_to(tmp_path / "there")
+
+    def leave(run: RunDir, on_stop: object) -> None:
+        (run.checkpoints.rmdir(), (run.path / "events").rmdir())
+
+    with pytest.raises(UserError, match=r"^the model cannot be split$"):
+        train(run, Play(REFUSED, exited(0, 1, code=2), leave, begins=False), monkeypatch, fresh=True)
+    assert (run.path.is_symlink(), run.read_status()["step"]) == (True, 9)
+    assert not (tmp_path / "there.old-1").exists()
+
+
 def test_ranks_that_fail_before_the_run_goes_on_write_no_restart_into_it(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -627,6 +643,6 @@ def test_a_rank_that_could_say_nothing_on_a_full_disk(run: RunDir, monkeypatch: 
     assert type(error) is JobError
     assert str(error) == (
         f"rank 1 ended with exit code 4. It could not say why: nothing can be written into {run.path} (No space left "
-        "on device).\n  To do: make room (or check the quota and the mount), then run the same command again: it goes "
-        "on from the start, since nothing was saved yet."
+        "on device).\n  To do: make room there (`df -h`; `df -i` where there is space); then run the same command "
+        "again: it goes on from the start, since nothing was saved yet."
     )

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import Shardway
+from command_line import TINY, Shardway, write_text
 
 from shardway.cli import main
 from shardway.cli.main import run_guarded
@@ -105,10 +105,15 @@ def test_a_name_that_no_folder_can_have_is_no_run(verb: str, shardway: Shardway)
 @pytest.mark.parametrize(
     ("number", "code", "words"),
     [
-        (errno.EACCES, 4, "/place cannot be looked at: Permission denied"),
+        (errno.EACCES, 4, "/place cannot be written: Permission denied.\n  To do: ask its owner for permission"),
         (errno.ENAMETOOLONG, 4, "/place cannot be looked at: File name too long"),
-        (errno.ENOSPC, 4, "/place cannot be written: No space left on device"),
-        (errno.EROFS, 4, "/place cannot be written: Read-only file system"),
+        (errno.ELOOP, 4, "/place cannot be looked at: Too many levels of symbolic links"),
+        (errno.ENOTDIR, 4, "/place cannot be looked at: Not a directory"),
+        (errno.ESTALE, 4, "/place cannot be looked at: Stale file handle"),
+        (errno.ENOSPC, 4, "/place cannot be written: No space left on device.\n  To do: make room there"),
+        (errno.EDQUOT, 4, "/place cannot be written: Disk quota exceeded.\n  To do: make room in your quota"),
+        (errno.EROFS, 4, "/place cannot be written: Read-only file system.\n  To do: mount that file system to be"),
+        (errno.EMFILE, 3, "no more files can be opened"),
         (errno.EISDIR, 70, "This is a defect"),
     ],
 )
@@ -122,6 +127,83 @@ def test_what_a_file_system_refuses_is_no_defect(
     said = capsys.readouterr().err
     assert words in said
     assert ("Traceback" in said) == (code == 70)
+
+
+def test_what_may_not_be_read_is_not_told_as_a_write(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work() -> None:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), "/place")
+
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # of another's folder; root may read all
+    assert run_guarded(work) == 4
+    assert "/place cannot be looked at: Permission denied" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [("config", "schema"), ("--version",)])
+def test_an_output_that_finds_no_room_is_told(words: tuple[str, ...]) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "shardway", *words], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.stderr.startswith("shardway: what this command writes or prints cannot be written: No space left on")
+    assert done.returncode == 4
+
+
+def test_a_reader_that_has_gone_is_no_error(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m shardway config schema | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+def test_train_and_submit_fill_in_the_same_variables(
+    shardway: Shardway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCRATCH", str(tmp_path / "scratch"))
+    words = ("run.root=$SCRATCH/runs", "run.name=of$NAME", "data.path=$SCRATCH/text.txt")
+    where = f"{tmp_path}/scratch/runs/of$NAME"
+    assert shardway("train", *words, "--dry-run").out.startswith(f"# would train with 1 rank(s) into {where}\n")
+    assert f"run='{where}'\n" in shardway("submit", "--on", "laptop", *words, "--dry-run").out
+    (tmp_path / "scratch").mkdir()
+    write_text(tmp_path / "scratch")
+    ended = shardway("train", *TINY, "run.root=$SCRATCH/runs", "data.path=$SCRATCH/text.txt")
+    assert (ended.code, f"run directory  {tmp_path}/scratch/runs/default\n" in ended.out) == (0, True)
+    assert not list(tmp_path.glob("$*"))
+
+
+def test_data_of_a_variable_of_the_job_are_not_looked_for(shardway: Shardway) -> None:
+    words = ("data.path=$OF_THE_JOB/text.txt", "run.root=runs")
+    assert shardway("submit", "--on", "laptop", *words, "--dry-run").code == 0
+
+
+def test_a_run_that_may_not_be_read_has_a_remedy(
+    shardway: Shardway, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of another user; click would say only that it is not readable."""
+    stat = os.stat
+
+    def refuse(path: object, **options: bool) -> os.stat_result:
+        if isinstance(path, int) or not str(path).startswith(f"{run.path}/"):
+            return stat(path, **options)  # type: ignore[arg-type]
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(run.path))
+    monkeypatch.setattr(os, "stat", refuse)
+    ended = shardway("train", "--dir", str(run.path))
+    monkeypatch.undo()
+    assert (ended.code, "To do: ask its owner for permission" in ended.err) == (4, True)
+
+
+def test_a_folder_that_a_container_could_not_be_told_is_refused(
+    shardway: Shardway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its mounts may hold variables, which the shell of the job fills in."""
+    (tmp_path / "of$HOME").mkdir()
+    monkeypatch.chdir(tmp_path / "of$HOME")
+    words = ("submit", "--on", "laptop", "--dry-run", "site.venv=none")
+    assert shardway(*words, "--", "ls").code == 0
+    ended = shardway(*words, "site.container=apptainer", "site.image=/x.sif", "--", "ls")
+    assert (ended.code, 'of$HOME/runs/ls" has $HOME in its name, which the shell of a job' in ended.err) == (2, True)
 
 
 PRINTS = "import shardway.cli.text as t, sys; t.ensure_utf8_mode(); t.print_anything(); print(sys.argv[1], '\\ud800')"

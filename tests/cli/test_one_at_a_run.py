@@ -122,6 +122,25 @@ def test_a_stop_of_an_earlier_start_stops_none_by_hand(
     assert (seen, run.stop_requested()) == ([stays], stays)
 
 
+def test_a_stop_that_was_written_without_room_is_of_its_time_too(
+    shardway: Shardway, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full file system the stop file is a second name of a record, which has no words of its own."""
+    run.write_status(state="failed", step=0)
+    os.link(run.status_path, run.stop_path)
+    assert shardway("train", "--dir", str(run.path), "data.path=gone.txt").code == 2
+    assert run.stop_is_record()
+    seen: list[bool] = []
+
+    def train(*_: object) -> dict[str, object]:
+        seen.append(run.stop_requested())
+        return {"directory": str(run.path), "state": "stopped", "reason": "", "step": 0}
+
+    monkeypatch.setattr("shardway.cli.train._train_here", train)
+    assert shardway("train", "--dir", str(run.path), "data.kind=synthetic").code == 0
+    assert seen == [False]
+
+
 def test_a_stop_holds_for_ranks_that_a_launcher_starts_again(
     shardway: Shardway, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,6 +103,11 @@ WORDS = [
         "mount-without-a-source", (*JUPITER, 'site.mounts=[":/data"]', "site.image=/i.sif", "site.container=apptainer")
     ),
     Case("mount-with-a-comma", (*JUPITER, 'site.mounts=["/a,b:/c"]', "site.image=/i.sqsh", "site.container=pyxis")),
+    Case(
+        "folder-with-a-variable",
+        (*JUPITER, "site.container=apptainer", "site.image=/i.sif", "--dir", "of$HOME/r"),
+        lambda folder: (folder / "of$HOME").mkdir(),
+    ),
     Case("image-that-is-no-file", (*PBS, "site.container=enroot", "site.image=nvcr.io#nvidia/pytorch:25.04-py3")),
     Case("image-that-is-no-name", (*JUPITER, "site.container=pyxis", "site.image=docker://UPPER CASE")),
 ]
@@ -210,7 +215,7 @@ def test_a_mistake_is_told_before_the_queue(name: str, shardway: Shardway, golde
 
 def test_every_check_has_a_message() -> None:
     """The number of checks, so that a new one brings its message."""
-    assert (len(numbers.CHECKS), len(words.CHECKS)) == (8, 6)
+    assert (len(numbers.CHECKS), len(words.CHECKS)) == (8, 7)
     assert golden_names("submit") == {f"{name}.txt" for name in (*CASES, *REFUSALS, "idle-and-unknown")}
 
 

@@ -71,6 +71,7 @@ class Cluster:
             input=stdin,
             capture_output=True,
             text=True,
+            errors="surrogateescape",
             timeout=timeout_s,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -96,3 +97,24 @@ def test_a_signal_that_slurm_sends_by_request_is_a_stop(busy_alice: Person) -> N
     busy_alice.cluster.wait_until(job)
     assert run.directory.read_status()["state"] == "stopped"
     assert run.directory.checkpoint_steps()[-1] == max(run.losses())
+
+
+ODD = ["a b%j$HOME", "caf\udce9 'q\" \\ ^x^", "new\nline"]
+PRINTS = "import os, sys; open('arrived', 'wb').write(b'\\0'.join(map(os.fsencode, [os.getcwd(), *sys.argv[1:]])))"
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_names_of_any_bytes(busy_alice: Person, name: str) -> None:
+    """Of the project's folder, the run, the script and its arguments."""
+    project = busy_alice.cluster.folder(f"project {name}")
+    (project / f"{name}.py").write_text(PRINTS)
+    owner = project.stat()
+    words = ("--dir", project / name, "--on", "generic-slurm", "--walltime", "5m", "--nodes", "1")
+    command = ("python3", f"./{name}.py", name, "", f"--x={name}")
+    submit = (SHARDWAY, "submit", "--json", "site.memory=1500MiB", *words, "--", *command)
+    done = busy_alice.cluster.run(*submit, folder=project, timeout_s=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = Submitted(busy_alice.cluster, Path(json.loads(done.stdout)["run"]))
+    assert (run.ended().state, run.path.stat().st_uid) == ("finished", owner.st_uid), run.printed()
+    arrived = (run.path / "work/arrived").read_bytes().split(b"\0")
+    assert list(map(os.fsdecode, arrived)) == [str(run.path / "work"), *command[2:]]

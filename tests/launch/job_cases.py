@@ -139,7 +139,7 @@ class Cluster:
     def prepare(self, job: Job) -> None:
         """Write an attempt's folder as a submission does."""
         job.folder.make()
-        job.folder.job_script.write_text(render_job_script(job), encoding="utf-8")
+        job.folder.job_script.write_bytes(os.fsencode(render_job_script(job)))
         job.around.workdir.mkdir(parents=True, exist_ok=True)
 
     def start(
@@ -154,6 +154,7 @@ class Cluster:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            errors="replace",
             start_new_session=True,
         )
 
@@ -161,7 +162,7 @@ class Cluster:
         """Run the script of a prepared attempt to its end."""
         process = self.start(job, job_id, variables=variables)
         out, _ = process.communicate(timeout=180)
-        log = job.folder.job_log.read_text() if job.folder.job_log.exists() else ""
+        log = job.folder.job_log.read_bytes().decode(errors="replace") if job.folder.job_log.exists() else ""
         return Ran(process.returncode, out + log, job.folder.read_result())
 
     def list_calls(self, command: str = "") -> list[list[str]]:

@@ -575,6 +575,34 @@ def test_a_requeued_job_goes_on(chain: Chain) -> None:
     assert (ran.code, ran.state, chain.submitted) == (0, "finished", 1)
 
 
+@pytest.mark.parametrize("scheduler", ["slurm", "pbs", "local"])
+def test_no_name_is_a_command_of_the_script(scheduler: str) -> None:
+    odd = "x\nexit 7 #'\"\nexit 7"
+    job = replace(make_job(scheduler), run=Path("/scratch") / odd, site=odd)
+    script = render_job_script(replace(job, around=replace(job.around, workdir=job.run, venv=f"/{odd}")))
+    assert not [line for line in script.split("\n") if line.startswith("exit 7")]
+    assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=True).stderr == ""
+
+
+ODD = ("it's 100% $HOME %j", 'new\nline\ttab "q" \\', "co:lon,^array^", "-caf\udce9 ;&|*?[]~#`id`")
+"""Names of folders: of blanks, quotes, variables, patterns of log files, and of bytes that are no UTF-8."""
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
+@pytest.mark.parametrize("name", ODD)
+def test_a_run_may_have_any_name(scheduler: str, name: str, tmp_path: Path) -> None:
+    chain, run = begin_chain(tmp_path, scheduler, own=False), tmp_path / name / "run"
+    job = replace(chain.job, run=run, around=replace(chain.job.around, workdir=run))
+    chain = Chain(chain.cluster, job)
+    chain.cluster.prepare(job)
+    ran = chain.run(1, 'pwd > "$SHARDWAY_ATTEMPT_DIR/where"')
+    assert (ran.code, ran.state) == (0, "finished")
+    where = os.fsdecode((chain.attempt(1).path / "where").read_bytes())
+    assert where == f"{run}\n"
+    assert (second := chain.attempt(2).read_result()) is not None
+    assert second.state is Ending.NOT_NEEDED
+
+
 # --- what is written
 
 
@@ -603,6 +631,32 @@ def test_a_result_of_the_shell_is_whole(tmp_path_factory: pytest.TempPathFactory
 
     assert (result.state, result.reason, result.failure) == (Ending.CRASHED, plain(reason), plain(failure))
     assert (result.exit_code, result.job, result.by) == (1, "7", "job script")
+
+
+FULL = "trap '' XFSZ; ulimit -f 0"
+"""No file can grow, as on a full file system; the kernel says so to the write."""
+
+
+@pytest.mark.parametrize(("status", "code", "state"), [(0, 0, "finished"), (7, 7, "crashed")])
+def test_on_a_full_file_system_a_job_ends_as_its_program_did(
+    tmp_path: Path, status: int, code: int, state: str
+) -> None:
+    """A result that is empty would count as one, and nobody could write another."""
+    attempt = RunDir(tmp_path).attempt(1)
+    attempt.make()
+    blocks = [block.text for block in read_blocks("control").values()]
+    script = "\n".join([*blocks, FULL, "finish"])
+    around = {"run": str(tmp_path), "here": str(attempt.path), "attempt": "0001", "status": str(status), "job": "7"}
+    done = subprocess.run(
+        ["bash", "-c", script],
+        env={**around, "counts_steps": "no", "runtime": "none", "PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == code
+    said = f"shardway: attempt 0001 is {state}: the program ended with exit code {status}; this could not be written to"
+    assert f"{said} {attempt.path}\n" in done.stdout
+    assert [path.name for path in attempt.path.iterdir()] == ["log"]
 
 
 def read_field(file: Path, key: str) -> str:

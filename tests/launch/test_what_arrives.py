@@ -113,9 +113,16 @@ def test_only_names_are_replaced(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("path", "seen"),
-    [("~/a b", "/h/a b"), ("$HOME/x:/y", "/h/x:/y"), ("/a/$HOME", "/a/$HOME"), ("a~", "a~"), ("~x", "~x")],
+    [
+        ("~/a b", "/h/a b"),
+        ("$HOME/x:/y", "/h/x:/y"),
+        ("/a/$HOME/b", "/a//h/b"),
+        ("/a$1/$", "/a$1/$"),
+        ("a~", "a~"),
+        ("~x", "~x"),
+    ],
 )
-def test_a_place_may_begin_with_a_name(path: str, seen: str) -> None:
+def test_a_place_may_hold_names(path: str, seen: str) -> None:
     done = subprocess.run(
         ["bash", "-c", f"printf %s {quote_place(path)}"], env={"HOME": "/h"}, capture_output=True, check=True
     )

@@ -72,6 +72,11 @@ def deaf():
 def stopped():
     wait(60)
 
+def signalled():
+    signal.signal(signal.SIGTERM, lambda number, frame: ((folder / f"told-{rank}").touch(), sys.exit(0)))
+    (folder / f"listens-{rank}").touch()
+    time.sleep(60)
+
 def stubborn():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     (folder / f"deaf-{rank}").touch()
@@ -102,16 +107,22 @@ globals()[sys.argv[1]]()
 DRIVER = """
 import json, sys
 from pathlib import Path
-from shardway.errors import LateStop
+from shardway.errors import LateStop, UserError
 from shardway.ranks import local
 from shardway.ranks.local import run_local
 from shardway.ranks.processes import LocalLaunch
 
 local.LATER_S = local.LOOK_EVERY_S = 0.1
 folder = Path(sys.argv[2])
+
+def on_stop():
+    if sys.argv[1] == "signalled":
+        raise UserError("there can be no stop file")
+    (folder / "stop").touch()
+
 launch = LocalLaunch(2, "a_rank_of_a_test", sys.argv[1:], folder / "logs", 1, folder / "stop", float(sys.argv[3]))
 try:
-    failures = run_local(launch, on_stop=(folder / "stop").touch)
+    failures = run_local(launch, on_stop)
 except KeyboardInterrupt:
     sys.exit(130)
 except LateStop as error:
@@ -233,6 +244,12 @@ def test_the_first_signal_asks_to_stop(launched: Launched, number: signal.Signal
     assert launched.run("stopped", send(number)) == Ended(0, [])
     assert (launched.folder / "stop").exists()
     assert launched.alive() == []
+
+
+def test_where_there_can_be_no_stop_file_the_ranks_get_a_signal(launched: Launched) -> None:
+    """As on a file system that is full: the agent died of it, and its ranks with it."""
+    assert launched.run("signalled", send(signal.SIGINT, "listens-0 listens-1")) == Ended(0, [])
+    assert sorted(path.name for path in launched.folder.glob("told-*")) == ["told-0", "told-1"]
 
 
 def test_the_second_signal_kills_even_ranks_that_do_not_listen(launched: Launched) -> None:

@@ -71,7 +71,8 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
         RunDir(tmp_path / "file" / "a").create()
     assert str(told.value) == (
         f"the run directory {tmp_path}/file/a cannot be made: Not a directory.\n"
-        "  To do: choose a folder that you may write to with --dir, or set run.root in the run file."
+        "  To do: move away the file that stands in place of a folder there, or choose a folder that you may write to "
+        "with --dir or run.root."
     )
 
 
@@ -311,6 +312,20 @@ def test_setting_aside_again_overwrites_nothing(tmp_path: Path) -> None:
         assert run.set_aside() == tmp_path / f"a.old-{number}"
     kept = [RunDir(tmp_path / f"a.old-{number}").read_status()["number"] for number in (1, 2, 3)]
     assert kept == [1, 2, 3]
+
+
+def test_what_a_link_leads_to_is_set_aside(tmp_path: Path) -> None:
+    """A run on a large disk stays there."""
+    (tmp_path / "large").mkdir()
+    (tmp_path / "a").symlink_to("large/here")
+    with pytest.raises(UserError, match=r"/a is a link to large/here, where there is no folder\.\n  To do: make that"):
+        RunDir(tmp_path / "a").create()
+    (tmp_path / "large/here").mkdir()
+    run = made(tmp_path / "a")
+    run.write_status(number=1)
+    assert run.set_aside() == tmp_path / "large/here.old-1"
+    assert (run.path.is_symlink(), tree(run.path)) == (True, {})
+    assert RunDir(tmp_path / "large/here.old-1").read_status()["number"] == 1
 
 
 def test_a_request_to_stop_is_not_set_aside(tmp_path: Path) -> None:

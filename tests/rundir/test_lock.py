@@ -20,7 +20,7 @@ from shardway.errors import UserError
 from shardway.rundir import lock
 from shardway.rundir.claims import Claim, newest_epoch, write_claim
 from shardway.rundir.lease import Means
-from shardway.rundir.lock import Place, WriterLock, find_holder, find_holder_host
+from shardway.rundir.lock import Place, WriterLock, find_holder, find_holder_host, signal_holder
 from shardway.rundir.watching import Terms
 
 SINCE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
@@ -180,11 +180,12 @@ def test_what_may_not_be_taken_is_a_users_mistake(tmp_path: Path, name: str) -> 
     (tmp_path / "writer.lock").mkdir() if name == "writer.lock" else (tmp_path / "lease").touch()
     with pytest.raises(UserError) as told:
         writer(tmp_path).acquire()
-    why = "Is a directory" if name == "writer.lock" else "Not a directory"
+    why, kinds = ("Is a directory", "folder file") if name == "writer.lock" else ("Not a directory", "file folder")
+    found, wanted = kinds.split()
     assert str(told.value) == (
         f"the run directory {tmp_path} cannot be locked: {why} ({tmp_path / name}).\n"
-        "  To do: move away what stands there where it is no file, or choose a directory that you may write to with "
-        "--dir."
+        f"  To do: move away the {found} that stands in place of a {wanted} there, or choose a directory that you may "
+        "write to with --dir."
     )
     assert list_open(tmp_path) == []
 
@@ -320,3 +321,18 @@ def test_a_right_that_was_lost_is_not_withdrawn(tmp_path: Path) -> None:
     mine.withdraw()
     assert newest_epoch(place(tmp_path).files.names()) == 2
     assert (tmp_path / "writer.lock").exists()
+
+
+def test_a_holder_of_this_machine_is_signalled(tmp_path: Path) -> None:
+    assert not signal_holder(place(tmp_path), signal.SIGTERM)
+    with holding(tmp_path) as other:
+        assert signal_holder(place(tmp_path), signal.SIGTERM)
+        assert other.process.wait(60) == -signal.SIGTERM
+
+
+def test_a_holder_that_is_not_seen_from_here_is_not_signalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number would be that of another process."""
+    with holding(tmp_path) as other:
+        monkeypatch.setattr(socket, "gethostname", lambda: "another")
+        assert not signal_holder(place(tmp_path), signal.SIGTERM)
+        assert other.process.poll() is None

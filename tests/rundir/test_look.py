@@ -45,8 +45,15 @@ def test_what_stands_there_and_what_does_not(tmp_path: Path) -> None:
     assert answers(tmp_path / "nothing")
 
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ENOTCONN])
-def test_no_answer_is_not_no(number: int, tmp_path: Path, refuse: Refuse) -> None:
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.EACCES, "ask its owner for permission"),
+        (errno.EIO, "look at the disk or its server"),
+        (errno.ENOTCONN, "look at the file system"),
+    ],
+)
+def test_no_answer_is_not_no(number: int, remedy: str, tmp_path: Path, refuse: Refuse) -> None:
     run = RunDir(tmp_path)
     refuse(number)
     for ask in (lambda: is_there(tmp_path), lambda: list_names(tmp_path), run.exists, run.checkpoint_steps):
@@ -54,7 +61,7 @@ def test_no_answer_is_not_no(number: int, tmp_path: Path, refuse: Refuse) -> Non
             ask()
         first, *_, last = str(caught.value).splitlines()
         assert first.endswith(f"cannot be looked at: {os.strerror(number)}.")
-        assert "To do: look at the file system" in last
+        assert f"To do: {remedy}" in last
 
 
 @pytest.mark.parametrize("number", sorted(AWAY))

@@ -30,6 +30,7 @@ from shardway.models.huggingface.files import INDEX, SINGLE
 from shardway.models.huggingface.form import Form
 from shardway.models.huggingface.pieces import Names, Piece, Shape
 from shardway.ranks.start import Ranks
+from shardway.refusals import find_remedy
 from shardway.rundir.atomic import fsync_folder, render_json
 
 FILE_BYTES = 4 * 2**30
@@ -100,8 +101,8 @@ def save_weights(
         if isinstance(error, LostContact):
             raise
         raise JobError(
-            f"the model could not be written to {folder}: {error}\n  Nothing was left there. To do: make room, or name "
-            "another folder, then run the same command again."
+            f"the model could not be written to {folder}: {error}\n  Nothing was left there. To do: "
+            f"{find_remedy(str(error), 'name another folder')}; then run the same command again."
         ) from error
     return folder
 

@@ -11,10 +11,13 @@ from pathlib import Path
 
 from shardway.errors import JobError, ShardwayError
 from shardway.ranks.start import Ranks
+from shardway.refusals import find_remedy
 from shardway.rundir.directory import RunDir
 from shardway.rundir.line import LOCAL, SHARED
 from shardway.rundir.local import LocalRun
 from shardway.rundir.steps import list_steps, partial_name, step_name
+
+_ROOM = "make room, lower checkpoint.keep"
 
 
 @dataclass(frozen=True)
@@ -69,14 +72,14 @@ class Place:
         if self.local is not None:
             return (
                 f"the checkpoint of step {step} could not be saved on the disk of a node ({self.folder}): {error}\n"
-                "  Nothing that was saved before has changed. To do: make room there, or name another "
-                "checkpoint.local_dir."
+                f"  Nothing that was saved before has changed. To do: "
+                f"{find_remedy(str(error), 'name another checkpoint.local_dir', 'make room there')}."
             )
         return (
             f"the checkpoint of step {step} could not be saved in {self.folder}: {error}\n"
             f"  Nothing that was saved before has changed; {self._name_last()}.\n"
-            "  To do: make room (or lower checkpoint.keep, or choose another disk with --dir), then run the same "
-            "command again."
+            f"  To do: {find_remedy(str(error), 'choose another disk with --dir', _ROOM)}; then run the same command "
+            "again."
         )
 
     def _name_last(self) -> str:

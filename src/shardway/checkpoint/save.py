@@ -222,7 +222,7 @@ def _say(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return "no space is left on the device"
     if isinstance(error, OSError) and error.errno == errno.EDQUOT:
-        return "the quota of this user, group or project is used up"
+        return f"the quota of this user, group or project is used up ({error.strerror})"
     # torch's zip writer, which DeepSpeed's files go through, reports a full disk as an unexpected file position.
     if "unexpected pos" in str(error) or "file write failed" in str(error):
         return "the file system took only a part of what was written (no space, or a quota)"

@@ -28,6 +28,7 @@ from shardway.checkpoint.find import Found
 from shardway.checkpoint.shards.special import dtype_name, find_dtype
 from shardway.checkpoint.tensors import TensorReader
 from shardway.errors import JobError, UserError
+from shardway.refusals import find_remedy
 
 NO_MODEL = ("optimizer", "random", "kept", "script")
 """How the parts of a checkpoint begin that are no weights."""
@@ -89,7 +90,7 @@ def no_weights(folder: Path) -> UserError:
 def _not_written(folder: Path, why: str) -> JobError:
     return JobError(
         f"the weights could not be written to {folder}: {why}.\n"
-        "  Nothing was left there. To do: make room, or name another folder, then run the same command again."
+        f"  Nothing was left there. To do: {find_remedy(why, 'name another folder')}; then run the same command again."
     )
 
 

@@ -19,6 +19,7 @@ from shardway.ranks.agent.stacks import Group, read_crash
 from shardway.ranks.agent.watch import Found
 from shardway.ranks.failure import RankFailure
 from shardway.ranks.oom import explain_oom
+from shardway.refusals import find_remedy
 from shardway.rundir.atomic import why_refused
 from shardway.rundir.attempts import BY_AGENT
 from shardway.rundir.directory import RunDir
@@ -183,8 +184,7 @@ def _unexplained(run: RunDir, failure: RankFailure) -> ShardwayError:
     if why := why_refused(run.path):
         return JobError(
             f"{what} It could not say why: nothing can be written into {run.path} ({why}).\n"
-            "  To do: make room (or check the quota and the mount), then run the same command again: it goes on from "
-            f"{run.describe_base()}."
+            f"  To do: {find_remedy(why)}; then run the same command again: it goes on from {run.describe_base()}."
         )
     return (kind or JobError)(f"{what}{_where_output(failure.printed)}")
 

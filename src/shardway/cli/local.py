@@ -146,7 +146,7 @@ def _as_it_was(run: RunDir, *, fresh: bool) -> Iterator[None]:
                 folder.rmdir()
         if aside is not None:
             with contextlib.suppress(OSError):
-                aside.rename(run.path)
+                aside.rename(run.path.resolve())
 
     try:
         yield
@@ -325,10 +325,10 @@ def pack_request(request: Request) -> str:
 
 
 def ask_to_stop(run: RunDir) -> None:
-    """Ask the ranks by the stop file, and say so on stderr."""
+    """Ask the ranks by the stop file, and say so on stderr. Raises UserError where there can be none."""
+    print("stopping after this step and saving; once more to end at once", file=sys.stderr)
     if not run.stop_requested():  # a job script that was warned has written why
         run.request_stop(f"{BY_SIGNAL} asked for a stop")
-    print("stopping after this step and saving; once more to end at once", file=sys.stderr)
 
 
 def _mark_ended(run: RunDir, state: str, reason: str, *, where_missing: bool = False) -> None:

@@ -20,11 +20,13 @@ from typing import Any
 import typer
 
 from shardway import __version__
+from shardway.cli.outputs import outputs_put_back
 from shardway.cli.text import ensure_utf8_mode, print_anything
 from shardway.cli.verbs import Verbs
 from shardway.errors import Bug, JobError, ShardwayError, SiteError, UserError, legible
 from shardway.places import folder_is_gone
 from shardway.ranks.leave import LastExit, flush_output
+from shardway.refusals import FULL, find_remedy
 from shardway.rundir.look import UNREADABLE, unanswered
 
 EXIT_KILLED = 130
@@ -83,10 +85,13 @@ def leave(code: int, last: LastExit, *, at_once: bool = False) -> None:
     last.leave_with(code)
 
 
+@outputs_put_back()
 def run_guarded(work: Callable[[], object]) -> int:
     """Run a verb; the exit code of how it ended, its error printed."""
     try:
         result = work()
+        if sys.argv[1:2] != ["train"]:
+            _print_all()
         if result == EXIT_KILLED:  # what typer makes of a KeyboardInterrupt
             raise KeyboardInterrupt
     except _ClickException as error:
@@ -115,25 +120,37 @@ def run_guarded(work: Callable[[], object]) -> int:
     return result if isinstance(result, int) else 0
 
 
+def _print_all() -> None:
+    """What a verb has printed leaves this process. Raises OSError where it cannot be written."""
+    with contextlib.suppress(BrokenPipeError):  # nobody reads on
+        flush_output()
+
+
 def _explain(error: OSError) -> ShardwayError | None:
     """What a file system says of a place is for whoever looks after that place; None where it may be a defect."""
     if isinstance(error, FileNotFoundError) and folder_is_gone():
         return UserError("the current folder is not there.")
-    if not isinstance(error.filename, str | bytes):
-        return None
-    path = Path(os.fsdecode(error.filename))
-    if error.errno in UNREADABLE:
-        return unanswered(path, error)
-    if error.errno in _FULL:
+    path = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else None
+    if error.errno in _UNWRITABLE or (path is not None and error.errno in _FORBIDDEN and _may_be_read(path)):
         return JobError(
-            f"{path} cannot be written: {error.strerror}.\n"
-            "  To do: make room there (`df -h`, `df -i` and your quota), or choose another folder; then run the same "
-            "command again."
+            f"{path or 'what this command writes or prints'} cannot be written: {error.strerror}.\n"
+            f"  To do: {find_remedy(error, 'choose another place')}; then run the same command again."
         )
+    if path is not None and error.errno in UNREADABLE:
+        return unanswered(path, error)
     return None
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_UNWRITABLE = FULL | {errno.EROFS, errno.EFBIG}
+_FORBIDDEN = (errno.EACCES, errno.EPERM)
+
+
+def _may_be_read(path: Path) -> bool:
+    """Whether something may be read, or be looked for where it is not: what is forbidden there is to write it."""
+    with contextlib.suppress(OSError):
+        return os.access(path, os.R_OK) if os.path.lexists(path) else os.access(path.parent, os.X_OK)
+    return False
+
 
 _GONE = """
   The current folder was removed, or made anew since this shell entered it: no relative path leads anywhere from here.

@@ -27,7 +27,10 @@ Words = Annotated[
         autocompletion=complete_words,
     ),
 ]
-DirOption = Annotated[Path | None, typer.Option("--dir", help="The run directory (default: run.root/run.name).")]
+DirOption = Annotated[
+    Path | None,  # what cannot be read is told where it is used
+    typer.Option("--dir", help="The run directory (default: run.root/run.name).", readable=False),
+]
 NprocOption = Annotated[int | None, typer.Option("--nproc", min=1, help="Ranks to start and watch on this machine.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print facts as JSON on stdout, and nothing else there.")]
 RunArgument = Annotated[

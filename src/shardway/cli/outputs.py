@@ -1,6 +1,6 @@
 """Outputs that may close while a run trains: a terminal that goes, a pipe whose reader has ended, PBS's collector of
-outputs after `qdel`. What is printed then is lost; the run is not. A pipe that is full, since its reader does something
-else, is waited for while the run trains, and for a few seconds when it leaves.
+outputs after `qdel`, a log on a full disk. What is printed then is lost; the run is not. A pipe that is full, since its
+reader does something else, is waited for while the run trains, and for a few seconds when it leaves.
 
 Invariant: a run does not end for want of somebody who reads what it prints. This module must not decide what is
 printed.
@@ -19,8 +19,14 @@ import time
 from collections.abc import Iterator
 from typing import Any, TextIO
 
+from shardway.refusals import FULL
+
 _GONE = (errno.EPIPE, errno.EIO, errno.ENXIO, errno.ESHUTDOWN, errno.ECONNRESET)
 """What a write says where nobody will ever read: of a pipe, a terminal that was hung up, a socket."""
+
+_PIECE = select.PIPE_BUF // len(r"\U0001f600")
+"""Characters of which a pipe that is ready takes each, whatever they are in its encoding: more than PIPE_BUF bytes may
+find it full (poll(2), pipe(7))."""
 
 _LOOK_MS = 200
 _MAIN_S = 1.0
@@ -34,6 +40,8 @@ class EnduringOutput:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._until = math.inf
+        self._held = 0
+        """Characters, at most, that the stream itself still holds."""
 
     def leave(self) -> None:
         """From here on the stream is waited for a few seconds in all."""
@@ -46,15 +54,30 @@ class EnduringOutput:
 
     def write(self, text: str) -> int:
         """As of the stream; what cannot be written, or not soon, counts as written."""
-        with self._enduring() as has_room:
-            return self._stream.write(text) if has_room else len(text)
+        if not isinstance(text, str):  # by which click tells a stream of text from one of bytes
+            raise TypeError("an output of text takes no bytes")
+        for start in range(0, len(text), _PIECE):
+            if not self._write_piece(text[start : start + _PIECE]):
+                break
         return len(text)
+
+    def _write_piece(self, piece: str) -> bool:
+        """Whether there was room for it."""
+        if self._held + len(piece) > _PIECE:
+            self.flush()
+        with self._enduring() as has_room:
+            if has_room:
+                self._stream.write(piece)
+                self._held += len(piece)
+            return has_room
+        return True
 
     def flush(self) -> None:
         """As of the stream."""
         with self._enduring() as has_room:
             if has_room:
                 self._stream.flush()
+                self._held = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -68,15 +91,16 @@ class EnduringOutput:
                 has_room = True
             yield has_room
         except OSError as error:
-            if error.errno not in _GONE:
+            if error.errno in _GONE:
+                self._go_nowhere()
+            elif error.errno not in FULL:  # a log on a full disk: what comes later may find room
                 raise
-            self._go_nowhere()
 
     def _await_room(self) -> bool:
         """Wait for room, here rather than in a write that no thread could end; False once it took too long. The main
-        thread looks after ranks or trains: it does not wait for long."""
-        is_main = threading.current_thread() is threading.main_thread()
-        own = time.monotonic() + _MAIN_S if is_main else math.inf
+        thread looks after ranks or trains: it does not wait for long, until the run leaves."""
+        is_busy = threading.current_thread() is threading.main_thread() and self._until == math.inf
+        own = time.monotonic() + _MAIN_S if is_busy else math.inf
         poll = select.poll()
         try:
             poll.register(self._stream.fileno(), select.POLLOUT)
@@ -101,13 +125,30 @@ def leave_outputs() -> None:
 
 @contextlib.contextmanager
 def enduring_outputs() -> Iterator[None]:
-    """While entered, what prints to sys.stdout and sys.stderr does not end where they close."""
+    """While entered, what prints to sys.stdout and sys.stderr does not end where they close. After an error it stays
+    so until the error is printed (`outputs_put_back`)."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (EnduringOutput(each) if each is not None else each for each in before)
+    try:
+        yield
+    except BaseException:
+        leave_outputs()
+        raise
+    for each in (sys.stdout, sys.stderr):
+        if isinstance(each, EnduringOutput):
+            each.settle()
+    sys.stdout, sys.stderr = before
+
+
+@contextlib.contextmanager
+def outputs_put_back() -> Iterator[None]:
+    """At its end sys.stdout and sys.stderr are what they were, and what enduring ones held is printed or lost."""
+    before = sys.stdout, sys.stderr
     try:
         yield
     finally:
         for each in (sys.stdout, sys.stderr):
             if isinstance(each, EnduringOutput):
-                each.settle()
+                with contextlib.suppress(OSError, ValueError):
+                    each.flush()
         sys.stdout, sys.stderr = before

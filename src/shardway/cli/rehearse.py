@@ -22,6 +22,7 @@ import typer
 
 from shardway.cli.options import JsonOption, NprocOption, read_request
 from shardway.errors import JobError, UserError, check_no_problems
+from shardway.refusals import find_remedy
 from shardway.units import parse_seconds
 
 if TYPE_CHECKING:
@@ -128,7 +129,9 @@ def _scratch(root: Path, keep: bool) -> Iterator[Path]:
     try:
         folder.mkdir(parents=True)
     except OSError as error:
-        raise UserError(f"the folder {folder} cannot be made: {error.strerror}.\n  To do: set run.root.") from None
+        raise UserError(
+            f"the folder {folder} cannot be made: {error.strerror}.\n  To do: {find_remedy(error, 'set run.root')}."
+        ) from None
     try:
         yield folder
     finally:

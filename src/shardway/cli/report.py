@@ -12,6 +12,7 @@ import typer
 
 from shardway.cli.options import JsonOption, RunArgument, find_run
 from shardway.errors import JobError
+from shardway.refusals import find_remedy
 
 
 def report(
@@ -29,6 +30,8 @@ def report(
         try:
             run.write_report(render_report(run))
         except OSError as error:
-            raise JobError(f"{run.report_path} cannot be written: {error.strerror}.") from None
+            raise JobError(
+                f"{run.report_path} cannot be written: {error.strerror}.\n  To do: {find_remedy(error)}."
+            ) from None
     facts = {"report": str(run.report_path), "summary": summarise(run).as_json()}
     typer.echo(json.dumps(facts, indent=1) if as_json else str(run.report_path))

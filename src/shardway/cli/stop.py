@@ -98,6 +98,8 @@ def _render(done: Stopping, run: str, states: dict[str, str], *, now: bool, kill
     if done.writer:
         what = "no job, so not killed (Ctrl-C twice ends it)" if now else "asked to stop after its current step"
         lines.append(f"{what}: {done.writer}")
+    if done.unwritten:
+        lines.append(f"asked by a signal: {done.unwritten}")
     if not lines:
         lines.append(f"{run} has no job that waits or runs")
     return [*lines, *(f"attempt {number}: {state}" for number, state in states.items())]

@@ -174,10 +174,12 @@ def _failure_told(telling: Telling) -> Iterator[None]:
 
 def _resolve(request: Request, ranks: int, ranks_per_node: int, *, told: bool) -> Resolution:
     """Every rank of a launch finds the same mistakes; one of them tells."""
-    from shardway.resolve.request import resolve_request
+    from shardway.resolve.request import check_variables, resolve_request
 
     try:
-        return resolve_request(request, ranks, ranks_per_node)
+        resolution = resolve_request(request, ranks, ranks_per_node)
+        check_variables(resolution.loaded)
+        return resolution
     except UserError as error:
         if told:
             raise
@@ -204,10 +206,10 @@ def _check_free(resolution: Resolution) -> None:
 def _old_stop_dropped(run: RunDir) -> Iterator[None]:
     """Without what was asked of those who were at the run before, and left without obeying it. It stands there again
     where this start is refused."""
-    from shardway.launch.runs.stop import is_of_its_time
+    from shardway.launch.runs.stop import ASKED, is_of_its_time
     from shardway.ranks.launcher import was_started_before
 
-    reason, before = run.stop_reason(), run.read_status()
+    reason, before = ASKED if run.stop_is_record() else run.stop_reason(), run.read_status()
     by_hand = ATTEMPT not in os.environ and not was_started_before(os.environ)
     drops = by_hand and run.stop_requested() and is_of_its_time(reason)
     if drops:

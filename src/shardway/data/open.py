@@ -17,7 +17,7 @@ from shardway.data.sources.synthetic import open_synthetic
 from shardway.data.sources.text import STDLIB, open_text
 from shardway.data.sources.tokenizer import open_tokenizer
 from shardway.data.sources.tokens import open_tokens
-from shardway.places import expand_home
+from shardway.places import expand_place
 from shardway.resolve import DataFacts
 from shardway.resolve.applies import TOKEN_MODELS
 from shardway.runfile.schema import DataSection, RunFile
@@ -59,7 +59,7 @@ def wants_of(model_kind: str) -> Wants:
 def are_there(values: RunFile) -> bool:
     """Whether there is anything where the data of a run file are to be."""
     section = values.data
-    return section.kind == "synthetic" or section.path == STDLIB or expand_home(section.path).exists()
+    return section.kind == "synthetic" or section.path == STDLIB or expand_place(section.path).exists()
 
 
 def find_sample(values: RunFile) -> tuple[tuple[int, ...], int | None]:

@@ -31,7 +31,7 @@ SECRETS = "~/.config/shardway/secrets.env"
 AGENTS = ("torchrun", "agent", "ft_launcher")
 """Starters of which one process on each node starts the ranks there, with torch's launcher."""
 
-_PLAIN_PATH = re.compile(r"[A-Za-z0-9_@+=:,./-]+")
+_PLAIN_PATH = re.compile(r"[A-Za-z0-9_@+=,./-]+")
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class Job:
     @property
     def log_for_scheduler(self) -> str:
         """Where the scheduler writes what the job prints. A path with characters that schedulers interpret (blanks, %,
-        quotes) is not given to them: the script then sends its output there itself."""
+        quotes, colons) is not given to them: the script then sends its output there itself."""
         path = str(self.folder.job_log)
         return path if _PLAIN_PATH.fullmatch(path) else "/dev/null"
 

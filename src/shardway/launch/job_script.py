@@ -32,6 +32,7 @@ from shardway.launch.script import (
     Line,
     Part,
     quote,
+    quote_comment,
     quote_expanding,
     quote_place,
     quote_shell,
@@ -112,7 +113,8 @@ def _header(job: Job) -> tuple[Line, ...]:
         "pbs": "make the folder of -o, qsub THIS_FILE",
         "local": "bash THIS_FILE",
     }[job.scheduler]
-    return (Line(f"# Written by Shardway {__version__} for {job.site}. To submit it by hand: {by_hand}"),)
+    site = quote_comment(job.site)
+    return (Line(f"# Written by Shardway {__version__} for {site}. To submit it by hand: {by_hand}"),)
 
 
 def _names(job: Job) -> tuple[Line, ...]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _VARIABLE = re.compile(r"(\$[A-Za-z_][A-Za-z0-9_]*|\$\{[A-Za-z_][A-Za-z0-9_]*\})")
-_PLACE = re.compile(r"~(/|$)|\$[A-Za-z_{]")
+_HOME = re.compile(r"~(/|$)")
 _ESCAPES = {"\n": "\\n", "\t": "\\t", "\r": "\\r", "'": "\\'", "\\": "\\\\"}
 _WIDTH = 100
 
@@ -52,6 +52,11 @@ def quote(word: str) -> str:
     return "'" + word.replace("'", "'\\''") + "'"
 
 
+def quote_comment(text: str) -> str:
+    """Text of a comment, which ends with its line: control characters as escapes."""
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+
+
 def quote_shell(text: str) -> str:
     """Shell for another bash, as one word that keeps its lines: for our own text, not for what people wrote."""
     return "'" + text.replace("'", "'\\''") + "'"
@@ -67,8 +72,9 @@ def quote_expanding(text: str) -> str:
 
 
 def quote_place(path: str) -> str:
-    """A path as a person or a site writes it: `~/` or a `$NAME` at its start is replaced by the job, nothing else."""
-    return quote_expanding(path) if _PLACE.match(path) and not _CONTROL.search(path) else quote(path)
+    """A path as a person or a site writes it: `~/` at its start and each `$NAME` are replaced by the job."""
+    is_open = _HOME.match(path) or _VARIABLE.search(path)
+    return quote_expanding(path) if is_open and not _CONTROL.search(path) else quote(path)
 
 
 def _escape(text: str) -> str:

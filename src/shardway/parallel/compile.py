@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from shardway.errors import UserError
-from shardway.places import expand_home, find_own_folder
+from shardway.places import expand_place, find_own_folder
 
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -59,7 +59,7 @@ def set_compile_cache(configured: str, environ: Mapping[str, str] = os.environ) 
     """
     if configured == "auto" and environ.get(_CACHE):
         return
-    folder = _auto_folder() if configured == "auto" else expand_home(configured)
+    folder = _auto_folder() if configured == "auto" else expand_place(configured)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -25,7 +25,7 @@ from typing import Any
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import PContext
 
-from shardway.errors import LateStop
+from shardway.errors import LateStop, UserError
 from shardway.hardware.cgroup import count_oom_kills
 from shardway.ranks.failure import RankFailure
 from shardway.ranks.meeting import LOOPBACK
@@ -46,19 +46,24 @@ where they hear no signal, as at the start of all, have nothing to say; torch wo
 
 @dataclass
 class Asked:
-    """What was asked for while the ranks run, by signals and by a stop that takes too long."""
+    """What was asked for while the ranks run, by signals and by a stop that takes too long. `passes_on`: there can be
+    no stop file, so the ranks get a signal, which they obey alike."""
 
     on_stop: Callable[[], None]
     signals: list[int] = field(default_factory=list)
     at_once: bool = False
     late: bool = False
+    passes_on: bool = False
 
     def hear(self, number: int, frame: FrameType | None) -> None:
         """A stop signal; Ctrl-C after another one means at once."""
         self.at_once |= bool(self.signals) and number == signal.SIGINT
         self.signals.append(number)
         if len(self.signals) == 1:
-            self.on_stop()
+            try:
+                self.on_stop()
+            except UserError:
+                self.passes_on = True
 
 
 def run_local(
@@ -69,9 +74,10 @@ def run_local(
 ) -> list[RankFailure]:
     """Run the ranks to their end; those that ended badly, the causes first (empty: all went well).
 
-    The first Ctrl-C or SIGTERM calls `on_stop` (which asks the ranks to stop gracefully); Ctrl-C after it kills them,
-    and raises KeyboardInterrupt. Raises LateStop where a stop takes too long; then they are killed as well. `on_look`
-    is told now and then whether a rank has failed, and says whether the others are to end for another node's sake.
+    The first Ctrl-C or SIGTERM calls `on_stop` (which asks the ranks to stop gracefully; where it raises UserError,
+    they get SIGTERM); Ctrl-C after it kills them, and raises KeyboardInterrupt. Raises LateStop where a stop takes too
+    long; then they are killed as well. `on_look` is told now and then whether a rank has failed, and says whether the
+    others are to end for another node's sake.
     `start` gives the processes (`ranks.spares` may have some ready).
     """
     launch = replace(launch, log_folder=_find_log_folder(launch.log_folder))
@@ -99,7 +105,12 @@ def _find_log_folder(wanted: Path) -> Path:
 def _await(
     processes: PContext, launch: LocalLaunch, asked: Asked, on_look: Callable[[bool], bool]
 ) -> list[RankFailure]:
+    passed = False
     while True:
+        if asked.passes_on and not passed:
+            passed = True
+            for handler in handlers_of(processes).values():
+                handler.proc.send_signal(signal.SIGTERM)
         if asked.late:
             raise _explain_late(launch)
         if asked.at_once:
@@ -181,7 +192,7 @@ def _late_stop_seen(launch: LocalLaunch, asked: Asked) -> Iterator[None]:
     def look() -> None:
         asked_at: float | None = None
         while not done.wait(LOOK_EVERY_S):
-            if asked_at is None and is_seen(launch.stop_path):
+            if asked_at is None and (asked.passes_on or is_seen(launch.stop_path)):
                 asked_at = time.monotonic()
             if asked_at is not None and time.monotonic() - asked_at > launch.stop_timeout_s + LATER_S:
                 asked.late = True

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardway.errors import ShardwayError, UserError
+from shardway.errors import Problem, ShardwayError, UserError, check_no_problems
 from shardway.hardware import probe
 from shardway.hardware.catalogue import load_accelerators
 from shardway.hardware.device import DeviceFacts, facts_of_found, facts_of_part
 from shardway.hfconfig import ModelFacts, locate_model, read_facts
-from shardway.places import expand_home
+from shardway.places import expand_place, list_unset
 from shardway.resolve.build import name_of_run, resolve
 from shardway.resolve.device_defaults import KEYS as DEVICE_KEYS
 from shardway.resolve.resolved import Circumstances, Resolved
@@ -72,11 +72,12 @@ def _is_override(word: str) -> bool:
 
 
 def find_folder(path: str | Path) -> Path:
-    """A folder that a run writes to, its `~` filled in. Raises UserError where the system knows no such home.
+    """A folder that a run writes to, its `~` and `$VARIABLES` filled in (`check_variables` tells those that are not
+    set). Raises UserError where the system knows no such home.
 
     A folder that is itself called `~` would be the home of whoever removes it from a shell.
     """
-    folder = expand_home(path)
+    folder = expand_place(path)
     if str(folder).startswith("~"):
         raise UserError(
             f"the run directory {folder} begins with ~, and this machine knows no such home folder.\n"
@@ -108,6 +109,25 @@ class Resolution:
         """The same resolution where some circumstances are others; not for a run that the data has completed."""
         known = replace(self.resolved.circumstances, **circumstances)
         return replace(self, resolved=resolve(self.loaded, known))
+
+
+def check_variables(loaded: Loaded) -> None:
+    """Raise UserError for paths of a run that begins here, whose `$VARIABLES` are not set here."""
+    problems = []
+    for dotted in _PATHS:
+        section, name = dotted.split(".")
+        value = str(getattr(getattr(loaded.values, section), name))
+        if unset := list_unset(value):
+            what = f'"{value}": ${unset[0]} is not set here'
+            remedy = "set that variable, or write the path out"
+            problems.append(Problem(dotted, what, loaded.origins[dotted], remedy=remedy))
+    check_no_problems(str(loaded.path or "the command line"), problems)
+
+
+_PATHS = (
+    *("run.root", "data.path", "data.validation", "data.tokenizer", "data.cache", "model.hf", "train.compile_cache"),
+)
+"""Keys whose value is a path of the machine that trains."""
 
 
 def resolve_request(

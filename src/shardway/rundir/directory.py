@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shardway.errors import JobError, UserError
+from shardway.refusals import find_remedy
 from shardway.rundir.atomic import remove_folder, write_json, write_whole
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.events import (
@@ -31,7 +32,7 @@ from shardway.rundir.events import (
 from shardway.rundir.fields import check_sections
 from shardway.rundir.lease import Follower, Means, Tenure
 from shardway.rundir.left_out import LeftOutFile
-from shardway.rundir.lock import Place, WriterLock, find_holder, find_holder_host
+from shardway.rundir.lock import Place, WriterLock, find_holder, find_holder_host, signal_holder
 from shardway.rundir.look import is_seen, is_there, list_names
 from shardway.rundir.steps import list_partials, list_steps, partial_name, step_name
 
@@ -102,10 +103,15 @@ class RunDir:
             for folder in () if empty else (self._events_folder, self.checkpoints):
                 folder.mkdir(exist_ok=True)
         except OSError as error:
+            if self.path.is_symlink() and not os.path.exists(self.path):
+                raise UserError(
+                    f"the run directory {self.path} is a link to {os.readlink(self.path)}, where there is no folder.\n"
+                    "  To do: make that folder, or name another run directory with --dir."
+                ) from None
             where = f" ({error.filename})" if error.filename != str(self.path) else ""
             raise UserError(
                 f"the run directory {self.path} cannot be made: {error.strerror}{where}.\n"
-                "  To do: choose a folder that you may write to with --dir, or set run.root in the run file."
+                f"  To do: {find_remedy(error, 'choose a folder that you may write to with --dir or run.root')}."
             ) from None
 
     def check_format(self) -> None:
@@ -127,6 +133,10 @@ class RunDir:
     def find_writer(self, *, by_hand: bool = False) -> str | None:
         """Who is training here now (outside of jobs of this run, if `by_hand`), or None."""
         return find_holder(self._place, by_hand=by_hand)
+
+    def signal_writer(self, number: int) -> bool:
+        """Send a signal to the process that is training here now; whether it is one of this machine, and may be."""
+        return signal_holder(self._place, number)
 
     def find_writer_host(self) -> str:
         """The host of whoever is training here now; empty for nobody."""
@@ -312,6 +322,13 @@ class RunDir:
         """Whether somebody asked for a stop, as far as the file system answers now."""
         return is_seen(self.stop_path)
 
+    def stop_is_record(self) -> bool:
+        """Whether the stop file is a second name of a record, as `request_stop` and `shardway stop` make it where there
+        is no room: nobody has touched it by hand."""
+        with contextlib.suppress(OSError), open(self.stop_path, "rb") as file:
+            return file.read(1) == b"{"
+        return False
+
     def stop_reason(self) -> str:
         """What the stop file says, in one line; empty for one that was only touched, or is a record's second name."""
         with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -451,10 +468,13 @@ class RunDir:
                 f"the run directory {self.path} has no name of its own, so the run in it cannot be moved aside.\n"
                 "  To do: name it by its path with --dir."
             )
-        number = 1
-        while is_there(target := self.path.with_name(f"{self.path.name}.old-{number}")):
+        is_link = self.path.is_symlink()
+        place, number = self.path.resolve() if is_link else self.path, 1
+        while is_there(target := place.with_name(f"{place.name}.old-{number}")):
             number += 1
-        self.path.rename(target)
+        place.rename(target)
+        if is_link:  # the new run is to be where the old one was, not on the disk of the link
+            place.mkdir(FOLDER_MODE)
         with contextlib.suppress(FileNotFoundError):
             (target / "stop").unlink()
         return target

@@ -37,9 +37,7 @@ def own_identity(proc: Path = Path("/proc")) -> Identity:
 
 def is_gone(other: Identity, proc: Path = Path("/proc")) -> bool:
     """Whether a process has certainly ended; False for one that lives and for one that cannot be seen from here."""
-    known = (other.host, other.boot, other.namespace)
-    here = (socket.gethostname(), _read_boot(proc), _read_namespace(proc))
-    if not all(known) or known != here or other.pid <= 0:
+    if not is_seen_here(other, proc):
         return False
     try:
         os.kill(other.pid, 0)
@@ -51,6 +49,13 @@ def is_gone(other: Identity, proc: Path = Path("/proc")) -> bool:
     if state in _ENDED:
         return _count_threads(proc, other.pid) <= 1  # further ones may be in the middle of a write
     return bool(started and other.started) and started != other.started
+
+
+def is_seen_here(other: Identity, proc: Path = Path("/proc")) -> bool:
+    """Whether a process has its number among those of this machine that this process sees."""
+    known = (other.host, other.boot, other.namespace)
+    here = (socket.gethostname(), _read_boot(proc), _read_namespace(proc))
+    return all(known) and known == here and other.pid > 0
 
 
 def is_here(other: Identity) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardway.errors import JobError
+from shardway.refusals import find_remedy
 from shardway.rundir.atomic import write_json
 from shardway.rundir.fields import read_fields
 
@@ -78,8 +79,8 @@ class LeftOutFile:
         except OSError as error:
             raise JobError(
                 f"{self.path} cannot be written: {error.strerror}.\n"
-                "  The run would leave samples out and could not say so. To do: make room (or check the quota and the "
-                "mount), then run the same command again."
+                f"  The run would leave samples out and could not say so. To do: {find_remedy(error)}; then run the "
+                "same command again."
             ) from error
 
 

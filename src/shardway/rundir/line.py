@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from shardway.errors import JobError
+from shardway.refusals import find_remedy
 from shardway.rundir.atomic import write_json
 from shardway.rundir.fields import read_fields
 from shardway.rundir.look import is_there
@@ -94,6 +95,6 @@ def write_line(run: Path, line: Line) -> None:
     except OSError as error:
         raise JobError(
             f"{run / NAME} cannot be written: {error.strerror}.\n"
-            "  It says what this run comes from, so nothing was trained. To do: make room (or check the quota and the "
-            "mount), then run the same command again."
+            f"  It says what this run comes from, so nothing was trained. To do: {find_remedy(error)}; then run the "
+            "same command again."
         ) from error

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardway.errors import JobError, UserError
-from shardway.places import expand_home
+from shardway.places import expand_place
 from shardway.rundir.atomic import remove_folder
 from shardway.rundir.steps import list_partials, list_steps, partial_name, step_name
 
@@ -100,7 +100,7 @@ def find_local_run(folder: str, run_id: str) -> LocalRun:
 
     Raises UserError where they are not set here.
     """
-    place = str(expand_home(os.path.expandvars(folder)))
+    place = str(expand_place(folder))
     if not os.path.isabs(place):
         raise UserError(
             f'checkpoint.local_dir = "{folder}" is "{place}" on this node ({os.uname().nodename}), which is no whole '

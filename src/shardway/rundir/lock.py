@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardway.errors import Fenced, UserError
+from shardway.refusals import find_remedy
 from shardway.rundir.claims import Claim, DiskFiles, Standing, beat_name, survey
-from shardway.rundir.identity import is_gone
+from shardway.rundir.identity import is_gone, is_seen_here
 from shardway.rundir.lease import Lease, Means, Tell, render_held, render_holder
 from shardway.rundir.look import is_there
 
@@ -181,6 +182,19 @@ def find_holder_host(place: Place) -> str:
     return sight.claim.who.host if sight is not None and sight.claim is not None else ""
 
 
+def signal_holder(place: Place, number: int) -> bool:
+    """Send a signal to the process that holds the run; whether it is seen from here and may be signalled."""
+    sight = _see(place)
+    who = sight.claim.who if sight is not None and sight.claim is not None else None
+    if who is None or not is_seen_here(who) or is_gone(who):
+        return False
+    try:
+        os.kill(who.pid, number)
+    except OSError:
+        return False
+    return True
+
+
 @dataclass(frozen=True)
 class _Sight:
     """A holder, where it is known who; `beaten` is the date of its last beat (Unix seconds), 0 where it has a lock."""
@@ -252,6 +266,9 @@ def _try_lock(descriptor: int, kind: int) -> bool:
     return False
 
 
+_NO_FILE = "move away what stands there where it is no file"
+
+
 @contextlib.contextmanager
 def _refusals(place: Place) -> Iterator[None]:
     """Turn what the file system refuses into a UserError with what to do."""
@@ -260,6 +277,5 @@ def _refusals(place: Place) -> Iterator[None]:
     except OSError as error:
         raise UserError(
             f"the run directory {place.run} cannot be locked: {error.strerror} ({error.filename or place.lease}).\n"
-            "  To do: move away what stands there where it is no file, or choose a directory that you may write to "
-            "with --dir."
+            f"  To do: {find_remedy(error, 'choose a directory that you may write to with --dir', _NO_FILE)}."
         ) from None

@@ -15,20 +15,12 @@ from itertools import takewhile
 from pathlib import Path
 
 from shardway.errors import JobError
-
-AWAY = frozenset(
-    (
-        *(errno.ENOTCONN, errno.ESTALE, errno.ESHUTDOWN, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH),
-        *(errno.ENETUNREACH, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EBADFD),
-    )
-)
-"""What a file system says whose server is away, or that has lost what this host knew of it (GlusterFS, Lustre, NFS,
-FUSE). It says nothing of the file; EIO may be of the file, and counts as damage."""
+from shardway.refusals import AWAY, find_remedy
 
 ABSENT = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG))
 """What a file system says where nothing stands at a path, or can."""
 
-UNREADABLE = AWAY | {errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG}
+UNREADABLE = AWAY | {errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EIO}
 """What says nothing of the file either: it may not, or cannot, be looked at from here."""
 
 
@@ -84,6 +76,6 @@ def unanswered(path: Path, error: OSError) -> JobError:
     """That error of a file system which was only asked."""
     return JobError(
         f"{path} cannot be looked at: {error.strerror}.\n"
-        "  Nothing that was saved has changed. To do: look at the file system (is it mounted, does its server answer, "
-        "who may read it), then run the same command again. A run goes on from its last checkpoint."
+        f"  Nothing that was saved has changed. To do: {find_remedy(error)}; then run the same command again. A run "
+        "goes on from its last checkpoint."
     )

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardway.errors import JobError
+from shardway.refusals import find_remedy
 
 
 @contextlib.contextmanager
@@ -28,6 +29,6 @@ def refused(run: Path, error: OSError) -> JobError:
     where = f" ({target})" if target else ""
     return JobError(
         f"the run directory {run} does not take more writing: {error.strerror}{where}.\n"
-        "  What was saved before is unchanged. To do: make room (or check the quota and the mount), then run the "
-        "same command again: it goes on from the last checkpoint."
+        f"  What was saved before is unchanged. To do: {find_remedy(error)}; then run the same command again: it goes "
+        "on from the last checkpoint."
     )

@@ -13,6 +13,7 @@ import zlib
 from pathlib import Path
 
 from shardway.errors import JobError
+from shardway.refusals import find_remedy
 from shardway.rundir.atomic import write_whole
 
 NAME = "run-id"
@@ -43,7 +44,7 @@ def ensure_run_id(run: Path, known: str = "") -> str:
     except OSError as error:
         raise JobError(
             f"the id of the run cannot be written into {run}: {error.strerror}.\n"
-            "  Nothing was changed. To do: look at the file system, then run the same command again."
+            f"  Nothing was changed. To do: {find_remedy(error)}; then run the same command again."
         ) from error
     return chosen
 

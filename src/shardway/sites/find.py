@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from shardway.errors import UserError
-from shardway.places import expand_home, find_own_folder
+from shardway.places import expand_place, find_own_folder
 
 Origin = Literal["shipped", "yours", "file"]
 
@@ -97,7 +97,7 @@ def find_profile(name_or_path: str, beside: Path | None = None) -> ProfileFile:
     Raises UnknownSite for a name that no profile has.
     """
     if "/" in name_or_path or name_or_path.endswith(_SUFFIX):
-        path = expand_home(name_or_path)
+        path = expand_place(name_or_path)
         return ProfileFile(name_or_path, "file", beside / path if beside else path)
     found = next((profile for profile in list_profiles() if profile.name == name_or_path), None)
     if found is None:

@@ -35,6 +35,7 @@ from shardway.parallel.formats.precision import read_precision
 from shardway.parallel.mesh import build_mesh
 from shardway.ranks.launcher import find_placement
 from shardway.ranks.start import Ranks, StartOptions, start_ranks
+from shardway.refusals import find_remedy
 from shardway.resolve import Resolved, check_same_run, resolve_with_data
 from shardway.resolve.applies import WEIGHT_KEYS
 from shardway.resolve.request import Request, Resolution, resolve_loaded
@@ -218,7 +219,7 @@ def _refused(target: Path, work: Callable[[], None]) -> None:
     except OSError as error:
         raise JobError(
             f"the run directory {target} cannot be written: {error.strerror or error}.\n"
-            "  Nothing was left there. To do: make room, or name another folder with --dir."
+            f"  Nothing was left there. To do: {find_remedy(error, 'name another folder with --dir')}."
         ) from error
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from shardway.errors import LateStop, render_reason
+from shardway.errors import LateStop, UserError, render_reason
 from shardway.ranks.agent.hang import WORDS
 from shardway.ranks.attempt import Fault, tell_end, tell_fault
 from shardway.ranks.leave import leave_now
@@ -52,7 +52,9 @@ class Speaker:
 
     def _pass_on(self, was_heard: Callable[[], bool]) -> None:
         """A signal reached this rank alone, and it waits for others: they are asked by the stop file."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(
+            OSError, UserError
+        ):  # where there can be no stop file, the others get a signal as well
             if not self.directory.stop_requested() and not was_heard():
                 self.directory.request_stop(f"{BY_SIGNAL} asked rank {self.rank} for a stop")
 

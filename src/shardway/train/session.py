@@ -42,7 +42,7 @@ from shardway.ranks.signals import BREAK, STOP_SIGNALS, SignalWatch
 from shardway.ranks.start import Ranks, StartOptions, is_out_of_memory, start_ranks
 from shardway.resolve import DataFacts, Resolved, check_same_run, find_changes, resolve_with_data
 from shardway.resolve.device_defaults import TF32
-from shardway.resolve.request import Request, Resolution, read_before, resolve_request
+from shardway.resolve.request import Request, Resolution, check_variables, read_before, resolve_request
 from shardway.rundir.attempts import SECOND_SIGNAL, Attempt, Ending
 from shardway.rundir.directory import RunDir
 from shardway.rundir.lease import Tenure
@@ -190,6 +190,7 @@ def _placed(request: Request, attempt: Attempt | None) -> Request:
 
 def _join(request: Request, placement: Placement) -> tuple[Ranks, Resolution]:
     resolution = resolve_request(request, placement.world, placement.local_world)
+    check_variables(resolution.loaded)
     run, engine = resolution.resolved.values.run, ENGINES[resolution.resolved.values.train.engine]
     engine.check_installed()
     options = StartOptions(

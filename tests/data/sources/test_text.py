@@ -223,7 +223,7 @@ def test_no_space_in_the_cache_ends_the_job(folder: Path, tmp_path: Path, monkey
         read(folder, cache=str(kept))
     assert str(caught.value) == (
         f"no space for prepared data in {kept} (No space left on device)\n"
-        "      to do: free some space there, or set data.cache to a folder with room"
+        "  To do: make room there (`df -h`; `df -i` where there is space), or set data.cache to a folder with room."
     )
     assert list(kept.iterdir()) == []
 

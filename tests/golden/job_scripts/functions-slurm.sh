@@ -53,7 +53,7 @@ field() {
 # in_json TEXT: as it stands between the quotes of JSON
 in_json() { printf '%s' "$1" | tr '\n\t\r' '   ' | tr -d '\000-\037' | sed 's/[\\"]/\\&/g'; }
 # whole FILE: standard input becomes the file, complete or not at all
-whole() { cat > "$1.$$.tmp" && mv "$1.$$.tmp" "$1"; }
+whole() { cat > "$1.$$.tmp" && mv "$1.$$.tmp" "$1" || { rm -f "$1.$$.tmp"; return 1; }; }
 # step_now: of the run, by its newest checkpoint or its last event; the status is written once a second at most
 step_now() {
   {
@@ -64,16 +64,18 @@ step_now() {
 }
 # write_result ATTEMPT STATE REASON [EXIT_CODE FAILURE JOB]: unless somebody has said how it ended
 write_result() {
-  local folder=$run/attempts/$1 step
+  local folder=$run/attempts/$1 step text
   [ ! -e "$folder/result.json" ] || return 0
   step=$(step_now)
-  {
+  text=$(
     printf '{\n "format": 1,\n "state": "%s",\n "reason": "%s",\n' "$2" "$(in_json "$3")"
     printf ' "step": %s,\n "exit_code": %s,\n "failure": "%s",\n' "$step" "${4:-null}" "$(in_json "${5:-}")"
     printf ' "job": "%s",\n "host": "%s",\n "by": "job script",\n' "${6:-$job}" "$(hostname)"
-    printf ' "ended": %s\n}\n' "$(date +%s)"
-  } > "$folder/.result.$$"
-  ln "$folder/.result.$$" "$folder/result.json" 2>/dev/null # refuses where a rank was quicker
+    printf ' "ended": %s\n}' "$(date +%s)"
+  )
+  printf '%s\n' "$text" > "$folder/.result.$$" && # a part of it on a full file system would count as the result
+    { ln "$folder/.result.$$" "$folder/result.json" || mv -n "$folder/.result.$$" "$folder/result.json"; } 2>/dev/null # refuse where a rank was quicker
+  [ -e "$folder/result.json" ] || { unwritten=$2 && say "attempt $1 is $2: $3; this could not be written to $folder"; }
   rm -f "$folder/.result.$$"
 }
 # ask_to_stop STATE REASON: touches the stop file, which rank 0 looks for between steps; who has asked before is obeyed
@@ -205,7 +207,7 @@ say_next() {
 }
 # finish: says how the attempt ended, unless a rank has, and ends the job
 finish() {
-  local state why reason="the program ended with exit code $status"
+  local state why unwritten="" reason="the program ended with exit code $status"
   case ${asked:-$(read_stop)}-$status in
     deadline-* | preempted-*) write_result "$attempt" "${asked:-$(read_stop)}" "asked to stop, $reason" "$status" ;;
     signal-*) write_result "$attempt" stopped "after a signal $reason" "$status" signal ;;
@@ -219,7 +221,8 @@ finish() {
   esac
   [ "$counts_steps" = yes ] || rm -f "$run/stop" # obeyed; the ranks of a run file take it away themselves
   state=$(field "$here/result.json" state)
-  say "attempt $attempt: $state: $(field "$here/result.json" reason)"
+  [ -z "$state" ] || say "attempt $attempt: $state: $(field "$here/result.json" reason)"
+  state=${state:-$unwritten}
   case $state in
     finished) cancel_later "$state" ;;
     stopped)

@@ -15,6 +15,7 @@ from shardway.launch.runs.ledger import Entry, Ledger, read_ledger
 from shardway.launch.runs.render import render_attempts
 from shardway.launch.runs.standing import Standing, read_standing
 from shardway.launch.runs.stop import Stopper
+from shardway.launch.schedulers.clients import find_client
 from shardway.launch.schedulers.local import query
 from shardway.rundir.attempts import Attempt, Ending, Result, Started, Submission
 from shardway.rundir.directory import RunDir
@@ -109,6 +110,35 @@ def test_a_stop_that_is_refused_says_who_can_stop_it(chain: Path) -> None:
     with full_disk(takes_links=False), pytest.raises(UserError, match=message):
         Stopper(LocalHost()).ask(read(chain))
     assert [standing.word for standing in stand(chain)] == ["running", "queued"]
+
+
+def test_where_no_stop_file_can_be_made_ranks_get_a_signal(chain: Path) -> None:
+    """As with a quota of inodes on a file system whose links count as files."""
+    RunDir(chain).write_status(state="running", step=3)
+    with full_disk(takes_links=False):
+        stopping = Stopper(LocalHost()).ask(read(chain))
+    assert [[entry.number for entry in entries] for entries in (stopping.asked, stopping.cancelled)] == [[1], [2]]
+    assert stopping.unwritten == f"{chain}/stop cannot be written: No space left on device."
+    assert not RunDir(chain).stop_requested()
+    until = time.monotonic() + 60
+    while stand(chain)[0].is_active:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "words"),
+    [("slurm", ("scancel", "--full", "--signal=USR1", "17")), ("pbs", ("qsig", "-s", "SIGUSR1", "17"))],
+)
+def test_a_scheduler_signals_every_rank(scheduler: str, words: tuple[str, ...]) -> None:
+    assert find_client(scheduler).warn(["17"]) == (words,)
+
+
+def test_jobs_are_killed_where_no_file_can_be_made(chain: Path) -> None:
+    with full_disk(takes_links=False):
+        stopping = Stopper(LocalHost()).cancel(read(chain))
+    assert [entry.number for entry in stopping.cancelled] == [1, 2]
+    assert not any(standing.is_active for standing in stand(chain))
 
 
 def test_what_only_waits_is_taken_out_of_the_queue(chain: Path) -> None:

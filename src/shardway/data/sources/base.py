@@ -16,7 +16,7 @@ import numpy.typing as npt
 import xxhash
 
 from shardway.errors import Problem, UserError, render_problems
-from shardway.places import expand_home
+from shardway.places import expand_place
 from shardway.runfile.schema import DataSection
 
 Ids = npt.NDArray[np.int64]
@@ -97,7 +97,7 @@ class Place:
 
     @property
     def path(self) -> Path:
-        return expand_home(self.text)
+        return expand_place(self.text)
 
     def error(self, what: str, allowed: str = "", remedy: str = "") -> UserError:
         """The error for this place: `what` goes on after the quoted path."""

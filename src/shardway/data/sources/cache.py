@@ -7,7 +7,6 @@ must not know what the tokens mean.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import time
 import uuid
@@ -21,7 +20,8 @@ import numpy.typing as npt
 from shardway.data.sources.base import Place, data_error
 from shardway.data.sources.tokens import TokenFile, read_npy
 from shardway.errors import Bug, JobError, UserError
-from shardway.places import expand_home, find_own_folder
+from shardway.places import expand_place, find_own_folder
+from shardway.refusals import FULL, find_remedy
 
 STALE_S = 86400.0
 """A temporary file older than this was left by a kill and is removed."""
@@ -34,7 +34,7 @@ _PREFIX = ".preparing-"
 def cache_folder(configured: str) -> Path:
     """data.cache, where "auto" is shardway in the user's cache folder. Raises UserError where there is none."""
     if configured != "auto":
-        return expand_home(configured)
+        return expand_place(configured)
     folder = find_own_folder("CACHE")
     if folder is None:
         what = '"auto" needs a home folder, and this account has none'
@@ -110,10 +110,10 @@ def _cache_errors(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in FULL:
             raise JobError(
                 f"no space for prepared data in {folder} ({reason})\n"
-                "      to do: free some space there, or set data.cache to a folder with room"
+                f"  To do: {find_remedy(error, 'set data.cache to a folder with room')}."
             ) from error
         raise data_error(
             "data.cache", f'"{folder}" cannot be written: {reason}', remedy="set data.cache to a folder of yours"

@@ -7,19 +7,17 @@ module must not ask a host.
 from __future__ import annotations
 
 import posixpath
-import re
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 
+from shardway import places
 from shardway.errors import UserError
-
-_VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))", re.ASCII)
 
 
 def list_variables(path: str) -> list[str]:
     """Names of the variables in a path, HOME for a leading `~`."""
-    names = [match[1] or match[2] for match in _VARIABLE.finditer(path)]
-    return list(dict.fromkeys((["HOME"] if path == "~" or path.startswith("~/") else []) + names))
+    home = ["HOME"] if path == "~" or path.startswith("~/") else []
+    return list(dict.fromkeys([*home, *places.list_variables(path)]))
 
 
 def fill_in(path: str, values: Mapping[str, str], base: str, host: str) -> PurePosixPath:
@@ -38,6 +36,6 @@ def fill_in(path: str, values: Mapping[str, str], base: str, host: str) -> PureP
             f"the path {path}: ${missing[0]} is not set on {where}.\n"
             "  To do: write the folder out, or set the variable there."
         )
-    whole = _VARIABLE.sub(lambda match: values[match[1] or match[2]], path)
+    whole = places.fill_variables(path, values)
     # POSIX keeps two leading slashes; nobody means them.
     return PurePosixPath("/" + posixpath.normpath(posixpath.join(base, whole)).lstrip("/"))

@@ -22,7 +22,8 @@ from shardway.errors import UserError
 from shardway.inherited import list_options, strip
 from shardway.launch.hosts.base import MISSING, Done
 from shardway.launch.hosts.expansion import fill_in, list_variables
-from shardway.places import find_home
+from shardway.places import find_home, is_there_as_written
+from shardway.refusals import find_remedy
 from shardway.rundir.atomic import write_whole
 
 _NOT_EXECUTABLE = 126
@@ -143,6 +144,8 @@ class LocalHost:
 
     def expand(self, path: str) -> PurePosixPath:
         """An absolute path; a relative one is below the current folder."""
+        if is_there_as_written(path):
+            return PurePosixPath(os.path.normpath(os.path.join(os.getcwd(), path)))
         values = {name: os.environ.get(name, "") for name in list_variables(path)}
         if "HOME" in values:
             values["HOME"] = values["HOME"] or str(find_home() or "/")  # as bash has it
@@ -158,7 +161,7 @@ def refuse_to_write(path: PurePosixPath, reason: str, host: str = "") -> str:
     where = f" on {host}" if host else ""
     return (
         f"{path}{where} cannot be written: {reason}.\n"
-        "  To do: make room or ask for permission there, or choose another folder with run.root in the run file."
+        f"  To do: {find_remedy(reason, 'choose another folder with --dir or run.root')}."
     )
 
 

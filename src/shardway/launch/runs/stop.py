@@ -1,8 +1,9 @@
 """Ends a run: gracefully through its stop file, or at once through the scheduler.
 
 Gracefully: the stop file is touched, so that the ranks finish their step, save and leave in order; jobs that only
-wait are taken out of the queue. Killing a job in the middle of a collective loses the work since the last checkpoint
-and, on some machines, takes nodes out of service until somebody resets them.
+wait are taken out of the queue. Where the file system takes no stop file, ranks get a signal, which they obey alike.
+Killing a job in the middle of a collective loses the work since the last checkpoint and, on some machines, takes nodes
+out of service until somebody resets them.
 
 Invariant: no job is cancelled that was not shown to be of this run. This module must not ask the person.
 """
@@ -10,6 +11,7 @@ Invariant: no job is cancelled that was not shown to be of this run. This module
 from __future__ import annotations
 
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -47,11 +49,13 @@ def is_of_its_time(words: str) -> bool:
 @dataclass(frozen=True)
 class Stopping:
     """What a stop did: which attempts were asked, and which jobs left the queue or were killed. `writer` is who
-    trains by hand ("process 4711 on host n1"), who can be asked and not killed; empty for nobody."""
+    trains by hand ("process 4711 on host n1"), who can be asked and not killed; empty for nobody. `unwritten` is why
+    the stop file could not be written, so that a signal asked; empty where it was."""
 
     asked: tuple[Entry, ...] = ()
     cancelled: tuple[Entry, ...] = ()
     writer: str = ""
+    unwritten: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,12 +69,17 @@ class Stopper:
         """Touch the stop file of a run, which whoever trains it by hand on this machine obeys too, and take what waits
         out of the queue. Raises SiteError where that is refused."""
         running, waiting = self._find_active(ledger)
-        writer = self._find_writer(ledger)
+        writer, unwritten = self._find_writer(ledger), ""
         if running or waiting or writer:
-            self._write_stop(ledger, ASKED)
+            try:
+                self._write_stop(ledger, ASKED)
+            except UserError as error:
+                if not self._warn(ledger, running, writer):
+                    raise
+                unwritten = str(error).splitlines()[0]
         self._cancel(waiting)
         self._note(ledger, waiting, "taken out of the queue by `shardway stop`")
-        return Stopping(running, waiting, writer)
+        return Stopping(running, waiting, writer, unwritten)
 
     def find_running(self, ledger: Ledger) -> tuple[Entry, ...]:
         """The attempts whose jobs run, so that there are ranks to lose."""
@@ -111,7 +120,8 @@ class Stopper:
     @contextmanager
     def _word_for_ranks(self, ledger: Ledger) -> Iterator[None]:
         """While entered, ranks that have the time to obey a signal read who sent it: nobody could tell later."""
-        self._write_stop(ledger, ASKED_AT_ONCE)
+        with suppress(UserError):  # a full file system: the job ends all the same
+            self._write_stop(ledger, ASKED_AT_ONCE)
         try:
             yield
         finally:
@@ -129,9 +139,21 @@ class Stopper:
                 return
             raise UserError(
                 f"{str(error).splitlines()[0]}\n"
-                "  The run was not asked to stop. To do: ask whoever may write there, or end its job with the "
-                "scheduler's own command; a run without a job stops by Ctrl-C where it was started."
+                "  The run was not asked to stop. To do: make room there, or ask its owner, and say it again; "
+                "`shardway stop --now` kills its jobs; a run without a job stops by Ctrl-C where it was started."
             ) from None
+
+    def _warn(self, ledger: Ledger, running: Sequence[Entry], writer: str) -> bool:
+        """Ask the ranks of a training by a signal, which other programs may not outlive; whether all were asked."""
+        if ledger.status.get("state") != "running":
+            return False
+        commands: list[Sequence[str]] = []
+        for entry in running:
+            _check_job_ids([entry.job])
+            commands += find_client(entry.submission.scheduler if entry.submission else "").warn([entry.job])
+        if not all(done.ok for done in self.host.run_many(commands)):
+            return False
+        return ledger.run.signal_writer(signal.SIGTERM) if writer else bool(commands)
 
     def _note(self, ledger: Ledger, entries: Sequence[Entry], reason: str) -> None:
         """Say how attempts ended of which neither their jobs can say it any more nor the scheduler."""

@@ -35,7 +35,8 @@ _REASONS = {
     SchedulerEnding.OUT_OF_MEMORY: "a node ran out of the memory that was asked for",
     SchedulerEnding.NODE_FAILURE: "a node failed",
     SchedulerEnding.NEVER_STARTED: "the job ended without having run",
-    SchedulerEnding.UNCLEAR: "the job is over and nothing says how, as of one that was killed by signal 9",
+    SchedulerEnding.UNCLEAR: "the job is over and nothing says how, as of one that was killed by signal 9, or found no "
+    "room to say it",
 }
 
 _CAUSES = frozenset(

@@ -35,13 +35,15 @@ class Client:
     """The functions of one scheduler.
 
     `submit(script, log, after)` are the words that submit a script, to start when the job `after` has ended ("": at
-    once). `find(name)` looks for jobs of that name, `query(jobs)` asks about jobs; the outputs of their commands go
+    once). `warn(jobs)` sends SIGUSR1 to every process of jobs that run: ranks obey it as they do the stop file.
+    `find(name)` looks for jobs of that name, `query(jobs)` asks about jobs; the outputs of their commands go
     to `read_found` and `read_records`. `read_job_id` gives the id in what a submission printed, empty where there is
     none. `forgets`: of a job that was cancelled it does not say so, but `cancel` has seen its end.
     """
 
     submit: Callable[[str, str, str], Words]
     cancel: Callable[[Sequence[str]], tuple[Words, ...]]
+    warn: Callable[[Sequence[str]], tuple[Words, ...]]
     query: Callable[[Sequence[str]], tuple[Words, ...]]
     read_records: Callable[[Sequence[str], Sequence[Done]], dict[str, JobRecord]]
     find: Callable[[str], tuple[Words, ...]]
@@ -73,6 +75,7 @@ CLIENTS: Mapping[str, Client] = MappingProxyType(
         "slurm": Client(
             submit=_sbatch,
             cancel=lambda jobs: (("scancel", *jobs),),
+            warn=lambda jobs: (("scancel", "--full", "--signal=USR1", *jobs),),
             query=slurm.query_commands,
             read_records=slurm.parse_records,
             find=slurm.find_commands,
@@ -85,6 +88,7 @@ CLIENTS: Mapping[str, Client] = MappingProxyType(
         "pbs": Client(
             submit=_qsub,
             cancel=lambda jobs: tuple(("qdel", job) for job in jobs),
+            warn=lambda jobs: tuple(("qsig", "-s", "SIGUSR1", job) for job in jobs),
             query=pbs.query_commands,
             read_records=pbs.parse_records,
             find=pbs.find_commands,
@@ -97,6 +101,7 @@ CLIENTS: Mapping[str, Client] = MappingProxyType(
         "local": Client(
             submit=local.submit_command,
             cancel=local.cancel_commands,
+            warn=local.warn_commands,
             query=local.query_commands,
             read_records=local.parse_records,
             find=local.find_commands,

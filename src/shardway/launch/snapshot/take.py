@@ -15,6 +15,7 @@ from pathlib import Path
 
 from shardway.errors import UserError
 from shardway.launch.snapshot.values import CopiedFile, LeftOut, Snapshot, SnapshotPlan
+from shardway.refusals import find_remedy
 from shardway.rundir.atomic import write_json, write_whole
 from shardway.rundir.attempts import Attempt
 
@@ -132,5 +133,5 @@ def _link_all(plan: SnapshotPlan, target: Path) -> None:
 def _refused(target: Path, error: OSError) -> UserError:
     return UserError(
         f"the snapshot of the code cannot be written to {target}: {error.strerror or error}.\n"
-        "  To do: make room there, or choose another folder with run.root in the run file."
+        f"  To do: {find_remedy(error, 'choose another folder with --dir or run.root')}."
     )

@@ -27,7 +27,7 @@ from shardway.launch.submission.command import CommandRead, read_command
 from shardway.launch.submission.findings import Findings
 from shardway.launch.submission.secrets import read_secrets
 from shardway.launch.submission.wish import Wish, build_job, with_account, with_site_defaults
-from shardway.places import expand_home
+from shardway.places import expand_place
 from shardway.resolve.request import Request
 from shardway.resolve.resolved import Resolved
 from shardway.rundir.attempts import Attempt
@@ -90,8 +90,7 @@ def prepare(order: Order, host: Host, *, look: bool = False) -> Prepared:
     loaded, profile = _load(order)
     options = host.read_options() if profile.scheduler == "slurm" else {}
     loaded = with_account(loaded, profile, options)
-    path, secrets_path = host.expand_many([str(_run_path(order, loaded)), SECRETS])
-    run = Path(path)
+    run, secrets_path = _find_places(order, loaded, host)
     nothing: tuple[SnapshotPlan | None, tuple[str, ...]] = (None, ())
     snapshot, notes = findings.collect("the code", lambda: _plan_snapshot(order, host), nothing)
     ledger = read_ledger(host, run)
@@ -216,7 +215,7 @@ def _site_word(loaded: Loaded, here: Path) -> str:
     """The site as it is found again from any folder."""
     name = loaded.values.site.name
     is_shipped_or_own = find_profile(name).origin != "file"
-    return name if is_shipped_or_own else str(here / expand_home(name))
+    return name if is_shipped_or_own else str(here / expand_place(name))
 
 
 def _carry_site(loaded: Loaded, folder: Attempt) -> tuple[Loaded, dict[Path, str]]:
@@ -229,17 +228,26 @@ def _carry_site(loaded: Loaded, folder: Attempt) -> tuple[Loaded, dict[Path, str
     return loaded.with_value("site.name", str(folder.site_file), f"copy of {name}"), {folder.site_file: text}
 
 
-def _run_path(order: Order, loaded: Loaded) -> Path:
-    """The run directory as the person named it: --dir, or root/name, the name by default that of the file or script."""
-    if order.request.directory is not None:
-        return order.request.directory
-    run, name = loaded.values.run, loaded.values.run.name
+def _find_places(order: Order, loaded: Loaded, host: Host) -> tuple[Path, PurePosixPath]:
+    """The run directory and the file of secrets on the host. Raises UserError for a variable that it does not set."""
+    directory, root = order.request.directory, loaded.values.run.root
+    try:
+        path, secrets = host.expand_many([str(directory or root), SECRETS])
+    except UserError as error:
+        where = "--dir" if directory is not None else f"run.root, {loaded.origins['run.root']}"
+        raise UserError(f"the run directory ({where}): {error}") from None
+    return Path(path) if directory is not None else Path(path) / _name_run(order, loaded), secrets
+
+
+def _name_run(order: Order, loaded: Loaded) -> str:
+    """The name of the run: by default that of the file or script."""
+    name = loaded.values.run.name
     if name == "auto":
         module = order.command[order.command.index("-m") + 1 :][:1] if "-m" in order.command else ()
         named = [word for word in order.command if word.endswith(".py")] or [word.rpartition(".")[2] for word in module]
         named = named or list(order.command[:1])
         name = Path(named[0]).stem if named else (loaded.path.stem if loaded.path else "default")
-    return Path(run.root) / name
+    return name
 
 
 def _plan_snapshot(order: Order, host: Host) -> tuple[SnapshotPlan | None, tuple[str, ...]]:

@@ -26,6 +26,7 @@ from shardway.launch.runs.ledger import Entry, read_again, render_submission, wr
 from shardway.launch.schedulers.clients import CLIENTS, Client
 from shardway.launch.schedulers.records import Asked, Explanation, SchedulerSilent
 from shardway.launch.submission.claim import Claim, Life, claim_of_this_process, look_at, parse_claim
+from shardway.refusals import find_remedy
 from shardway.rundir.attempts import Attempt, Submission
 from shardway.rundir.directory import FOLDER_MODE
 
@@ -41,6 +42,8 @@ said that it was given up, is being submitted."""
 
 IN_FLIGHT_S = 5.0
 """What a submitter handed over just before it was killed may take so long to be seen in the queue."""
+
+_ELSEWHERE = "choose another folder with --dir or run.root"
 
 _CERTAINLY_NOT_TAKEN = ("scheduler_down", "max_jobs_queued")
 """Codes of refusals after which no job can be there."""
@@ -133,8 +136,7 @@ class Submitter:
         if not (made.ok and mine.ok):
             raise UserError(
                 f"{attempt.path} cannot be made: {(made.err or mine.err).strip()}\n"
-                "  Nothing was submitted. To do: make room or ask for permission there, or choose another folder with "
-                "--dir or run.root."
+                f"  Nothing was submitted. To do: {find_remedy(made.err or mine.err, _ELSEWHERE)}."
             )
         return new
 

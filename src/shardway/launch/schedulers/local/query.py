@@ -55,6 +55,9 @@ done
 echo "processes that do not end: ${processes[*]}" >&2
 exit 1"""
 
+_WARN = """mapfile -t processes < <(for job; do members "$job"; done)
+[ "${#processes[@]}" = 0 ] || kill -s USR1 "${processes[@]}" """
+
 
 def _command(text: str, *words: str) -> tuple[str, ...]:
     """Shell that uses the functions of a job script, so that both see a job in the same way."""
@@ -82,6 +85,12 @@ def cancel_commands(jobs: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     """End jobs with everything that they started, and wait until it is gone: SIGTERM, and SIGKILL after `GRACE_S`."""
     known = [job for job in jobs if _JOB.fullmatch(job)]
     return (_command(_END % {"grace": GRACE_S}, *known),) if known else ()
+
+
+def warn_commands(jobs: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Send SIGUSR1 to every process of jobs."""
+    known = [job for job in jobs if _JOB.fullmatch(job)]
+    return (_command(_WARN, *known),) if known else ()
 
 
 def parse_records(jobs: Sequence[str], answers: Sequence[Done]) -> dict[str, JobRecord]:

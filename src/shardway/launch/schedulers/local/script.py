@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from shardway.launch.job import Job
 from shardway.launch.schedulers.base import EachNode, SchedulerScript
-from shardway.launch.script import Line
+from shardway.launch.script import Line, quote_comment
 
 
 def directives(job: Job) -> tuple[Line, ...]:
     """No scheduler reads them; they say how the job is started."""
     return (
         Line(f"# local {job.scheduler_name}"),
-        Line(f"# output {job.folder.job_log}"),
+        Line(f"# output {quote_comment(str(job.folder.job_log))}"),
         Line("predecessor=${1:-}", "the job that this one follows, if there is one"),
     )
 

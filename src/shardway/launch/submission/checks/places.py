@@ -16,6 +16,7 @@ from shardway.launch.submission.checks import commands
 from shardway.launch.submission.checks.code import Code
 from shardway.launch.submission.checks.look import Look, always, take_looks, test_exists
 from shardway.launch.submission.wish import Wish, build_job, parse_mount, runtime_of
+from shardway.places import list_variables
 
 _OF_ONE_NODE = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 """Folders that each node has for itself, on every Linux machine that does not say otherwise."""
@@ -43,7 +44,7 @@ def _list_needed(wish: Wish, host: Host, code: Code) -> Iterator[Look]:
     for key, path in _list_data(wish):
         if path.startswith(("/", "~/")) and runtime_of(wish) == "none":
             yield _needed(wish, host, key, path, "correct the path, or copy the data there")
-        elif not path.startswith(("/", "~/")) and not code.is_there:
+        elif not path.startswith(("/", "~/")) and not list_variables(path) and not code.is_there:
             remedy = "name it by its whole path: the job runs in the run directory"
             yield _needed(wish, host, key, str(wish.workdir / path), remedy)
 
@@ -112,7 +113,7 @@ def _needed(wish: Wish, host: Host, key: str, path: str, remedy: str) -> Look:
 def _list_missing_data(wish: Wish, code: Code) -> Iterator[Problem]:
     """Data of a relative path, which the job looks for in the folder in which it runs."""
     for key, path in _list_data(wish):
-        if not path.startswith(("/", "~/")) and (why := code.why_missing(path)):
+        if not path.startswith(("/", "~/")) and not list_variables(path) and (why := code.why_missing(path)):
             remedy = "correct the path, or name the data by their whole path"
             yield Problem(key, why, wish.loaded.origins[key], remedy=remedy)
 

@@ -14,6 +14,7 @@ from shardway.launch.containers.base import all_mounts
 from shardway.launch.job import SECRETS
 from shardway.launch.submission.checks.numbers import NAMED_BY_KEYS, Check, problem
 from shardway.launch.submission.wish import Wish, build_job, parse_mount, runtime_of
+from shardway.places import list_variables
 from shardway.runfile.load import is_text
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -37,7 +38,9 @@ def options_do_not_contradict_keys(wish: Wish) -> Iterator[Problem]:
                 what = '"l" with select, nodes, place or walltime is what the other keys of [site] say'
                 yield problem(wish, "options", what, 'other resources, such as {l = "filesystems=home"}')
         entries = value if isinstance(value, list) else [value]
-        if not all(isinstance(entry, str | int | bool) for entry in entries) or any("\n" in str(e) for e in entries):
+        if not all(isinstance(entry, str | int | bool) for entry in entries) or any(
+            "\n" in str(e) for e in (name, *entries)
+        ):
             yield problem(
                 wish, "options", f'"{name}" is not one line of text', "texts, numbers, true, false, lists of them"
             )
@@ -111,6 +114,20 @@ def mounts_can_be_said(wish: Wish) -> Iterator[Problem]:
                 yield problem(wish, "container", what, remedy="choose a folder with a plain name (run.root, --dir)")
 
 
+def own_folders_have_no_variables(wish: Wish) -> Iterator[Problem]:
+    """The job's shell fills in `$NAME` where a person writes it; in the name of a folder that is there it would too."""
+    job = build_job(wish, 1)
+    work = None if job.around.workdir.is_relative_to(job.run) else job.around.workdir
+    own = [str(path) for path in (job.run, work, wish.project) if path is not None]
+    held = dict.fromkeys(own if runtime_of(wish) != "none" else (), "run.root")
+    if wish.section.venv == "auto" and job.around.venv:
+        held[job.around.venv] = "site.venv"
+    for path, key in held.items():
+        if names := list_variables(path):
+            what = f'the folder "{path}" has ${names[0]} in its name, which the shell of a job takes for a variable'
+            yield Problem(key, what, remedy="give it another name, or name another folder")
+
+
 _COLON = re.compile(r"[:\x00-\x1f]")
 _DIVIDERS = {"pyxis": re.compile(r"[:,\s]"), "enroot": re.compile(r"[:\s]"), "apptainer": re.compile(r"[:,]")}
 
@@ -121,4 +138,5 @@ CHECKS: tuple[Check, ...] = (
     the_run_directory_of_a_training_is_text,
     an_image_is_one_that_its_runtime_starts,
     mounts_can_be_said,
+    own_folders_have_no_variables,
 )

@@ -1,0 +1,57 @@
+"""What a file system refuses, and what to do about it: one table for all messages.
+
+Invariant: the same refusal has the same remedy wherever it is met. This module must not touch a file or raise.
+
+Sources: errno(3), open(2), write(2); proc_sys_fs(5) "file-max".
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+AWAY = frozenset(
+    (
+        *(errno.ENOTCONN, errno.ESTALE, errno.ESHUTDOWN, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+        *(errno.ENETUNREACH, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EBADFD),
+    )
+)
+"""What a file system says whose server is away, or that has lost what this host knew of it (GlusterFS, Lustre, NFS,
+FUSE). It says nothing of the file; EIO may be of the file, and counts as damage."""
+
+FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
+"""What a file system says that has no room, or a quota that is used up."""
+
+_IN_ITS_PLACE = "move away the file that stands in place of a folder there"
+_PERMISSION = "ask its owner for permission (`ls -ld` shows who may do what there)"
+_REMEDIES = {
+    errno.ENOSPC: "make room there (`df -h`; `df -i` where there is space)",
+    errno.EDQUOT: "make room in your quota (`quota -s`, `lfs quota -h -u $USER FOLDER`, or the command of your site)",
+    errno.EROFS: "mount that file system to be written (of a container: without `:ro`)",
+    errno.EACCES: _PERMISSION,
+    errno.EPERM: _PERMISSION,
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ELOOP: "mend the link there, which leads back to itself (`ls -l`)",
+    errno.ENOTDIR: _IN_ITS_PLACE,
+    errno.EEXIST: _IN_ITS_PLACE,
+    errno.EISDIR: "move away the folder that stands in place of a file there",
+    errno.EMFILE: "raise `ulimit -n`",
+    errno.ENFILE: "ask the site to raise fs.file-max",
+    errno.EFBIG: "raise `ulimit -f`, or use a file system that takes larger files",
+    errno.EIO: "look at the disk or its server (`dmesg`)",
+    **dict.fromkeys(AWAY, "look at the file system (is it mounted, does its server answer)"),
+}
+_OTHERWISE = "look what stands there, and who may write it"
+
+
+def find_remedy(reason: OSError | str, instead: str = "", otherwise: str = _OTHERWISE) -> str:
+    """What to do about a refusal, as the start of a sentence: an error, or words that hold the system's reason.
+
+    `instead` is the way that avoids the place, such as "choose another folder with --dir"; `otherwise` what is said of
+    a reason that the table does not know.
+    """
+    if isinstance(reason, OSError):
+        found = _REMEDIES.get(reason.errno or 0)
+    else:
+        found = next((remedy for number, remedy in _REMEDIES.items() if os.strerror(number) in reason), None)
+    return f"{found or otherwise}, or {instead}" if instead else found or otherwise
