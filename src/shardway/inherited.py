@@ -149,7 +149,7 @@ FAMILIES = (
     ),
     Family(
         "a job of LSF, and jsrun",
-        ("LSB_*", "LS_JOBPID", "LS_SUBCWD", "JSM_*"),
+        ("LSB_*", "LS_JOBPID", "LS_SUBCWD", "LSF_PM_*", "JSM_*"),
         "of the job that submits",
         reaches_ranks=True,
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,9 @@ from shardway.cli import nodes as cli_nodes
 from shardway.cli.blame import Ended
 from shardway.cli.local import build_launch
 from shardway.cli.nodes import Led, train_on_nodes
+from shardway.cli.train import _read_nodes
 from shardway.errors import SiteError, UserError
+from shardway.ranks.crew.board import host_board
 from shardway.ranks.place import Place
 from shardway.ranks.spares import Reserve
 from shardway.resolve.request import Request, resolve_request
@@ -118,3 +122,24 @@ def test_a_node_without_which_others_may_go_on_ends_no_attempt(
     ended = shardway("train", *words, "--nodes", "a b", "--node", str(node))
     assert (ended.code, "its library is not there" in ended.err) == (3, True)
     assert (attempt.read_result() is not None) == ends
+
+
+@pytest.mark.parametrize("address", ["10.0.0.2:29600", "ssh://b", "n[1-2]", "[fd00::2]:29600"])
+def test_what_is_no_address_of_a_machine_is_told_at_once(shardway: Shardway, address: str) -> None:
+    ended = shardway("train", "--dir", "run", "--nodes", f"a {address}", "--node", "0")
+    assert (ended.code, Path("run").exists()) == (2, False)
+    assert f'--nodes: "{address}" is no host name or address.' in ended.err
+    assert "name each machine by itself, and the port by --port" in ended.err
+
+
+def test_machines_may_be_named_as_in_urls() -> None:
+    assert _read_nodes("[fd00::1],fe80::2%eth0 n3.cluster", 1, 29600, None).addresses == (
+        *("fd00::1", "fe80::2%eth0", "n3.cluster"),
+    )
+
+
+def test_who_holds_the_port_of_the_agents_is_told() -> None:
+    with socket.create_server(("", 0)) as holder:
+        port = holder.getsockname()[1]
+        with pytest.raises(SiteError, match=rf"nodes meet: port {port} is held by process {os.getpid()} "):
+            host_board(port, 2)

@@ -85,6 +85,7 @@ NUMBERS = [
 ]
 WORDS = [
     Case("option-that-is-a-key", (*JUPITER, 'site.options={time = "1h"}')),
+    Case("memory-in-two-ways", (*JUPITER, "site.memory=8GiB", 'site.options={mem-per-cpu = "4G"}')),
     Case("option-of-the-script", (*JUPITER, 'site.options={"--output" = "x"}')),
     Case(
         "options-of-a-container",

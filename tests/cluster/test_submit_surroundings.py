@@ -85,6 +85,18 @@ def test_ranks_of_its_own_in_a_step_of_one_task(busy_alice: Person) -> None:
     assert max(run.losses()) == 20
 
 
+def test_ranks_of_mpirun_in_a_script_by_hand_meet(busy_alice: Person) -> None:
+    """mpirun starts its daemons by srun on all nodes but the first, whose own step the ranks there then see."""
+    folder = busy_alice.folder
+    script = f"#!/bin/bash\n#SBATCH -N2 --ntasks-per-node=1 -c2 --mem=1500\ncd {folder}\n"
+    script += f"mpirun {SHARDWAY} train tiny.toml --dir {folder}/by-mpirun run.start_timeout=60s\n"
+    job = busy_alice.cluster.submit(script, folder=folder)
+    assert busy_alice.cluster.wait_until(job, timeout_s=START_S) == "COMPLETED"
+    run = Submitted(busy_alice.cluster, folder / "by-mpirun")
+    started = next(event for event in run.directory.events(0) if event["event"] == "started")
+    assert (started["world"], started["launcher"], max(run.losses())) == (2, "mpirun", 20)
+
+
 def test_a_signal_that_slurm_sends_by_request_is_a_stop(busy_alice: Person) -> None:
     """`#SBATCH --signal=USR1@...` by hand: sent to the tasks, which nobody wrote a trap for."""
     folder = busy_alice.folder

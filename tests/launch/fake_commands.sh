@@ -11,9 +11,14 @@
 #   silent     squeue and sacct do not answer
 #   steps      states of a job and of its steps, as sacct tells them
 #   create     shell of `enroot create`; containers: what `enroot list` tells
+#   mpirun-version  what mpirun says that it is
 #   of-the-job what PBS hands from its tasks to the job's own output, past whoever started them
 me=${0##*/}
 words=("$me" "$@")
+if [ "${words[*]}" = "mpirun --version" ]; then
+  cat "$FAKES/mpirun-version" 2> /dev/null || echo "mpirun (Open MPI) 4.1.4"
+  exit
+fi
 call=$(mktemp "$FAKES/calls/$me.XXXXXX")
 printf '%s\0' "${words[@]}" > "$call"
 

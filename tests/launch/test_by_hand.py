@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from job_cases import Cluster, Ran, make_job
@@ -25,10 +27,10 @@ class Hand:
         self.job: Job = replace(job, around=replace(job.around, workdir=path, venv=""), warn_s=0.0)
         self.script = path / "hand.sh"
 
-    def start(self, job_id: str = "7") -> Ran:
+    def start(self, job_id: str = "7", variables: Mapping[str, str] = MappingProxyType({})) -> Ran:
         """Run the script to its end."""
         self.script.write_text(render_job_script(self.job))
-        process = self.cluster.start(self.job, job_id, script=str(self.script))
+        process = self.cluster.start(self.job, job_id, script=str(self.script), variables=variables)
         out, _ = process.communicate(timeout=180)
         return Ran(process.returncode, out, self.job.folder.read_result())
 
@@ -96,6 +98,17 @@ def test_a_run_directory_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     ran = hand.start()
     assert (ran.code, hand.cluster.list_ranks()) == (1, [])
     assert "attempt 0001 cannot be claimed" in ran.said
+
+
+def test_the_cores_of_a_step_in_which_a_script_was_submitted_are_not_those_of_the_job(tmp_path: Path) -> None:
+    """`srun --cpus-per-task=1 --pty bash`, and sbatch there (nebius/soperator#2316)."""
+    left = {"SLURM_CPU_BIND": "quiet,mask_cpu:0x1", "SLURM_CPU_BIND_LIST": "0x1", "SLURM_MEM_BIND": "local"}
+    for name, variables, kept in (("left", left, set()), ("meant", {"SLURM_CPU_BIND": "cores"}, {"SLURM_CPU_BIND"})):
+        (tmp_path / name).mkdir()
+        hand = Hand(tmp_path / name, "slurm")
+        assert hand.start(variables=variables).state == "finished"
+        seen = {name for rank in hand.cluster.list_ranks() for name in rank.variables}
+        assert {name for name in seen if "_BIND" in name} == kept
 
 
 # --- what a job needs before its ranks start

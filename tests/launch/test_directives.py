@@ -11,10 +11,14 @@ from pathlib import Path
 import pytest
 from job_cases import Cluster, make_job
 
+from shardway.errors import UserError
+from shardway.launch.hosts import LocalHost
 from shardway.launch.job import QueueTerms, Shape, Surroundings
 from shardway.launch.job_script import render_job_script
 from shardway.launch.schedulers.clients import CLIENTS
 from shardway.launch.schedulers.pbs.script import directives
+from shardway.launch.submission.prepare import Order, Prepared, prepare
+from shardway.resolve.request import Request
 from shardway.runfile.load import load_run
 
 THREADS = Shape(2, 4, 48, 4, threads_per_core=2)
@@ -41,6 +45,68 @@ def test_accelerators_may_have_a_type(form: str, kind: str, line: str) -> None:
     job = make_job("slurm", "srun")
     terms: QueueTerms = replace(job.terms, accelerators=form, accelerator_type=kind)
     assert f"#SBATCH {line}\n" in render_job_script(replace(job, terms=terms))
+
+
+def prepare_on_slurm(tmp_path: Path, *words: str) -> Prepared:
+    """What `submit` of a training on two nodes of a Slurm without a profile would do."""
+    asked = ("site.name=generic-slurm", "site.nodes=2", "site.ranks_per_node=4", "site.walltime=5m", "site.venv=none")
+    (tmp_path / "run.toml").write_text('format = 1\n[data]\nkind = "synthetic"\n')
+    return prepare(
+        Order(Request(tmp_path / "run.toml", (*asked, *words), tmp_path / "run"), here=tmp_path), LocalHost()
+    )
+
+
+@pytest.mark.parametrize(
+    ("form", "gres", "lines"),
+    [
+        ("gres", "lscratch:100", ["--gres=gpu:4,lscratch:100"]),
+        ("gres", ["localtmp:1024", "craynetwork:0"], ["--gres=gpu:4,localtmp:1024,craynetwork:0"]),
+        ("gpus-per-node", "nvme:1", ["--gres=nvme:1", "--gpus-per-node=4"]),
+        ("none", "nvme:1", ["--gres=nvme:1"]),
+    ],
+)
+def test_other_generic_resources_stand_beside_the_accelerators(form: str, gres: object, lines: list[str]) -> None:
+    """Of two lines Slurm takes the last (Snakemake-Profiles/slurm#86)."""
+    job = make_job("slurm", "srun")
+    terms = replace(
+        job.terms, accelerators=form, accelerator_type="", options={"--gres": gres, "reservation": "course"}
+    )
+    script = render_job_script(replace(job, terms=terms))
+    assert re.findall(r"^#SBATCH (--g\S+)", script, re.MULTILINE) == lines
+    assert "#SBATCH --reservation=course\n" in script
+
+
+def test_generic_resources_that_are_no_gpus_are_asked_for_by_options(tmp_path: Path) -> None:
+    prepared = prepare_on_slurm(tmp_path, 'site.options={gres = "lscratch:100"}')
+    assert "#SBATCH --gres=lscratch:100\n" in prepared.script
+    with pytest.raises(UserError, match=r"site\.ranks_per_node and site.accelerator_type"):
+        prepare_on_slurm(tmp_path, 'site.options={gres = "lscratch:100,gpu:a100:4"}')
+
+
+@pytest.mark.parametrize(
+    ("starter", "option", "cpus", "threads"),
+    [("srun", "cpus-per-task", 8, 8), ("srun", "c", 8, 8), ("agent", "--cpus-per-task", 8, 2)],
+)
+def test_cores_that_options_ask_for_are_those_of_the_steps(
+    starter: str, option: str, cpus: int, threads: int, tmp_path: Path
+) -> None:
+    """srun has them not from the job (Slurm 22.05), and ranks would share a core; redmod-team/profit#179."""
+    script = prepare_on_slurm(tmp_path, f'site.options={{"{option}" = {cpus}}}', f"site.starter={starter}").script
+    assert set(re.findall(r"--cpus-per-task=(\d+)", script)) == {str(cpus)}
+    assert f"export OMP_NUM_THREADS={threads}\n" in script
+
+
+@pytest.mark.parametrize("option", ["mem-per-cpu", "--mem-per-gpu"])
+def test_memory_is_said_in_one_way(option: str, tmp_path: Path) -> None:
+    """sbatch refuses a job that says it in two."""
+    options = f'site.options={{"{option}" = "4G"}}'
+    site = ("site.name=leonardo-booster", "site.account=a")
+    assert "#SBATCH --mem=" in prepare_on_slurm(tmp_path, *site).script
+    assert re.findall(r"#SBATCH (--mem\S*)", prepare_on_slurm(tmp_path, *site, options).script) == [
+        f"--{option.lstrip('-')}=4G"
+    ]
+    with pytest.raises(UserError, match=r"and site\.memory both say the memory of the job, and Slurm takes one"):
+        prepare_on_slurm(tmp_path, options, "site.memory=8GiB")
 
 
 def test_steps_have_the_environment_of_the_job() -> None:

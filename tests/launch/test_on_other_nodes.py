@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 from dataclasses import replace
 from itertools import pairwise
@@ -43,6 +44,24 @@ def test_what_ranks_print_is_kept_where_pbs_cannot_name_the_log(cluster: Cluster
     cluster.write("program", 'echo "loss of $NODE"')
     said = run(make_job("pbs"), cluster, "it's 100%").said
     assert ("loss of 0" in said, "loss of 1" in said) == (True, True)
+
+
+# --- ranks meet at a port of the first node, where the job script runs; NVIDIA/enroot#243, hpcaitech/ColossalAI#5049
+
+
+def choose_port(job: str) -> int:
+    script = f"job={job}\n{read_block('addresses', 'free_port').text}\nfree_port"
+    return int(subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::"])
+def test_a_port_that_somebody_holds_is_left_to_them(address: str) -> None:
+    first = choose_port("4711")
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, first), family=family):
+        second = choose_port("4711")
+    assert second != first
+    assert 15000 <= second < 30000
 
 
 # --- bash's `wait -n` says 127, no children, once in about a thousand times that the last two end together
@@ -109,6 +128,25 @@ def test_open_mpi_starts_its_daemons_from_here_and_as_they_are_found_here(cluste
     subprocess.run(agent, env={**cluster.variables("101"), **found}, check=True)
     assert (cluster.path / "home/orted").read_text() == f"{found['PATH']} /mpi/lib\n"
     assert (cluster.path / "of-the-job").read_text() == "-mca a b\n"
+
+
+HYDRA_VERSION = "HYDRA build details:\n    Version:                                 4.3.0\n"
+INTEL_VERSION = "Intel(R) MPI Library for Linux* OS, Version 2021.9 Build 20230307\n"
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "pbs", "local"])
+@pytest.mark.parametrize("version", [HYDRA_VERSION, INTEL_VERSION, ""], ids=["mpich", "intel", "none"])
+def test_an_mpirun_of_another_mpi_is_told_before_ranks_start(scheduler: str, version: str, cluster: Cluster) -> None:
+    """That of conda's mpich, for one, which does not know --map-by (UPSY-group/UPSY-models#661)."""
+    cluster.write("mpirun-version", version)
+    job = make_job(scheduler, "mpirun")
+    job = job if version else replace(job, start=job.start.model_copy(update={"mpirun": "/gone/mpirun"}))
+    ran = run(job, cluster)
+    assert (ran.state, cluster.list_ranks()) == ("crashed", []), ran.said
+    assert ran.result is not None
+    said = f"is not of Open MPI ({version.splitlines()[0]})" if version else "there is no /gone/mpirun on "
+    assert said in ran.result.reason
+    assert "load Open MPI (site.modules)" in ran.result.reason
 
 
 def test_mpirun_tells_every_node_where_containers_are(cluster: Cluster) -> None:

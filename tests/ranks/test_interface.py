@@ -9,8 +9,16 @@ import psutil
 import pytest
 
 from runs import place
+from shardway.errors import SiteError
 from shardway.ranks import interface
-from shardway.ranks.interface import VARIABLE, choose_interface, find_interface, name_interface, own_addresses
+from shardway.ranks.interface import (
+    VARIABLE,
+    check_named,
+    choose_interface,
+    find_interface,
+    name_interface,
+    own_addresses,
+)
 from shardway.ranks.launcher import Placement
 
 SEVERAL = Placement(1, 4, 1, 2, 0, 2, "n1", 29500, "srun")
@@ -77,3 +85,20 @@ def test_what_is_set_stays_and_one_node_needs_nothing(interfaces: None, monkeypa
     assert environ == {}
     name_interface(SEVERAL, environ)
     assert environ == {VARIABLE: "ib0"}
+
+
+@pytest.mark.parametrize("text", ["eth0", "eth0,lo", " eth0 , ib0", ""])
+def test_a_name_of_an_interface_that_is_up_passes(interfaces: None, text: str) -> None:
+    check_named({VARIABLE: text, "NCCL_SOCKET_IFNAME": "gone"}, nccl=False)
+
+
+@pytest.mark.parametrize("text", ["eth", "=eth0", "^docker,lo", "ib0,gone", ""])
+def test_nccl_takes_beginnings_and_exceptions(interfaces: None, text: str) -> None:
+    check_named({"NCCL_SOCKET_IFNAME": text}, nccl=True)
+
+
+@pytest.mark.parametrize("text", ["gone", "=eth", "^eth,ib,lo", "eth1"])
+def test_what_leaves_nccl_no_interface_is_refused(interfaces: None, text: str) -> None:
+    """It ends with an address of no family, or waits (NVIDIA/nccl#1837)."""
+    with pytest.raises(SiteError, match=r"names or their beginnings, after = or \^, of eth0, ib0"):
+        check_named({"NCCL_SOCKET_IFNAME": text}, nccl=True)

@@ -19,6 +19,7 @@ from recorded_launchers import NODES, RECORDED
 from shardway.errors import SiteError
 from shardway.inherited import strip
 from shardway.ranks.launcher import Placement, describe_placement, find_placement
+from shardway.ranks.meeting import list_ports
 
 ALONE = Placement(0, 1, 0, 1, 0, 1, "127.0.0.1", 0, "none")
 
@@ -232,6 +233,20 @@ def test_open_mpi_on_one_node() -> None:
     assert placement == Placement(5, 8, 5, 8, 0, 1, "127.0.0.1", 20001, "mpirun")
 
 
+def test_ranks_of_mpirun_meet_where_the_job_begins_and_not_its_daemons() -> None:
+    """mpirun starts daemons by srun on all nodes but its own: SLURM_STEP_NODELIST is of these (Slurm 22.05)."""
+    on_first = OPEN_MPI | SLURM_26_BATCH | {"PMIX_NAMESPACE": "425525249"}
+    on_second = on_first | SLURM_STEP | {"SLURM_STEP_NODELIST": "n2", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    assert find_placement(on_first).master_addr == find_placement(on_second).master_addr == "n1"
+
+
+def test_a_launch_whose_port_was_not_named_may_take_another_one() -> None:
+    placement = find_placement(SLURM_26_TASK_3)
+    assert list_ports(placement.launch)[0] == placement.master_port
+    assert find_placement(SLURM_26_TASK_3 | {"MASTER_PORT": "29500"}).launch == ""
+    assert find_placement(TORCHRUN).launch == ""
+
+
 def test_hydra_wins_over_the_srun_that_started_its_proxies() -> None:
     placement = find_placement(SLURM_26_TASK_0 | HYDRA)
     assert placement == Placement(5, 8, 1, 4, None, None, "n1", port_of("3085"), "mpiexec (hydra)")
@@ -244,6 +259,20 @@ def test_srun_with_pmi2_is_srun() -> None:
 def test_pals_under_pbs(nodefile: Path) -> None:
     placement = find_placement(PALS | {"PBS_JOBID": "7.head", "PBS_NODEFILE": str(nodefile)})
     assert placement == Placement(5, 8, 1, 4, 1, None, "p1", port_of("7.head"), "mpiexec (PALS)")
+
+
+def test_two_launches_of_pals_in_a_job_meet_at_two_ports(nodefile: Path) -> None:
+    job = PALS | {"PBS_JOBID": "7.head", "PBS_NODEFILE": str(nodefile)}
+    first, second = (find_placement(job | {"PALS_APID": name}).master_port for name in ("a-1", "b-2"))
+    assert (first, second) == (port_of("a-1"), port_of("b-2"))
+
+
+def test_others_that_speak_like_hydra() -> None:
+    """Cray's PMI has other names for the local numbers (deepspeedai/DeepSpeed#461), and some have none."""
+    cray = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"}
+    placement = find_placement(cray | {"MASTER_ADDR": "n1", "MASTER_PORT": "20001"})
+    assert placement == Placement(5, 8, 1, 4, None, None, "n1", 20001, "mpiexec (hydra)")
+    assert find_placement({"PMI_RANK": "0", "PMI_SIZE": "1"}).world == 1
 
 
 def test_pals_rank_set_by_srun_is_srun() -> None:
@@ -288,12 +317,41 @@ def test_flux_on_one_node_and_on_uneven_ones() -> None:
         find_placement(FLUX | {"FLUX_JOB_NNODES": "3"})
 
 
-@pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "127.0.1.1", "::1", "[::1]", "0.0.0.0", "ip6-localhost"])
+OWN_ADDRESSES = (
+    *("localhost", "127.0.0.1", "127.0.1.1", "::1", "[::1]", "0.0.0.0", "ip6-localhost"),
+    *("LOCALHOST", "localhost.", "localhost4", "localhost6.localdomain6", "node.localhost", "127.1", "0", "::"),
+    *("::ffff:127.0.0.1", "[::ffff:127.0.1.1]", "::1%lo"),
+)
+
+
+@pytest.mark.parametrize("address", OWN_ADDRESSES)
 @pytest.mark.parametrize("environ", [SLURM_26_TASK_3, OPEN_MPI | {"MASTER_PORT": "7000"}], ids=["srun", "mpirun"])
 def test_an_address_of_each_nodes_own_is_refused_for_several(environ: dict[str, str], address: str) -> None:
     with pytest.raises(SiteError, match="with this one each node would meet itself") as failure:
         find_placement(environ | {"MASTER_ADDR": address})
     assert "unset MASTER_ADDR" in str(failure.value)
+
+
+NO_ADDRESSES = (
+    *("n1:29500", "tcp://n1", "[fd00::1]:29500", "n[1-2]", "n1,n2", "n1\nn2", "192.0.2.1 fd00::1 ", "(null)"),
+    *("$(hostname)", "-n1", "n1-"),
+)
+
+
+@pytest.mark.parametrize("address", NO_ADDRESSES)
+@pytest.mark.parametrize("environ", [SLURM_26_TASK_3, TORCHRUN], ids=["srun", "torchrun"])
+def test_what_is_no_address_is_refused_before_ranks_wait_for_it(environ: dict[str, str], address: str) -> None:
+    """All lines of `scontrol show hostnames`, all of `hostname -I`, an address with a port, words no shell expanded."""
+    with pytest.raises(SiteError, match="allowed: one host name or address, without a port") as failure:
+        find_placement(environ | {"MASTER_ADDR": address})
+    assert len(str(failure.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    "address", ["n1", "n1.cluster.", "N1-ib0", "node_7", "192.0.2.7", "fd00::1", "fe80::1%eth0", " n1\n"]
+)
+def test_a_host_by_any_name_or_address_passes(address: str) -> None:
+    assert find_placement(SLURM_26_TASK_3 | {"MASTER_ADDR": address}).master_addr == address.strip()
 
 
 @pytest.mark.parametrize("address", ["[fd00::1]", "fd00::1"])
@@ -431,6 +489,19 @@ REFUSED = {
         "the variables of mpiexec (hydra) do not place this process among the ranks: MPI_LOCALRANKID not set\n"
         "      allowed: MPI_LOCALRANKID is a whole number from 0 on\n"
         f"      to do: start the ranks with mpiexec (hydra) {FRESH}",
+    ),
+    "a number without a world": (
+        {"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-n1-23@1"},
+        'the variables of prun do not place this process among the ranks: PMIX_RANK="1"\n'
+        "      allowed: PMIX_RANK not set, or with it RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE\n"
+        "      to do: start the ranks with mpirun, or torchrun on each node; for a single rank, unset PMIX_RANK",
+    ),
+    "a job of one node around ranks on several": (
+        OPEN_MPI | {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"},
+        'the variables of mpirun do not place this process among the ranks: SLURM_JOB_NODELIST="n1"\n'
+        "      allowed: several hosts, since the ranks are on several nodes (SLURM_JOB_NODELIST may be left over from "
+        "another job)\n"
+        "      to do: export MASTER_ADDR with rank 0's host and hand it to every rank",
     ),
     "node file of another host": (
         OPENPBS_23_PBSDSH | {"PBS_NODEFILE": "/nonexistent/119.pbshead"},

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from commands import free_port
 from pool import ranks
 from runs import lone_rank, place, pool_ranks
 from shardway.errors import Bug, JobError, LostContact, ShardwayError, SiteError, UserError
+from shardway.ranks import start
 from shardway.ranks.agreement import WISH_SLOTS, Decision, Wishes, read_decision
 from shardway.ranks.start import StartOptions, is_lost_contact, start_ranks
 
@@ -148,13 +151,32 @@ def test_ranks_that_do_not_come_are_told(rank: int) -> None:
     assert not torch.distributed.is_initialized()
 
 
-def test_a_port_in_use_is_told() -> None:
+@pytest.mark.parametrize("launcher", ["srun", "ft_launcher"])
+def test_who_holds_a_port_that_was_named_is_told(launcher: str) -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
-        with pytest.raises(SiteError, match="could not meet the others at") as failure:
-            start_ranks(place(0, 2, port=holder.getsockname()[1]), OPTIONS)
-    assert "the port is free" in str(failure.value)
+        port = holder.getsockname()[1]
+        with pytest.raises(SiteError) as failure:
+            start_ranks(place(0, 2, launcher, port=port), OPTIONS)
+    first, second = str(failure.value).splitlines()
+    start = (
+        f"rank 0 of 2 cannot listen at 127.0.0.1:{port} (MASTER_PORT): port {port} is held by process {os.getpid()} ("
+    )
+    assert first.startswith(start)
+    assert second == (
+        "  To do: unset MASTER_PORT, and ranks of srun, mpirun or mpiexec find a free port; or export another one for "
+        "all ranks; or end that process, if it was left over."
+    )
+
+
+def test_ranks_that_a_foreign_program_answers_give_up_in_time() -> None:
+    """torch would wait without a limit for the answer of one that is no store."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        with pytest.raises(SiteError, match=r"could not meet the others at .*: port \d+: no answer"):
+            start_ranks(place(1, 2, "srun", port=holder.getsockname()[1]), OPTIONS)
 
 
 def test_a_rank_of_its_own_has_a_group_and_leaves_none() -> None:
@@ -174,6 +196,72 @@ def test_a_device_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> 
         '  To do: start at most as many ranks a node as it has devices, or set run.device = "cpu"; if the node has '
         "devices, check the driver and that this torch is a CUDA build."
     )
+
+
+def show_devices(monkeypatch: pytest.MonkeyPatch, seen: Sequence[str]) -> None:
+    """Let torch see these devices."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(seen))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=seen[device.index]))
+
+
+@pytest.mark.parametrize(
+    ("seen", "chosen"),
+    [
+        (["ab12"] * 4, "ab12"),  # all see the same devices
+        (["a", "b", "1", "2"], "ab12"),  # --gpus-per-task=1, MIG slices
+        (["12", "12", "ab", "ab"], "12ab"),  # --gpu-bind=closest (Lightning-AI/pytorch-lightning#13605)
+        (["ab", "ab", "12", "12"], "ab12"),
+        (["ab12c"] * 4, "ab12"),
+    ],
+)
+def test_each_rank_of_a_node_has_a_device_of_its_own(
+    seen: list[str], chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, devices = torch.distributed.HashStore(), []
+    for rank, names in enumerate(seen):
+        show_devices(monkeypatch, names)
+        device = start._choose_device(place(rank, 4, "srun"), "cuda")
+        devices.append(names[device.index])
+        store.set(f"{start._DEVICE}{rank}", devices[-1])
+    assert "".join(devices) == chosen
+    for rank, names in enumerate(seen):
+        show_devices(monkeypatch, names)
+        device = torch.device("cuda", names.index(devices[rank]))
+        start._check_own_device(place(rank, 4, "srun"), device, store)
+
+
+def test_ranks_that_share_a_device_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = torch.distributed.HashStore()
+    for rank in range(4):
+        store.set(f"{start._DEVICE}{rank}", "ab"[rank % 2])
+    show_devices(monkeypatch, "ab")
+    with pytest.raises(SiteError, match=r"ranks 1, 3 have one device between them \(GPU-b\)"):
+        start._check_own_device(place(3, 4, "srun"), torch.device("cuda", 1), store)
+
+
+@pytest.mark.parametrize(
+    ("text", "allowed"),
+    [
+        ("^lo", "names without =, ^"),
+        ("=eth0", "names without =, ^"),
+        ("192.0.2.7", "names"),
+        ("no-such0", "names"),
+        ("l", "names"),
+    ],
+)
+def test_an_interface_that_is_not_there_is_told_before_ranks_meet(
+    text: str, allowed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's notation (aws-samples/aws-do-eks#51), an address (AMD-AGI/Primus#1063), another machine's name."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", text)
+    with pytest.raises(SiteError) as failure:
+        start_ranks(place(1, 2, "srun", port=free_port()), OPTIONS)
+    first, second, third = str(failure.value).splitlines()
+    assert first == f"GLOO_SOCKET_IFNAME={text}: {socket.gethostname()} has no such interface that is up."
+    assert allowed in second
+    assert "unset GLOO_SOCKET_IFNAME" in third
 
 
 def test_wishes_fill_their_slots() -> None:

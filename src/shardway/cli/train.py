@@ -23,6 +23,7 @@ from shardway.cli.options import DirOption, JsonOption, NprocOption, Words, read
 from shardway.cli.outputs import enduring_outputs
 from shardway.errors import Bug, ShardwayError, SiteError, UserError
 from shardway.hardware.limits import ensure_temporary
+from shardway.ranks.meeting import parse_host
 from shardway.ranks.place import Place
 from shardway.ranks.signals import SignalWatch
 from shardway.rundir.attempts import BY_AGENT
@@ -76,7 +77,14 @@ def _read_nodes(nodes: str | None, node: int | None, port: int, nproc: int | Non
             '  To do: give the same --nodes "ADDRESS ADDRESS ..." on each machine, and --node 0 on the first, 1 on the '
             "next."
         )
-    return Place(addresses, node, port, nproc or 1)
+    hosts = tuple(parse_host(address) for address in addresses)
+    if "" in hosts:
+        raise UserError(
+            f'--nodes: "{addresses[hosts.index("")]}" is no host name or address.\n'
+            "      allowed: names and addresses with blanks between them, without a port, a scheme or [1-2]\n"
+            "      to do: name each machine by itself, and the port by --port"
+        )
+    return Place(hosts, node, port, nproc or 1)
 
 
 def _train_on_nodes(request: Request, place: Place, telling: Telling, *, dry_run: bool, as_json: bool) -> None:

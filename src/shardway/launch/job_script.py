@@ -153,6 +153,7 @@ def _functions(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
     needed = (
         (job.scheduler == "local" or _warns_itself(job, scheduler), ("in_time", "tell_script")),
         (_ranks_within(job) > 0, ("in_time", "end_without_ranks")),
+        (job.starter == "mpirun", ("check_mpirun",)),
         (_ends_mpirun(job), ("in_time", "end_mpirun")),
         (_awaits_ranks(job, scheduler), ("await_ranks",)),
         (job.chain.until_done, _OF_A_CHAIN),
@@ -165,7 +166,7 @@ def _functions(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
         read_block("inherited", "drop_variables"),
         *(read_block("control", name) for name in control),
         *(read_block(scheduler.shell, name) for name in scheduler.functions(job)),
-        *(read_block("addresses", name) for name in ("address", "own_address", "meet")),
+        *(read_block("addresses", name) for name in ("address", "own_address", "free_port", "meet")),
         *(read_block("work", name) for name in (_OF_A_WORKING_FOLDER if job.around.code is not None else ())),
         read_block("secret_lines", "read_secrets"),
     )
@@ -375,6 +376,9 @@ def _mpirun_options(job: Job) -> list[Line]:
     """mpirun gives other nodes the variables that are named, so that no value is seen in the list of processes."""
     names = (*job.around.secret_names, *_carried(job))
     lines = [
+        Line(
+            f"check_mpirun {quote(job.start.mpirun or 'mpirun')}", "which it is, of those that modules and conda bring"
+        ),
         Line(f"mpirun_options=(--mca odls_base_sigkill_timeout {_SAVING_S})", "how long ranks may save after SIGTERM"),
         Line(f'for name in {" ".join(names)}; do [ -z "${{!name+set}}" ] || mpirun_options+=(-x "$name"); done'),
     ]

@@ -5,6 +5,9 @@ installer does, or nothing knows the name, the others get an address of their ow
 in vain too where the name is that of a network for management, or has an IPv6 address over which nothing arrives. The
 way to the address at which all ranks meet is one that works.
 
+Sources: NCCL environment variables (NCCL_SOCKET_IFNAME: prefixes, "=" exact, "^" not these); gloo in torch
+(GLOO_SOCKET_IFNAME: exact names).
+
 Invariant: an interface that somebody has named stays, and none is chosen where gloo's own way is that one. This
 module must not make connections: a UDP socket that is connected sends nothing (udp(7)), and knows its own address.
 """
@@ -16,12 +19,14 @@ import itertools
 import socket
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 
+from shardway.errors import SiteError
 from shardway.hardware.links import Interface, list_interfaces
 from shardway.ranks.launcher import Placement
 from shardway.ranks.meeting import is_loopback
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
 
+_OF_NCCL = "NCCL_SOCKET_IFNAME"
 _NODES = "SHARDWAY_NODES"
 _ANY_PORT = 9
 _TRIED = 4
@@ -33,6 +38,37 @@ def name_interface(placement: Placement, environ: MutableMapping[str, str]) -> N
         return
     if name := choose_interface(look_up(socket.gethostname()), list_others(placement, environ)):
         environ[VARIABLE] = name
+
+
+def check_named(environ: Mapping[str, str], *, nccl: bool) -> None:
+    """Raise SiteError where a variable names no interface of this node: gloo and NCCL would end with a place in their
+    own source, or wait. `nccl`: whether NCCL is used."""
+    found = tuple(each for each in list_interfaces() if each.up)
+    for name, exact in ((VARIABLE, True), *(((_OF_NCCL, False),) if nccl else ())):
+        text = environ.get(name, "")
+        if not text or not found or select_interfaces(text, found, exact=exact):
+            continue
+        usable = ", ".join(each.name for each in found if each.leaves_machine) or "none"
+        how = "names without =, ^ or a part of a name" if exact else "names or their beginnings, after = or ^"
+        raise SiteError(
+            f"{name}={text}: {socket.gethostname()} has no such interface that is up.\n"
+            f"      allowed: {how}, of {usable}\n"
+            f"      to do: unset {name}, or name one of these, for the ranks of this node"
+        )
+
+
+def select_interfaces(text: str, found: Iterable[Interface], *, exact: bool) -> list[Interface]:
+    """Interfaces that a variable selects, in NCCL's notation or (`exact`) gloo's."""
+    negated = text.startswith("^") and not exact
+    rest = text[1:] if negated else text
+    literal = exact or rest.startswith("=")
+    names = [name.strip() for name in rest.removeprefix("" if exact else "=").split(",") if name.strip()]
+
+    def selects(interface: Interface) -> bool:
+        hit = interface.name in names if literal else interface.name.startswith(tuple(names))
+        return hit != negated
+
+    return [interface for interface in found if selects(interface)]
 
 
 def list_others(placement: Placement, environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ DeepSpeed's launcher hand to their processes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from shardway.ranks.hostlist import parse_tasks_per_node
 from shardway.ranks.meeting import LOOPBACK, find_address, find_port, read_nodefile, render_endpoint
@@ -43,7 +43,8 @@ class Placement:
     `node` and `nodes` are None where the launcher does not number nodes (Open MPI, hydra, over several nodes).
     `master_port` 0 means that nobody else has to find it: choose any free port. `launcher` is "none" where
     nothing started this process: rank 0 of 1. `starts_again`: its launcher says that it starts the ranks again if one
-    fails.
+    fails. `launch`: what the launch is called where its port follows from that, and another one may be taken
+    (`ranks.port`); "" where a port was named.
     """
 
     rank: int
@@ -56,6 +57,7 @@ class Placement:
     master_port: int
     launcher: str
     starts_again: bool = False
+    launch: str = field(default="", compare=False)
 
     @property
     def has_agent(self) -> bool:
@@ -183,7 +185,7 @@ def _read_pals(environ: Environ) -> Placement | None:
     # Slurm's plug-in for Cray systems sets PALS_RANKID as well; there srun knows all of it.
     if _PALS.rank not in environ or _is_srun_task(environ):
         return None
-    return _place(environ, "mpiexec (PALS)", _read_seat(environ, "mpiexec (PALS)", _PALS))
+    return _place(environ, "mpiexec (PALS)", _read_seat(environ, "mpiexec (PALS)", _PALS), environ.get("PALS_APID", ""))
 
 
 def _read_hydra(environ: Environ) -> Placement | None:
@@ -193,7 +195,15 @@ def _read_hydra(environ: Environ) -> Placement | None:
         return None
     if "MPI_APPNUM" in environ and _HYDRA.local_rank not in environ:  # mpiexec.gforker, which knows one machine
         return _place(environ, "mpiexec.gforker", _read_seat_of_one_node(environ, "mpiexec.gforker", _HYDRA))
-    return _place(environ, "mpiexec (hydra)", _read_seat(environ, "mpiexec (hydra)", _HYDRA))
+    # Others that speak hydra's protocol to their processes have names of their own for the local numbers, or none.
+    names = replace(
+        _HYDRA,
+        local_rank=first_set(environ, _HYDRA.local_rank, "PMI_LOCAL_RANK"),
+        local_world=first_set(environ, _HYDRA.local_world, "PMI_LOCAL_SIZE"),
+    )
+    alone = environ.get(_HYDRA.world) == "1" and names.local_rank not in environ
+    read = _read_seat_of_one_node if alone else _read_seat
+    return _place(environ, "mpiexec (hydra)", read(environ, "mpiexec (hydra)", names))
 
 
 def _read_mvapich(environ: Environ) -> Placement | None:
@@ -304,6 +314,20 @@ def _read_environment(environ: Environ) -> Placement | None:
     return _place(environ, "the environment", read(environ, "the environment", names))
 
 
+_NUMBERED_ALONE = {"prun": "PMIX_RANK", "blaunch": "LSF_PM_TASKID", "aprun": "ALPS_APP_PE"}
+"""Launchers that number their processes, and say in no variable how many there are."""
+
+
+def _read_numbered_alone(environ: Environ) -> Placement | None:
+    """None where nothing numbers this process; else SiteError, since each of them would be rank 0 of 1."""
+    for launcher, name in _NUMBERED_ALONE.items():
+        if name in environ:
+            allowed = f"{name} not set, or with it RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE"
+            remedy = f"start the ranks with mpirun, or torchrun on each node; for a single rank, unset {name}"
+            raise variables_error(environ, launcher, (name,), allowed, remedy)
+    return None
+
+
 _READERS: dict[str, Callable[[Environ], Placement | None]] = {
     "shardway": _read_agent,
     FT_LAUNCHER: _read_ft_launcher,
@@ -317,6 +341,7 @@ _READERS: dict[str, Callable[[Environ], Placement | None]] = {
     "srun": _read_srun,
     "pbsdsh": _read_pbs,
     "the environment": _read_environment,
+    "others": _read_numbered_alone,
 }
 
 
@@ -395,4 +420,5 @@ def _place(environ: Environ, launcher: str, seat: _Seat, launch: str = "") -> Pl
         master_port=find_port(environ, launcher, seat.world, job),
         launcher=launcher,
         starts_again=launcher in ("torchrun", FT_LAUNCHER) and has_restarts_left(environ),
+        launch=job if seat.world > 1 and not environ.get("MASTER_PORT") else "",
     )

@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -25,9 +25,10 @@ import torch.distributed as dist
 
 from shardway.errors import ERRORS_BY_NAME, Bug, JobError, LostContact, ShardwayError, SiteError
 from shardway.hardware.limits import explain_limit, raise_file_limit, read_task_limit
-from shardway.ranks.interface import VARIABLE, look_up, name_interface
+from shardway.ranks.interface import VARIABLE, check_named, look_up, name_interface
 from shardway.ranks.launcher import Placement
 from shardway.ranks.meeting import render_endpoint
+from shardway.ranks.port import NoMeeting, PortTaken, agree_on_port, describe_holder
 from shardway.units import render_seconds
 
 T = TypeVar("T")
@@ -140,7 +141,7 @@ def start_ranks(placement: Placement, options: StartOptions) -> Ranks:
     torch.set_num_threads(_fit_threads(placement, options.threads))
     device = _choose_device(placement, options.device)
     if placement.launcher != "none":
-        _join(placement, options, device)
+        placement = _join(placement, options, device)
     elif options.group_alone:
         dist.init_process_group(BACKENDS[device.type], store=dist.HashStore(), rank=0, world_size=1)
     else:
@@ -184,8 +185,9 @@ def _choose_device(placement: Placement, kind: str) -> torch.device:
         return torch.device("cpu")
     visible = torch.cuda.device_count()
     # A scheduler that gives each task its devices (srun --gpus-per-task) shows it these alone, numbered from 0 on.
-    index = 0 if visible == 1 else placement.local_rank
-    if index >= max(visible, 1) or not torch.cuda.is_available():
+    # One that binds tasks to the devices near their cores (--gpu-bind=closest) shows some tasks these, and some those.
+    index = placement.local_rank % visible if visible else 0
+    if not visible or not torch.cuda.is_available():
         raise SiteError(
             f"rank {placement.rank} is number {placement.local_rank + 1} on its node, where torch {torch.__version__} "
             f"sees {visible} CUDA devices.\n"
@@ -198,12 +200,13 @@ def _choose_device(placement: Placement, kind: str) -> torch.device:
 
 
 def _check_own_device(placement: Placement, device: torch.device, store: dist.Store) -> None:
-    """Raise SiteError where ranks of this node that see one device each see the same one; said before NCCL meets."""
-    if device.type != "cuda" or placement.local_world == 1:
+    """Raise SiteError where ranks that see less devices than there are ranks of the node have the same one; said
+    before NCCL meets."""
+    if device.type != "cuda":
         return
     store.set(f"{_DEVICE}{placement.rank}", str(torch.cuda.get_device_properties(device).uuid))
     first = placement.rank - placement.local_rank
-    if torch.cuda.device_count() > 1 or first < 0:
+    if torch.cuda.device_count() >= placement.local_world or first < 0:
         return
     ranks = range(first, min(first + placement.local_world, placement.world))
     names = {rank: store.get(f"{_DEVICE}{rank}").decode() for rank in ranks}
@@ -220,13 +223,19 @@ _DEVICE = "shardway/device-"
 """Key of the store: which device a rank has."""
 
 
-def _join(placement: Placement, options: StartOptions, device: torch.device) -> None:
+def _join(placement: Placement, options: StartOptions, device: torch.device) -> Placement:
+    """Make the process group; the placement, with the port at which the ranks have met."""
+    began, has_met = time.monotonic(), False
     where = render_endpoint(placement.master_addr, placement.master_port)
-    url = f"tcp://{where}"
-    wait, began, has_met = timedelta(seconds=options.start_timeout_s), time.monotonic(), False
+    if placement.world > 1:
+        check_named(os.environ, nccl=device.type == "cuda")
     name_interface(placement, os.environ)
     try:
-        rendezvous = dist.rendezvous(url, rank=placement.rank, world_size=placement.world, timeout=wait)
+        if not _is_agents_store(placement):
+            placement = replace(placement, master_port=agree_on_port(placement, options.start_timeout_s))
+            where = render_endpoint(placement.master_addr, placement.master_port)
+        wait = timedelta(seconds=max(1.0, options.start_timeout_s - (time.monotonic() - began)))
+        rendezvous = dist.rendezvous(f"tcp://{where}", rank=placement.rank, world_size=placement.world, timeout=wait)
         store, _, _ = next(rendezvous)
         store.set_timeout(wait)
         has_met = True
@@ -239,8 +248,8 @@ def _join(placement: Placement, options: StartOptions, device: torch.device) -> 
             timeout=timedelta(seconds=options.collective_timeout_s),
             device_id=device if device.type == "cuda" else None,
         )
-    except (dist.DistError, RuntimeError, ValueError) as error:
-        tried = f"in {render_seconds(time.monotonic() - began)}"
+    except (dist.DistError, RuntimeError, ValueError, NoMeeting) as error:
+        tried = f"in {render_seconds(max(0.1, round(time.monotonic() - began, 1)))}"
         who = f"rank {placement.rank} of {placement.world}"
         if why := explain_limit(error):
             raise SiteError(f"{who} could not begin: {why}") from error
@@ -256,12 +265,25 @@ def _join(placement: Placement, options: StartOptions, device: torch.device) -> 
                 f"  To do: export {VARIABLE} with the interface that joins the nodes (ip -br addr), for all ranks; or "
                 "look whether a rank has ended meanwhile."
             ) from error
+        if isinstance(error, PortTaken) or "EADDRINUSE" in str(error):
+            holder = str(error) if isinstance(error, PortTaken) else describe_holder(placement.master_port)
+            raise SiteError(
+                f"{who} cannot listen at {where} (MASTER_PORT): {holder}.\n"
+                "  To do: unset MASTER_PORT, and ranks of srun, mpirun or mpiexec find a free port; or export another "
+                "one for all ranks; or end that process, if it was left over."
+            ) from error
         raise SiteError(
             f"{who} could not meet the others at {where} {tried}: {_first_line(error)}\n"
             f"  Here {placement.master_addr} is {', '.join(look_up(placement.master_addr)) or 'not known'}.\n"
             "  To do: check that every rank was started, that the address is reachable from every node and the port is "
             "free (MASTER_ADDR, MASTER_PORT); if ranks start slowly, raise run.start_timeout."
         ) from error
+    return placement
+
+
+def _is_agents_store(placement: Placement) -> bool:
+    """Whether an agent listens at the port, or nobody else has to find it."""
+    return placement.has_agent or placement.world == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _describe_way() -> str:

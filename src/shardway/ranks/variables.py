@@ -40,7 +40,9 @@ def variables_error(
     environ: Environ, launcher: str, names: tuple[str, ...], allowed: str, remedy: str = ""
 ) -> SiteError:
     """The error for these variables of this launcher; without a remedy it says how to start afresh."""
-    found = ", ".join(f'{name}="{environ[name]}"' if name in environ else f"{name} not set" for name in names)
+    found = ", ".join(
+        f'{name}="{_in_one_line(environ[name])}"' if name in environ else f"{name} not set" for name in names
+    )
     starter = "torchrun" if launcher == "the environment" else launcher
     fresh = f"start the ranks with {starter} from a fresh shell; for a single rank, unset its variables"
     return SiteError(
@@ -48,3 +50,8 @@ def variables_error(
         f"      allowed: {allowed}\n"
         f"      to do: {remedy or fresh}"
     )
+
+
+def _in_one_line(value: str) -> str:
+    """A value as bash would write it after `$`: a list of hosts may have a line each."""
+    return value.replace("\n", "\\n")

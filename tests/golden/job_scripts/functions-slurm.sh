@@ -27,7 +27,7 @@ of_jobs=( '!SLURM_CONF' '!SLURM_CONF_SERVER' '!SLURM_CLUSTERS' '!SLURM_JWT' '!SL
   'SHARDWAY_CPU_MASKS' 'SHARDWAY_GATE' 'SHARDWAY_RELEASED' 'SHARDWAY_LENT_CACHE' 'SLURM_*' \
   'SLURMD_*' 'SRUN_*' '_SLURM_SPANK_OPTION_*' 'SBATCH_*' 'SALLOC_*' 'SQUEUE_*' 'SACCT_*' 'SCANCEL_*' \
   'SINFO_*' 'SCONTROL_*' 'PYXIS_CONTAINER_IMAGE' 'PYXIS_CONTAINER_NAME' 'PBS_*' 'QSUB_*' 'NCPUS' \
-  'LSB_*' 'LS_JOBPID' 'LS_SUBCWD' 'JSM_*' 'FLUX_JOB_*' 'FLUX_TASK_*' 'FLUX_KVS_NAMESPACE' \
+  'LSB_*' 'LS_JOBPID' 'LS_SUBCWD' 'LSF_PM_*' 'JSM_*' 'FLUX_JOB_*' 'FLUX_TASK_*' 'FLUX_KVS_NAMESPACE' \
   'FLUX_ENCLOSING_ID' 'FLUX_PMI_*' )
 # drop_variables PATTERN...: those that mean something for another job or rank; the first pattern that fits decides, "!..." keeps
 drop_variables() {
@@ -346,6 +346,8 @@ begin() {
   job=$SLURM_JOB_ID
   export SLURM_EXPORT_ENV=ALL # steps have the variables of this job, whatever --export or SBATCH_EXPORT said to sbatch
   [ -z "${SLURM_MEM_PER_NODE-}" ] || unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU # of a shell of salloc; srun takes one alone
+  # of a step in which sbatch was typed: all ranks would be on its cores
+  [[ ${SLURM_CPU_BIND-} != *mask_* ]] || unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}"
   mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
   started=$(date +%s)
   end=$(squeue --noheader --jobs "$job" --format %e 2>/dev/null)
@@ -410,7 +412,17 @@ own_address() {
     return
   done
 }
-# meet: MASTER_ADDR is the first node as all others name it, MASTER_PORT follows from the job's id
+# free_port: one of this node that follows from the job's id; the next where a program holds it, as the kernel's table says
+free_port() {
+  local port
+  port=$((15000 + $(printf %s "$job" | cksum | cut -d' ' -f1) % 15000))
+  for _ in {1..50}; do
+    grep -qi "^ *[0-9]*: [0-9A-F]*:$(printf %04X "$port") " /proc/net/tcp /proc/net/tcp6 2> /dev/null || break
+    port=$((15000 + (port - 14999) % 15000))
+  done
+  echo "$port"
+}
+# meet: MASTER_ADDR is the first node as all others name it, which is this one; MASTER_PORT is free there
 meet() {
   local node found
   SHARDWAY_NODES=
@@ -422,7 +434,7 @@ meet() {
   done
   [ "${#nodes[@]}" -gt 1 ] || SHARDWAY_NODES=127.0.0.1
   MASTER_ADDR=${SHARDWAY_NODES%% *}
-  MASTER_PORT=$((15000 + $(printf %s "$job" | cksum | cut -d' ' -f1) % 15000))
+  MASTER_PORT=$(free_port)
   export SHARDWAY_NODES MASTER_ADDR MASTER_PORT
 }
 # read_secrets FILE: exports its lines NAME=value as they stand: nothing in them is replaced or run, the last of a name

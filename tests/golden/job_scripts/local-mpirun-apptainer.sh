@@ -67,6 +67,8 @@ main() {
   # --- run
   # variables of the job, for ranks that do not inherit them; no secrets
   declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PYTHONUNBUFFERED SHARDWAY_LENT_CACHE > "$here/environment.sh" 2> /dev/null
+  # which it is, of those that modules and conda bring
+  check_mpirun mpirun
   # how long ranks may save after SIGTERM
   mpirun_options=(--mca odls_base_sigkill_timeout 30)
   for name in PATH LD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX ENROOT_DATA_PATH; do [ -z "${!name+set}" ] || mpirun_options+=(-x "$name"); done

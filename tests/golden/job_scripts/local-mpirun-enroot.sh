@@ -73,6 +73,8 @@ main() {
     exec "${words[@]}" "$0-$(uname -n)" "${@:2}"'
   # the container of this job, on every node
   bash -c "$named" "shardway-$SHARDWAY_JOB" enroot create --name -- /images/torch.sqsh || fail 'the container could not be created' create
+  # which it is, of those that modules and conda bring
+  check_mpirun mpirun
   # how long ranks may save after SIGTERM
   mpirun_options=(--mca odls_base_sigkill_timeout 30)
   for name in PATH LD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX ENROOT_DATA_PATH; do [ -z "${!name+set}" ] || mpirun_options+=(-x "$name"); done

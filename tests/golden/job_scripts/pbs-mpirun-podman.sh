@@ -84,6 +84,8 @@ main() {
   # ranks share memory of the node; its /dev/shm alone where it has no message queues
   ipc=(--ipc=host)
   [ -e /dev/mqueue ] || ipc=(--ipc=private --volume=/dev/shm:/dev/shm)
+  # which it is, of those that modules and conda bring
+  check_mpirun mpirun
   # how long ranks may save after SIGTERM
   mpirun_options=(--mca odls_base_sigkill_timeout 30)
   for name in PATH LD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX ENROOT_DATA_PATH; do [ -z "${!name+set}" ] || mpirun_options+=(-x "$name"); done

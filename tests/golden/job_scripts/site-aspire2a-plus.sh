@@ -88,6 +88,8 @@ main() {
   declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PYTHONUNBUFFERED SHARDWAY_LENT_CACHE http_proxy https_proxy no_proxy > "$here/environment.sh" 2> /dev/null
   # where this job's containers are, on the node's own disk
   export ENROOT_DATA_PATH="/raid/local/containers/enroot-data/$PBS_JOBID"
+  # which it is, of those that modules and conda bring
+  check_mpirun /usr/mpi/gcc/openmpi-4.1.7a1/bin/mpirun
   # how long ranks may save after SIGTERM
   mpirun_options=(--mca odls_base_sigkill_timeout 30)
   for name in PATH LD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX ENROOT_DATA_PATH; do [ -z "${!name+set}" ] || mpirun_options+=(-x "$name"); done

@@ -24,7 +24,7 @@ from shardway.ranks.doctor import examine as visit
 from shardway.ranks.doctor import wire as wire_module
 from shardway.ranks.doctor.examine import Diagnosis, examine
 from shardway.ranks.doctor.finding import Finding, Report
-from shardway.ranks.doctor.rollcall import Attendance, Point, RollCall, attend, explain_error, find_point
+from shardway.ranks.doctor.rollcall import Attendance, Point, PortTaken, RollCall, attend, explain_error, find_point
 from shardway.ranks.doctor.surroundings import Surroundings, Wanted
 from shardway.ranks.doctor.wire import Wire
 from shardway.ranks.doctor.world import judge_attendance, judge_meeting, list_ranks
@@ -198,6 +198,22 @@ def test_the_point_is_that_of_the_launch() -> None:
     assert elastic.port != 15213
     assert 15000 <= elastic.port < 30000
     assert elastic == find_point(replace(placement, launcher="torchrun", rank=1), "77")
+
+
+def test_the_doctor_avoids_a_port_that_is_held_as_training_does() -> None:
+    point = replace(at(free_port()), further=(free_port(),))
+    call, ended = RollCall(point, 2), []
+    with socket.create_server(("", point.port)):
+        with alongside(lambda: ended.append(attend(point, {"rank": 1}, dict, 30.0))):
+            call.gather(30.0)
+            call.end()
+        assert (call.point.port, call.missing, ended[0].met) == (point.further[0], [], True)
+    with (
+        socket.create_server(("", point.port)),
+        socket.create_server(("", point.further[0])),
+        pytest.raises(PortTaken, match="in use"),
+    ):
+        RollCall(point, 2).gather(5.0)
 
 
 @pytest.mark.parametrize(("ranks", "text"), [([1], "1"), ([1, 2, 3, 7], "1-3, 7"), ([2, 4], "2, 4"), ([], "")])

@@ -28,7 +28,14 @@ from shardway.ranks.doctor.summary import as_json, judge, list_rows, render
 from shardway.ranks.doctor.surroundings import Surroundings, look_around
 from shardway.ranks.doctor.table import CHECKS, WORLD_CHECKS, list_names
 from shardway.ranks.doctor.torch_verdicts import judge_import, judge_matmul, judge_peers, judge_start, judge_sum
-from shardway.ranks.doctor.world import judge_clocks, judge_master, judge_nodes, judge_versions, judge_visible
+from shardway.ranks.doctor.world import (
+    judge_clocks,
+    judge_master,
+    judge_nodes,
+    judge_versions,
+    judge_visible,
+    list_absent_hosts,
+)
 
 HOSTS = {0: "n0", 1: "n1", 2: "n2"}
 
@@ -44,6 +51,11 @@ def reports(**facts: list[Any]) -> list[Report]:
         )
         for rank in range(count)
     ]
+
+
+def test_names_of_nodes_are_compared_as_names_of_hosts_are() -> None:
+    around = make(environ={"SLURM_JOB_NODELIST": "N0,N1.cluster,n2"})
+    assert list_absent_hosts(around, reports(x=[1, 1])) == ["n2"]
 
 
 def test_nodes_are_compared_with_their_peers() -> None:

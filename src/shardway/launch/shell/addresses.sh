@@ -25,7 +25,18 @@ own_address() {
   done
 }
 
-#: meet: MASTER_ADDR is the first node as all others name it, MASTER_PORT follows from the job's id
+#: free_port: one of this node that follows from the job's id; the next where a program holds it, as the kernel's table says
+free_port() {
+  local port
+  port=$((15000 + $(printf %s "$job" | cksum | cut -d' ' -f1) % 15000))
+  for _ in {1..50}; do
+    grep -qi "^ *[0-9]*: [0-9A-F]*:$(printf %04X "$port") " /proc/net/tcp /proc/net/tcp6 2> /dev/null || break
+    port=$((15000 + (port - 14999) % 15000))
+  done
+  echo "$port"
+}
+
+#: meet: MASTER_ADDR is the first node as all others name it, which is this one; MASTER_PORT is free there
 meet() {
   local node found
   SHARDWAY_NODES=
@@ -37,6 +48,6 @@ meet() {
   done
   [ "${#nodes[@]}" -gt 1 ] || SHARDWAY_NODES=127.0.0.1
   MASTER_ADDR=${SHARDWAY_NODES%% *}
-  MASTER_PORT=$((15000 + $(printf %s "$job" | cksum | cut -d' ' -f1) % 15000))
+  MASTER_PORT=$(free_port)
   export SHARDWAY_NODES MASTER_ADDR MASTER_PORT
 }

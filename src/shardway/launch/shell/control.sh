@@ -283,6 +283,16 @@ fail() {
   finish
 }
 
+#: check_mpirun PROGRAM: ends this job where it is not there, or of another MPI, which does not know the options of Open MPI
+check_mpirun() {
+  local said remedy="load Open MPI (site.modules), name its path (start.mpirun of the site's profile), or set site.starter"
+  command -v "$1" > /dev/null || fail "there is no $1 on $(uname -n); to do: $remedy"
+  said=$("$1" --version 2>&1 < /dev/null | head -n 1)
+  case $said in
+    *HYDRA* | *Intel*) fail "$(command -v "$1") is not of Open MPI ($said); to do: $remedy" ;;
+  esac
+}
+
 #: end_without_ranks SECONDS PROCESS: ends what was to start the ranks, where rank 0 has not even begun
 end_without_ranks() {
   { [ ! -e "$here/began" ] && kill -0 "$2"; } 2>/dev/null || return 0

@@ -4,6 +4,8 @@ begin() {
   job=$SLURM_JOB_ID
   export SLURM_EXPORT_ENV=ALL # steps have the variables of this job, whatever --export or SBATCH_EXPORT said to sbatch
   [ -z "${SLURM_MEM_PER_NODE-}" ] || unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU # of a shell of salloc; srun takes one alone
+  # of a step in which sbatch was typed: all ranks would be on its cores
+  [[ ${SLURM_CPU_BIND-} != *mask_* ]] || unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}"
   mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
   started=$(date +%s)
   end=$(squeue --noheader --jobs "$job" --format %e 2>/dev/null)

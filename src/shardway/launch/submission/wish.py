@@ -17,6 +17,7 @@ from shardway.errors import UserError
 from shardway.hardware.catalogue import load_accelerators
 from shardway.inherited import ACCOUNT
 from shardway.launch.job import (
+    AGENTS,
     Again,
     Chain,
     ContainerUse,
@@ -120,8 +121,12 @@ def shape_of(wish: Wish) -> Shape:
     accelerators = node.accelerators_per_node or 0 if node.accelerator != CPU else 0
     ranks = section.ranks_per_node if section.ranks_per_node != "auto" else max(1, accelerators)
     whole = ranks >= accelerators
+    threads = 1 if _has_cores_alone(wish) else node.threads_per_core or 1
     cores = node.cores
-    if cores is None and wish.profile.scheduler != "local":
+    if asked := _asked_cpus(wish):
+        tasks = 1 if starter_of(wish) in AGENTS else int(ranks)
+        cores = max(1, asked * tasks // threads)
+    elif cores is None and wish.profile.scheduler != "local":
         cores = int(ranks)  # a scheduler that is told nothing gives one core, which all ranks of a node would share
     elif cores and not whole:  # a part of a node comes with the same part of its cores
         cores = max(1, (cores or 1) * int(ranks) // accelerators)
@@ -132,17 +137,26 @@ def shape_of(wish: Wish) -> Shape:
         accelerators_per_node=min(int(ranks), accelerators),
         memory_bytes=_memory(wish, int(ranks), accelerators),
         whole_nodes=bool(wish.profile.request.whole_nodes) and whole,
-        threads_per_core=1 if _has_cores_alone(wish) else node.threads_per_core or 1,
+        threads_per_core=threads,
     )
+
+
+def _options_of(wish: Wish) -> dict[str, str]:
+    """The scheduler's options of the site and of the run, by their names without dashes."""
+    options = {**wish.profile.request.options, **wish.section.options}
+    return {name.lstrip("-"): str(value) for name, value in options.items()}
+
+
+def _asked_cpus(wish: Wish) -> int:
+    """What an option of Slurm wants for each task, which its steps are to have as well; 0 for none."""
+    options = _options_of(wish) if wish.profile.scheduler == "slurm" else {}
+    text = options.get("cpus-per-task", options.get("c", ""))
+    return int(text) if text.isdecimal() else 0
 
 
 def _has_cores_alone(wish: Wish) -> bool:
     """Whether options of Slurm leave one thread of each core, so that its CPUs are cores."""
-    profile = wish.profile
-    options = {
-        name.lstrip("-"): str(value) for name, value in {**profile.request.options, **wish.section.options}.items()
-    }
-    words = " ".join(profile.start.srun_options)
+    options, words = _options_of(wish), " ".join(wish.profile.start.srun_options)
     asked = (options.get("hint") == "nomultithread", options.get("threads-per-core") == "1")
     return any(asked) or "nomultithread" in words or "threads-per-core=1" in words
 
@@ -151,9 +165,15 @@ def _memory(wish: Wish, ranks: int, accelerators: int) -> int | None:
     asked, node = wish.section.memory, wish.profile.node
     if asked != "auto":
         return int(asked)
-    if not wish.profile.request.memory or node.memory is None:
+    if not wish.profile.request.memory or node.memory is None or list_memory_options(wish):
         return None
     return node.memory if ranks >= accelerators else node.memory * ranks // accelerators
+
+
+def list_memory_options(wish: Wish) -> list[str]:
+    """Options of Slurm that say memory in another way than a job does, of which it takes one (sbatch(1), --mem)."""
+    options = _options_of(wish) if wish.profile.scheduler == "slurm" else {}
+    return [name for name in ("mem-per-cpu", "mem-per-gpu") if name in options]
 
 
 def walltime_of(wish: Wish) -> float | None:

@@ -16,6 +16,7 @@ from torch.distributed import DistError, TCPStore
 
 from shardway.errors import SiteError
 from shardway.ranks.crew.notes import News, Note, read_news, read_note, render
+from shardway.ranks.port import describe_holder
 
 WAIT_S = 10.0
 _NEWS = "shardway/news"
@@ -64,8 +65,9 @@ def host_board(port: int, nodes: int) -> Board:
     try:
         store = TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
     except (DistError, RuntimeError) as error:
+        why = describe_holder(port) if "EADDRINUSE" in str(error) else _first_line(error)
         raise SiteError(
-            f"port {port} of this node could not be had, by which the agents of the nodes meet: {_first_line(error)}\n"
+            f"port {port} of this node could not be had, by which the agents of the nodes meet: {why}\n"
             "  To do: choose another port for all of them (--port), or look for a job that was left over."
         ) from error
     board = Board(store, nodes)

@@ -11,17 +11,18 @@ judge.
 from __future__ import annotations
 
 import errno
+import itertools
 import socket
 import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardway.ranks.doctor.wire import Wire
 from shardway.ranks.launcher import Placement
-from shardway.ranks.meeting import FIRST_PORT, PORTS
+from shardway.ranks.meeting import FIRST_PORT, PORTS, list_ports
 
 _CONNECT_S = 3.0
 _HELLO_S = 5.0
@@ -37,11 +38,17 @@ Answerer = Callable[[Answer], Answer]
 
 @dataclass(frozen=True)
 class Point:
-    """Where the ranks of one launch report; `launch` tells its ranks from those of others."""
+    """Where the ranks of one launch report; `launch` tells its ranks from those of others. `further` ports are tried
+    where the first is taken, as for training (`ranks.port`)."""
 
     address: str
     port: int
     launch: str
+    further: tuple[int, ...] = ()
+
+    def list_all(self) -> list[Point]:
+        """The same with one port each."""
+        return [replace(self, port=port, further=()) for port in (self.port, *self.further)]
 
     def __str__(self) -> str:
         return f"{self.address}:{self.port}"
@@ -51,7 +58,8 @@ def find_point(placement: Placement, job: str) -> Point:
     """The meeting point of a launch, the same on each of its ranks."""
     launch = f"{job} {placement.world} {placement.master_addr}:{placement.master_port}"
     if not placement.has_agent:
-        return Point(placement.master_addr, placement.master_port, launch)
+        further = list_ports(placement.launch)[1:] if placement.launch else ()
+        return Point(placement.master_addr, placement.master_port, launch, further)
     port = FIRST_PORT + zlib.crc32(f"doctor {placement.master_port}".encode()) % PORTS
     return Point(placement.master_addr, port, launch)
 
@@ -94,10 +102,8 @@ class RollCall:
     def gather(self, wait_s: float) -> None:
         """Wait for every rank, at most `wait_s` seconds. Raises PortTaken."""
         start = time.monotonic()
-        try:
-            listener = _listen(self.point)
-        except OSError as error:
-            raise PortTaken(error.strerror or str(error)) from None
+        listener = _listen_at_first(self.point)
+        self.point = replace(self.point, port=listener.getsockname()[1], further=())
         with listener:
             while self.missing and (left := start + wait_s - time.monotonic()) > 0:
                 listener.settimeout(left)
@@ -170,6 +176,17 @@ class RollCall:
         self._wires.clear()
 
 
+def _listen_at_first(point: Point) -> socket.socket:
+    """At the first port that is free. Raises PortTaken."""
+    trouble = ""
+    for each in point.list_all():
+        try:
+            return _listen(each)
+        except OSError as error:
+            trouble = trouble or error.strerror or str(error)
+    raise PortTaken(trouble)
+
+
 def _listen(point: Point) -> socket.socket:
     """At every address of this host: the master's name may mean another of them here than elsewhere."""
     listener = socket.socket(socket.AF_INET6 if ":" in point.address else socket.AF_INET, socket.SOCK_STREAM)
@@ -194,9 +211,10 @@ class Attendance:
 def attend(point: Point, hello: Answer, answer: Answerer, wait_s: float) -> Attendance:
     """Report to rank 0 and do what it asks until it lets us go."""
     start, tries, pause = time.monotonic(), Counter[str](), _FIRST_PAUSE_S
+    points = itertools.cycle(point.list_all())
     while (left := start + wait_s - time.monotonic()) > 0:
         try:
-            wire = _connect(point, hello, left)
+            wire = _connect(next(points), hello, left)
         except OSError as error:
             tries[explain_error(error)] += 1
             time.sleep(max(0.0, min(pause, start + wait_s - time.monotonic())))

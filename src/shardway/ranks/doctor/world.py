@@ -52,9 +52,10 @@ def list_ranks(ranks: Sequence[int]) -> str:
 
 
 def list_absent_hosts(around: Surroundings, reports: Sequence[Report]) -> list[str]:
-    """Nodes of the job that no rank reported from; short names are compared, since schedulers differ in domains."""
-    came = {report.host.partition(".")[0] for report in reports}
-    return [host for host in around.hosts if host.partition(".")[0] not in came]
+    """Nodes of the job that no rank reported from; short names are compared, since schedulers differ in domains, and
+    without regard to case, as names of hosts are."""
+    came = {report.host.partition(".")[0].lower() for report in reports}
+    return [host for host in around.hosts if host.partition(".")[0].lower() not in came]
 
 
 def judge_attendance(around: Surroundings, attended: Attendance, point: Point, wait_s: float) -> Finding:

@@ -38,7 +38,7 @@ def _options(job: Job) -> Iterator[Line]:
     yield Line(f"--ntasks-per-node={tasks}")
     if cpus := cpus_of_task(job, tasks):
         yield Line(f"--cpus-per-task={cpus}")
-    yield from _accelerators(job)
+    yield from _generic_resources(job)
     if shape.memory_bytes:
         yield Line(f"--mem={shape.memory_bytes // 2**20}M")
     if shape.whole_nodes:
@@ -53,15 +53,23 @@ def _options(job: Job) -> Iterator[Line]:
         yield Line("--no-kill", "a node that is lost does not end the job: the run goes on with those that are left")
     yield Line("--open-mode=append", "what it prints")
     yield Line(f"--output={job.log_for_scheduler}")
-    for words in render_options(terms.options):
+    for words in render_options({name: value for name, value in terms.options.items() if name.lstrip("-") != _GRES}):
         yield Line(words, "options of this run or site that Shardway has no name for")
 
 
-def _accelerators(job: Job) -> Iterator[Line]:
+_GRES = "gres"
+
+
+def _generic_resources(job: Job) -> Iterator[Line]:
+    """Accelerators, and what an option asks for besides them (local disks): of two --gres the last alone would hold."""
     count, kind = job.shape.accelerators_per_node, job.terms.accelerator_type
     asked = f"{kind}:{count}" if kind else str(count)
-    if count and job.terms.accelerators == "gres":
-        yield Line(f"--gres=gpu:{asked}")
+    gres = [f"gpu:{asked}"] if count and job.terms.accelerators == "gres" else []
+    for name, value in job.terms.options.items():
+        if name.lstrip("-") == _GRES:
+            gres += map(str, value if isinstance(value, list | tuple) else [value])
+    if gres:
+        yield Line(f"--gres={','.join(gres)}")
     if count and job.terms.accelerators == "gpus-per-node":
         yield Line(f"--gpus-per-node={asked}")
 

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from shardway.errors import Problem, UserError
 from shardway.inherited import find_family, name_key
 from shardway.launch.containers.base import all_mounts
 from shardway.launch.job import SECRETS
 from shardway.launch.submission.checks.numbers import NAMED_BY_KEYS, Check, problem
-from shardway.launch.submission.wish import Wish, build_job, parse_mount, runtime_of
 from shardway.places import list_variables
+from shardway.launch.submission.wish import Wish, build_job, list_memory_options, parse_mount, runtime_of
 from shardway.runfile.load import is_text
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -27,7 +28,7 @@ def options_do_not_contradict_keys(wish: Wish) -> Iterator[Problem]:
     named = NAMED_BY_KEYS[wish.profile.scheduler]
     for name, value in wish.section.options.items():
         bare = name.lstrip("-")
-        if bare in named:
+        if bare in named and not (bare == "gres" and _has_no_gpu(value)):
             what = (
                 f'"{name}" is what {named[bare]} says' if named[bare] else f'"{name}" is set by the job script itself'
             )
@@ -44,6 +45,20 @@ def options_do_not_contradict_keys(wish: Wish) -> Iterator[Problem]:
             yield problem(
                 wish, "options", f'"{name}" is not one line of text', "texts, numbers, true, false, lists of them"
             )
+
+
+def memory_is_said_once(wish: Wish) -> Iterator[Problem]:
+    """sbatch would refuse both; where the site alone says the memory, the option stands in its place."""
+    if wish.section.memory != "auto":
+        for name in list_memory_options(wish):
+            what = f'"{name}" and site.memory both say the memory of the job, and Slurm takes one'
+            yield problem(wish, "options", what, remedy="leave out one of them")
+
+
+def _has_no_gpu(gres: Any) -> bool:
+    """Whether generic resources of Slurm are others than those that keys ask for: local disks, licences of a node."""
+    entries = gres if isinstance(gres, list) else [gres]
+    return not any(part.strip().startswith("gpu") for entry in entries for part in str(entry).split(","))
 
 
 def variables_can_be_set_and_are_no_secrets(wish: Wish) -> Iterator[Problem]:
@@ -133,6 +148,7 @@ _DIVIDERS = {"pyxis": re.compile(r"[:,\s]"), "enroot": re.compile(r"[:\s]"), "ap
 
 CHECKS: tuple[Check, ...] = (
     options_do_not_contradict_keys,
+    memory_is_said_once,
     variables_can_be_set_and_are_no_secrets,
     names_are_plain,
     the_run_directory_of_a_training_is_text,

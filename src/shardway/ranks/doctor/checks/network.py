@@ -12,7 +12,7 @@ from shardway.hardware.catalogue import load_links
 from shardway.hardware.links import Interface, Port, list_interfaces
 from shardway.ranks.doctor.finding import Finding, bad, good, poor, unknown
 from shardway.ranks.doctor.surroundings import Surroundings
-from shardway.ranks.interface import choose_interface, list_others, look_up
+from shardway.ranks.interface import choose_interface, list_others, look_up, select_interfaces
 from shardway.ranks.meeting import is_loopback
 
 
@@ -28,7 +28,7 @@ def judge_interfaces(around: Surroundings, found: tuple[Interface, ...]) -> Find
         text = around.environ.get(name, "")
         if not text:
             continue
-        chosen = _choose(text, found, exact=exact)
+        chosen = select_interfaces(text, found, exact=exact)
         up = [each for each in chosen if each.up]
         usable = ", ".join(each.name for each in found if each.up and each.leaves_machine) or "none"
         remedy = f"unset {name}, or name one that is up here: {usable}"
@@ -53,20 +53,6 @@ def _alone(around: Surroundings) -> Finding:
         "in a container: start it with the host's network (podman run --network=host); else tell the site's support"
     )
     return bad(f"{around.host} has no interface that is up, and ranks are on several nodes", remedy)
-
-
-def _choose(text: str, found: tuple[Interface, ...], *, exact: bool) -> list[Interface]:
-    """Interfaces that a variable selects, in NCCL's notation or (`exact`) gloo's."""
-    negated = text.startswith("^") and not exact
-    rest = text[1:] if negated else text
-    literal = exact or rest.startswith("=")
-    names = [name.strip() for name in (rest[1:] if rest.startswith("=") else rest).split(",") if name.strip()]
-
-    def selects(interface: Interface) -> bool:
-        hit = interface.name in names if literal else interface.name.startswith(tuple(names))
-        return hit != negated
-
-    return [interface for interface in found if selects(interface)]
 
 
 def check_master(around: Surroundings) -> Finding:
