@@ -1,0 +1,8 @@
+declare -x SHARDWAY_ATTEMPT_DIR="/scratch/kept/runs/pbs/attempts/0001"
+declare -x SHARDWAY_STOP_FILE="/scratch/kept/runs/pbs/stop"
+declare -x SHARDWAY_JOB="103.server"
+declare -x SHARDWAY_NODES="127.0.0.1"
+declare -x MASTER_ADDR="127.0.0.1"
+declare -x MASTER_PORT="17826"
+declare -x OMP_NUM_THREADS="4"
+declare -x PYTHONUNBUFFERED="1"

@@ -1,0 +1,597 @@
+#!/bin/bash
+# Written by Shardway 0.1.0 for small. To submit it by hand: make the folder of -o, qsub THIS_FILE
+# the run, its attempt, and what makes it unique
+#PBS -N pbs.0001.06c99f
+# who is charged, and where the job waits
+#PBS -q cpu
+# nodes, and what is wanted of each
+#PBS -l select=1:ncpus=4:mpiprocs=1
+#PBS -l place=scatter
+# wall-time of this attempt
+#PBS -l walltime=00:10:00
+# an attempt that loses its nodes ends; the next attempt goes on from the last checkpoint
+#PBS -r n
+# the shell of this script, whatever the login shell is
+#PBS -S /bin/bash
+# what it prints, at once and not when it has ended
+#PBS -j oe
+#PBS -k oed
+#PBS -o /scratch/kept/runs/pbs/attempts/0001/log/job.out
+
+# --- this run and this attempt
+# the run directory
+run=/scratch/kept/runs/pbs
+# this attempt, the one that it goes on from (0000: none), and the last
+attempt=0001
+after=0000
+last_attempt=1
+# who runs the job, what makes its name unique, its wall-time in seconds
+scheduler=pbs
+token=06c99f
+walltime=600
+# whether the program obeys the stop file and says itself how it ended
+counts_steps=no
+# what starts the container of the ranks
+runtime=none
+# what it was asked by a signal, and how it ended
+asked="" status=0
+# names of this script that a person's shell may have had
+unset prints clocks loaded CDPATH
+here=$run/attempts/$attempt
+# what the ranks read and write
+export SHARDWAY_ATTEMPT_DIR=$here SHARDWAY_STOP_FILE=$run/stop
+
+# --- what this job does, in order; the functions are below
+main() {
+  # --- begin
+  # what another launch has left, and would place the ranks elsewhere
+  drop_variables "${of_ranks[@]}"
+  # which job this is, its nodes, when its wall-time ends
+  begin
+  export SHARDWAY_JOB=$job
+  claim
+  note_start
+  check_stop
+  # signals become the stop file
+  trap 'ask_to_stop deadline the wall-time is about to end' USR2
+  trap 'ask_to_stop signal came: SIGTERM, as schedulers send it before they kill' TERM
+  trap 'ask_to_stop signal came: SIGINT' INT
+  trap 'ask_to_stop signal came: SIGUSR1' USR1
+  trap 'ask_to_stop signal came: SIGHUP' HUP
+  # warns this script before the wall-time ends, which the scheduler does not
+  in_time $((deadline - started - 60)) tell_script USR2
+
+  # --- what the ranks find
+  # Python and its packages
+  . /opt/venv/bin/activate || fail '. /opt/venv/bin/activate failed, as the lines before say; see site.venv'
+  # threads of a rank
+  export OMP_NUM_THREADS=4
+  # what a rank prints is seen at once, and not lost with the rank
+  export PYTHONUNBUFFERED=1
+  # passwords and tokens stand in a file of your own alone
+  secrets="$HOME/.config/shardway/secrets.env"
+  read_secrets "$secrets"
+  # where the ranks meet: rules of this site for the name of a node on the network for computing
+  suffix='' resolve=no
+  meet
+  # the code that was submitted
+  enter_work /scratch/kept/runs/pbs/attempts/0001/code /scratch/kept/runs/pbs/work \
+    /scratch/kept/project/script
+
+  # --- run
+  # variables of the job, for ranks that do not inherit them; no secrets
+  declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PYTHONUNBUFFERED > "$here/environment.sh" 2> /dev/null
+  # what other nodes need to find programs
+  carried=(PATH LD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX ENROOT_DATA_PATH)
+  # signals of the scheduler reach every process of this job: what starts the ranks has to outlive them
+  trap '' TERM INT USR1 HUP
+  # the ranks, and how they ended
+  on_each_node bash -c 'node=$NODE; addresses=($SHARDWAY_NODES); host=false
+    [ $node != 0 ] || host=true
+    export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="\${rank}: "
+    exec python3 -m torch.distributed.run --nnodes=1 --nproc-per-node=1 \
+      --rdzv-backend=c10d --rdzv-id="$SHARDWAY_JOB" --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" \
+      --rdzv-conf="is_host=$host" --local-addr="${addresses[$node]}" \
+      --log-dir="$SHARDWAY_ATTEMPT_DIR/log/node-$node" --tee=3 "$@"' \
+    agent train.py parallel.dp_shard=1 &
+  ranks=$!
+  trap 'ask_to_stop signal came: SIGTERM, as schedulers send it before they kill' TERM
+  trap 'ask_to_stop signal came: SIGINT' INT
+  trap 'ask_to_stop signal came: SIGUSR1' USR1
+  trap 'ask_to_stop signal came: SIGHUP' HUP
+  wait_for "$ranks"
+
+  # --- end
+  # how this attempt ended, and what comes next
+  finish
+}
+
+# --- how an attempt begins and ends
+# variables that mean something for another job or rank (docs/environment.md), and "!...", which stay
+of_ranks=( 'RANK' 'WORLD_SIZE' 'LOCAL_RANK' 'LOCAL_WORLD_SIZE' 'LOCAL_SIZE' 'NODE_RANK' 'GROUP_RANK' \
+  'GROUP_WORLD_SIZE' 'ROLE_RANK' 'ROLE_NAME' 'ROLE_WORLD_SIZE' 'CROSS_RANK' 'CROSS_SIZE' \
+  'MASTER_ADDR' 'MASTER_PORT' 'TORCHELASTIC_*' 'PET_*' 'FT_RANK_MONITOR_IPC_SOCKET' \
+  'OMPI_COMM_WORLD_*' 'OMPI_UNIVERSE_SIZE' 'OMPI_APP_CTX_NUM_PROCS' 'OMPI_NUM_APP_CTX' 'OMPI_ARGV' \
+  'OMPI_COMMAND' 'OMPI_FILE_LOCATION' 'OMPI_FIRST_RANKS' 'OMPI_MCA_ess*' 'OMPI_MCA_initial_wdir' \
+  'OMPI_MCA_orte_ess_*' 'OMPI_MCA_orte_hnp_uri' 'OMPI_MCA_orte_local_daemon_uri' \
+  'OMPI_MCA_orte_jobid' 'OMPI_MCA_orte_app_num' 'OMPI_MCA_orte_num_*' 'OMPI_MCA_orte_bound_*' \
+  'OMPI_MCA_orte_precondition*' 'OMPI_MCA_orte_launch' 'OMPI_MCA_orte_tmpdir_base' \
+  'OMPI_MCA_orte_*_session_dir' 'OMPI_MCA_orte_node_regex' 'OMPI_MCA_plm' 'OMPI_MCA_pmix' \
+  'OMPI_MCA_mpi_oversubscribe' 'ORTE_DAEMON_UMASK_VALUE' 'OMPI_MCA_shmem_RUNTIME_QUERY_hint' \
+  'OMPI_MCA_num_procs' 'OMPI_MCA_cpu_type' 'OMPI_MCA_PREFIXES' 'OMPI_WORLD_*' 'OMPI_TOOL_NAME' \
+  'OMPI_LIBDIR_LOC' 'OMPI_VERSION' 'OPAL_USER_PARAMS_GIVEN' 'PRTE_LAUNCHED' 'PRTE_SHARED_FS' \
+  'PMI_RANK' 'PMI_SIZE' 'PMI_FD' 'PMI_ID' 'PMI_PORT' 'PMI_KVS*' 'PMI_SPAWNED' 'PMI_JOBID' \
+  'PMI_HOSTNAME' 'PMI_DEBUG' 'MPI_APPNUM' 'MPI_UNIVERSE_SIZE' 'PMI_APPNUM' 'PMI_CONTROL_PORT' \
+  'PMI_LOCAL_*' 'PMI_UNIVERSE_SIZE' 'PMI_SHARED_SECRET' 'PMIX_RANK' 'PMIX_NAMESPACE' 'PMIX_SERVER_*' \
+  'PMIX_ID' 'PMIX_VERSION' 'PMIX_HOSTNAME' 'PMIX_SYSTEM_TMPDIR' 'PMIX_PARAM_FILE_PASSED' \
+  'PMIX_DSTORE_*' 'PMIX_GDS_*' 'PMIX_BFROP*' 'PMIX_PTL_*' 'PMIX_SECURITY_MODE' 'PALS_APID' \
+  'PALS_RANKID' 'PALS_NODEID' 'PALS_LOCAL_*' 'PALS_SPOOL_DIR' 'PALS_APINFO' 'PALS_DIR' \
+  'HYDRA_BSTRAP_*' 'HYDRA_LAUNCH_TYPE' 'I_MPI_INFO_*' 'I_MPI_HYDRA_UUID' 'I_MPI_PIN_MAPPING' \
+  'HYDI_*' 'MPI_LOCALRANKID' 'MPI_LOCALNRANKS' 'MV2_COMM_WORLD_*' 'MPISPAWN_*' 'MPIRUN_RSH*' )
+# drop_variables PATTERN...: those that mean something for another job or rank; the first pattern that fits decides, "!..." keeps
+drop_variables() {
+  local name pattern
+  for name in $(compgen -e); do
+    for pattern in "$@"; do
+      # shellcheck disable=SC2254 # it is a pattern
+      case $name in
+        ${pattern#!})
+          [[ $pattern == !* ]] || unset "$name"
+          break
+          ;;
+      esac
+    done
+  done
+}
+# say LINE: with the time
+say() { printf '%s shardway: %s\n' "$(date '+%F %T')" "$*"; }
+# field FILE KEY: a value of a JSON file that has one key a line; of a text what it says, also where that ends with a quote
+field() {
+  sed -n "/^ *\"$2\": /{s///; s/,\$//; s/^\"\(.*\)\"\$/\1/; s/\\\\\([\"\\\\]\)/\1/g; p; q}" "$1" 2>/dev/null || true
+}
+# in_json TEXT: as it stands between the quotes of JSON
+in_json() { printf '%s' "$1" | tr '\n\t\r' '   ' | tr -d '\000-\037' | sed 's/[\\"]/\\&/g'; }
+# whole FILE: standard input becomes the file, complete or not at all
+whole() { cat > "$1.$$.tmp" && mv "$1.$$.tmp" "$1"; }
+# step_now: of the run, by its newest checkpoint or its last event; the status is written once a second at most
+step_now() {
+  {
+    tail -n 5 "$run/events/rank-00000.jsonl" 2>/dev/null |
+      sed -n 's/^{"event": "[a-z_]*", "step": \([0-9]*\),.*/\1/p' | tail -n 1 | grep . || field "$run/status.json" step
+    for folder in "$run"/checkpoints/step-*; do echo "${folder##*-}"; done
+  } | sed -n 's/^0*\([0-9][0-9]*\)$/\1/p' | sort -n | tail -n 1 | grep . || echo 0
+}
+# write_result ATTEMPT STATE REASON [EXIT_CODE FAILURE JOB]: unless somebody has said how it ended
+write_result() {
+  local folder=$run/attempts/$1 step
+  [ ! -e "$folder/result.json" ] || return 0
+  step=$(step_now)
+  {
+    printf '{\n "format": 1,\n "state": "%s",\n "reason": "%s",\n' "$2" "$(in_json "$3")"
+    printf ' "step": %s,\n "exit_code": %s,\n "failure": "%s",\n' "$step" "${4:-null}" "$(in_json "${5:-}")"
+    printf ' "job": "%s",\n "host": "%s",\n "by": "job script",\n' "${6:-$job}" "$(hostname)"
+    printf ' "ended": %s\n}\n' "$(date +%s)"
+  } > "$folder/.result.$$"
+  ln "$folder/.result.$$" "$folder/result.json" 2>/dev/null # refuses where a rank was quicker
+  rm -f "$folder/.result.$$"
+}
+# ask_to_stop STATE REASON: touches the stop file, which rank 0 looks for between steps; who has asked before is obeyed
+ask_to_stop() {
+  [ -e "$run/stop" ] || printf '%s\n' "$*" | whole "$run/stop"
+  asked=$(read_stop | grep . || printf '%s' "$1")
+}
+# cancel_later REASON: takes the links of the chain after this one out of the queue, up to what a person has resumed
+cancel_later() {
+  local folder number id
+  for folder in "$run"/attempts/[0-9]*/; do
+    number=$(basename "$folder")
+    [ $((10#$number)) -gt $((10#$attempt)) ] || continue
+    [ -n "$(field "$folder/submission.json" after)" ] || break
+    id=$(field "$folder/submission.json" job)
+    [ -n "$id" ] && cancel_job "$id" || continue
+    write_result "$number" not_needed "attempt $attempt: $1" null "" "$id"
+    say "took job $id (attempt $number) out of the queue"
+  done
+}
+# claim: one job alone runs an attempt, should it have been submitted twice, or by hand when it had been submitted
+claim() {
+  local owner
+  owner=$(field "$here/submission.json" job)
+  if [ -z "$owner" ] || [ "${owner%%[!0-9]*}" = "${job%%[!0-9]*}" ]; then
+    mkdir -p "$here/log" && ln -s "$job" "$here/claim" 2>/dev/null
+    owner=$(readlink "$here/claim")
+  fi
+  [ -n "$owner" ] || { say "attempt $attempt cannot be claimed: nothing can be written to $here"; exit 1; }
+  [ "$owner" != "$job" ] || return 0
+  say "this job does nothing: attempt $attempt belongs to job $owner ($(field "$here/result.json" state | grep . || echo "no end yet"))"
+  say "to see where the run stands: shardway status $run; to go on with it: shardway resume $run"
+  exit 0
+}
+# note_submission ATTEMPT JOB AFTER: where it is not Python that submits
+note_submission() {
+  {
+    printf '{\n "format": 1,\n "scheduler": "%s",\n "token": "%s",\n "job": "%s",\n' "$scheduler" "$token" "$2"
+    printf ' "host": "%s",\n "after": "%s",\n "submitted": %s\n}\n' "$(hostname)" "$3" "$(date +%s)"
+  } | whole "$run/attempts/$1/submission.json"
+}
+# note_start: what the ranks and `shardway status` read; times in seconds since 1970
+note_start() {
+  [ -e "$here/job.sh" ] || cp "$0" "$here/job.sh" # it was submitted by hand
+  [ -e "$here/submission.json" ] || note_submission "$attempt" "$job" ""
+  {
+    printf '{\n "format": 1,\n "job": "%s",\n "host": "%s",\n "nodes": "%s",\n' "$job" "$(hostname)" "${nodes[*]}"
+    printf ' "started": %s,\n "deadline": %s\n}\n' "$started" "$deadline"
+  } | whole "$here/started.json"
+  say "attempt $attempt is job $job on ${nodes[*]}"
+}
+# read_stop: what the stop file asks for: stopped, where a person wants it, or the word of whoever was warned; else nothing
+read_stop() {
+  [ -e "$run/stop" ] || return 0
+  case $(head -n 1 "$run/stop") in
+    deadline*) echo deadline ;;
+    preempted*) echo preempted ;;
+    "signal "*) echo signal ;;
+    *) echo stopped ;;
+  esac
+}
+# check_stop: somebody may have asked for a stop while the job was queued
+check_stop() {
+  case $(read_stop) in
+    stopped) ;;
+    *) rm -f "$run/stop"; return 0 ;; # there is none, or it was meant for the attempt before
+  esac
+  write_result "$attempt" stopped "a stop was asked for before it began"
+  say "nothing to do: a stop was asked for"
+  cancel_later stopped
+  exit 0
+}
+# why_not_started [create]: what the beginning of the job's log says of a Python or a container that did not come up, else nothing
+why_not_started() {
+  local said why=""
+  [ ! -e "$here/began" ] || return 0 # what came later is the program's own
+  said=$(head -n 2000 "$here/log/job.out" 2>/dev/null | tr -d '\000\r' | sed 's/^[0-9]*: //')
+  case $runtime-${1-} in
+    pyxis-) why=$(sed -n 's/^\(slurmstepd-[^ ]*:\|\[[^]]*\]\) error: pyxis: *//p' <<< "$said" | grep -v '^child \|^printing \|^\[INFO\]') ;;
+    enroot-create) why=$(grep '^\[ERROR\] ' <<< "$said") ;;
+    enroot-) why=$(grep '^enroot-[a-z]*: ' <<< "$said") ;;
+    apptainer-) why=$(sed -n 's/^FATAL: *//p' <<< "$said") ;;
+    charliecloud-) why=$(sed -n 's/^ch-run\[[0-9]*\]: error: //p' <<< "$said") ;;
+  esac
+  why=$({ grep '^\[ERROR\]\|^--\|^curl: \|^enroot-' <<< "$why" || printf '%s' "$why"; } | sed -n 's/^\[ERROR\] //; 1p')
+  if [ -n "$why" ]; then
+    echo "$([ "${1-}" = create ] || echo "the container did not start: ")$why"
+  elif grep -q '/bin/activate: No such file or directory$' <<< "$said"; then
+    echo "it does not see the environment (site.venv, site.mounts)"
+  elif grep -q "No module named '\{0,1\}shardway" <<< "$said"; then
+    echo "its Python has no shardway (site.image, site.venv)"
+  elif grep -q "^[^ ]*python[0-9.]*: .*No module named '\{0,1\}torch" <<< "$said"; then
+    echo "its Python has no torch (site.image, site.venv)"
+  elif grep -q ': exec: python3: not found$' <<< "$said"; then
+    echo "there is no python3 (site.image, site.venv)"
+  fi
+}
+# fail REASON [create]: ends this job before its ranks have started
+fail() {
+  local why
+  why=$([ -z "${2-}" ] || why_not_started "$2")
+  write_result "$attempt" crashed "$1${why:+: $why}" 1 "$1"
+  status=1
+  finish
+}
+# wait_for PROCESS: to its end, whatever signals this script gets meanwhile; sets `status` to its exit code
+wait_for() {
+  local again
+  wait "$1"
+  status=$?
+  while kill -0 "$1" 2>/dev/null; do
+    wait "$1"
+    status=$?
+  done
+  wait "$1" 2>/dev/null # it may have ended while a signal was answered, which had ended the wait before
+  again=$?
+  [ "$again" = 127 ] || status=$again
+}
+# say_next: what goes on with the run
+say_next() {
+  local next folder
+  next=$(printf '%04d' $((10#$attempt + 1)))
+  folder=$run/attempts/$next
+  if [ ! -e "$folder/result.json" ] && [ -n "$(field "$folder/submission.json" job)" ]; then
+    say "attempt $next is queued to go on"
+  else
+    say "to go on: shardway resume $run"
+  fi
+}
+# finish: says how the attempt ended, unless a rank has, and ends the job
+finish() {
+  local state why reason="the program ended with exit code $status"
+  case ${asked:-$(read_stop)}-$status in
+    deadline-* | preempted-*) write_result "$attempt" "${asked:-$(read_stop)}" "asked to stop, $reason" "$status" ;;
+    signal-*) write_result "$attempt" stopped "after a signal $reason" "$status" signal ;;
+    stopped-*) write_result "$attempt" stopped "asked to stop, $reason" "$status" ;;
+    -0) write_result "$attempt" finished "$reason" 0 ;;
+    *)
+      why=$(why_not_started)
+      reason+=${why:+: $why}
+      write_result "$attempt" crashed "$reason" "$status" "exit code $status"
+      ;;
+  esac
+  [ "$counts_steps" = yes ] || rm -f "$run/stop" # obeyed; the ranks of a run file take it away themselves
+  state=$(field "$here/result.json" state)
+  say "attempt $attempt: $state: $(field "$here/result.json" reason)"
+  case $state in
+    finished) cancel_later "$state" ;;
+    stopped)
+      [ "$(field "$here/result.json" failure)" = signal ] || cancel_later "$state"
+      say_next
+      ;;
+    deadline | preempted) say_next ;;
+    *)
+      say_next
+      exit $((status ? status : 1))
+      ;;
+  esac
+  exit 0
+}
+# in_time SECONDS COMMAND: then, unless this script has ended by that time
+in_time() {
+  (
+    unset SHARDWAY_JOB # a clock is no work: a job of which nothing else is left has ended
+    trap '' TERM INT HUP USR1 USR2 # which some schedulers send to every process of a job
+    trap 'kill -KILL "$sleeping"; exit' ALRM
+    sleep "$1" & sleeping=$!
+    wait "$sleeping" && "${@:2}"
+  ) > /dev/null 2>&1 &
+  clocks+=($!)
+  trap 'kill -ALRM "${clocks[@]}" 2>/dev/null' EXIT
+}
+# tell_script SIGNAL: to this script, from a clock of it; where the script was killed its number may be another's by now
+tell_script() {
+  local line="" fields
+  { IFS= read -r -d '' line < "/proc/$BASHPID/stat"; } 2>/dev/null
+  read -ra fields <<< "${line##*) }"
+  [ "${fields[1]-}" != $$ ] || kill -"$1" $$
+}
+# begin: what PBS says of this job, which does not know its own wall-time; PBS's commands need not be on the PATH
+begin() {
+  if [ -r "${PBS_CONF_FILE:-/etc/pbs.conf}" ]; then
+    PBS_EXEC=$(sed -n 's/^PBS_EXEC=//p' "${PBS_CONF_FILE:-/etc/pbs.conf}")
+    PATH=$PATH:$PBS_EXEC/bin
+  fi
+  job=$PBS_JOBID
+  mapfile -t nodes < <(awk '!seen[$0]++' "$PBS_NODEFILE")
+  started=$(date +%s)
+  deadline=$((started + walltime))
+}
+# ask_ending JOB: how a job ended, in our words, by PBS's exit status
+ask_ending() {
+  case $(qstat -x -f "$1" 2>/dev/null | sed -n 's/^ *Exit_status = //p') in
+    0) echo completed ;;
+    271) echo stopped ;;
+    -20) echo node_failure ;;
+    -29) echo deadline ;;
+    -27) echo out_of_memory ;;
+    *) echo lost ;;
+  esac
+}
+# submit_as_program SCRIPT OPTION...: PBS would type a script into a login shell, which signals end before the ranks have saved
+submit_as_program() {
+  local script=$1 words
+  shift
+  mapfile -t words < <(sed -n 's/^#PBS //p' "$script" | xargs printf '%s\n')
+  qsub "$@" "${words[@]}" -- /bin/bash -l "$script"
+}
+# submit_after SCRIPT: to start when this job has ended, however it ends; prints the job id
+submit_after() {
+  local id
+  id=$(drop_variables "${of_ranks[@]}" "${of_jobs[@]}" && submit_as_program "$1" -W "depend=afterany:$job" 2>&1) ||
+    { say "qsub: $id" >&2; return 1; }
+  echo "${id##*$'\n'}"
+}
+# cancel_job JOB
+cancel_job() { qdel "$1"; }
+# on_each_node COMMAND: at once on every node, in this folder, with the variables of `carried`; ends as one of them fails
+# PBS hands what it prints to the job's own output, whatever this shell redirects; `prints` names another file
+on_each_node() (
+  trap '' TERM # the ranks get their own, and this waits until they have left in order
+  carry=() starts=() index=0 ended=0
+  for name in "${carried[@]}"; do
+    [ -z "${!name+set}" ] || carry+=("$name=${!name}")
+  done
+  for node in "${nodes[@]}"; do
+    # secrets are read there again: as words of this command everybody would see them
+    pbs_tmrsh "$node" /usr/bin/env "${carry[@]}" NODE="$index" /bin/bash -c "$(declare -f read_secrets)"'
+      [ "$3" = - ] || exec >> "$3" 2>&1
+      read_secrets "$0" 2> /dev/null; . "$1" && cd "$2" && shift 3 && exec "$@"' \
+      "$secrets" "$here/environment.sh" "$PWD" "${prints:--}" "$@" &
+    starts+=($!) index=$((index + 1))
+  done
+  while [ "$index" -gt 0 ] && [ "$ended" = 0 ]; do
+    wait -n || ended=$?
+    index=$((index - 1))
+  done
+  if [ "$ended" = 127 ]; then # bash 5.2 may say so of the last ones, as if there were none: each tells how it ended
+    ended=0
+    for start in "${starts[@]}"; do
+      kill -0 "$start" 2>/dev/null || wait "$start" || ended=$?
+    done
+  fi
+  exit "$ended"
+)
+# address NODE: its name on the network for computing, or its number there
+address() {
+  local name=${1%%.*}$suffix found
+  [ -n "$suffix" ] || name=$1
+  if [ "$resolve" = yes ]; then
+    found=$(getent ahostsv4 "$name" | awk 'NR == 1 { print $1 }')
+    [[ $found != 127.* ]] || found=$(own_address "$1")
+    echo "$found"
+  else
+    echo "$name"
+  fi
+}
+# own_address NODE: of this node, which takes its own name for 127.0.1.1: that from which it reaches another one
+own_address() {
+  local node other way
+  for node in "${nodes[@]}"; do
+    [ "$node" != "$1" ] || continue
+    other=$(getent ahostsv4 "${node%%.*}$suffix" | awk 'NR == 1 { print $1 }')
+    way=$(ip -4 route get "${other:-$node}" 2> /dev/null)
+    [[ $way == *" src "* ]] || continue
+    way=${way##* src }
+    echo "${way%% *}"
+    return
+  done
+}
+# meet: MASTER_ADDR is the first node as all others name it, MASTER_PORT follows from the job's id
+meet() {
+  local node found
+  SHARDWAY_NODES=
+  for node in "${nodes[@]}"; do
+    [ "${#nodes[@]}" -gt 1 ] || break
+    found=$(address "$node")
+    [ -n "$found" ] || say "the address of $node on the network for computing ($node$suffix) is not known"
+    SHARDWAY_NODES+=${SHARDWAY_NODES:+ }${found:-$node}
+  done
+  [ "${#nodes[@]}" -gt 1 ] || SHARDWAY_NODES=127.0.0.1
+  MASTER_ADDR=${SHARDWAY_NODES%% *}
+  MASTER_PORT=$((15000 + $(printf %s "$job" | cksum | cut -d' ' -f1) % 15000))
+  export SHARDWAY_NODES MASTER_ADDR MASTER_PORT
+}
+# untouched PATH PATH: whether two files have one size and one time, to the nanosecond, or two links say the same
+untouched() {
+  if [ -L "$1" ] || [ -L "$2" ]; then
+    [ -L "$1" ] && [ -L "$2" ] && [ "$(readlink "$1")" = "$(readlink "$2")" ]
+  else
+    [ -f "$1" ] && [ -f "$2" ] && [ "${size[$1]-}" = "${size[$2]-${size[$1]-}}" ] &&
+      [ ! "$1" -nt "$2" ] && [ ! "$1" -ot "$2" ]
+  fi
+}
+# same PATH PATH: whether two files, or two links, say the same
+same() { untouched "$1" "$2" || { [ -f "$1" ] && [ ! -L "$1" ] && [ ! -L "$2" ] && cmp -s "$1" "$2"; }; }
+# under_link PATH: whether the way to it in the working folder leads through a link, and so out of it
+under_link() {
+  local folder=$1
+  while [[ $folder == */* ]]; do
+    folder=${folder%/*}
+    [ ! -L "$work/$folder" ] || return 0
+  done
+  return 1
+}
+# give_way PATH: something in the working folder, to the folder `replaced` of the attempt; nothing of it is lost
+give_way() {
+  local place=$here/replaced/$1
+  mkdir -p "${place%/*}" && mv -T "$work/$1" "$place" && replaced+=("$1")
+}
+# is_code PATH: whether its name says that people write such files, and programs do not
+is_code() {
+  case ${1##*/} in
+    *.py | *.pyi | *.pyx | *.c | *.cc | *.cpp | *.cxx | *.cu | *.cuh | *.h | *.hpp | *.hip | *.rs | *.go | *.js | *.ts) ;;
+    *.sh | *.bash | *.toml | *.yaml | *.yml | *.cfg | *.ini | *.conf | *.gin | *.jinja | *.j2 | *.proto | *.sql) ;;
+    Makefile | Dockerfile) ;;
+    *) return 1 ;;
+  esac
+}
+# refresh_work CODE: the working folder of the run lasts over attempts, and so does what the program wrote there; of the
+# code that was submitted comes what has changed since the last time. Nothing is written through a link.
+refresh_work() {
+  local code=$1 work=$run/work base=$run/attempts/none path number replaced=() kept=() put=()
+  local -A size=()
+  [ -d "$code" ] || return 1
+  number=$(cat "$run/attempts/in_work" 2>/dev/null)
+  [ -z "$number" ] || base=$run/attempts/$number/code
+  if [ ! -e "$work" ]; then
+    rm -rf "$run/attempts/work.new"
+    cp -a "$code" "$run/attempts/work.new" && mv -T "$run/attempts/work.new" "$work" || return 1
+  elif [ "$base" != "$code" ]; then
+    while IFS= read -r -d '' path && IFS= read -r -d '' number; do
+      size[$path]=$number
+    done < <(find "$code" -type f -printf '%p\0%s\0'; [ ! -d "$base" ] || find "$base" -type f -printf '%p\0%s\0')
+    while IFS= read -r -d '' path; do # what was taken out of the code, unless the program has changed it
+      [ -e "$code/$path" ] || [ -L "$code/$path" ] || under_link "$path" || ! same "$base/$path" "$work/$path" ||
+        rm -f "$work/$path"
+    done < <([ ! -d "$base" ] || find "$base" ! -type d -printf '%P\0')
+    while IFS= read -r -d '' path; do
+      [ -d "$code/$path" ] || under_link "$path" || rmdir "$work/$path" 2>/dev/null
+    done < <([ ! -d "$base" ] || find "$base" -mindepth 1 -depth -type d -printf '%P\0')
+    while IFS= read -r -d '' path; do # a folder of the code, where there is a file or a link
+      if [ -L "$work/$path" ] && same "$base/$path" "$work/$path"; then
+        rm -f "$work/$path"
+      elif [ -L "$work/$path" ] || { [ -e "$work/$path" ] && [ ! -d "$work/$path" ]; }; then
+        give_way "$path" || return 1
+      fi
+      [ -d "$work/$path" ] || mkdir -p "$work/$path" || return 1
+    done < <(find "$code" -mindepth 1 -type d -printf '%P\0')
+    while IFS= read -r -d '' path; do
+      if untouched "$base/$path" "$work/$path"; then
+        ! untouched "$base/$path" "$code/$path" || continue
+      else
+        # nothing new: whatever the program made of it, or that it is gone, holds
+        ! same "$base/$path" "$code/$path" || continue
+        if { [ -e "$work/$path" ] || [ -L "$work/$path" ]; } && ! same "$base/$path" "$work/$path"; then
+          # an attempt that died had brought it
+          [ -L "$work/$path" ] || [ ! -f "$work/$path" ] || ! cmp -s "$code/$path" "$work/$path" || continue
+          if [ -L "$code/$path" ] || ! is_code "$path"; then # what the program wrote in its place stays
+            kept+=("$path")
+            continue
+          fi
+          give_way "$path" || return 1
+        fi
+      fi
+      # this run itself, in the person's folder: it would hold itself
+      [ ! -L "$code/$path" ] || [ "$(readlink "$code/$path")" != "$run" ] || continue
+      put+=("$path")
+    done < <(find "$code" ! -type d -printf '%P\0')
+    if [ "${#put[@]}" -gt 0 ]; then
+      printf '%s\0' "${put[@]}" |
+        (cd "$code" && xargs -0 cp -a --parents --remove-destination -t "$work" --) || return 1
+    fi
+  fi
+  path=${code%/code}
+  printf '%s\n' "${path##*/}" | whole "$run/attempts/in_work"
+  [ "${#replaced[@]}" = 0 ] ||
+    say "of what the program had changed, ${#replaced[@]} gave way to newer code (${replaced[0]}): see $here/replaced"
+  [ "${#kept[@]}" = 0 ] ||
+    say "of what the program wrote, ${#kept[@]} stay though you have newer ones (${kept[0]}): yours are in $code"
+}
+# enter_work CODE FOLDER SOURCE: into the working folder; where this script was submitted by hand, into the working tree
+enter_work() {
+  if [ -d "$1" ]; then
+    refresh_work "$1" || fail "the working folder $run/work cannot be written"
+    { mkdir -p "$2" && cd "$2"; } || fail 'there is no folder to run in'
+    say "the program works in $2: what it writes there stays, and the next attempt finds it"
+  elif [ -n "$3" ] && [ ! -e "$here/order.json" ] && cd "$3"; then
+    say "no snapshot was made: it runs in $3"
+  else
+    fail 'there is no folder to run in'
+  fi
+}
+# read_secrets FILE: exports its lines NAME=value as they stand: nothing in them is replaced or run, the last of a name
+# counts, and quotes around a whole value are not a part of it; sets `secret_names`, and `secret_faults` to the numbers
+# of lines that are none, or whose name is a variable that this shell keeps for itself
+read_secrets() {
+  local line name value there number=0 traced=""
+  [[ $- != *x* ]] || { traced=yes; set +x; } # a trace would show them
+  secret_names=() secret_faults=()
+  [ -r "$1" ] || return 0
+  while IFS= read -r line || [ -n "$line" ]; do
+    number=$((number + 1)) line=${line%$'\r'}
+    case ${line//[[:blank:]]/} in '' | '#'*) continue ;; esac
+    name=${line%%=*} value=${line#*=} there=none
+    case $value in \"*\" | \'*\') value=${value:1:${#value}-2} ;; esac
+    if [[ $line == *=* && $name =~ ^[[:blank:]]*(export[[:blank:]]+)?([A-Za-z_][A-Za-z0-9_]*)$ ]]; then
+      name=${BASH_REMATCH[2]}
+      there=$(declare -p "$name" 2> /dev/null) # what it gives to an array it would take for shell
+    fi
+    if [[ -z $there || $there == "declare -x "* ]]; then
+      export "$name=$value"
+      secret_names+=("$name")
+    else
+      secret_faults+=("$number")
+      echo "line $number of $1 is not NAME=value with a name of its own, and was passed over" >&2
+    fi
+  done < "$1"
+  [ -z "$traced" ] || set -x
+}
+
+main

@@ -1,0 +1,568 @@
+#!/bin/bash
+# Written by Shardway 0.1.0 for small. To submit it by hand: make the folder of --output, sbatch THIS_FILE
+# the run, its attempt, and what makes it unique
+#SBATCH --job-name=slurm.0002.20176c
+# who is charged, and where the job waits
+#SBATCH --partition=cpu
+# nodes, and what is wanted of each
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=4
+# wall-time of this attempt
+#SBATCH --time=0-00:01:00
+# an attempt that loses its nodes ends; the next attempt goes on from the last checkpoint
+#SBATCH --no-requeue
+# what it prints
+#SBATCH --open-mode=append
+#SBATCH --output=/scratch/kept/runs/slurm/attempts/0002/log/job.out
+
+# --- this run and this attempt
+# the run directory
+run=/scratch/kept/runs/slurm
+# this attempt, the one that it goes on from (0000: none), and the last
+attempt=0002
+after=0001
+last_attempt=100
+# who runs the job, what makes its name unique, its wall-time in seconds
+scheduler=slurm
+token=20176c
+walltime=60
+# whether the program obeys the stop file and says itself how it ended
+counts_steps=yes
+# what starts the container of the ranks
+runtime=none
+# what it was asked by a signal, and how it ended
+asked="" status=0
+# names of this script that a person's shell may have had
+unset prints clocks loaded CDPATH
+here=$run/attempts/$attempt
+# what the ranks read and write
+export SHARDWAY_ATTEMPT_DIR=$here SHARDWAY_STOP_FILE=$run/stop
+
+# --- what this job does, in order; the functions are below
+main() {
+  # --- begin
+  # what another launch has left, and would place the ranks elsewhere
+  drop_variables "${of_ranks[@]}"
+  # which job this is, its nodes, when its wall-time ends
+  begin
+  export SHARDWAY_JOB=$job
+  claim
+  note_start
+  check_chain
+  check_stop
+  queue_next
+  # signals become the stop file
+  trap 'ask_to_stop deadline the wall-time is about to end' USR2
+  trap 'ask_to_stop signal came: SIGTERM, as schedulers send it before they kill' TERM
+  trap 'ask_to_stop signal came: SIGINT' INT
+  trap 'ask_to_stop signal came: SIGUSR1' USR1
+  trap 'ask_to_stop signal came: SIGHUP' HUP
+
+  # --- what the ranks find
+  # Python and its packages
+  . /opt/venv/bin/activate || fail '. /opt/venv/bin/activate failed, as the lines before say; see site.venv'
+  # threads of a rank
+  export OMP_NUM_THREADS=4
+  # what a rank prints is seen at once, and not lost with the rank
+  export PYTHONUNBUFFERED=1
+  # passwords and tokens stand in a file of your own alone
+  secrets="$HOME/.config/shardway/secrets.env"
+  read_secrets "$secrets"
+  # where the ranks meet: rules of this site for the name of a node on the network for computing
+  suffix='' resolve=no
+  meet
+  # the code that was submitted
+  cd /scratch/kept/project || fail 'there is no folder to run in'
+
+  # --- run
+  # the ranks, and how they ended
+  srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=4 --kill-on-bad-exit=0 --wait=0 bash \
+    -c 'exec python3 "$@" --nproc 1 \
+      --nodes "$SHARDWAY_NODES" --node "$SLURM_NODEID" --port "$MASTER_PORT"' \
+    agent -m shardway train /scratch/kept/runs/slurm/attempts/0001/run.toml --dir \
+    /scratch/kept/runs/slurm &
+  ranks=$!
+  # a job without ranks ends
+  in_time 1200 end_without_ranks 1200 "$ranks"
+  wait_for "$ranks"
+
+  # --- end
+  # how this attempt ended, and what comes next
+  finish
+}
+
+# --- how an attempt begins and ends
+# variables that mean something for another job or rank (docs/environment.md), and "!...", which stay
+of_ranks=( 'RANK' 'WORLD_SIZE' 'LOCAL_RANK' 'LOCAL_WORLD_SIZE' 'LOCAL_SIZE' 'NODE_RANK' 'GROUP_RANK' \
+  'GROUP_WORLD_SIZE' 'ROLE_RANK' 'ROLE_NAME' 'ROLE_WORLD_SIZE' 'CROSS_RANK' 'CROSS_SIZE' \
+  'MASTER_ADDR' 'MASTER_PORT' 'TORCHELASTIC_*' 'PET_*' 'FT_RANK_MONITOR_IPC_SOCKET' \
+  'OMPI_COMM_WORLD_*' 'OMPI_UNIVERSE_SIZE' 'OMPI_APP_CTX_NUM_PROCS' 'OMPI_NUM_APP_CTX' 'OMPI_ARGV' \
+  'OMPI_COMMAND' 'OMPI_FILE_LOCATION' 'OMPI_FIRST_RANKS' 'OMPI_MCA_ess*' 'OMPI_MCA_initial_wdir' \
+  'OMPI_MCA_orte_ess_*' 'OMPI_MCA_orte_hnp_uri' 'OMPI_MCA_orte_local_daemon_uri' \
+  'OMPI_MCA_orte_jobid' 'OMPI_MCA_orte_app_num' 'OMPI_MCA_orte_num_*' 'OMPI_MCA_orte_bound_*' \
+  'OMPI_MCA_orte_precondition*' 'OMPI_MCA_orte_launch' 'OMPI_MCA_orte_tmpdir_base' \
+  'OMPI_MCA_orte_*_session_dir' 'OMPI_MCA_orte_node_regex' 'OMPI_MCA_plm' 'OMPI_MCA_pmix' \
+  'OMPI_MCA_mpi_oversubscribe' 'ORTE_DAEMON_UMASK_VALUE' 'OMPI_MCA_shmem_RUNTIME_QUERY_hint' \
+  'OMPI_MCA_num_procs' 'OMPI_MCA_cpu_type' 'OMPI_MCA_PREFIXES' 'OMPI_WORLD_*' 'OMPI_TOOL_NAME' \
+  'OMPI_LIBDIR_LOC' 'OMPI_VERSION' 'OPAL_USER_PARAMS_GIVEN' 'PRTE_LAUNCHED' 'PRTE_SHARED_FS' \
+  'PMI_RANK' 'PMI_SIZE' 'PMI_FD' 'PMI_ID' 'PMI_PORT' 'PMI_KVS*' 'PMI_SPAWNED' 'PMI_JOBID' \
+  'PMI_HOSTNAME' 'PMI_DEBUG' 'MPI_APPNUM' 'MPI_UNIVERSE_SIZE' 'PMI_APPNUM' 'PMI_CONTROL_PORT' \
+  'PMI_LOCAL_*' 'PMI_UNIVERSE_SIZE' 'PMI_SHARED_SECRET' 'PMIX_RANK' 'PMIX_NAMESPACE' 'PMIX_SERVER_*' \
+  'PMIX_ID' 'PMIX_VERSION' 'PMIX_HOSTNAME' 'PMIX_SYSTEM_TMPDIR' 'PMIX_PARAM_FILE_PASSED' \
+  'PMIX_DSTORE_*' 'PMIX_GDS_*' 'PMIX_BFROP*' 'PMIX_PTL_*' 'PMIX_SECURITY_MODE' 'PALS_APID' \
+  'PALS_RANKID' 'PALS_NODEID' 'PALS_LOCAL_*' 'PALS_SPOOL_DIR' 'PALS_APINFO' 'PALS_DIR' \
+  'HYDRA_BSTRAP_*' 'HYDRA_LAUNCH_TYPE' 'I_MPI_INFO_*' 'I_MPI_HYDRA_UUID' 'I_MPI_PIN_MAPPING' \
+  'HYDI_*' 'MPI_LOCALRANKID' 'MPI_LOCALNRANKS' 'MV2_COMM_WORLD_*' 'MPISPAWN_*' 'MPIRUN_RSH*' )
+of_jobs=( '!SLURM_CONF' '!SLURM_CONF_SERVER' '!SLURM_CLUSTERS' '!SLURM_JWT' '!SLURM_ROOT' \
+  '!SLURM_HOME' '!SLURM_MPI_TYPE' '!PBS_CONF_FILE' '!PBS_DEFAULT' '!PBS_SERVER' '!PBS_EXEC' \
+  '!PBS_HOME' '!PBS_AUTH_METHOD' '!PBS_TMPDIR' '!PBS_PRIMARY' '!PBS_SECONDARY' '!PBS_LEAF_NAME' \
+  '!PBS_*_SERVICE_PORT' '!PBS_ENCRYPT_METHOD' '!PBS_SUPPORTED_AUTH_METHODS' 'SHARDWAY_AGENT' \
+  'SHARDWAY_ATTEMPT_DIR' 'SHARDWAY_STOP_FILE' 'SHARDWAY_JOB' 'SHARDWAY_NODES' 'SHARDWAY_PROGRESS' \
+  'SHARDWAY_CPU_MASKS' 'SHARDWAY_GATE' 'SHARDWAY_RELEASED' 'SHARDWAY_LENT_CACHE' 'SLURM_*' \
+  'SLURMD_*' 'SRUN_*' '_SLURM_SPANK_OPTION_*' 'SBATCH_*' 'SALLOC_*' 'SQUEUE_*' 'SACCT_*' 'SCANCEL_*' \
+  'SINFO_*' 'SCONTROL_*' 'PYXIS_CONTAINER_IMAGE' 'PYXIS_CONTAINER_NAME' 'PBS_*' 'QSUB_*' 'NCPUS' \
+  'LSB_*' 'LS_JOBPID' 'LS_SUBCWD' 'JSM_*' 'FLUX_JOB_*' 'FLUX_TASK_*' 'FLUX_KVS_NAMESPACE' \
+  'FLUX_ENCLOSING_ID' 'FLUX_PMI_*' )
+# drop_variables PATTERN...: those that mean something for another job or rank; the first pattern that fits decides, "!..." keeps
+drop_variables() {
+  local name pattern
+  for name in $(compgen -e); do
+    for pattern in "$@"; do
+      # shellcheck disable=SC2254 # it is a pattern
+      case $name in
+        ${pattern#!})
+          [[ $pattern == !* ]] || unset "$name"
+          break
+          ;;
+      esac
+    done
+  done
+}
+# say LINE: with the time
+say() { printf '%s shardway: %s\n' "$(date '+%F %T')" "$*"; }
+# field FILE KEY: a value of a JSON file that has one key a line; of a text what it says, also where that ends with a quote
+field() {
+  sed -n "/^ *\"$2\": /{s///; s/,\$//; s/^\"\(.*\)\"\$/\1/; s/\\\\\([\"\\\\]\)/\1/g; p; q}" "$1" 2>/dev/null || true
+}
+# in_json TEXT: as it stands between the quotes of JSON
+in_json() { printf '%s' "$1" | tr '\n\t\r' '   ' | tr -d '\000-\037' | sed 's/[\\"]/\\&/g'; }
+# whole FILE: standard input becomes the file, complete or not at all
+whole() { cat > "$1.$$.tmp" && mv "$1.$$.tmp" "$1"; }
+# step_now: of the run, by its newest checkpoint or its last event; the status is written once a second at most
+step_now() {
+  {
+    tail -n 5 "$run/events/rank-00000.jsonl" 2>/dev/null |
+      sed -n 's/^{"event": "[a-z_]*", "step": \([0-9]*\),.*/\1/p' | tail -n 1 | grep . || field "$run/status.json" step
+    for folder in "$run"/checkpoints/step-*; do echo "${folder##*-}"; done
+  } | sed -n 's/^0*\([0-9][0-9]*\)$/\1/p' | sort -n | tail -n 1 | grep . || echo 0
+}
+# write_result ATTEMPT STATE REASON [EXIT_CODE FAILURE JOB]: unless somebody has said how it ended
+write_result() {
+  local folder=$run/attempts/$1 step
+  [ ! -e "$folder/result.json" ] || return 0
+  step=$(step_now)
+  {
+    printf '{\n "format": 1,\n "state": "%s",\n "reason": "%s",\n' "$2" "$(in_json "$3")"
+    printf ' "step": %s,\n "exit_code": %s,\n "failure": "%s",\n' "$step" "${4:-null}" "$(in_json "${5:-}")"
+    printf ' "job": "%s",\n "host": "%s",\n "by": "job script",\n' "${6:-$job}" "$(hostname)"
+    printf ' "ended": %s\n}\n' "$(date +%s)"
+  } > "$folder/.result.$$"
+  ln "$folder/.result.$$" "$folder/result.json" 2>/dev/null # refuses where a rank was quicker
+  rm -f "$folder/.result.$$"
+}
+# ask_to_stop STATE REASON: touches the stop file, which rank 0 looks for between steps; who has asked before is obeyed
+ask_to_stop() {
+  [ -e "$run/stop" ] || printf '%s\n' "$*" | whole "$run/stop"
+  asked=$(read_stop | grep . || printf '%s' "$1")
+}
+# cancel_later REASON: takes the links of the chain after this one out of the queue, up to what a person has resumed
+cancel_later() {
+  local folder number id
+  for folder in "$run"/attempts/[0-9]*/; do
+    number=$(basename "$folder")
+    [ $((10#$number)) -gt $((10#$attempt)) ] || continue
+    [ -n "$(field "$folder/submission.json" after)" ] || break
+    id=$(field "$folder/submission.json" job)
+    [ -n "$id" ] && cancel_job "$id" || continue
+    write_result "$number" not_needed "attempt $attempt: $1" null "" "$id"
+    say "took job $id (attempt $number) out of the queue"
+  done
+}
+# claim: one job alone runs an attempt, should it have been submitted twice, or by hand when it had been submitted
+claim() {
+  local owner
+  owner=$(field "$here/submission.json" job)
+  if [ -z "$owner" ] || [ "${owner%%[!0-9]*}" = "${job%%[!0-9]*}" ]; then
+    mkdir -p "$here/log" && ln -s "$job" "$here/claim" 2>/dev/null
+    owner=$(readlink "$here/claim")
+  fi
+  [ -n "$owner" ] || { say "attempt $attempt cannot be claimed: nothing can be written to $here"; exit 1; }
+  [ "$owner" != "$job" ] || return 0
+  say "this job does nothing: attempt $attempt belongs to job $owner ($(field "$here/result.json" state | grep . || echo "no end yet"))"
+  say "to see where the run stands: shardway status $run; to go on with it: shardway resume $run"
+  exit 0
+}
+# note_submission ATTEMPT JOB AFTER: where it is not Python that submits
+note_submission() {
+  {
+    printf '{\n "format": 1,\n "scheduler": "%s",\n "token": "%s",\n "job": "%s",\n' "$scheduler" "$token" "$2"
+    printf ' "host": "%s",\n "after": "%s",\n "submitted": %s\n}\n' "$(hostname)" "$3" "$(date +%s)"
+  } | whole "$run/attempts/$1/submission.json"
+}
+# note_start: what the ranks and `shardway status` read; times in seconds since 1970
+note_start() {
+  [ -e "$here/job.sh" ] || cp "$0" "$here/job.sh" # it was submitted by hand
+  [ -e "$here/submission.json" ] || note_submission "$attempt" "$job" ""
+  {
+    printf '{\n "format": 1,\n "job": "%s",\n "host": "%s",\n "nodes": "%s",\n' "$job" "$(hostname)" "${nodes[*]}"
+    printf ' "started": %s,\n "deadline": %s\n}\n' "$started" "$deadline"
+  } | whole "$here/started.json"
+  say "attempt $attempt is job $job on ${nodes[*]}"
+}
+# read_stop: what the stop file asks for: stopped, where a person wants it, or the word of whoever was warned; else nothing
+read_stop() {
+  [ -e "$run/stop" ] || return 0
+  case $(head -n 1 "$run/stop") in
+    deadline*) echo deadline ;;
+    preempted*) echo preempted ;;
+    "signal "*) echo signal ;;
+    *) echo stopped ;;
+  esac
+}
+# check_stop: somebody may have asked for a stop while the job was queued
+check_stop() {
+  case $(read_stop) in
+    stopped) ;;
+    *) rm -f "$run/stop"; return 0 ;; # there is none, or it was meant for the attempt before
+  esac
+  write_result "$attempt" stopped "a stop was asked for before it began"
+  say "nothing to do: a stop was asked for"
+  cancel_later stopped
+  exit 0
+}
+# why_not_started [create]: what the beginning of the job's log says of a Python or a container that did not come up, else nothing
+why_not_started() {
+  local said why=""
+  [ ! -e "$here/began" ] || return 0 # what came later is the program's own
+  said=$(head -n 2000 "$here/log/job.out" 2>/dev/null | tr -d '\000\r' | sed 's/^[0-9]*: //')
+  case $runtime-${1-} in
+    pyxis-) why=$(sed -n 's/^\(slurmstepd-[^ ]*:\|\[[^]]*\]\) error: pyxis: *//p' <<< "$said" | grep -v '^child \|^printing \|^\[INFO\]') ;;
+    enroot-create) why=$(grep '^\[ERROR\] ' <<< "$said") ;;
+    enroot-) why=$(grep '^enroot-[a-z]*: ' <<< "$said") ;;
+    apptainer-) why=$(sed -n 's/^FATAL: *//p' <<< "$said") ;;
+    charliecloud-) why=$(sed -n 's/^ch-run\[[0-9]*\]: error: //p' <<< "$said") ;;
+  esac
+  why=$({ grep '^\[ERROR\]\|^--\|^curl: \|^enroot-' <<< "$why" || printf '%s' "$why"; } | sed -n 's/^\[ERROR\] //; 1p')
+  if [ -n "$why" ]; then
+    echo "$([ "${1-}" = create ] || echo "the container did not start: ")$why"
+  elif grep -q '/bin/activate: No such file or directory$' <<< "$said"; then
+    echo "it does not see the environment (site.venv, site.mounts)"
+  elif grep -q "No module named '\{0,1\}shardway" <<< "$said"; then
+    echo "its Python has no shardway (site.image, site.venv)"
+  elif grep -q "^[^ ]*python[0-9.]*: .*No module named '\{0,1\}torch" <<< "$said"; then
+    echo "its Python has no torch (site.image, site.venv)"
+  elif grep -q ': exec: python3: not found$' <<< "$said"; then
+    echo "there is no python3 (site.image, site.venv)"
+  fi
+}
+# fail REASON [create]: ends this job before its ranks have started
+fail() {
+  local why
+  why=$([ -z "${2-}" ] || why_not_started "$2")
+  write_result "$attempt" crashed "$1${why:+: $why}" 1 "$1"
+  status=1
+  finish
+}
+# wait_for PROCESS: to its end, whatever signals this script gets meanwhile; sets `status` to its exit code
+wait_for() {
+  local again
+  wait "$1"
+  status=$?
+  while kill -0 "$1" 2>/dev/null; do
+    wait "$1"
+    status=$?
+  done
+  wait "$1" 2>/dev/null # it may have ended while a signal was answered, which had ended the wait before
+  again=$?
+  [ "$again" = 127 ] || status=$again
+}
+# say_next: what goes on with the run
+say_next() {
+  local next folder
+  next=$(printf '%04d' $((10#$attempt + 1)))
+  folder=$run/attempts/$next
+  if [ ! -e "$folder/result.json" ] && [ -n "$(field "$folder/submission.json" job)" ]; then
+    say "attempt $next is queued to go on"
+  else
+    say "to go on: shardway resume $run"
+  fi
+}
+# finish: says how the attempt ended, unless a rank has, and ends the job
+finish() {
+  local state why reason="the program ended with exit code $status"
+  case ${asked:-$(read_stop)}-$status in
+    deadline-* | preempted-*) write_result "$attempt" "${asked:-$(read_stop)}" "asked to stop, $reason" "$status" ;;
+    signal-*) write_result "$attempt" stopped "after a signal $reason" "$status" signal ;;
+    stopped-*) write_result "$attempt" stopped "asked to stop, $reason" "$status" ;;
+    -0) write_result "$attempt" finished "$reason" 0 ;;
+    *)
+      why=$(why_not_started)
+      reason+=${why:+: $why}
+      write_result "$attempt" crashed "$reason" "$status" "exit code $status"
+      ;;
+  esac
+  [ "$counts_steps" = yes ] || rm -f "$run/stop" # obeyed; the ranks of a run file take it away themselves
+  state=$(field "$here/result.json" state)
+  say "attempt $attempt: $state: $(field "$here/result.json" reason)"
+  case $state in
+    finished) cancel_later "$state" ;;
+    stopped)
+      [ "$(field "$here/result.json" failure)" = signal ] || cancel_later "$state"
+      say_next
+      ;;
+    deadline | preempted) say_next ;;
+    *)
+      say_next
+      exit $((status ? status : 1))
+      ;;
+  esac
+  exit 0
+}
+# in_time SECONDS COMMAND: then, unless this script has ended by that time
+in_time() {
+  (
+    unset SHARDWAY_JOB # a clock is no work: a job of which nothing else is left has ended
+    trap '' TERM INT HUP USR1 USR2 # which some schedulers send to every process of a job
+    trap 'kill -KILL "$sleeping"; exit' ALRM
+    sleep "$1" & sleeping=$!
+    wait "$sleeping" && "${@:2}"
+  ) > /dev/null 2>&1 &
+  clocks+=($!)
+  trap 'kill -ALRM "${clocks[@]}" 2>/dev/null' EXIT
+}
+# end_without_ranks SECONDS PROCESS: ends what was to start the ranks, where rank 0 has not even begun
+end_without_ranks() {
+  { [ ! -e "$here/began" ] && kill -0 "$2"; } 2>/dev/null || return 0
+  write_result "$attempt" crashed "no rank has begun within $1 s: what starts them (mpirun, srun, ...) hangs, or programs load slowly (run.start_timeout)" null "no rank began"
+  kill "$2"
+  sleep 10
+  kill -KILL "$2"
+}
+# leave REASON: ends this job, which has nothing to do
+leave() {
+  write_result "$attempt" not_needed "$1"
+  say "nothing to do: $1"
+  cancel_later "$1"
+  exit 0
+}
+# settle ATTEMPT: writes down how an attempt ended that could not say so itself
+settle() {
+  local folder=$run/attempts/$1 before state
+  [ ! -e "$folder/result.json" ] || return 0
+  before=$(field "$folder/started.json" job)
+  state=$(ask_ending "$before")
+  [ "$state" != completed ] || state=lost # exit code 0 alone does not say that the work is done
+  write_result "$1" "$state" "it ended without a word" null "ended without a word" "$before"
+}
+# state_of ATTEMPT: how it ended; one that obeyed a signal was stopped where its job was cancelled, or nobody knows;
+# a job that left in time when the scheduler wanted its nodes counts as completed there
+state_of() {
+  local folder=$run/attempts/$1 state
+  state=$(field "$folder/result.json" state)
+  if [ "$state" = stopped ] && [ "$(field "$folder/result.json" failure)" = signal ]; then
+    case $(ask_ending "$(field "$folder/started.json" job)") in
+      preempted | completed) state=preempted ;;
+      deadline) state=deadline ;;
+      node_failure) state=node_failure ;;
+    esac
+  fi
+  printf '%s' "$state"
+}
+# cause_of ATTEMPT: its state; where the kernel killed a rank for want of memory, only the scheduler knows that
+cause_of() {
+  local state
+  state=$(state_of "$1")
+  case $state in
+    crashed | lost)
+      [ "$(ask_ending "$(field "$run/attempts/$1/started.json" job)" steps)" != out_of_memory ] || state=out_of_memory
+      ;;
+  esac
+  printf '%s' "$state"
+}
+# say_alike ATTEMPT ATTEMPT KEY...: whether their results say the same there
+say_alike() {
+  local key
+  for key in "${@:3}"; do
+    [ "$(field "$run/attempts/$1/result.json" "$key")" = "$(field "$run/attempts/$2/result.json" "$key")" ] || return 1
+  done
+}
+# same_end ATTEMPT ATTEMPT: prints how both ended, where that was alike, so that a third would as well: at the same step,
+# or for want of memory before there was a new checkpoint; of a rank that the kernel killed, now this one and now that one tells
+same_end() {
+  [ -e "$run/attempts/$1/result.json" ] || return 1
+  case $(field "$run/attempts/$2/result.json" state) in
+    crashed | lost | out_of_memory) ;;
+    deadline) [ "$counts_steps" = yes ] || return 1 ;;
+    *) return 1 ;;
+  esac
+  if say_alike "$1" "$2" step state failure; then
+    cause_of "$2"
+    return
+  fi
+  say_alike "$1" "$2" step || ! has_saved "$2" || return 1
+  [ "$(cause_of "$1") $(cause_of "$2")" = "out_of_memory out_of_memory" ] && printf out_of_memory
+}
+# has_saved ATTEMPT: whether there is a checkpoint from after its start
+has_saved() {
+  [ -n "$(find "$run/checkpoints" -maxdepth 1 -name 'step-*' -newer "$run/attempts/$1/started.json" 2>/dev/null)" ]
+}
+# check_chain: a link of a chain runs only where the attempt before it left work to do
+check_chain() {
+  local before state cause
+  [ "$after" != 0000 ] || return 0
+  settle "$after"
+  state=$(state_of "$after")
+  case $state in
+    finished | stopped | not_needed) leave "attempt $after: $state" ;;
+  esac
+  before=$(printf '%04d' $((10#$after - 1)))
+  if cause=$(same_end "$before" "$after"); then
+    leave "attempts $before and $after ended alike ($cause at step $(field "$run/attempts/$after/result.json" step))"
+  fi
+}
+# queue_next: submits the next attempt, to start when this job has ended; meanwhile it ages in the queue
+queue_next() {
+  local next folder id
+  next=$(printf '%04d' $((10#$attempt + 1)))
+  folder=$run/attempts/$next
+  if [ $((10#$next)) -gt "$last_attempt" ]; then
+    say "attempt $attempt is the last that was asked for"
+    return
+  fi
+  mkdir "$folder" 2>/dev/null || return # it is there: this job was requeued, or somebody submitted by hand
+  mkdir "$folder/log"
+  sed -e "/^#/s/\.$attempt\.$token\$/.$next.$token/" -e "/^#/s|/attempts/$attempt/log/job.out\$|/attempts/$next/log/job.out|" \
+    -e "s/^attempt=$attempt\$/attempt=$next/" -e "s/^after=$after\$/after=$attempt/" "$here/job.sh" > "$folder/job.sh"
+  if id=$(submit_after "$folder/job.sh") && [ -n "$id" ]; then
+    note_submission "$next" "$id" "$job"
+    say "queued attempt $next as job $id, to follow this one"
+  else
+    rm -r "$folder"
+    say "attempt $next could not be queued from here: \`shardway resume\` queues it when this attempt has ended"
+  fi
+}
+# begin: what Slurm says of this job; the end of the wall-time as it stands now, or else from what was asked
+begin() {
+  local end
+  job=$SLURM_JOB_ID
+  export SLURM_EXPORT_ENV=ALL # steps have the variables of this job, whatever --export or SBATCH_EXPORT said to sbatch
+  [ -z "${SLURM_MEM_PER_NODE-}" ] || unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU # of a shell of salloc; srun takes one alone
+  mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+  started=$(date +%s)
+  end=$(squeue --noheader --jobs "$job" --format %e 2>/dev/null)
+  case $end in
+    [0-9]*T*) deadline=$(date --date "$end" +%s) ;;
+    *) deadline=$((started + walltime)) ;;
+  esac
+}
+# ask_ending JOB [steps]: how a job ended, in our words; a step that ran out of memory does not show in the job's state
+ask_ending() {
+  local shown state
+  shown=$(scontrol --oneliner show job "$1" 2>/dev/null)
+  [[ $shown != *" PreemptTime="[0-9]* ]] || { echo preempted; return; } # whatever it made of the time of grace
+  state=$(sed -n 's/.* JobState=\([A-Z_]*\).*/\1/p' <<< "$shown")
+  [ -n "$state" ] || state=$(sacct --noheader --parsable2 --allocations --jobs "$1" --format State 2>/dev/null | tail -n 1)
+  case ${2-}-$state in
+    steps-COMPLETED | steps-FAILED)
+      ! sacct --noheader --parsable2 --jobs "$1" --format State 2>/dev/null | grep -q '^OUT_OF_ME' || state=OUT_OF_MEMORY
+      ;;
+  esac
+  case $state in
+    COMPLETED) echo completed ;;
+    CANCELLED*) echo stopped ;;
+    PREEMPTED*) echo preempted ;;
+    NODE_FAIL* | BOOT_FAIL*) echo node_failure ;;
+    TIMEOUT*) echo deadline ;;
+    OUT_OF_ME*) echo out_of_memory ;;
+    *) echo lost ;;
+  esac
+}
+# submit_after SCRIPT: to start when this job has ended, however it ends; prints the job id
+submit_after() {
+  local id
+  id=$(drop_variables "${of_ranks[@]}" "${of_jobs[@]}" '*_VISIBLE_DEVICES' GPU_DEVICE_ORDINAL ZE_AFFINITY_MASK && sbatch --parsable --dependency "afterany:$job" "$1" 2>&1) || { say "sbatch: $id" >&2; return 1; }
+  id=${id##*$'\n'}
+  echo "${id%%;*}"
+}
+# cancel_job JOB
+cancel_job() { scancel "$1"; }
+# address NODE: its name on the network for computing, or its number there
+address() {
+  local name=${1%%.*}$suffix found
+  [ -n "$suffix" ] || name=$1
+  if [ "$resolve" = yes ]; then
+    found=$(getent ahostsv4 "$name" | awk 'NR == 1 { print $1 }')
+    [[ $found != 127.* ]] || found=$(own_address "$1")
+    echo "$found"
+  else
+    echo "$name"
+  fi
+}
+# own_address NODE: of this node, which takes its own name for 127.0.1.1: that from which it reaches another one
+own_address() {
+  local node other way
+  for node in "${nodes[@]}"; do
+    [ "$node" != "$1" ] || continue
+    other=$(getent ahostsv4 "${node%%.*}$suffix" | awk 'NR == 1 { print $1 }')
+    way=$(ip -4 route get "${other:-$node}" 2> /dev/null)
+    [[ $way == *" src "* ]] || continue
+    way=${way##* src }
+    echo "${way%% *}"
+    return
+  done
+}
+# meet: MASTER_ADDR is the first node as all others name it, MASTER_PORT follows from the job's id
+meet() {
+  local node found
+  SHARDWAY_NODES=
+  for node in "${nodes[@]}"; do
+    [ "${#nodes[@]}" -gt 1 ] || break
+    found=$(address "$node")
+    [ -n "$found" ] || say "the address of $node on the network for computing ($node$suffix) is not known"
+    SHARDWAY_NODES+=${SHARDWAY_NODES:+ }${found:-$node}
+  done
+  [ "${#nodes[@]}" -gt 1 ] || SHARDWAY_NODES=127.0.0.1
+  MASTER_ADDR=${SHARDWAY_NODES%% *}
+  MASTER_PORT=$((15000 + $(printf %s "$job" | cksum | cut -d' ' -f1) % 15000))
+  export SHARDWAY_NODES MASTER_ADDR MASTER_PORT
+}
+# read_secrets FILE: exports its lines NAME=value as they stand: nothing in them is replaced or run, the last of a name
+# counts, and quotes around a whole value are not a part of it; sets `secret_names`, and `secret_faults` to the numbers
+# of lines that are none, or whose name is a variable that this shell keeps for itself
+read_secrets() {
+  local line name value there number=0 traced=""
+  [[ $- != *x* ]] || { traced=yes; set +x; } # a trace would show them
+  secret_names=() secret_faults=()
+  [ -r "$1" ] || return 0
+  while IFS= read -r line || [ -n "$line" ]; do
+    number=$((number + 1)) line=${line%$'\r'}
+    case ${line//[[:blank:]]/} in '' | '#'*) continue ;; esac
+    name=${line%%=*} value=${line#*=} there=none
+    case $value in \"*\" | \'*\') value=${value:1:${#value}-2} ;; esac
+    if [[ $line == *=* && $name =~ ^[[:blank:]]*(export[[:blank:]]+)?([A-Za-z_][A-Za-z0-9_]*)$ ]]; then
+      name=${BASH_REMATCH[2]}
+      there=$(declare -p "$name" 2> /dev/null) # what it gives to an array it would take for shell
+    fi
+    if [[ -z $there || $there == "declare -x "* ]]; then
+      export "$name=$value"
+      secret_names+=("$name")
+    else
+      secret_faults+=("$number")
+      echo "line $number of $1 is not NAME=value with a name of its own, and was passed over" >&2
+    fi
+  done < "$1"
+  [ -z "$traced" ] || set -x
+}
+
+main
