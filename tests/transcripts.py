@@ -77,3 +77,10 @@ def list_transcripts(pattern: str) -> list[str]:
     return sorted(
         path.relative_to(TRANSCRIPTS).with_suffix("").as_posix() for path in TRANSCRIPTS.glob(f"{pattern}.txt")
     )
+
+
+def write_command(path: Path, done: Done, out: str | None = None) -> None:
+    """A command in this place that answers as recorded; `out` stands for an output that is kept elsewhere."""
+    said, wrong = shlex.quote(done.out if out is None else out), shlex.quote(done.err)
+    path.write_text(f"#!/bin/sh\nprintf %s {said}\nprintf %s {wrong} >&2\nexit {done.code}\n", encoding="utf-8")
+    path.chmod(0o755)

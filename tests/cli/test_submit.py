@@ -216,7 +216,7 @@ def test_a_mistake_is_told_before_the_queue(name: str, shardway: Shardway, golde
 
 def test_every_check_has_a_message() -> None:
     """The number of checks, so that a new one brings its message."""
-    assert (len(numbers.CHECKS), len(words.CHECKS)) == (8, 7)
+    assert (len(numbers.CHECKS), len(words.CHECKS)) == (8, 8)
     assert golden_names("submit") == {f"{name}.txt" for name in (*CASES, *REFUSALS, "idle-and-unknown")}
 
 

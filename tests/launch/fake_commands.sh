@@ -7,7 +7,7 @@
 #   refuse     what sbatch and qsub say, and then fail
 #   answers    one line for each call of sbatch: ok, lost (taken, but the answer says otherwise), hang (taken, and no
 #              answer), down, account; ok when there are no more lines
-#   queue      what was taken, as squeue tells it
+#   queue      what was taken, as squeue tells it; end: the ids of a person's jobs, as squeue and qselect tell them
 #   silent     squeue and sacct do not answer
 #   steps      states of a job and of its steps, as sacct tells them
 #   create     shell of `enroot create`; containers: what `enroot list` tells
@@ -124,9 +124,14 @@ case $me in
     done
     exit "$ended"
     ;;
-  pbs_tmrsh)
+  pbs_tmrsh) # with a hook at execjob_launch, as pbs_cgroups has one, PBS hands on of each word its first line, without blanks before it
     shift
-    exec env -i PATH="$PATH" FAKES="$FAKES" HOME="$HOME" "$@" >> "$FAKES/of-the-job" 2>&1
+    given=()
+    for word in "$@"; do
+      word=${word%%$'\n'*}
+      given+=("${word#"${word%%[! ]*}"}")
+    done
+    exec env -i PATH="$PATH" FAKES="$FAKES" HOME="$HOME" "${given[@]}" >> "$FAKES/of-the-job" 2>&1
     ;;
   scontrol)
     case $* in
@@ -139,10 +144,12 @@ case $me in
     [ ! -e "$FAKES/silent" ] || exit 1
     [ ! -e "$FAKES/steps" ] || cat "$FAKES/steps"
     ;;
+  qselect) cat "$FAKES/end" 2>/dev/null ;;
   sbatch) next_job "" ;;
   qsub) next_job .server ;;
   qstat) echo "    Exit_status = $(state "${*: -1}")" ;;
-  scancel | qdel | ompi_info) ;;
+  qdel) [ -z "$(state "$1")" ] || { echo "qdel: Job has finished $1" >&2; exit 35; } ;;
+  scancel | ompi_info) ;;
   apptainer | singularity)
     [ "$1" = exec ] || exit 64
     shift

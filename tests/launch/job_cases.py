@@ -33,6 +33,7 @@ COMMANDS = (
         "sbatch",
         "qsub",
         "qstat",
+        "qselect",
     ),
     *("scancel", "qdel", "ompi_info", "apptainer", "singularity", "ch-run", "podman", "enroot"),
 )

@@ -1,5 +1,5 @@
-"""Containers as Pyxis 0.24 and Enroot 4.1.2 made them under Slurm 22.05 and 26.05 in November 2026, with fakes in their
-place: what a job says where one does not start, what it leaves, and where it may write."""
+"""Containers as Pyxis 0.24 and Enroot 4.1.2 made them under Slurm 22.05 and 26.05, and Enroot under OpenPBS 23.06, in
+November 2026, with fakes in their place: what a job says where one does not start, what it leaves, where it writes."""
 
 from __future__ import annotations
 
@@ -56,6 +56,10 @@ OF_ENROOT = """\
 enroot-mount: failed to mount: /gone at /tmp/enroot/shardway-28-n2/gone: No such file or directory
 srun: error: n2: task 1: Exited with exit code 1
 """
+NOT_MADE = """\
+[ERROR] No such file or directory: /raid/containers/65.pbs/base
+[ERROR] No such file or directory: /raid/containers/65.pbs/base
+"""
 NO_TORCH = """\
 /usr/bin/python3: Error while finding module specification for 'torch.distributed.run' (ModuleNotFoundError: No module named 'torch')
 srun: error: n2: task 1: Exited with exit code 1
@@ -69,6 +73,8 @@ SAID = {
     "no folder": ("pyxis", NO_FOLDER, f"{STARTED}couldn't chdir to /home/alice/w: No such file or directory"),
     "labelled": ("pyxis", f"0: {NO_FOLDER}", f"{STARTED}couldn't chdir to /home/alice/w: No such file or directory"),
     "of enroot": ("enroot", OF_ENROOT, STARTED + OF_ENROOT.splitlines()[1]),
+    "not made by PBS": ("enroot", NOT_MADE, STARTED + NOT_MADE.splitlines()[0].removeprefix("[ERROR] ")),
+    "of a program in enroot": ("enroot", "[ERROR] the loss is NaN\n", ""),
     "no torch": ("pyxis", NO_TORCH, "its Python has no torch (site.image, site.venv)"),
     "no environment": (
         "pyxis",
@@ -81,10 +87,11 @@ SAID = {
 }
 
 
-def prepare(path: Path, runtime: str, **changes: object) -> tuple[Cluster, Job]:
+def prepare(path: Path, runtime: str, scheduler: str = "slurm", **changes: object) -> tuple[Cluster, Job]:
     """A job of this runtime among fakes, as job 101."""
     cluster = Cluster.make(path / "cluster")
-    job = make_job("slurm", "srun", runtime, run=cluster.path / "run", **changes)
+    starter = "srun" if scheduler == "slurm" else "torchrun"
+    job = make_job(scheduler, starter, runtime, run=cluster.path / "run", **changes)
     job = replace(job, around=replace(job.around, workdir=job.run, venv=""))
     cluster.prepare(job)
     return cluster, job
@@ -106,29 +113,43 @@ def test_why_a_container_did_not_start(name: str, tmp_path: Path) -> None:
     assert reason_of(ran) == "the program ended with exit code 1" + (f": {why}" if why else "")
 
 
-def test_why_a_container_could_not_be_created(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("[ERROR] Invalid image format: /home/alice/bad.sqsh", "Invalid image format: /home/alice/bad.sqsh"),
+        ("FATAL ERROR: File system corruption detected", "FATAL ERROR: File system corruption detected"),  # half of one
+        ("shardway-138.pbs: line 10: exec: enroot: not found", "a node has no enroot (site.container)"),
+        ("shardway-3: line 9: /opt/enroot: No such file or directory", "a node has no /opt/enroot (site.container)"),
+    ],
+)
+def test_why_a_container_could_not_be_created(line: str, why: str, tmp_path: Path) -> None:
     cluster, job = prepare(tmp_path, "enroot")
-    log = "[INFO] Extracting squashfs filesystem...\n[ERROR] Invalid image format: /home/alice/bad.sqsh\n"
-    cluster.write("log", log)
+    cluster.write("log", f"[INFO] Extracting squashfs filesystem...\n{line}\n")
     cluster.write("create", 'cp "$FAKES/log" "$SHARDWAY_ATTEMPT_DIR/log/job.out"; false')
     ran = cluster.run(job, "101")
-    assert reason_of(ran) == "the container could not be created: Invalid image format: /home/alice/bad.sqsh"
+    assert reason_of(ran) == f"the container could not be created: {why}"
     assert cluster.list_ranks() == []
 
 
-@pytest.mark.parametrize("answer", ["98\n101\n", ""])
-def test_containers_of_jobs_that_were_killed_are_removed(answer: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("answer", ["98\n101\n", "", "Welcome to cluster 7\n"])
+@pytest.mark.parametrize(("scheduler", "server"), [("slurm", ""), ("pbs", ".pbs-2.example")])
+def test_containers_of_jobs_that_were_killed_are_removed(
+    scheduler: str, server: str, answer: str, tmp_path: Path
+) -> None:
     """Those of earlier jobs on this node alone, and none where the scheduler does not say which jobs there are."""
-    cluster, job = prepare(tmp_path, "enroot")
+    cluster, job = prepare(tmp_path, "enroot", scheduler)
     here = platform.node()
-    left = f"shardway-97-{here}"
-    others = (f"shardway-98-{here}", f"shardway-300-{here}", "shardway-97-other", "mine", "shardway-x-1", "pyxis_7.0")
+    left = f"shardway-97{server}-{here}"
+    others = (
+        *(f"shardway-98{server}-{here}", f"shardway-300{server}-{here}", f"shardway-97{server}-other"),
+        *(f"shardway-97.elsewhere-{here}", f"shardway-{here}", "mine", "shardway-x-1", "pyxis_7.0"),
+    )
     cluster.write("containers", "\n".join((left, *others)) + "\n")
-    cluster.write("end", answer)
-    ran = cluster.run(job, "101")
+    cluster.write("end", answer.replace("\n", f"{server}\n"))
+    ran = cluster.run(job, f"101{server}")
     assert ran.state == "finished"
     removed = [words[-1] for words in cluster.list_calls("enroot") if words[1] == "remove"]
-    assert set(removed) == {f"shardway-101-{here}", *([left] if answer else [])}
+    assert set(removed) == {f"shardway-101{server}-{here}", *([left] if answer.startswith("98") else [])}
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)

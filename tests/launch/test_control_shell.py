@@ -102,6 +102,26 @@ def test_ranks_that_only_end_well_have_finished(chain: Chain) -> None:
     assert (ran.code, ran.state, ran.result.by, ran.result.exit_code) == (0, "finished", "job script", 0)
 
 
+def test_a_job_without_nodes_has_not_finished(tmp_path: Path) -> None:
+    """Ranks on no node fail nowhere; PBS_NODEFILE may be out of sight in a site's container."""
+    chain = begin_chain(tmp_path, "pbs")
+    chain.cluster.write("nodes", "")
+    ran = chain.run(1, "exit 0")
+    assert ran.result is not None
+    assert (ran.code, ran.state, chain.cluster.list_ranks()) == (1, "crashed", [])
+    assert ran.result.reason == "the nodes of this job are not known: pbs named none"
+    assert chain.cancelled == []
+
+
+@pytest.mark.parametrize("last", ["\n", ""])
+def test_a_node_of_pbs_that_is_named_several_times_is_one(last: str, tmp_path: Path) -> None:
+    chain = begin_chain(tmp_path, "pbs")
+    chain.cluster.write("nodes", f"n10\nn1\nn10\nn1{last}")
+    chain.run(1, "exit 0")
+    assert (started := chain.attempt(1).read_started()) is not None
+    assert started.nodes == "n10 n1"
+
+
 @pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
 def test_a_crash_is_told_with_its_exit_code(scheduler: str, tmp_path: Path) -> None:
     chain = begin_chain(tmp_path, scheduler)

@@ -183,6 +183,10 @@ def _begin(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
         *([Line("check_chain")] if chained else []),
         Line("check_stop"),
         *([Line("queue_next")] if chained and not job.chain.ahead else []),
+        Line(
+            f"[ ${{#nodes[@]}} -gt 0 ] || fail {quote(_NO_NODES.format(job.scheduler))}",
+            "ranks on no node fail nowhere",
+        ),
         Line("trap 'ask_to_stop deadline the wall-time is about to end' USR2", "signals become the stop file"),
         *_traps(),
     ]
@@ -191,6 +195,8 @@ def _begin(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
         lines.append(Line(clock, "warns this script before the wall-time ends, which the scheduler does not"))
     return tuple(lines)
 
+
+_NO_NODES = "the nodes of this job are not known: {} named none"
 
 _ASKING = {
     "TERM": "SIGTERM, as schedulers send it before they kill",

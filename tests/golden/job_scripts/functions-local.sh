@@ -155,14 +155,16 @@ why_not_started() {
   said=$(head -n 2000 "$here/log/job.out" 2>/dev/null | tr -d '\000\r' | sed 's/^[0-9]*: //')
   case $runtime-${1-} in
     pyxis-) why=$(sed -n 's/^\(slurmstepd-[^ ]*:\|\[[^]]*\]\) error: pyxis: *//p' <<< "$said" | grep -v '^child \|^printing \|^\[INFO\]') ;;
-    enroot-create) why=$(grep '^\[ERROR\] ' <<< "$said") ;;
-    enroot-) why=$(grep '^enroot-[a-z]*: ' <<< "$said") ;;
+    enroot-create) why=$(grep '^\[ERROR\] \|^FATAL ERROR: ' <<< "$said") ;;
+    enroot-) why=$(grep '^enroot-[a-z]*: \|^\[ERROR\] No such file or directory: ' <<< "$said") ;;
     apptainer-) why=$(sed -n 's/^FATAL: *//p' <<< "$said") ;;
     charliecloud-) why=$(sed -n 's/^ch-run\[[0-9]*\]: error: //p' <<< "$said") ;;
   esac
   why=$({ grep '^\[ERROR\]\|^--\|^curl: \|^enroot-' <<< "$why" || printf '%s' "$why"; } | sed -n 's/^\[ERROR\] //; 1p')
   if [ -n "$why" ]; then
     echo "$([ "${1-}" = create ] || echo "the container did not start: ")$why"
+  elif [ "${1-}" = create ]; then
+    sed -n 's/^shardway-[^ ]*: line [0-9]*: \(exec: \(.*\): not found\|\(.*\): No such file or directory\)$/a node has no \2\3 (site.container)/p' <<< "$said" | head -n 1
   elif grep -q '/bin/activate: No such file or directory$' <<< "$said"; then
     echo "it does not see the environment (site.venv, site.mounts)"
   elif grep -q "No module named '\{0,1\}shardway" <<< "$said"; then

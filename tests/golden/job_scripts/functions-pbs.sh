@@ -155,14 +155,16 @@ why_not_started() {
   said=$(head -n 2000 "$here/log/job.out" 2>/dev/null | tr -d '\000\r' | sed 's/^[0-9]*: //')
   case $runtime-${1-} in
     pyxis-) why=$(sed -n 's/^\(slurmstepd-[^ ]*:\|\[[^]]*\]\) error: pyxis: *//p' <<< "$said" | grep -v '^child \|^printing \|^\[INFO\]') ;;
-    enroot-create) why=$(grep '^\[ERROR\] ' <<< "$said") ;;
-    enroot-) why=$(grep '^enroot-[a-z]*: ' <<< "$said") ;;
+    enroot-create) why=$(grep '^\[ERROR\] \|^FATAL ERROR: ' <<< "$said") ;;
+    enroot-) why=$(grep '^enroot-[a-z]*: \|^\[ERROR\] No such file or directory: ' <<< "$said") ;;
     apptainer-) why=$(sed -n 's/^FATAL: *//p' <<< "$said") ;;
     charliecloud-) why=$(sed -n 's/^ch-run\[[0-9]*\]: error: //p' <<< "$said") ;;
   esac
   why=$({ grep '^\[ERROR\]\|^--\|^curl: \|^enroot-' <<< "$why" || printf '%s' "$why"; } | sed -n 's/^\[ERROR\] //; 1p')
   if [ -n "$why" ]; then
     echo "$([ "${1-}" = create ] || echo "the container did not start: ")$why"
+  elif [ "${1-}" = create ]; then
+    sed -n 's/^shardway-[^ ]*: line [0-9]*: \(exec: \(.*\): not found\|\(.*\): No such file or directory\)$/a node has no \2\3 (site.container)/p' <<< "$said" | head -n 1
   elif grep -q '/bin/activate: No such file or directory$' <<< "$said"; then
     echo "it does not see the environment (site.venv, site.mounts)"
   elif grep -q "No module named '\{0,1\}shardway" <<< "$said"; then
@@ -361,12 +363,18 @@ queue_next() {
 }
 # begin: what PBS says of this job, which does not know its own wall-time; PBS's commands need not be on the PATH
 begin() {
+  local node
+  local -A seen=()
   if [ -r "${PBS_CONF_FILE:-/etc/pbs.conf}" ]; then
     PBS_EXEC=$(sed -n 's/^PBS_EXEC=//p' "${PBS_CONF_FILE:-/etc/pbs.conf}")
     PATH=$PATH:$PBS_EXEC/bin
   fi
   job=$PBS_JOBID
-  mapfile -t nodes < <(awk '!seen[$0]++' "$PBS_NODEFILE")
+  nodes=()
+  while IFS= read -r node || [ -n "$node" ]; do
+    [ -z "$node" ] || [ -n "${seen[$node]-}" ] || nodes+=("$node")
+    [ -z "$node" ] || seen[$node]=yes
+  done < "$PBS_NODEFILE"
   started=$(date +%s)
   deadline=$((started + walltime))
 }
@@ -398,7 +406,8 @@ submit_after() {
 # cancel_job JOB
 cancel_job() { qdel "$1"; }
 # on_each_node COMMAND: at once on every node, in this folder, with the variables of `carried`; ends as one of them fails
-# PBS hands what it prints to the job's own output, whatever this shell redirects; `prints` names another file
+# PBS hands what it prints to the job's own output, whatever this shell redirects; `prints` names another file. Where the
+# site has a hook at execjob_launch (pbs_cgroups), a word arrives as its first line, so that the task is one line of shell
 on_each_node() (
   trap '' TERM # the ranks get their own, and this waits until they have left in order
   carry=() starts=() index=0 ended=0
@@ -407,10 +416,11 @@ on_each_node() (
   done
   for node in "${nodes[@]}"; do
     # secrets are read there again: as words of this command everybody would see them
-    pbs_tmrsh "$node" /usr/bin/env "${carry[@]}" NODE="$index" /bin/bash -c "$(declare -f read_secrets)"'
+    printf -v task ' %q' /usr/bin/env "${carry[@]}" NODE="$index" /bin/bash -c "$(declare -f read_secrets)"'
       [ "$3" = - ] || exec >> "$3" 2>&1
       read_secrets "$0" 2> /dev/null; . "$1" && cd "$2" && shift 3 && exec "$@"' \
-      "$secrets" "$here/environment.sh" "$PWD" "${prints:--}" "$@" &
+      "$secrets" "$here/environment.sh" "$PWD" "${prints:--}" "$@"
+    pbs_tmrsh "$node" /bin/bash -c "exec$task" &
     starts+=($!) index=$((index + 1))
   done
   while [ "$index" -gt 0 ] && [ "$ended" = 0 ]; do

@@ -55,6 +55,8 @@ main() {
   claim
   note_start
   check_stop
+  # ranks on no node fail nowhere
+  [ ${#nodes[@]} -gt 0 ] || fail 'the nodes of this job are not known: pbs named none'
   # signals become the stop file
   trap 'ask_to_stop deadline the wall-time is about to end' USR2
   trap 'ask_to_stop signal came: SIGTERM, as schedulers send it before they kill' TERM
@@ -87,8 +89,19 @@ main() {
   named='[ -w "${XDG_RUNTIME_DIR:-/run}" ] || export XDG_RUNTIME_DIR=${TMPDIR:-/tmp}/$0
     words=(); until [ "$1" = -- ]; do words+=("$1"); shift; done
     exec "${words[@]}" "$0-$(uname -n)" "${@:2}"'
+  # removes those of earlier jobs that are over
+  cleared='[ -w "${XDG_RUNTIME_DIR:-/run}" ] || export XDG_RUNTIME_DIR=${TMPDIR:-/tmp}/$0
+    job=${0#shardway-} own=${0#shardway-} own=${own%%[!0-9]*}
+    for name in $([[ " $alive " != *" $own "* ]] || "$1" list); do
+      of=${name#shardway-} of=${of%%[!0-9]*}
+      [ "$name" = "shardway-$of${job#"$own"}-$(uname -n)" ] && [ "${of:-$own}" -lt "$own" ] || continue
+      [[ " $alive " = *" $of "* ]] || "$1" remove --force "$name"
+    done
+  '
+  alive=$(qselect -u "$(id -un)" 2> /dev/null | tr -cs 0-9 ' ')
   # the container of this job, on every node
-  on_each_node bash -c "$named" "shardway-$SHARDWAY_JOB" enroot create --name -- /images/torch.sqsh || fail 'the container could not be created' create
+  on_each_node bash -c "alive='$alive';$cleared$named" "shardway-$SHARDWAY_JOB" enroot create --name \
+    -- /images/torch.sqsh || fail 'the container could not be created' create
   # signals of the scheduler reach every process of this job: what starts the ranks has to outlive them
   trap '' TERM INT USR1 HUP
   # the ranks, and how they ended

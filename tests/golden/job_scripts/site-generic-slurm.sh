@@ -50,6 +50,8 @@ main() {
   claim
   note_start
   check_stop
+  # ranks on no node fail nowhere
+  [ ${#nodes[@]} -gt 0 ] || fail 'the nodes of this job are not known: slurm named none'
   # signals become the stop file
   trap 'ask_to_stop deadline the wall-time is about to end' USR2
   trap 'ask_to_stop signal came: SIGTERM, as schedulers send it before they kill' TERM

@@ -58,6 +58,8 @@ main() {
   claim
   note_start
   check_stop
+  # ranks on no node fail nowhere
+  [ ${#nodes[@]} -gt 0 ] || fail 'the nodes of this job are not known: slurm named none'
   # signals become the stop file
   trap 'ask_to_stop deadline the wall-time is about to end' USR2
   trap 'ask_to_stop signal came: SIGTERM, as schedulers send it before they kill' TERM
@@ -88,16 +90,18 @@ main() {
     exec "${words[@]}" "$0-$(uname -n)" "${@:2}"'
   # removes those of earlier jobs that are over
   cleared='[ -w "${XDG_RUNTIME_DIR:-/run}" ] || export XDG_RUNTIME_DIR=${TMPDIR:-/tmp}/$0
-    for name in $([ -z "$alive" ] || "$1" list); do
-      of=${name#shardway-} of=${of%%-*}
-      [[ $of =~ ^[0-9]+$ && $of -lt ${0##*-} && " $alive " != *" $of "* ]] || continue
-      [ "$name" != "shardway-$of-$(uname -n)" ] || "$1" remove --force "$name"
+    job=${0#shardway-} own=${0#shardway-} own=${own%%[!0-9]*}
+    for name in $([[ " $alive " != *" $own "* ]] || "$1" list); do
+      of=${name#shardway-} of=${of%%[!0-9]*}
+      [ "$name" = "shardway-$of${job#"$own"}-$(uname -n)" ] && [ "${of:-$own}" -lt "$own" ] || continue
+      [[ " $alive " = *" $of "* ]] || "$1" remove --force "$name"
     done
   '
-  export alive=$(squeue --all --noheader --user="$(id -un)" --format=%A 2> /dev/null | tr '\n' ' ')
+  alive=$(squeue --all --noheader --user="$(id -un)" --format=%A 2> /dev/null | tr -cs 0-9 ' ')
   # the container of this job, on every node
   srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 --kill-on-bad-exit=1 \
-    bash -c "$cleared$named" "shardway-$SHARDWAY_JOB" enroot create --name -- /images/torch.sqsh || fail 'the container could not be created' create
+    bash -c "alive='$alive';$cleared$named" "shardway-$SHARDWAY_JOB" enroot create --name -- \
+    /images/torch.sqsh || fail 'the container could not be created' create
   # the ranks, and how they ended
   srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=8 --kill-on-bad-exit=1 --label \
     bash -c "$named" "shardway-$SHARDWAY_JOB" enroot start --root --rw \

@@ -64,6 +64,7 @@ E = SchedulerEnding
         ("node-crash-json.not-rerunnable", E.NODE_FAILURE, None, 0),
         ("node-crash-json.second-node-lost-finished", E.UNCLEAR, 0, 0),
         ("server-down.job-after", E.COMPLETED, 0, 0),
+        ("state-F-program", E.COMPLETED, 0, 0),
     ],
 )
 def test_an_ending(name: str, ending: SchedulerEnding, code: int | None, signal: int) -> None:
@@ -78,6 +79,8 @@ def test_an_ending(name: str, ending: SchedulerEnding, code: int | None, signal:
     ("name", "phase", "reason"),
     [
         ("state-R", Phase.RUNNING, "Job run at Sat Nov 21 at 06:11 on (p2:ncpus=1)"),
+        ("state-R-program", Phase.RUNNING, "Job run at Thu Nov 26 at 07:29 on (p1:ncpus=1)"),
+        ("state-S", Phase.RUNNING, "Job run at Thu Nov 26 at 07:29 on (p1:ncpus=1)"),
         ("state-E", Phase.RUNNING, "Job run at Sat Nov 21 at 06:13 on (p1:ncpus=1)"),
         ("state-H-user-hold", Phase.QUEUED, "Hold_Types = u"),
         ("qsub-depend.held", Phase.QUEUED, "Hold_Types = s, depend = afterany:26.pbshead@pbshead"),

@@ -29,15 +29,17 @@ _NAMED = """\
 """Shell of the node on which it runs: enroot's words up to `--`, the container's name there, and what follows."""
 
 _CLEARED = """\
-  for name in $([ -z "$alive" ] || "$1" list); do
-    of=${name#shardway-} of=${of%%-*}
-    [[ $of =~ ^[0-9]+$ && $of -lt ${0##*-} && " $alive " != *" $of "* ]] || continue
-    [ "$name" != "shardway-$of-$(uname -n)" ] || "$1" remove --force "$name"
+  job=${0#shardway-} own=${0#shardway-} own=${own%%[!0-9]*}
+  for name in $([[ " $alive " != *" $own "* ]] || "$1" list); do
+    of=${name#shardway-} of=${of%%[!0-9]*}
+    [ "$name" = "shardway-$of${job#"$own"}-$(uname -n)" ] && [ "${of:-$own}" -lt "$own" ] || continue
+    [[ " $alive " = *" $of "* ]] || "$1" remove --force "$name"
   done
 """
 """Before these words: removes containers on this node of earlier jobs that are over. One that was cancelled or killed
-starts no more steps and leaves its own, as large as the image (seen with enroot 4.1.2 under Slurm). `alive`: the ids of
-the person's jobs; empty where nothing answered."""
+starts no more steps and leaves its own, as large as the image (seen with enroot 4.1.2 under Slurm); a job of PBS starts
+no more tasks once it was signalled. `alive`: the numbers of the person's jobs, of which this is one where the scheduler
+answered. An id is a number, or under PBS a number and the server's name."""
 
 
 def _enroot(job: Job, *words: str) -> tuple[str, ...]:
@@ -100,8 +102,8 @@ def _setup(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
             lines.append(
                 Line(f"cleared={quote_shell(_PLACE + _CLEARED)}", "removes those of earlier jobs that are over")
             )
-            lines.append(Line(f"export alive=$({scheduler.own_jobs} | tr '\\n' ' ')"))
-            words = ('bash -c "$cleared$named"', *words[1:])
+            lines.append(Line(f"alive=$({scheduler.own_jobs} | tr -cs 0-9 ' ')"))
+            words = ("bash -c \"alive='$alive';$cleared$named\"", *words[1:])
         create = wrap_command((*each_node, *words))
         lines.append(
             Line(

@@ -26,8 +26,12 @@ from shardway.launch.schedulers.clients import find_client, is_job_id
 from shardway.launch.schedulers.records import Phase
 from shardway.rundir.attempts import Ending, Result, render_result
 
-_GONE = re.compile(r"Invalid job id|already completing or completed|Unknown Job Id|(?:has|for) finished", re.IGNORECASE)
-"""What scancel and qdel say of a job that has ended; not what they say of a host or a server that is unknown."""
+_GONE = re.compile(
+    r"Invalid job id|already completing or completed|Unknown Job Id|(?:has|for) finished|invalid for state of job",
+    re.IGNORECASE,
+)
+"""What scancel and qdel say of a job that has ended or is about to (PBS refuses while an epilogue runs, and shows such
+a job as running); not what they say of a host or a server that is unknown."""
 
 POLLS_S = (1.0, 2.0, 4.0, 8.0, 15.0)
 """Pauses between two looks while waiting; the last one stays. Sites dislike being asked often."""

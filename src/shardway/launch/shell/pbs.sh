@@ -1,11 +1,17 @@
 #: begin: what PBS says of this job, which does not know its own wall-time; PBS's commands need not be on the PATH
 begin() {
+  local node
+  local -A seen=()
   if [ -r "${PBS_CONF_FILE:-/etc/pbs.conf}" ]; then
     PBS_EXEC=$(sed -n 's/^PBS_EXEC=//p' "${PBS_CONF_FILE:-/etc/pbs.conf}")
     PATH=$PATH:$PBS_EXEC/bin
   fi
   job=$PBS_JOBID
-  mapfile -t nodes < <(awk '!seen[$0]++' "$PBS_NODEFILE")
+  nodes=()
+  while IFS= read -r node || [ -n "$node" ]; do
+    [ -z "$node" ] || [ -n "${seen[$node]-}" ] || nodes+=("$node")
+    [ -z "$node" ] || seen[$node]=yes
+  done < "$PBS_NODEFILE"
   started=$(date +%s)
   deadline=$((started + walltime))
 }
@@ -42,7 +48,8 @@ submit_after() {
 cancel_job() { qdel "$1"; }
 
 #: on_each_node COMMAND: at once on every node, in this folder, with the variables of `carried`; ends as one of them fails
-# PBS hands what it prints to the job's own output, whatever this shell redirects; `prints` names another file
+# PBS hands what it prints to the job's own output, whatever this shell redirects; `prints` names another file. Where the
+# site has a hook at execjob_launch (pbs_cgroups), a word arrives as its first line, so that the task is one line of shell
 on_each_node() (
   trap '' TERM # the ranks get their own, and this waits until they have left in order
   carry=() starts=() index=0 ended=0
@@ -51,10 +58,11 @@ on_each_node() (
   done
   for node in "${nodes[@]}"; do
     # secrets are read there again: as words of this command everybody would see them
-    pbs_tmrsh "$node" /usr/bin/env "${carry[@]}" NODE="$index" /bin/bash -c "$(declare -f read_secrets)"'
+    printf -v task ' %q' /usr/bin/env "${carry[@]}" NODE="$index" /bin/bash -c "$(declare -f read_secrets)"'
       [ "$3" = - ] || exec >> "$3" 2>&1
       read_secrets "$0" 2> /dev/null; . "$1" && cd "$2" && shift 3 && exec "$@"' \
-      "$secrets" "$here/environment.sh" "$PWD" "${prints:--}" "$@" &
+      "$secrets" "$here/environment.sh" "$PWD" "${prints:--}" "$@"
+    pbs_tmrsh "$node" /bin/bash -c "exec$task" &
     starts+=($!) index=$((index + 1))
   done
   while [ "$index" -gt 0 ] && [ "$ended" = 0 ]; do

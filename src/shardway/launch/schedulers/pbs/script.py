@@ -90,4 +90,5 @@ PBS = SchedulerScript(
     warns=False,
     launcher_variables=("PBS_*", "NODE"),
     signals_every_process=True,
+    own_jobs='qselect -u "$(id -un)" 2> /dev/null',
 )
