@@ -36,7 +36,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "grouped": ("model.tied=false", "model.kv_heads=2"),
     "one kv head": ("model.tied=false", "model.kv_heads=1", "model.norm=layernorm", "model.activation=gelu"),
     "experts": ("model.tied=false", *MIXTURE, "model.balance=none"),
-    "experts, bias": ("model.tied=false", *MIXTURE, "model.balance_step=0.01", "model.dense_layers=1"),
+    "experts, bias": ("model.tied=false", *MIXTURE, "model.bias_update_rate=0.01", "model.dense_layers=1"),
     "experts, loss": (
         "model.tied=false",
         *MIXTURE,

@@ -6,7 +6,7 @@
 What a command pays for again and again is the import of torch and of its compiler. A template imports them once and is
 forked for each start; shardway itself is imported anew each time, so what a test injects into it works as ever.
 
-Invariant: a process that starts warm is what exec would have made of it: the child of its starter, with its own id,
+Invariant: a process that starts warm is what exec would have made of it: the child of its launcher, with its own id,
 session, descriptors, folder, variables, command line (also as /proc shows them), and a fresh `__main__`. Processes
 that it starts itself are warm as well. Where that cannot be (another interpreter, variables that Python or torch read
 when they start, a kernel that does not let a process name itself) the process starts cold, as without this module.
@@ -16,7 +16,7 @@ not taken apart, which would touch, and so copy, most of the memory that it shar
 What comes at that very end (destructors of what modules hold) is a case for a process that starts cold.
 
 How a process gets a child that it has not forked: the template forks twice and the process in between ends at once;
-the orphan falls to the nearest ancestor that is a "child subreaper" (prctl(2)), which the starter is for this moment.
+the orphan falls to the nearest ancestor that is a "child subreaper" (prctl(2)), which the launcher is for this moment.
 """
 
 from __future__ import annotations

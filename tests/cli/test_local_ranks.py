@@ -69,7 +69,7 @@ def run(tmp_path: Path) -> RunDir:
 
 def train(run: RunDir, play: Play, monkeypatch: pytest.MonkeyPatch, **request: Any) -> dict[str, Any]:
     monkeypatch.setattr(local, "run_local", play)
-    words = ("run.restarts=0", *request.pop("overrides", ()))
+    words = ("run.max_restarts=0", *request.pop("overrides", ()))
     resolution = resolve_request(Request(directory=run.path, overrides=words, **request), 2, 2)
     return train_local(resolution, build_launch(resolution, 2), Alone(2, Reserve(None)))
 
@@ -103,7 +103,7 @@ def test_what_is_started(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     assert play.launch == LocalLaunch(
         ranks=2,
         module="shardway.cli.rank",
-        arguments=[pack_request(Request(directory=run.path, overrides=("run.restarts=0", "run.threads=3")))],
+        arguments=[pack_request(Request(directory=run.path, overrides=("run.max_restarts=0", "run.threads=3")))],
         log_folder=run.path / "logs",
         threads=3,
         stop_path=run.stop_path,
@@ -119,7 +119,7 @@ def test_a_fresh_start_keeps_its_own_output(run: RunDir, monkeypatch: pytest.Mon
     assert RunDir(run.path.with_name("a.old-1")).read_status()["step"] == 9
     assert (run.path / "logs").is_dir()
     assert play.launch is not None
-    assert play.launch.arguments == [pack_request(Request(directory=run.path, overrides=("run.restarts=0",)))]
+    assert play.launch.arguments == [pack_request(Request(directory=run.path, overrides=("run.max_restarts=0",)))]
 
 
 # --- who is to blame
@@ -189,7 +189,7 @@ def test_an_error_of_an_unknown_kind_is_a_job_error(run: RunDir, monkeypatch: py
 
 # --- whether they start again
 
-AGAIN = ("run.restarts=auto",)
+AGAIN = ("run.max_restarts=auto",)
 KILLED = RankFailure(1, 4711, -9)
 
 

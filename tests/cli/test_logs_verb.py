@@ -131,7 +131,7 @@ def test_of_a_job_that_died_before_its_first_event_the_output_is_shown(
         attempt.write_result(result)
     ended = shardway("logs", "-f", "runs/a")
     assert (ended.code, ended.out) == (0, "ModuleNotFoundError: x\n")
-    assert ended.err.startswith(f"shardway: attempt 1 (job {GONE}) is over: {'crashed: no' if result else 'lost'}")
+    assert ended.err.startswith(f"shardway: attempt 1 (job {GONE}) is over: {'crashed: no' if result else 'unknown'}")
     assert shardway("logs", "runs/a").out == "ModuleNotFoundError: x\n"
 
 

@@ -74,7 +74,7 @@ def test_nothing_is_to_go_where_no_job_was_ended_by_its_time(lines: Lines, run: 
     assert not any("to go" in line for line in lines())
 
 
-@pytest.mark.parametrize("state", [Ending.CRASHED, Ending.OUT_OF_MEMORY, Ending.NODE_FAILURE, Ending.LOST])
+@pytest.mark.parametrize("state", [Ending.CRASHED, Ending.OUT_OF_MEMORY, Ending.NODE_FAILURE, Ending.UNKNOWN])
 def test_an_attempt_that_failed_before_its_ranks_is_told_first(state: Ending, lines: Lines, run: RunDir) -> None:
     ended(run, 3, Result(state, "no module named mine", exit_code=1, by="job script"), began=4e9)
     assert lines()[0] == f"{run.path}  failed: no module named mine"

@@ -76,8 +76,8 @@ NUMBERS = [
     Case("no-account", ("submit", "--on", "jupiter", "--dry-run")),
     Case("too-many-ranks", (*JUPITER, "site.ranks_per_node=8")),
     Case("more-memory-than-a-node", (*JUPITER, "site.memory=2TiB")),
-    Case("srun-of-pbs", (*PBS, "site.starter=srun")),
-    Case("pyxis-and-mpirun", (*JUPITER, "site.starter=mpirun", "site.container=pyxis", "site.image=/i.sqsh")),
+    Case("srun-of-pbs", (*PBS, "site.launcher=srun")),
+    Case("pyxis-and-mpirun", (*JUPITER, "site.launcher=mpirun", "site.container=pyxis", "site.image=/i.sqsh")),
     Case("image-and-no-container", (*JUPITER, "site.container=none", "site.image=/i.sqsh")),
     Case("container-and-no-image", (*JUPITER, "site.container=apptainer")),
     Case("pyxis-of-pbs", (*PBS, "site.container=pyxis", "site.image=/i.sqsh")),
@@ -246,7 +246,7 @@ PROFILE = """format = 1
 name = "tiny"
 title = "Tiny"
 scheduler = "slurm"
-starter = "torchrun"
+launcher = "torchrun"
 [node]
 cores = 4
 [[queues]]
@@ -373,10 +373,10 @@ for line in json.loads(sys.argv[1]):
 def words_for(site: str, runtime: str) -> list[str]:
     image = [] if runtime == "none" else [f"site.container={runtime}", "site.image=/images/torch.sqsh"]
     scheduler = load_site(site).scheduler
-    starter = ["site.starter=torchrun"] if runtime == "pyxis" else []
+    launcher = ["site.launcher=torchrun"] if runtime == "pyxis" else []
     if runtime == "pyxis" and scheduler != "slurm":
         return []
-    return ["submit", "--on", site, "--dry-run", "--walltime", "1h", "site.account=proj1", *image, *starter]
+    return ["submit", "--on", site, "--dry-run", "--walltime", "1h", "site.account=proj1", *image, *launcher]
 
 
 def test_dry_runs_of_every_site_and_container_need_no_torch(tmp_path: Path) -> None:
@@ -507,5 +507,5 @@ def test_the_account_of_the_shell_is_taken_and_told(shardway: Shardway, monkeypa
     [((), 24), (('site.options={hint = "nomultithread"}',), 12), (("site.options={threads-per-core = 1}",), 12)],
 )
 def test_threads_are_counted_where_the_job_has_them(shardway: Shardway, words: tuple[str, ...], cpus: int) -> None:
-    done = shardway(*JUWELS, "site.account=proj1", "site.starter=srun", *words)
+    done = shardway(*JUWELS, "site.account=proj1", "site.launcher=srun", *words)
     assert f"#SBATCH --cpus-per-task={cpus}\n" in done.out, done.err

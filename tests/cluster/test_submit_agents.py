@@ -8,7 +8,7 @@ from submitting import Person
 
 
 def test_agents_train_as_others_do(busy_alice: Person) -> None:
-    agents, tasks = (busy_alice.train(name, f"site.starter={name}") for name in ("agent", "srun"))
+    agents, tasks = (busy_alice.train(name, f"site.launcher={name}") for name in ("agent", "srun"))
     result = agents.ended()
     assert (result.state, result.step, result.by) == ("finished", 20, "rank 0"), agents.printed()
     started = next(event for event in agents.directory.events(0) if event["event"] == "started")
@@ -21,7 +21,7 @@ def test_agents_train_as_others_do(busy_alice: Person) -> None:
 def test_a_run_goes_on_in_its_job_where_a_node_is_lost(busy_alice: Person) -> None:
     """Without the node, in the same attempt: nothing waits in the queue again."""
     cluster = busy_alice.cluster
-    run = busy_alice.train_slowly("fewer", 0.5, "run.elastic=[1, 2]", "site.starter=auto", "train.steps=60 steps")
+    run = busy_alice.train_slowly("fewer", 0.5, "run.elastic=[1, 2]", "site.launcher=auto", "train.steps=60 steps")
     run.until_step(6)
     started = run.directory.attempt(1).read_started()
     assert started is not None

@@ -29,8 +29,8 @@ def contained(busy_alice: Person, image: Image, podman_image: str) -> dict[str, 
         "podman": (podman_image, "srun"),
     }
     runs = {}
-    for runtime, (name, starter) in ways.items():
-        words = (f"site.container={runtime}", f"site.image={name}", f"site.starter={starter}", bound(image))
+    for runtime, (name, launcher) in ways.items():
+        words = (f"site.container={runtime}", f"site.image={name}", f"site.launcher={launcher}", bound(image))
         marked = disturbed(Path("/mnt"), MARKS="yes")
         runs[runtime] = busy_alice.train(runtime, *words, marked)
     return runs
@@ -116,7 +116,7 @@ def test_a_laptop_submits_through_the_login_node(cluster: Cluster, laptop: Lapto
         "--on",
         "login:generic-slurm",
         "site.nodes=1",
-        "site.starter=torchrun",
+        "site.launcher=torchrun",
         f"run.root={there.folder.name}/runs",
     )
     slow = disturbed(PAUSE=f"1.0:{there.write('tiny.slow', '')}")

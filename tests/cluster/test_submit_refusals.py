@@ -62,7 +62,7 @@ def test_a_scheduler_that_is_down_loses_and_doubles_nothing(cluster: Cluster, al
     """A submission waits for it and goes through; meanwhile a status says that it does not know."""
     begun = alice.folder / "other.begun"
     other = alice.submit(
-        *COMMAND, "run.name=other", "site.starter=srun", "--", "sh", "-c", f"touch {begun}; exec sleep 300"
+        *COMMAND, "run.name=other", "site.launcher=srun", "--", "sh", "-c", f"touch {begun}; exec sleep 300"
     )
     # A job of which Slurm has not yet started the step would fail without its scheduler.
     wait_for("the command of the other job", begun.exists, START_S)

@@ -11,20 +11,20 @@ ENDED_BY_SRUN = ("TERM", "HUP")
 """For these srun itself kills its ranks at once where it gets them, whatever the ranks and the script would do."""
 
 CASES = [
-    (starter, signal)
-    for starter in ("torchrun", "srun", "agent", "mpirun")
+    (launcher, signal)
+    for launcher in ("torchrun", "srun", "agent", "mpirun")
     for signal in ("TERM", "INT", "HUP", "USR1", "USR2")
-    if starter == "mpirun" or signal not in ENDED_BY_SRUN
+    if launcher == "mpirun" or signal not in ENDED_BY_SRUN
 ]
 OFTEN = (("torchrun", "USR1"), ("srun", "INT"), ("mpirun", "TERM"))
 
 
 @pytest.mark.parametrize(
-    ("starter", "signal"),
+    ("launcher", "signal"),
     [pytest.param(*case, marks=() if case in OFTEN else pytest.mark.exhaustive) for case in CASES],
 )
-def test_a_signal_to_every_process_of_a_job_saves_its_last_step(busy_alice: Person, starter: str, signal: str) -> None:
-    run = busy_alice.train_slowly(f"{starter}-{signal}", 0.5, f"site.starter={starter}")
+def test_a_signal_to_every_process_of_a_job_saves_its_last_step(busy_alice: Person, launcher: str, signal: str) -> None:
+    run = busy_alice.train_slowly(f"{launcher}-{signal}", 0.5, f"site.launcher={launcher}")
     run.until_step(3)
     busy_alice.cluster.output("scancel", "--full", f"--signal={signal}", run.job())
     result = run.ended()

@@ -5,7 +5,7 @@ import json
 import pytest
 from submitting import Person, Submitted, disturbed
 
-STARTERS = ("torchrun", "srun", "mpirun")
+LAUNCHERS = ("torchrun", "srun", "mpirun")
 WORDS = ("--lr", "3e-4", "a b", "it's", '"$(id)"', "*", "", "--tags={x,y}", "line\nline")
 
 VALUE = "a $b 'c' \"d\", e"
@@ -33,42 +33,43 @@ os._exit(0)  # gloo's threads may still hold tensors: an interpreter that ends m
 
 @pytest.fixture(scope="module")
 def trained(busy_alice: Person) -> dict[str, Submitted]:
-    """One training with each starter: two nodes, four ranks."""
+    """One training with each launcher: two nodes, four ranks."""
     return {
-        starter: busy_alice.train(starter, f"site.starter={starter}", "site.ranks_per_node=2") for starter in STARTERS
+        launcher: busy_alice.train(launcher, f"site.launcher={launcher}", "site.ranks_per_node=2")
+        for launcher in LAUNCHERS
     }
 
 
 @pytest.fixture(scope="module")
 def commands(busy_alice: Person, trained: dict[str, Submitted]) -> dict[str, Submitted]:
-    """A script of plain PyTorch with each starter, on two nodes."""
+    """A script of plain PyTorch with each launcher, on two nodes."""
     busy_alice.write("plain.py", SCRIPT)
     variables = f"site.environment={{VALUE = {json.dumps(VALUE)}}}"
     words = ("--on", "generic-slurm", "--nodes", "2", "--walltime", "5m", variables)
     return {
-        starter: busy_alice.submit(
-            *words, f"run.name=plain {starter}", f"site.starter={starter}", "--", "python", "plain.py", *WORDS
+        launcher: busy_alice.submit(
+            *words, f"run.name=plain {launcher}", f"site.launcher={launcher}", "--", "python", "plain.py", *WORDS
         )
-        for starter in STARTERS
+        for launcher in LAUNCHERS
     }
 
 
-@pytest.mark.parametrize("starter", STARTERS)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_four_ranks_on_two_nodes_train(
-    trained: dict[str, Submitted], commands: dict[str, Submitted], starter: str
+    trained: dict[str, Submitted], commands: dict[str, Submitted], launcher: str
 ) -> None:
-    run = trained[starter]
+    run = trained[launcher]
     result = run.ended()
     assert (result.state, result.step, result.by) == ("finished", 20, "rank 0"), run.printed()
     started = run.directory.attempt(1).read_started()
     assert started is not None
     assert len(started.nodes.split()) == 2
     event = next(event for event in run.directory.events(0) if event["event"] == "started")
-    assert (event["world"], event["launcher"]) == (4, starter)
+    assert (event["world"], event["launcher"]) == (4, launcher)
 
 
 def test_losses_are_the_same_to_the_bit_whoever_starts_the_ranks(trained: dict[str, Submitted]) -> None:
-    losses = [trained[starter].losses() for starter in STARTERS]
+    losses = [trained[launcher].losses() for launcher in LAUNCHERS]
     assert len(losses[0]) == 20
     assert losses[0] == losses[1] == losses[2]
 
@@ -80,10 +81,10 @@ def test_output_of_one_rank_is_found(busy_alice: Person, trained: dict[str, Subm
         assert "step 20/20" not in busy_alice.told("logs", run.path, "--job", "--rank", "3")
 
 
-@pytest.mark.parametrize("starter", STARTERS)
-def test_a_plain_script_of_pytorch_runs_unedited(commands: dict[str, Submitted], starter: str) -> None:
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_plain_script_of_pytorch_runs_unedited(commands: dict[str, Submitted], launcher: str) -> None:
     """It meets by torch's own variables; its words and variables arrive as they were typed."""
-    run = commands[starter]
+    run = commands[launcher]
     result = run.ended()
     assert (result.state, result.exit_code, result.by) == ("finished", 0, "job script"), run.printed()
     folder = run.directory.work

@@ -47,12 +47,12 @@ def submit_from(
     return Submitted(alice.cluster, Path(json.loads(done.stdout)["run"])), done.stderr
 
 
-@pytest.mark.parametrize("starter", ["srun", "agent"])
-def test_a_shell_full_of_other_jobs(busy_alice: Person, starter: str) -> None:
-    run, told = submit_from(busy_alice, (), LEFT_OVER, f"run.name=left-over-{starter}", f"site.starter={starter}")
+@pytest.mark.parametrize("launcher", ["srun", "agent"])
+def test_a_shell_full_of_other_jobs(busy_alice: Person, launcher: str) -> None:
+    run, told = submit_from(busy_alice, (), LEFT_OVER, f"run.name=left-over-{launcher}", f"site.launcher={launcher}")
     shown = busy_alice.cluster.output("scontrol", "show", "job", run.job())
     assert "TimeLimit=00:05:00" in shown
-    assert f"JobName=left-over-{starter}." in shown
+    assert f"JobName=left-over-{launcher}." in shown
     assert "SBATCH_TIMELIMIT=1 of this shell is left out: the job has 300 s (site.walltime)" in told
     assert "SBATCH_EXPORT=NONE of this shell is left out" in told
     result = run.ended()

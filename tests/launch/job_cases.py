@@ -45,17 +45,17 @@ IMAGES = {"podman": "docker.io/library/torch:2", "charliecloud": "/images/torch.
 
 
 def list_combinations() -> list[tuple[str, str, str]]:
-    """Scheduler, starter and container runtime, wherever the three go together."""
+    """Scheduler, launcher and container runtime, wherever the three go together."""
     return [
-        (scheduler, starter, runtime)
-        for scheduler, starters in LAUNCHERS.items()
-        for starter in starters
+        (scheduler, launcher, runtime)
+        for scheduler, launchers in LAUNCHERS.items()
+        for launcher in launchers
         for runtime in RUNTIMES
-        if runtime != "pyxis" or (scheduler == "slurm" and starter != "mpirun")
+        if runtime != "pyxis" or (scheduler == "slurm" and launcher != "mpirun")
     ]
 
 
-def make_job(scheduler: str, starter: str = "torchrun", runtime: str = "none", **changes: Any) -> Job:
+def make_job(scheduler: str, launcher: str = "torchrun", runtime: str = "none", **changes: Any) -> Job:
     """A job of two nodes with four ranks each (of one node on this machine), changed where words say so."""
     nodes = 1 if scheduler == "local" else 2
     job = Job(
@@ -63,10 +63,10 @@ def make_job(scheduler: str, starter: str = "torchrun", runtime: str = "none", *
         token="a1b2c3",
         site="test",
         scheduler=scheduler,
-        starter=starter,
+        launcher=launcher,
         run=RUN,
         attempt=1,
-        program=OWN if starter == "agent" else SCRIPT_OF_A_PERSON,
+        program=OWN if launcher == "agent" else SCRIPT_OF_A_PERSON,
         shape=Shape(nodes, 4, 32, 4, 480 * 2**30, whole_nodes=True),
         terms=QueueTerms(
             2 * 3600.0, "gpu", "gpu", account="proj1", accelerators={"pbs": "ngpus"}.get(scheduler, "gres")

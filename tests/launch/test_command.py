@@ -138,10 +138,10 @@ INSTEAD = {
         "site.nodes=2 site.ranks_per_node=4 -- python x.py"
     ),
     "deepspeed --num_gpus=4 x.py --deepspeed ds.json": "site.ranks_per_node=4 -- python x.py --deepspeed ds.json",
-    "mpirun -n 4 python x.py": "site.ranks_per_node=4 site.starter=mpirun -- python x.py",
-    "mpirun --mca btl tcp,self -np 4 -x A ./a.out b": "site.ranks_per_node=4 site.starter=mpirun -- ./a.out b",
-    "srun python x.py": "site.starter=srun -- python x.py",
-    "srun -N2 -n 8 --mpi=none python x.py": "site.nodes=2 site.ranks_per_node=4 site.starter=srun -- python x.py",
+    "mpirun -n 4 python x.py": "site.ranks_per_node=4 site.launcher=mpirun -- python x.py",
+    "mpirun --mca btl tcp,self -np 4 -x A ./a.out b": "site.ranks_per_node=4 site.launcher=mpirun -- ./a.out b",
+    "srun python x.py": "site.launcher=srun -- python x.py",
+    "srun -N2 -n 8 --mpi=none python x.py": "site.nodes=2 site.ranks_per_node=4 site.launcher=srun -- python x.py",
     "uv run torchrun --nproc-per-node 2 x.py": "site.ranks_per_node=2 -- uv run python x.py",
     "env A=1 accelerate launch x.py": "-- env A=1 python x.py",
     "nsys profile --capture-range cudaProfilerApi torchrun x.py": (
@@ -170,7 +170,7 @@ def test_what_a_line_leaves_out_is_told(here: Path) -> None:
     assert "left out: --mixed_precision, --config_file; `Accelerator()` finds its rank by itself" in told
     assert "left out: --map-by" in refused("mpirun --map-by core -n 2 ./a.out", here)
     assert "LOCAL_RANK" in refused("deepspeed x.py", here)
-    assert "site.ranks_per_node=4 site.starter" in refused("mpirun -n 8 ./a.out", here, nodes=2)
+    assert "site.ranks_per_node=4 site.launcher" in refused("mpirun -n 8 ./a.out", here, nodes=2)
     assert "site.ranks_per_node" not in refused("mpirun -n 7 ./a.out", here, nodes=2)
 
 
@@ -235,16 +235,16 @@ def submit(here: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest
     return prepare_it
 
 
-@pytest.mark.parametrize("starter", ["torchrun", "srun", "mpirun", "ft_launcher"])
+@pytest.mark.parametrize("launcher", ["torchrun", "srun", "mpirun", "ft_launcher"])
 @pytest.mark.parametrize("container", ["none", "apptainer", "pyxis"])
-def test_the_interpreter_that_was_named_is_in_every_script(starter: str, container: str, submit: Submit) -> None:
-    if (starter, container) == ("mpirun", "pyxis"):
+def test_the_interpreter_that_was_named_is_in_every_script(launcher: str, container: str, submit: Submit) -> None:
+    if (launcher, container) == ("mpirun", "pyxis"):
         return
     image = () if container == "none" else ("site.image=/i.sif", f"site.container={container}")
-    script = submit("/opt/a/bin/python", "x.py", keys=(f"site.starter={starter}", *image)).script
+    script = submit("/opt/a/bin/python", "x.py", keys=(f"site.launcher={launcher}", *image)).script
     main = script.partition("# --- run\n")[2].partition("# --- end")[0]
     main = " ".join(main.replace("\\\n", " ").split())
-    if starter in ("torchrun", "ft_launcher"):
+    if launcher in ("torchrun", "ft_launcher"):
         assert "python=/opt/a/bin/python; " in main
         assert 'exec "$python" -m ' in main
         assert "agent --no-python /opt/a/bin/python x.py" in main
@@ -261,7 +261,7 @@ def test_local_jobs_run_it_too(submit: Submit) -> None:
 
 def test_the_agent_starts_trainings_alone(submit: Submit) -> None:
     with pytest.raises(UserError, match='"agent" starts the training of a run file alone'):
-        submit("/opt/a/bin/python", "x.py", keys=("site.starter=agent",))
+        submit("/opt/a/bin/python", "x.py", keys=("site.launcher=agent",))
 
 
 def test_a_shell_that_starts_ranks_in_each_of_several_is_refused(submit: Submit) -> None:

@@ -90,8 +90,8 @@ SAID = {
 def prepare(path: Path, runtime: str, scheduler: str = "slurm", **changes: object) -> tuple[Cluster, Job]:
     """A job of this runtime among fakes, as job 101."""
     cluster = Cluster.make(path / "cluster")
-    starter = "srun" if scheduler == "slurm" else "torchrun"
-    job = make_job(scheduler, starter, runtime, run=cluster.path / "run", **changes)
+    launcher = "srun" if scheduler == "slurm" else "torchrun"
+    job = make_job(scheduler, launcher, runtime, run=cluster.path / "run", **changes)
     job = replace(job, around=replace(job.around, workdir=job.run, venv=""))
     cluster.prepare(job)
     return cluster, job

@@ -462,7 +462,7 @@ def test_mpirun_that_stays_when_its_ranks_have_left_is_ended(
     """A node that is gone never tells it so. What a script still does when the work is done is its own affair."""
     monkeypatch.setattr(job_script, "_SAVING_S", 0)
     chain = begin_chain(tmp_path)
-    chain.job = replace(chain.job, starter="mpirun")
+    chain.job = replace(chain.job, launcher="mpirun")
     chain.cluster.prepare(chain.job)
     first = '[ "$OMPI_COMM_WORLD_RANK" = 0 ] || exit 0; exec > /dev/null 2>&1; '
     stays = "sleep 1" if waits else 'echo $BASHPID > "$FAKES/stays"; exec sleep 60'

@@ -24,10 +24,10 @@ from shardway.runfile.load import load_run
 THREADS = Shape(2, 4, 48, 4, threads_per_core=2)
 
 
-@pytest.mark.parametrize(("starter", "tasks", "cpus"), [("srun", 4, 24), ("torchrun", 1, 96), ("agent", 1, 96)])
-def test_a_task_gets_all_threads_of_its_cores(starter: str, tasks: int, cpus: int) -> None:
+@pytest.mark.parametrize(("launcher", "tasks", "cpus"), [("srun", 4, 24), ("torchrun", 1, 96), ("agent", 1, 96)])
+def test_a_task_gets_all_threads_of_its_cores(launcher: str, tasks: int, cpus: int) -> None:
     """As Slurm fills the threads of the same cores, half of them would be half of the cores."""
-    script = render_job_script(make_job("slurm", starter, shape=THREADS))
+    script = render_job_script(make_job("slurm", launcher, shape=THREADS))
     assert f"#SBATCH --ntasks-per-node={tasks}\n#SBATCH --cpus-per-task={cpus}\n" in script
     assert set(re.findall(r"--cpus-per-task=\d+", script)) == {f"--cpus-per-task={cpus}"}
     assert "export OMP_NUM_THREADS=12\n" in script
@@ -84,14 +84,14 @@ def test_generic_resources_that_are_no_gpus_are_asked_for_by_options(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("starter", "option", "cpus", "threads"),
+    ("launcher", "option", "cpus", "threads"),
     [("srun", "cpus-per-task", 8, 8), ("srun", "c", 8, 8), ("agent", "--cpus-per-task", 8, 2)],
 )
 def test_cores_that_options_ask_for_are_those_of_the_steps(
-    starter: str, option: str, cpus: int, threads: int, tmp_path: Path
+    launcher: str, option: str, cpus: int, threads: int, tmp_path: Path
 ) -> None:
     """srun has them not from the job (Slurm 22.05), and ranks would share a core; redmod-team/profit#179."""
-    script = prepare_on_slurm(tmp_path, f'site.options={{"{option}" = {cpus}}}', f"site.starter={starter}").script
+    script = prepare_on_slurm(tmp_path, f'site.options={{"{option}" = {cpus}}}', f"site.launcher={launcher}").script
     assert set(re.findall(r"--cpus-per-task=(\d+)", script)) == {str(cpus)}
     assert f"export OMP_NUM_THREADS={threads}\n" in script
 

@@ -26,7 +26,7 @@ from shell_lint import complaints
 
 FOLDER = "job_scripts"
 FUNCTIONS = "# --- how an attempt begins and ends\n"
-COMBINATIONS = {f"{s}-{starter}-{runtime}": (s, starter, runtime) for s, starter, runtime in list_combinations()}
+COMBINATIONS = {f"{s}-{launcher}-{runtime}": (s, launcher, runtime) for s, launcher, runtime in list_combinations()}
 
 
 def head(script: str) -> str:
@@ -182,7 +182,7 @@ def test_every_block_of_shell_is_in_a_script() -> None:
         for path in (files("shardway.launch") / "shell").iterdir()
         for match in re.finditer(r"^#: (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
     }
-    texts = [render_job_script(chained(make_job(s, starter))) for s, starter, _ in COMBINATIONS.values()]
+    texts = [render_job_script(chained(make_job(s, launcher))) for s, launcher, _ in COMBINATIONS.values()]
     texts += [render_job_script(SPECIAL[name]) for name in ("special-working-folder", "special-by-pbs")]
     assert named == {name for name in named if any(f"\n{name}() " in text for text in texts)}
 

@@ -101,15 +101,15 @@ export -f module
 """
 
 
-@pytest.mark.parametrize("starter", ["torchrun", "mpirun"])
-def test_what_modules_set_is_carried_to_every_node(starter: str, cluster: Cluster) -> None:
-    job = make_job("pbs", starter)
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
+def test_what_modules_set_is_carried_to_every_node(launcher: str, cluster: Cluster) -> None:
+    job = make_job("pbs", launcher)
     job = replace(job, around=replace(job.around, modules=("torch/2.5",), secret_names=("HF_TOKEN",)))
     cluster.secrets.write_text("HF_TOKEN=hf_secret\n")
     cluster.write("functions", MODULE)
     assert run(job, cluster, BASH_ENV=f"{cluster.path}/functions").state == "finished"
-    (words, *_) = cluster.list_calls("mpirun" if starter == "mpirun" else "pbs_tmrsh")
-    if starter == "torchrun":
+    (words, *_) = cluster.list_calls("mpirun" if launcher == "mpirun" else "pbs_tmrsh")
+    if launcher == "torchrun":
         (*_, line) = words
         assert all(f" {word} " in line for word in (r"OF_MODULE=torch/2.5\ set", "PYTHONPATH=/sw/lib"))
     else:

@@ -86,7 +86,7 @@ def test_modules_are_found_in_the_environment(refuse: Refuse, venv: Path) -> Non
         "  the command (command line): there is no module no_module in the code or in /venv",
     ]
     assert "to do: `/venv/bin/pip install torch`" in told
-    mpirun = (f"site.venv={venv}", "site.starter=mpirun")  # which needs no torch
+    mpirun = (f"site.venv={venv}", "site.launcher=mpirun")  # which needs no torch
     assert refuse("python", "-m", "json.tool", keys=mpirun) == ""
     assert refuse("of-the-venv", keys=mpirun) == ""
     assert "no program of-the-venv on the PATH" in refuse("of-the-venv")
@@ -94,10 +94,10 @@ def test_modules_are_found_in_the_environment(refuse: Refuse, venv: Path) -> Non
 
 def test_ft_launcher_is_looked_for(refuse: Refuse, venv: Path) -> None:
     make_program(venv / "bin/python3", "echo nvidia_resiliency_ext")
-    told = refuse("python", "x.py", keys=(f"site.venv={venv}", "site.starter=ft_launcher"))
+    told = refuse("python", "x.py", keys=(f"site.venv={venv}", "site.launcher=ft_launcher"))
     assert "  site.venv (command line): /venv has no nvidia_resiliency_ext\n" in told
     assert "to do: `/venv/bin/pip install nvidia-resiliency-ext`" in told
-    assert "nvidia" not in refuse("python", "x.py", keys=(f"site.venv={venv}", "site.starter=mpirun"))
+    assert "nvidia" not in refuse("python", "x.py", keys=(f"site.venv={venv}", "site.launcher=mpirun"))
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ PROFILE = """format = 1
 name = "tiny"
 title = "Tiny"
 scheduler = "slurm"
-starter = "torchrun"
+launcher = "torchrun"
 [node]
 cores = 4
 [[queues]]

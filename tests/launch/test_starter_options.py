@@ -14,7 +14,7 @@ from shardway.ranks.cores import VARIABLE
 from shardway.resolve.request import parse_words
 from shardway.sites.load import load_site
 
-ASKED = ("site.starter=ft_launcher", "site.walltime=2h", "site.nodes=2", "site.ranks_per_node=4")
+ASKED = ("site.launcher=ft_launcher", "site.walltime=2h", "site.nodes=2", "site.ranks_per_node=4")
 
 
 def prepared(tmp_path: Path, *words: str) -> str:
@@ -23,7 +23,7 @@ def prepared(tmp_path: Path, *words: str) -> str:
     return prepare(Order(request, site="generic-slurm", here=tmp_path), LocalHost()).script
 
 
-def starter_of(site: str, *words: str) -> str:
+def launcher_of(site: str, *words: str) -> str:
     """The program that a job of this site starts on each node or rank, by its script; for Shardway's own training."""
     request = replace(parse_words(["site.nodes=2", "site.walltime=2h", *words]), directory=Path("/runs/mine"))
     script = prepare(Order(request, site=site, here=Path("/code")), LocalHost()).script
@@ -39,25 +39,25 @@ SIGNS = {
 
 
 @pytest.mark.parametrize(
-    ("site", "words", "starter"),
+    ("site", "words", "launcher"),
     [
         ("generic-slurm", (), "agent"),
         ("jupiter", ("site.account=a",), "agent"),
-        ("jupiter", ("site.account=a", "site.starter=srun"), "srun"),
+        ("jupiter", ("site.account=a", "site.launcher=srun"), "srun"),
         ("generic-pbs", (), "mpirun"),
         ("generic-pbs", ("run.elastic=[1, 2]",), "agent"),
     ],
 )
-def test_our_own_agent_starts_a_training_under_slurm(site: str, words: tuple[str, ...], starter: str) -> None:
-    assert starter_of(site, *words) == starter
+def test_our_own_agent_starts_a_training_under_slurm(site: str, words: tuple[str, ...], launcher: str) -> None:
+    assert launcher_of(site, *words) == launcher
 
 
 def test_a_site_may_have_another_starter(tmp_path: Path) -> None:
     """A default of its profile is as if each run file had said it."""
     profile = tmp_path / "mine.toml"
-    lines = ('extends = "generic-slurm"', 'name = "mine"', "[defaults]", 'starter = "srun"')
+    lines = ('extends = "generic-slurm"', 'name = "mine"', "[defaults]", 'launcher = "srun"')
     profile.write_text("\n".join(("format = 1", 'title = "mine"', 'scheduler = "slurm"', *lines[:2], *lines[2:])))
-    assert starter_of(str(profile)) == "srun"
+    assert launcher_of(str(profile)) == "srun"
 
 
 def test_ranks_of_an_agent_are_bound_where_the_site_binds_tasks() -> None:
@@ -80,11 +80,11 @@ def options_of(script: str) -> set[str]:
     [
         ((), {"--max-restarts=3", "--ft-initial-rank-heartbeat-timeout=600"}),
         (
-            ("run.restarts=0", "run.hang_timeout=90s", "run.start_timeout=20min"),
+            ("run.max_restarts=0", "run.hang_timeout=90s", "run.start_timeout=20min"),
             {"--max-restarts=0", "--ft-initial-rank-heartbeat-timeout=1200", "--ft-rank-heartbeat-timeout=90"},
         ),
         (
-            ("run.restarts=7", "run.hang_timeout=off"),
+            ("run.max_restarts=7", "run.hang_timeout=off"),
             {"--max-restarts=7", "--ft-initial-rank-heartbeat-timeout=inf", "--ft-rank-heartbeat-timeout=inf"},
         ),
     ],
@@ -95,7 +95,7 @@ def test_keys_of_the_run_become_options(words: tuple[str, ...], expected: set[st
 
 
 def test_torchrun_has_none_of_them(tmp_path: Path) -> None:
-    assert options_of(prepared(tmp_path, "site.starter=torchrun", "run.restarts=7")) == set()
+    assert options_of(prepared(tmp_path, "site.launcher=torchrun", "run.max_restarts=7")) == set()
 
 
 def test_the_doctor_is_started_by_torchrun(tmp_path: Path) -> None:

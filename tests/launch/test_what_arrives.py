@@ -56,11 +56,11 @@ LOOP = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-COMBINATIONS = {f"{s}-{starter}-{runtime}": (s, starter, runtime) for s, starter, runtime in list_combinations()}
+COMBINATIONS = {f"{s}-{launcher}-{runtime}": (s, launcher, runtime) for s, launcher, runtime in list_combinations()}
 
 
 def cases() -> list[Any]:
-    """All combinations; for `make test` each scheduler with each starter, and each container with one of them."""
+    """All combinations; for `make test` each scheduler with each launcher, and each container with one of them."""
     usual = ("slurm-srun-", "pbs-mpirun-", "local-agent-")
     return picked(COMBINATIONS, *(name for name in COMBINATIONS if name.endswith("-none") or name.startswith(usual)))
 
@@ -138,7 +138,7 @@ def arrived(ranks: list[Rank], job: Job, words: list[str], values: dict[str, str
     for rank in ranks:
         own = ["python3", "train.py", *words]
         assert rank.words[: len(own)] == own
-        assert bool(rank.words[len(own) :]) == (job.starter == "agent")
+        assert bool(rank.words[len(own) :]) == (job.launcher == "agent")
         assert {name: rank.variables.get(name) for name in values} == values
 
 
@@ -162,7 +162,7 @@ def test_words_and_values_arrive_everywhere(name: str, run: Run) -> None:
     assert ran.state == "finished", ran.said
     path = cluster.path / 'my runs/it\'s $HOME 100%, "x"'
     arrived(ranks, job, words, {**values, "SHARDWAY_STOP_FILE": f"{path}/stop"})
-    if job.starter == "agent":
+    if job.launcher == "agent":
         agents_know_each_other(ranks, job)
     elif not job.one_agent_a_node:
         assert sorted(int(rank.variables["RANK"]) for rank in ranks) == list(range(job.shape.ranks))

@@ -49,7 +49,7 @@ def test_a_transformer_takes_each_key_of_the_section():
 
 def test_a_transformer_takes_each_key_of_experts_and_latents():
     routing = {"router_score": "sigmoid", "router_normalise": False, "router_scale": 2.5, "capacity_factor": 1.25}
-    balance = {"balance": "loss", "balance_step": 0.5, "balance_weight": 0.25}
+    balance = {"balance": "loss", "bias_update_rate": 0.5, "balance_weight": 0.25}
     experts = {"experts": 8, "experts_per_token": 3, "expert_dim": 16, "shared_experts": 2, "dense_layers": 1}
     widths = {"kv_rank": 24, "q_rank": 20, "rope_head_dim": 6, "value_head_dim": 12}
     model = build_model(section(kv_heads=4, **experts, **routing, **balance, **widths), **TEXT)

@@ -100,7 +100,7 @@ def test_load_counts_training_alone():
 
 
 def test_the_bias_moves_against_the_load():
-    router = build(dataclasses.replace(SHAPE, balance_step=0.25))
+    router = build(dataclasses.replace(SHAPE, bias_update_rate=0.25))
     router(batch())
     router.adjust(torch.tensor([4, 6, 5, 5, 5]))
     assert router.bias.tolist() == [0.25, -0.25, 0.0, 0.0, 0.0]
@@ -110,7 +110,7 @@ def test_the_bias_moves_against_the_load():
 
 
 def test_adjusting_evens_the_load():
-    router = build(dataclasses.replace(SHAPE, balance_step=0.01))
+    router = build(dataclasses.replace(SHAPE, bias_update_rate=0.01))
     router.bias[0] = 0.5
     x = batch(8, 32)
     spans = []

@@ -59,8 +59,8 @@ MODES = [
     {"mode": "full"},
     {"mode": "full", "every": 2},
     {"mode": "selective"},
-    {"mode": "selective", "every": 3, "save": ["attention"]},
-    {"mode": "selective", "save": ["aten.gelu", "aten.native_layer_norm"]},
+    {"mode": "selective", "every": 3, "save_ops": ["attention"]},
+    {"mode": "selective", "save_ops": ["aten.gelu", "aten.native_layer_norm"]},
 ]
 
 
@@ -98,7 +98,7 @@ def test_selective_recompute_leaves_matmuls_and_attention_alone() -> None:
 
 
 def test_an_operator_may_be_named_by_itself() -> None:
-    again = backward_counts({"mode": "selective", "save": ["aten.gelu"]}) - backward_counts({})
+    again = backward_counts({"mode": "selective", "save_ops": ["aten.gelu"]}) - backward_counts({})
     assert again["aten.gelu.default"] == 0
     assert again["aten.native_layer_norm.default"] == LAYERS
 
@@ -138,7 +138,7 @@ def test_groups_are_of_operators_that_exist() -> None:
 
 @pytest.mark.parametrize("name", ["aten.mmm", "matmuls", "", "aten", "aten.__name__"])
 def test_an_unknown_operator_is_told(name: str) -> None:
-    with pytest.raises(UserError, match=rf'recompute.save names "{name}", which is no operator of this torch'):
+    with pytest.raises(UserError, match=rf'recompute.save_ops names "{name}", which is no operator of this torch'):
         find_operators([name])
 
 

@@ -567,7 +567,7 @@ def test_placement_needs_no_torch() -> None:
 
 @pytest.mark.parametrize("launcher", RECORDED)
 def test_the_ranks_of_a_launcher_as_recorded(launcher: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("shardway.ranks.launcher.find_starter", lambda: f"{launcher} 4711")
+    monkeypatch.setattr("shardway.ranks.launcher.find_launching_process", lambda: f"{launcher} 4711")
     nodes = NODES[launcher]
     (tmp_path / "nodefile").write_text("\n".join(nodes))
     nodefile = {"PBS_NODEFILE": str(tmp_path / "nodefile")}
@@ -597,10 +597,10 @@ def test_two_launches_of_hydra_on_a_machine_meet_at_two_ports(monkeypatch: pytes
     """Nothing in their variables differs but the rank; what started them does."""
     places = []
     for pid in (4711, 4712):
-        monkeypatch.setattr("shardway.ranks.launcher.find_starter", lambda pid=pid: f"hydra_pmi_proxy {pid}")
+        monkeypatch.setattr("shardway.ranks.launcher.find_launching_process", lambda pid=pid: f"hydra_pmi_proxy {pid}")
         places.append(find_placement(RECORDED["mpich"][0]))
     assert places[0].master_port != places[1].master_port
-    monkeypatch.setattr("shardway.ranks.launcher.find_starter", lambda: "")
+    monkeypatch.setattr("shardway.ranks.launcher.find_launching_process", lambda: "")
     with pytest.raises(SiteError, match="export MASTER_PORT with one value for all ranks"):
         find_placement(RECORDED["mpich"][0])
 
@@ -609,7 +609,7 @@ def test_what_starts_ranks_is_found_above_them(tmp_path: Path) -> None:
     """Also past a shell in between; here the launcher is a shell by that name."""
     (tmp_path / "mpiexec").write_text('#!/bin/sh\nsh -c "$@; true"\n')
     (tmp_path / "mpiexec").chmod(0o755)
-    code = f"'{sys.executable}' -c 'from shardway.ranks.starter import find_starter; print(find_starter())'"
+    code = f"'{sys.executable}' -c 'from shardway.ranks.starter import find_launching_process as find; print(find())'"
     done = subprocess.run([str(tmp_path / "mpiexec"), code], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("mpiexec ")
     alone = subprocess.run(["sh", "-c", code], capture_output=True, text=True, check=True)

@@ -84,7 +84,7 @@ def variables(starter: str, look: Look, rank: int) -> dict[str, str]:
 def everything(site: str, look: Look, meeting: Mapping[str, str], **own: str) -> list[dict[str, str]]:
     """The variables of both ranks: the site's, the meeting point, and what somebody has exported."""
     profile = load_site(site)
-    starter = profile.starter or ""
+    starter = profile.launcher or ""
     return [
         {**variables(starter, look, rank), **profile.environment, **meeting, "SITE": site, **own} for rank in range(2)
     ]

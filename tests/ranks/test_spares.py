@@ -194,7 +194,7 @@ def test_no_spares_where_none_are_wanted(started: list[Started]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "count"), [({}, 1), ({"spares": "0.5s"}, 1), ({"spares": "off"}, 0), ({"restarts": 0}, 0)]
+    ("keys", "count"), [({}, 1), ({"spares": "0.5s"}, 1), ({"spares": "off"}, 0), ({"max_restarts": 0}, 0)]
 )
 def test_spares_are_for_ranks_that_start_again(
     started: list[Started], monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], count: int

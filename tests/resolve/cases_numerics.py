@@ -72,13 +72,13 @@ REFUSALS: list[Refuses] = [
         "a_run_goes_back_before_spikes_that_are_looked_for",
         ("guard.on_spike=roll_back",),
         '  guard.on_spike (command line): "roll_back", and guard.spike = "off" looks for no spike\n'
-        '      allowed: "tell"; or a guard.spike such as 8.0',
+        '      allowed: "warn"; or a guard.spike such as 8.0',
     ),
     Refuses(
         "a_run_goes_back_to_what_was_saved",
         ("guard.spike=8.0", "guard.on_spike=roll_back", "checkpoint.every=off"),
         '  guard.on_spike (command line): "roll_back" goes back to a checkpoint, and checkpoint.every = "off" makes '
-        'none\n      allowed: "tell"; or a checkpoint.every such as "200 steps"',
+        'none\n      allowed: "warn"; or a checkpoint.every such as "200 steps"',
     ),
     Refuses(
         "a_spike_that_is_left_out_is_left_out_whole",
@@ -89,7 +89,7 @@ REFUSALS: list[Refuses] = [
     Refuses(
         "a_key_of_another_kind_is_not_ignored",
         ("guard.spike=8.0", "guard.max_roll_backs=2"),
-        '  guard.max_roll_backs (command line): has no effect with guard.on_spike = "tell"\n'
+        '  guard.max_roll_backs (command line): has no effect with guard.on_spike = "warn"\n'
         "      allowed: only with guard.on_spike = roll_back\n"
         "      to do: remove the key",
     ),

@@ -82,7 +82,7 @@ def test_weights_in_16_bits_have_no_copy() -> None:
     ("words", "mode"),
     [
         (("recompute.mode=selective",), "products"),
-        (("recompute.mode=selective", "recompute.save=[]"), "full"),
+        (("recompute.mode=selective", "recompute.save_ops=[]"), "full"),
         (("recompute.mode=full", "recompute.every=2"), "none"),
         (("recompute.mode=budget", "train.compile=blocks"), "products"),
         ((), "none"),

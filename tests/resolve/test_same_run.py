@@ -140,7 +140,7 @@ def test_what_must_not_change_in_other_models(words: tuple[str, ...], dotted: st
 
 def test_how_experts_are_balanced_may_be_tuned() -> None:
     words = ("model.experts=8",)
-    check_same_run(saved_of(*words), resolve_words(*words, "model.balance_step=0.1"), "runs/a")
+    check_same_run(saved_of(*words), resolve_words(*words, "model.bias_update_rate=0.1"), "runs/a")
     check_same_run(saved_of(*words), resolve_words(*words, "model.capacity_factor=1.5"), "runs/a")
 
 

@@ -234,3 +234,20 @@ def test_an_override_that_is_no_text() -> None:
         "  data.path (command line): 'caf\\udce9' is not UTF-8 text\n"
         "      allowed: text in UTF-8"
     )
+
+
+def test_keys_are_read_by_their_earlier_names(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('[run]\nrestarts = 3\n[site]\nstarter = "srun"\n[guard]\non_spike = "tell"\n')
+    loaded = load_run(path, ['recompute.save=["attention"]', "model.balance_step=0.5"])
+    values = loaded.values
+    assert (values.run.max_restarts, values.site.launcher, values.guard.on_spike) == (3, "srun", "warn")
+    assert (values.recompute.save_ops, values.model.bias_update_rate) == (["attention"], 0.5)
+    assert (loaded.origins["run.max_restarts"], loaded.origins["recompute.save_ops"]) == ("run.toml:2", "command line")
+
+
+def test_a_key_is_not_set_by_both_of_its_names(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[run]\nmax_restarts = 2\nrestarts = 3\n")
+    with pytest.raises(UserError, match=r"sets run\.restarts \(line 3\), the earlier name of run\.max_restarts"):
+        load_run(path)

@@ -85,7 +85,7 @@ def test_a_source_of_a_shipped_site_is_public_or_says_what_it_is(name: str) -> N
 
 
 def test_a_generic_machine_leaves_unsourced_only_what_its_owner_chooses() -> None:
-    assert set(list_unsourced(load_site("dgx-slurm"))) == {"scheduler", "starter", "container"}
+    assert set(list_unsourced(load_site("dgx-slurm"))) == {"scheduler", "launcher", "container"}
 
 
 def test_the_generic_profiles_exist() -> None:

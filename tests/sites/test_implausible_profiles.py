@@ -43,7 +43,7 @@ ONE_PROBLEM = [
     ),
     (f'{PBS}request = {{ constraint = "gpu" }}', 'request.constraint: is for scheduler "slurm" only'),
     (f"{SLURM}request = {{ options = {{ x = 1.5 }} }}", "request.options.x: 1.5 is no value of an option"),
-    (f'{PBS}starter = "srun"', 'starter: "srun" needs scheduler "slurm", and here it is "pbs"'),
+    (f'{PBS}launcher = "srun"', 'launcher: "srun" needs scheduler "slurm", and here it is "pbs"'),
     (f'{PBS}container = "pyxis"', 'container: "pyxis" needs scheduler "slurm"'),
     (f"{SLURM}containers = {{ by_scheduler = true }}", 'containers.by_scheduler: is for scheduler "pbs" only'),
     (f'{SLURM}containers = {{ mounts = ["/a"] }}', 'containers.mounts[1]: "/a" is no mount'),

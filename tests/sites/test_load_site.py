@@ -36,7 +36,7 @@ format = 1
 name = "mine"
 title = "My machine"
 scheduler = "slurm"
-starter = "srun"
+launcher = "srun"
 container = "apptainer"
 environment = { NCCL_DEBUG = "WARN" }
 
@@ -122,7 +122,7 @@ def test_a_shipped_profile_loads_and_bears_its_own_name(name: str) -> None:
 @pytest.mark.parametrize("name", [*REAL_SITES, "dgx-slurm"])
 def test_a_described_machine_states_what_a_plan_is_made_from(name: str) -> None:
     profile = load_site(name, never_probe)
-    assert None not in (profile.starter, profile.node.cores, profile.node.memory)
+    assert None not in (profile.launcher, profile.node.cores, profile.node.memory)
     assert profile.node.accelerators_per_node is not None
     assert profile.node.accelerators_per_node > 1
     part = load_accelerators()[profile.node.accelerator or ""]
@@ -243,7 +243,7 @@ def test_a_full_profile_is_read_with_its_units(write: Callable[[str], str]) -> N
 
 def test_what_is_left_out_is_unknown(write: Callable[[str], str]) -> None:
     profile = load_site(write(MINIMAL), never_probe)
-    assert (profile.starter, profile.container) == (None, None)
+    assert (profile.launcher, profile.container) == (None, None)
     assert set(profile.node.model_dump().values()) == {None}
 
 
@@ -325,7 +325,7 @@ def test_all_problems_at_once(write: Callable[[str], str]) -> None:
     text = """
 title = ""
 scheduler = "slrum"
-starters = "srun"
+launchers = "srun"
 
 [node]
 cores = "8"
@@ -368,9 +368,9 @@ max_node = 2
         '      to do: write "max_nodes"\n'
         '  sources."node.cores".date: "today" is not allowed\n'
         "      allowed: a date such as 2026-11-01\n"
-        "  starters: is not a key of a site profile\n"
+        "  launchers: is not a key of a site profile\n"
         f"      allowed: {keys}\n"
-        '      to do: write "starter"'
+        '      to do: write "launcher"'
     )
 
 

@@ -11,7 +11,7 @@ from shardway.sites.load import load_site
 from shardway.sites.schema import SiteProfile
 
 PAGE = (Path(__file__).parents[2] / "docs/sites.md").read_text(encoding="utf-8")
-ALONE = {"format", "name", "title", "extends", "replaces", "scheduler", "starter", "container"}
+ALONE = {"format", "name", "title", "extends", "replaces", "scheduler", "launcher", "container"}
 
 
 def test_the_page_names_every_field_of_the_schema() -> None:

@@ -94,7 +94,7 @@ def wait_for_step(run: RunDir, step: int, process: subprocess.Popen[str]) -> Non
 
 def test_a_rank_that_is_killed_is_told_by_its_agent_and_what_fails_alike_signs_alike(job: Job, tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
-    process = job(1, 0.0, "--nproc", "2", "run.restarts=0", *ENDLESS)
+    process = job(1, 0.0, "--nproc", "2", "run.max_restarts=0", *ENDLESS)
     wait_for_step(run, 3, process)
     victim = find_ranks(psutil.Process(process.pid).children(recursive=True))[1]
     victim.send_signal(signal.SIGKILL)

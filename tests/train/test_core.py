@@ -52,6 +52,6 @@ def test_a_flipped_bit_costs_the_steps_since_the_checkpoint_before(tmp_path: Pat
     shard.write_bytes(content)
     train_tiny(tmp_path / "cut", lone_rank(), *words, "train.steps=12")
     assert read_column(tmp_path / "cut") == read_column(tmp_path / "through")
-    (event,) = (event for event in run.events(0) if event["event"] == "set_aside")
+    (event,) = (event for event in run.events(0) if event["event"] == "checkpoint_quarantined")
     assert event["reason"] == "the content of rank-00000.bin has changed (its checksum is another)"
     assert (run.checkpoints / event["kept_as"] / shard.name).read_bytes() == bytes(content)

@@ -149,7 +149,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
     jobs = []
 
     def go(*words: str) -> RunDir:
-        asked = ("--on", "laptop", "site.starter=ft_launcher", "site.ranks_per_node=2", "site.walltime=10m")
+        asked = ("--on", "laptop", "site.launcher=ft_launcher", "site.ranks_per_node=2", "site.walltime=10m")
         command = [sys.executable, "-m", "shardway", "submit", "--json", "--dir", str(tmp_path / "run"), *asked, *words]
         environ = {**os.environ, "HOME": str(tmp_path)}
         done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
@@ -195,7 +195,7 @@ def test_a_job_whose_rank_is_killed_is_finished_in_the_same_attempt(job: Job, un
 
 
 def test_a_job_that_may_not_start_again_says_how_it_failed(job: Job) -> None:
-    run = job(*LONG, "run.restarts=0")
+    run = job(*LONG, "run.max_restarts=0")
     kill_a_rank(run)
     result = end_of(run)
     assert (result.state, result.by) == (Ending.CRASHED, "rank 0"), run.attempt(1).job_log.read_text()

@@ -145,7 +145,7 @@ def test_what_was_saved_in_the_spike_is_set_aside(tmp_path: Path, quiet_threads:
     assert_same_bits(found, expected)
     assert_same_run(tmp_path / "back", tmp_path / "told")
     run = RunDir(tmp_path / "back")
-    (aside,) = read_named(run.path, "set_aside")
+    (aside,) = read_named(run.path, "checkpoint_quarantined")
     assert (aside["name"], aside["kept_as"]) == ("step-000000033", "undone-step-000000033")
     assert aside["reason"] == "the run went back before it after a spike in steps 33 to 34"
     assert (run.checkpoints / "undone-step-000000033" / "manifest.json").exists()
@@ -175,7 +175,7 @@ def test_what_was_validated_in_the_spike_is_no_best_one(tmp_path: Path, quiet_th
     best = sorted(results, key=lambda step: (results[step], step))[:2]
     assert best == [40, 30]  # 39 is as good as 30, and later
     assert RunDir(tmp_path).checkpoint_steps() == [30, 40]
-    assert [event["name"] for event in read_named(tmp_path, "set_aside")] == ["step-000000033"]
+    assert [event["name"] for event in read_named(tmp_path, "checkpoint_quarantined")] == ["step-000000033"]
 
 
 def wait_until_step_33_is_saved(run: Run, step: int) -> None:
@@ -194,7 +194,7 @@ def test_a_run_goes_back_as_often_as_it_may_and_then_ends(tmp_path: Path, quiet_
         "(guard.max_roll_backs = 1, command line).",
         f"  It has left out the positions [120, 136] ({tmp_path / 'back' / 'left_out.json'}). To do: look at the "
         "samples of these steps, lower optim.lr, or set optim.clip; then run the same command again, with a higher "
-        'guard.max_roll_backs or guard.on_spike = "tell".',
+        'guard.max_roll_backs or guard.on_spike = "warn".',
     ]
     assert RunDir(tmp_path / "back").checkpoint_steps()[-1] == 30
     found = train(tmp_path / "back", *words, poisoned=range(128, 144))
@@ -235,7 +235,7 @@ def test_a_stop_at_the_moment_of_going_back_saves_nothing_of_the_spike(tmp_path:
     run = RunDir(tmp_path / "back")
     assert (run.read_status()["state"], run.read_status()["step"]) == ("stopped", 30)
     assert run.checkpoint_steps()[-1] == 30
-    (aside,) = read_named(run.path, "set_aside")
+    (aside,) = read_named(run.path, "checkpoint_quarantined")
     assert (aside["step"], aside["kept_as"]) == (30, "undone-step-000000033")
     found = train(tmp_path / "back", *words)
     assert_same_bits(found, train(tmp_path / "told", "checkpoint.every=3 steps", "data.skip=[[120, 136]]"))
@@ -254,7 +254,8 @@ def test_a_checkpoint_that_turns_out_to_be_damaged_is_passed_over(tmp_path: Path
     found = train(tmp_path / "back", *BACK, before_step=damage)
     (told,) = read_named(tmp_path / "back", "rolled_back")
     assert (told["step"], told["back_to"]) == (24, 30)
-    assert [event["kept_as"] for event in read_named(tmp_path / "back", "set_aside")] == ["damaged-step-000000030"]
+    events = read_named(tmp_path / "back", "checkpoint_quarantined")
+    assert [event["kept_as"] for event in events] == ["damaged-step-000000030"]
     assert_same_bits(found, train(tmp_path / "told", "data.skip=[[120, 136]]"))
     assert_same_run(tmp_path / "back", tmp_path / "told")
 
@@ -340,7 +341,7 @@ def test_what_nodes_saved_in_the_spike_is_not_taken(tmp_path: Path, quiet_thread
     found = train(tmp_path / "back", *local, *BACK)
     assert_same_bits(found, train(tmp_path / "told", "data.skip=[[120, 136]]"))
     assert_same_run(tmp_path / "back", tmp_path / "told")
-    told = [event["name"] for event in read_named(tmp_path / "back", "set_aside")]
+    told = [event["name"] for event in read_named(tmp_path / "back", "checkpoint_quarantined")]
     assert told == ["step-000000033", "step-000000032"]
 
 

@@ -509,7 +509,7 @@ def train_transformer(
     return [whole(each) for each in model.parameters()]
 
 
-EXPERTS = MixtureShape(experts=4, per_token=2, expert_dim=16, balance_step=0.01, balance_weight=0.1)
+EXPERTS = MixtureShape(experts=4, per_token=2, expert_dim=16, bias_update_rate=0.01, balance_weight=0.1)
 SHAPES: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": 0.2},
     "experts, bias": {"mixture": EXPERTS},
@@ -626,7 +626,7 @@ def test_a_batch_that_a_rank_did_not_get_changes_nothing(
     if rank == 0:
         for column in ("step", "loss", "grad_norm", "lr"):
             assert read_column(tmp_path / "stopped", column) == read_column(tmp_path / "through", column)
-        assert [event["step"] for event in read_named(tmp_path / "stopped", "step_voided")] == [3]
+        assert [event["step"] for event in read_named(tmp_path / "stopped", "step_discarded")] == [3]
 
 
 @pytest.mark.parametrize("shape", [(1, 1), *LAYOUTS], ids=["one rank", *NAMES])

@@ -20,7 +20,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def test_a_hang_names_who_has_not_entered_what_the_others_are_in(start: Start, tmp_path: Path) -> None:
-    words = ("--nproc", "2", "run.restarts=0", "run.hang_timeout=3s", *TINY, "train.steps=1000")
+    words = ("--nproc", "2", "run.max_restarts=0", "run.hang_timeout=3s", *TINY, "train.steps=1000")
     command = start("run", *words, environ=stalling(1, 5, tmp_path / "stalled"))
     code, said = command.end()
     assert code == 4

@@ -176,7 +176,7 @@ def test_an_agent_that_cannot_begin_ends_the_wait_of_the_others(start: Start, tm
 @pytest.mark.exhaustive
 def test_a_hang_on_another_node_names_what_the_ranks_of_this_one_wait_in(launch: Launch, tmp_path: Path) -> None:
     """And says where the ranks of both were: who waits is asked before it loses contact."""
-    words = ("run.restarts=0", "run.hang_timeout=3s", *WORDS)
+    words = ("run.max_restarts=0", "run.hang_timeout=3s", *WORDS)
     crew = launch("crew", 2, *words, environ=stalling(1, 5, tmp_path / "stalled"))
     code, said = crew.agents[0].end()
     assert code == 4

@@ -31,7 +31,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         yield go
 
 
-PAIR = ("--nproc", "2", "run.restarts=0")
+PAIR = ("--nproc", "2", "run.max_restarts=0")
 
 
 def test_ctrl_c_stops_two_ranks_after_the_step(start: Start, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_rank_that_is_killed_ends_the_job_with_its_name(start: Start) -> None:
 
 
 def test_one_rank_that_is_asked_for_is_watched_as_many_are(start: Start) -> None:
-    command = start("run", "--nproc", "1", *ENDLESS, "checkpoint.every=2 steps", "run.restarts=1")
+    command = start("run", "--nproc", "1", *ENDLESS, "checkpoint.every=2 steps", "run.max_restarts=1")
     command.wait_for_step(5)
     command.ranks()[0].send_signal(signal.SIGKILL)
     command.wait_until(lambda: count(command, "started") == 2)

@@ -103,7 +103,7 @@ def test_a_damaged_checkpoint_is_kept_aside_and_the_one_before_is_gone_on_from(r
     assert run.checkpoint_steps() == [3, 6]
     aside = run.checkpoints / "damaged-step-000000006"
     assert list(snapshot(aside).values()) == list(kept.values())
-    (event,) = (event for event in run.events(0) if event["event"] == "set_aside")
+    (event,) = (event for event in run.events(0) if event["event"] == "checkpoint_quarantined")
     assert (event["name"], event["kept_as"], event["step"]) == (folder.name, aside.name, 3)
     assert event["reason"] == "its manifest.json is missing"
 

@@ -63,7 +63,7 @@ def test_another_runs_checkpoint_is_set_aside(rank: int, tmp_path: Path) -> None
     for each in (run, alone):
         train_tiny(each, lone_rank(), *LONGER)
     assert read_column(run) == read_column(alone)
-    (told,) = read_named(run, "set_aside")
+    (told,) = read_named(run, "checkpoint_quarantined")
     assert told["name"] == "step-000000006"
     assert told["reason"].startswith(f"it is of another run ({find_run_id(other)}, not {find_run_id(run)})")
     assert RunDir(run).checkpoint_path(6).exists()
@@ -98,6 +98,6 @@ def test_copies_and_older_runs_go_on(rank: int, tmp_path: Path) -> None:
     for name in ("moved", "lost", "old"):
         train_tiny(tmp_path / name, lone_rank(), *LONGER)
         assert read_column(tmp_path / name)[-2:] == read_column(alone)[-2:]
-        assert read_named(tmp_path / name, "set_aside") == []
+        assert read_named(tmp_path / name, "checkpoint_quarantined") == []
         assert (find_run_id(tmp_path / name) == find_run_id(run)) is (name != "old")
         assert find_run_id(tmp_path / name)

@@ -126,7 +126,12 @@ def test_troubles_with_the_disk_are_told() -> None:
     events = [
         started(total_steps=200),
         event(
-            "set_aside", 0, 0.1, name="step-000000200", kept_as="damaged-step-000000200", reason="a shard is missing"
+            "checkpoint_quarantined",
+            0,
+            0.1,
+            name="step-000000200",
+            kept_as="damaged-step-000000200",
+            reason="a shard is missing",
         ),
         event("save_failed", 0, 0.2, reason="no space\nis left", retry_s=30.0),
         event("background_off", 0, 0.2, reason="a copy of the state takes 4 GiB a rank, which some host lacks"),
@@ -152,7 +157,14 @@ def test_what_the_guard_has_seen_is_told() -> None:
         event("spike", 9, 0.4, of=3),
         event("rolled_back", 5, 0.5, first=8, last=9, start=40, end=72, samples=30),
         event("rolled_back", 5, 0.5, first=8, last=8),
-        event("set_aside", 5, 0.6, name="step-000000008", kept_as="undone-step-000000008", reason="the run went back"),
+        event(
+            "checkpoint_quarantined",
+            5,
+            0.6,
+            name="step-000000008",
+            kept_as="undone-step-000000008",
+            reason="the run went back",
+        ),
     ]
     assert _lines(events)[1:] == [
         "step 3  passes repeated: loss 2.5000, gradient norm not finite the first time, finite the second (a fault "

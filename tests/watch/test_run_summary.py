@@ -161,9 +161,9 @@ def test_broken_loss_is_nan_here_and_null_in_json(
 def test_what_nodes_had_and_was_left_out_is_known(run: RunDir) -> None:
     run.create()
     run.write_status(state="running", step=3)
-    assert summarise(run).tier_dropped is None
-    run.write_status(state="running", step=3, tier_dropped=50)
-    assert summarise(run).tier_dropped == 50
+    assert summarise(run).local_checkpoints_ignored is None
+    run.write_status(state="running", step=3, local_checkpoints_ignored=50)
+    assert summarise(run).local_checkpoints_ignored == 50
 
 
 def test_a_way_back_undoes_later_steps_and_what_is_left_out_is_known(
@@ -216,7 +216,7 @@ def test_json_names_are_stable(run: RunDir) -> None:
     names = """
         name path state reason step total_steps loss smooth_loss grad_norm lr unit tokens_per_s samples_per_s
         seconds_left validation best_validation last_save checkpoints world device host parameters started updated
-        wall_s attempts writer account left_out tier_dropped restarts monitor best_checkpoint logged
+        wall_s attempts writer account left_out local_checkpoints_ignored restarts monitor best_checkpoint logged
     """
     assert list(summarise(run).as_json()) == names.split()
     assert summarise(run).as_json()["path"] == str(run.path)

@@ -44,10 +44,16 @@ def test_what_the_disks_of_nodes_had_is_told() -> None:
             "saved", 40, 0.2, name="step-000000040", bytes=1024, seconds=0.3, tier="local"
         ),
         "step-000000040 on the disks of the nodes was not used and removed (no node has rank-00001.bin)": event(
-            "set_aside", 20, 0.2, name="step-000000040", kept_as="", reason="no node has rank-00001.bin", tier="local"
+            "checkpoint_quarantined",
+            20,
+            0.2,
+            name="step-000000040",
+            kept_as="",
+            reason="no node has rank-00001.bin",
+            tier="local",
         ),
         "what the nodes have saved is left out: it failed twice": event(
-            "tier_dropped", 20, 0.2, dropped=40, reason="it failed twice"
+            "local_checkpoints_ignored", 20, 0.2, dropped=40, reason="it failed twice"
         ),
     }
     assert [found.words for each in lines.values() if (found := tell(each)) is not None] == list(lines)

@@ -89,7 +89,7 @@ class Alone:
 
 def open_reserve(settings: RunSection) -> Reserve:
     """The spares that a run file asks for; none where ranks do not start again."""
-    if settings.spares == "off" or settings.restarts == 0:
+    if settings.spares == "off" or settings.max_restarts == 0:
         return Reserve(None)
     if settings.spares == "auto":
         return Reserve(AUTO_AFTER_S)
@@ -162,7 +162,7 @@ def _train_local(resolution: Resolution, launch: LocalLaunch, crew: Crew) -> dic
     run, attempt = resolution.directory, find_attempt(os.environ)
     settings = resolution.resolved.values.run
     patience = read_patience(settings)
-    most = None if settings.restarts == "auto" else int(settings.restarts)
+    most = None if settings.max_restarts == "auto" else int(settings.max_restarts)
     failures: list[Failure] = []
     marks = {0: sum(1 for _ in run.all_events(0))}
     try:

@@ -242,7 +242,7 @@ def _say_productive(summary: RunSummary) -> str:
 
 
 def _say_dropped(summary: RunSummary) -> str:
-    step = summary.tier_dropped
+    step = summary.local_checkpoints_ignored
     return f"  nodes       what they have saved is left out: two starts from step {step} failed" if step else ""
 
 

@@ -1,4 +1,4 @@
-"""One job as it is asked of a scheduler, a starter and a container runtime: all that its script is made of.
+"""One job as it is asked of a scheduler, a launcher and a container runtime: all that its script is made of.
 
 Invariant: a `Job` is complete and consistent: whatever depends on the site, the run file or this machine was decided
 before it was made (`launch.submission.wish`), and the same job always gives the same script. This module must not read
@@ -104,7 +104,7 @@ class Program:
 
     `interpreter`: the Python that such a program is, where it is another one than the environment's.
 
-    `meets_by_itself`: it finds its rank and the others in the variables of any starter (Shardway's own verbs do);
+    `meets_by_itself`: it finds its rank and the others in the variables of any launcher (Shardway's own verbs do);
     other programs get torch's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
     """
 
@@ -155,9 +155,9 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Again:
-    """How often a starter that looks after its ranks starts them again, and after how long a silence in seconds.
+    """How often a launcher that looks after its ranks starts them again, and after how long a silence in seconds.
 
-    `silent_s`: None for the starter's own limit, infinity where nobody shall look; `start_s`: while they start.
+    `silent_s`: None for the launcher's own limit, infinity where nobody shall look; `start_s`: while they start.
     """
 
     restarts: int = 0
@@ -187,7 +187,7 @@ class Job:
     token: str
     site: str
     scheduler: str
-    starter: str
+    launcher: str
     run: Path
     attempt: int
     program: Program
@@ -209,7 +209,7 @@ class Job:
     @property
     def one_agent_a_node(self) -> bool:
         """Whether the scheduler starts one process on each node, which starts the ranks there."""
-        return self.starter in AGENTS
+        return self.launcher in AGENTS
 
     @property
     def folder(self) -> Attempt:

@@ -1,4 +1,4 @@
-"""The text of a job script: where scheduler, starter and container runtime meet.
+"""The text of a job script: where scheduler, launcher and container runtime meet.
 
 Each of the three is one table, name -> what it contributes; their product is never written out. The script is bash for
 people to read: each line under its purpose, in the order in which things happen, and it can be submitted by hand.
@@ -47,7 +47,7 @@ from shardway.version import __version__
 
 SCHEDULERS: Mapping[str, SchedulerScript] = MappingProxyType({"slurm": SLURM, "pbs": PBS, "local": LOCAL})
 
-STARTERS: Mapping[str, Starter] = MappingProxyType(
+LAUNCH_COMMANDS: Mapping[str, Starter] = MappingProxyType(
     {
         "torchrun": torchrun.start,
         "srun": tasks.start_by_srun,
@@ -75,7 +75,7 @@ LAUNCHERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "local": ("torchrun", "mpirun", "agent", "ft_launcher"),
     }
 )
-"""Scheduler -> starters that it goes with."""
+"""Scheduler -> launchers that it goes with."""
 
 _PATHS = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "ENROOT_DATA_PATH")
 _IN_EVERY_SCRIPT = (
@@ -153,7 +153,7 @@ def _functions(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
     needed = (
         (job.scheduler == "local" or _warns_itself(job, scheduler), ("in_time", "tell_script")),
         (_ranks_within(job) > 0, ("in_time", "end_without_ranks")),
-        (job.starter == "mpirun", ("check_mpirun",)),
+        (job.launcher == "mpirun", ("check_mpirun",)),
         (_ends_mpirun(job), ("in_time", "end_mpirun")),
         (_awaits_ranks(job, scheduler), ("await_ranks",)),
         (job.chain.until_done, _OF_A_CHAIN),
@@ -216,7 +216,7 @@ def _warns_itself(job: Job, scheduler: SchedulerScript) -> bool:
 
 def _ends_mpirun(job: Job) -> bool:
     """Whether the script ends mpirun, where the ranks say themselves how they ended."""
-    return job.starter == "mpirun" and job.program.meets_by_itself
+    return job.launcher == "mpirun" and job.program.meets_by_itself
 
 
 def _awaits_ranks(job: Job, scheduler: SchedulerScript) -> bool:
@@ -300,7 +300,7 @@ def _run(job: Job, scheduler: SchedulerScript, runtime: Runtime) -> tuple[Line, 
     if "on_each_node" in scheduler.functions(job):
         lines.append(Line(f"carried=({' '.join(_carried(job))})", "what other nodes need to find programs"))
     lines += runtime.setup(job, scheduler)
-    lines += _mpirun_options(job) if job.starter == "mpirun" else []  # of variables that the lines before have set
+    lines += _mpirun_options(job) if job.launcher == "mpirun" else []  # of variables that the lines before have set
     if job.preflight is not None:
         doctor = _command(_as_doctor(job, job.preflight), scheduler, runtime)
         doctor = f"prints=$here/log/doctor.out {doctor}" if _by_function(job) else doctor
@@ -336,8 +336,8 @@ def _ranks_within(job: Job) -> int:
 def _as_doctor(job: Job, doctor: Program) -> Job:
     """The same job with the doctor in place of its program. Our agent starts nothing but training, and a doctor that
     fails is not started again."""
-    starter = "torchrun" if job.starter in ("agent", "ft_launcher") else job.starter
-    return replace(job, program=doctor, starter=starter, elastic=False)
+    launcher = "torchrun" if job.launcher in ("agent", "ft_launcher") else job.launcher
+    return replace(job, program=doctor, launcher=launcher, elastic=False)
 
 
 def _notes_modules(job: Job) -> bool:
@@ -352,7 +352,7 @@ def _carried(job: Job) -> tuple[str, ...]:
 
 def _inherits_nothing(job: Job) -> bool:
     """Whether ranks are in a container, whose image may set the same names, or on nodes that get no environment."""
-    return job.container.runtime != "none" or job.starter == "mpirun" or job.scheduler == "pbs"
+    return job.container.runtime != "none" or job.launcher == "mpirun" or job.scheduler == "pbs"
 
 
 def _by_function(job: Job) -> bool:
@@ -361,9 +361,9 @@ def _by_function(job: Job) -> bool:
 
 
 def _command(job: Job, scheduler: SchedulerScript, runtime: Runtime) -> str:
-    """What starts the program on every rank: starter, container, environment, program."""
-    started = STARTERS[job.starter](job, scheduler)
-    outside = (*started.outside, *runtime.of_starter(job, scheduler))
+    """What starts the program on every rank: launcher, container, environment, program."""
+    started = LAUNCH_COMMANDS[job.launcher](job, scheduler)
+    outside = (*started.outside, *runtime.of_launcher(job, scheduler))
     inside = (*_prepared(job), *started.inside)
     return wrap_command((*outside, *runtime.wrap(job, scheduler), *inside))
 
@@ -372,7 +372,7 @@ def _prepared(job: Job) -> tuple[str, ...]:
     """Words before a rank's program that give it the job's variables, and in a container its virtual environment: one
     that was named, and made with the Python of the image."""
     inside = job.container.runtime != "none"
-    files = ['"$here/environment.sh"'] if inside or job.starter == "mpirun" else []
+    files = ['"$here/environment.sh"'] if inside or job.launcher == "mpirun" else []
     if inside and job.around.venv and not job.around.venv.startswith("conda:"):
         files.append(quote_place(f"{job.around.venv}/bin/activate"))
     return tuple(word for file in files for word in ("bash", "-c", quote('. "$0" && exec "$@"'), file))

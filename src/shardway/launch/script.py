@@ -1,7 +1,7 @@
 """A job script as a value: lines with their purpose, and the one place where shell is quoted.
 
 Invariant: `quote` gives a word that bash hands on unchanged, whatever is in it. This module must not know schedulers,
-starters or containers.
+launchers or containers.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def _mixture_of(section: ModelSection) -> MixtureShape:
         normalise=section.router_normalise,
         scale=section.router_scale,
         balance=section.balance,
-        balance_step=section.balance_step,
+        bias_update_rate=section.bias_update_rate,
         balance_weight=section.balance_weight,
         capacity_factor=section.capacity_factor,
     )

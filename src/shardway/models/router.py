@@ -96,10 +96,11 @@ class Router(nn.Module):
         """Make experts that more tokens chose than the mean less likely, the others more, and count anew.
 
         `load`: the int64 [experts] of this layer, summed over all ranks (ranks that count the same tokens may all be
-        summed). The bias moves by `balance_step` (DeepSeek-V3, section 2.1.2); without balance = "bias" there is none.
+        summed). The bias moves by `bias_update_rate` (DeepSeek-V3, section 2.1.2); without balance = "bias" there is
+        none.
         """
         if self.bias is not None:
-            self.bias.add_(self.shape.balance_step * torch.sign(load.sum() - load * self.shape.experts))
+            self.bias.add_(self.shape.bias_update_rate * torch.sign(load.sum() - load * self.shape.experts))
         self.load.zero_()
 
     @torch.no_grad()

@@ -42,7 +42,7 @@ class MixtureShape:
     """Weights of the chosen experts sum to `scale`."""
     scale: float = 1.0
     balance: Literal["bias", "loss", "none"] = "bias"
-    balance_step: float = 1e-3
+    bias_update_rate: float = 1e-3
     balance_weight: float = 1e-2
     capacity_factor: float = 0.0
     """An expert takes at most this times its even share of a sequence; 0 takes all."""

@@ -50,7 +50,7 @@ OPERATORS = MappingProxyType(
         ),
     }
 )
-"""Name of a group in `recompute.save` -> its operators; those that this torch lacks do not count."""
+"""Name of a group in `recompute.save_ops` -> its operators; those that this torch lacks do not count."""
 
 
 def apply_recompute(units: Sequence[nn.Module], section: RecomputeSection) -> None:
@@ -61,7 +61,7 @@ def apply_recompute(units: Sequence[nn.Module], section: RecomputeSection) -> No
     """
     if section.mode not in ("selective", "full"):
         return
-    operators = find_operators(section.save)
+    operators = find_operators(section.save_ops)
     contexts = _Contexts(
         partial(keeping, frozenset(operators)), partial(create_selective_checkpoint_contexts, operators)
     )
@@ -92,7 +92,7 @@ def _recompute_part(contexts: _Contexts, forward: Callable[..., Any], *args: Any
 
 
 def find_operators(names: Sequence[str]) -> list[torch._ops.OpOverload]:
-    """The operators behind the names of `recompute.save`: groups, or operators such as "aten.mm".
+    """The operators behind the names of `recompute.save_ops`: groups, or operators such as "aten.mm".
 
     Raises UserError for a name that is neither.
     """
@@ -118,6 +118,6 @@ def _no_operator(name: str) -> UserError:
     near = difflib.get_close_matches(name, [each for group in OPERATORS.values() for each in group], n=1)
     hint = f"; the nearest known is {near[0]}" if near else ""
     return UserError(
-        f'recompute.save names "{name}", which is no operator of this torch{hint}.\n'
+        f'recompute.save_ops names "{name}", which is no operator of this torch{hint}.\n'
         f"  allowed: {', '.join(OPERATORS)}, or an operator such as aten.mm"
     )

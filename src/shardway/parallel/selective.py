@@ -36,9 +36,9 @@ class _Kept:
         """The result as a new tensor, to which autograd may attach a history."""
         if self.tensor._version != self.version:
             raise UserError(
-                f"the model changes in place what {operator} has returned, and recompute.save keeps that result for "
-                "the backward pass.\n  To do: leave that operator out of recompute.save, or write the change as an "
-                "operation of its own (`x = x + y`, not `x += y`)."
+                f"the model changes in place what {operator} has returned, and recompute.save_ops keeps that result "
+                "for the backward pass.\n  To do: leave that operator out of recompute.save_ops, or write the change "
+                "as an operation of its own (`x = x + y`, not `x += y`)."
             )
         return self.tensor.detach()
 
@@ -83,7 +83,7 @@ class _HandOut(_Mode):
             raise UserError(
                 f"a block calls {func} more often when it is computed again than in the forward pass, so that "
                 'recompute.mode = "selective" cannot match its results.\n  To do: set recompute.mode = "full", or '
-                "leave that operator out of recompute.save."
+                "leave that operator out of recompute.save_ops."
             )
         return tree_map(lambda kept: kept.hand_out(func) if isinstance(kept, _Kept) else kept, self._kept[func][call])
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from shardway.ranks.hostlist import parse_tasks_per_node
 from shardway.ranks.meeting import LOOPBACK, find_address, find_port, read_nodefile, render_endpoint
-from shardway.ranks.starter import find_starter
+from shardway.ranks.starter import find_launching_process
 from shardway.ranks.variables import (
     Environ,
     first_set,
@@ -108,7 +108,7 @@ _JSRUN = _Names("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL
 def find_placement(environ: Environ) -> Placement:
     """This process's place, from the first launcher whose variables are there.
 
-    Agents come first, since their ranks inherit the variables of the scheduler around them; MPI's starters come
+    Agents come first, since their ranks inherit the variables of the scheduler around them; MPI's launchers come
     before srun, since they start their daemons with srun. A batch script, the shell of salloc and the job script
     of PBS are no ranks, whatever they carry: they get launcher "none", rank 0 of 1.
 
@@ -387,7 +387,7 @@ def _check_agrees_with_environment(environ: Environ, placement: Placement) -> No
     if launched is None or launched.has_agent:
         return
     if placement.launcher == "the environment" and launched.world != placement.world:
-        return  # another starter within the task of srun
+        return  # another launcher within the task of srun
     for name, value in (("RANK", launched.rank), ("WORLD_SIZE", launched.world)):
         if name in environ and environ[name] != str(value):
             allowed = f"{name} not set, or {value} as {launched.launcher} says"
@@ -406,7 +406,7 @@ def _place(environ: Environ, launcher: str, seat: _Seat, launch: str = "") -> Pl
     """The seat with its meeting point; `launch` identifies the launch more finely than the scheduler's job id."""
     job = launch or first_value(environ, "PBS_JOBID", "SLURM_JOB_ID", "LSB_JOBID")
     if not job and seat.local_world == seat.world > 1 and not environ.get("MASTER_PORT"):
-        job = find_starter()
+        job = find_launching_process()
     return Placement(
         rank=seat.rank,
         world=seat.world,

@@ -160,7 +160,7 @@ def _make_client() -> Any:
         raise SiteError(
             f"ft_launcher has started this rank, and its Python has no nvidia_resiliency_ext: {error}\n"
             "  To do: `pip install nvidia-resiliency-ext` in the environment of the ranks, or start them otherwise "
-            "(site.starter)."
+            "(site.launcher)."
         ) from error
     return RankMonitorClient()
 

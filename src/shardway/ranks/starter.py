@@ -10,7 +10,7 @@ from __future__ import annotations
 _NAMES = ("hydra_pmi_proxy", "mpiexec", "mpirun", "orterun", "prterun", "orted", "prted", "mpispawn", "pmi_proxy")
 
 
-def find_starter() -> str:
+def find_launching_process() -> str:
     """Name and id of the nearest process above this one that starts ranks; "" for none."""
     import psutil  # here, since nearly every launch names itself
 

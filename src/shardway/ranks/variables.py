@@ -43,8 +43,8 @@ def variables_error(
     found = ", ".join(
         f'{name}="{_in_one_line(environ[name])}"' if name in environ else f"{name} not set" for name in names
     )
-    starter = "torchrun" if launcher == "the environment" else launcher
-    fresh = f"start the ranks with {starter} from a fresh shell; for a single rank, unset its variables"
+    program = "torchrun" if launcher == "the environment" else launcher
+    fresh = f"start the ranks with {program} from a fresh shell; for a single rank, unset its variables"
     return SiteError(
         f"the variables of {launcher} do not place this process among the ranks: {found}\n"
         f"      allowed: {allowed}\n"

@@ -33,7 +33,7 @@ _IMAGES = ("channels", "hidden", "patch", "pooling", "classes")
 WEIGHT_KEYS = ("kind", "hf", "vocab", *_SIZES, *_BLOCKS, *_DECODER, *_MIXTURE, *_LATENT, *_IMAGES)
 """Keys of [model] that say what its weights are, or what they mean."""
 
-_BALANCING = ("balance_step", "balance_weight", "capacity_factor")
+_BALANCING = ("bias_update_rate", "balance_weight", "capacity_factor")
 SHAPE_KEYS = (*(name for name in WEIGHT_KEYS if name not in ("kind", "hf")), *_BALANCING, "dropout")
 """Keys of [model] that describe a reference model; with model.hf its config.json says it."""
 
@@ -65,7 +65,7 @@ OWNERS: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
             **_model(_SIZES, *TOKEN_MODELS, "vit"),
             **_model(_BLOCKS, *BLOCK_MODELS),
             **_model((*_DECODER, *_MIXTURE, *_LATENT, "capacity_factor"), "transformer"),
-            **_model(("balance_step", "balance_weight"), "transformer"),
+            **_model(("bias_update_rate", "balance_weight"), "transformer"),
             "model.vocab": TOKEN_MODELS,
             "model.dropout": (*TOKEN_MODELS, "vit", "mlp"),
             "model.channels": ("convnet",),
@@ -75,8 +75,8 @@ OWNERS: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
             "data.seq_len": TOKEN_MODELS,
         },
         "model.positions": {"model.rope_theta": ("rope",), "model.max_positions": ("learned",)},
-        "model.experts": _model((*_MIXTURE, "balance_step", "balance_weight", "capacity_factor"), ABOVE_ZERO),
-        "model.balance": {"model.balance_step": ("bias",), "model.balance_weight": ("loss",)},
+        "model.experts": _model((*_MIXTURE, "bias_update_rate", "balance_weight", "capacity_factor"), ABOVE_ZERO),
+        "model.balance": {"model.bias_update_rate": ("bias",), "model.balance_weight": ("loss",)},
         "model.kv_rank": {
             **_model(_LATENT, ABOVE_ZERO),
             **_model(("kv_heads", "bias", "qkv_bias", "qk_norm", "positions"), "0"),
@@ -122,7 +122,7 @@ OWNERS: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
         },
         "recompute.mode": {
             "recompute.every": ("selective", "full"),
-            "recompute.save": ("selective",),
+            "recompute.save_ops": ("selective",),
             "recompute.budget": ("budget",),
         },
     }

@@ -63,13 +63,13 @@ class Ending(StrEnum):
     NODE_FAILURE = "node_failure"
     CRASHED = "crashed"
     """The program failed, and said so or ended with an exit code."""
-    LOST = "lost"
-    """It is over, and nobody knows how."""
+    UNKNOWN = "unknown"
+    """It is over, and what ended it is not known."""
     NOT_NEEDED = "not_needed"
     """A link of a chain that found the work done, or the chain stopped, and ran nothing."""
 
 
-FAILURES = frozenset((Ending.OUT_OF_MEMORY, Ending.NODE_FAILURE, Ending.CRASHED, Ending.LOST))
+FAILURES = frozenset((Ending.OUT_OF_MEMORY, Ending.NODE_FAILURE, Ending.CRASHED, Ending.UNKNOWN))
 """Endings that nobody wanted, and that were no end of a time."""
 
 
@@ -259,9 +259,9 @@ def parse_result(text: str) -> Result | None:
     if found is None:
         return None
     try:
-        state = Ending(found.state)
+        state = Ending.UNKNOWN if found.state == "lost" else Ending(found.state)  # its name until 2026-11
     except ValueError:
-        state = Ending.LOST
+        state = Ending.UNKNOWN
     return Result(**{**asdict(found), "state": state})
 
 

@@ -111,6 +111,14 @@ class EventWriter:
         self.close()
 
 
+_EARLIER = {
+    "step_voided": "step_discarded",
+    "set_aside": "checkpoint_quarantined",
+    "tier_dropped": "local_checkpoints_ignored",
+}
+"""What events were called until 2026-11 -> their names."""
+
+
 def _open_to_append(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
 
@@ -121,7 +129,10 @@ def parse_event(line: bytes) -> Event | None:
         event = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return None
+    event["event"] = _EARLIER.get(event["event"], event["event"])
+    return event
 
 
 @contextlib.contextmanager
@@ -143,6 +154,7 @@ def _reading(path: Path) -> Iterator[BinaryIO | None]:
 def read_events(path: Path, names: Sequence[str] = ()) -> Iterator[Event]:
     """Every whole event of a file, in the order written, or those of some names, which is many times as quick; nothing
     where there is no file. Raises JobError where it cannot be read."""
+    names = (*names, *(earlier for earlier, name in _EARLIER.items() if name in names))
     begins = tuple(f'{{"event": "{name}"'.encode() for name in names) or b""
     with _reading(path) as file:
         for line in file or ():

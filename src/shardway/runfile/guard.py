@@ -30,8 +30,8 @@ class GuardSection(Section):
         "Tell a loss or a gradient norm that lies so many standard deviations above those of the last steps, such as "
         "8.0; `on_spike` says what is done about it.",
     )
-    on_spike: Literal["tell", "roll_back"] = key(
-        "tell",
+    on_spike: Literal["warn", "roll_back"] = key(
+        "warn",
         "What follows a spike: nothing; or the run goes back to the newest checkpoint from before it and leaves the "
         "data from there to its end out.",
     )

@@ -28,6 +28,18 @@ COMMAND_LINE = "command line"
 DEFAULT = "default"
 
 
+EARLIER_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "site.starter": "site.launcher",
+        "run.restarts": "run.max_restarts",
+        "model.balance_step": "model.bias_update_rate",
+        "recompute.save": "recompute.save_ops",
+    }
+)
+"""What keys were called until 2026-11 -> their names; run files of then are read."""
+_EARLIER_VALUES = {("guard.on_spike", "tell"): "warn"}
+
+
 @dataclass(frozen=True)
 class Loaded:
     """A run file as asked for: its values, the origin of each key, the user's own text and file name."""
@@ -63,6 +75,9 @@ class _Draft:
     origins: dict[str, str] = field(default_factory=dict)
 
     def lay_over(self, dotted: str, value: Any, origin: str) -> None:
+        dotted = EARLIER_KEYS.get(dotted, dotted)
+        if isinstance(value, str):
+            value = _EARLIER_VALUES.get((dotted, value), value)
         section, _, name = dotted.partition(".")
         if not name:
             self.values[section] = value
@@ -111,8 +126,14 @@ def _merge_file(draft: _Draft, path: Path) -> str:
     parent = table.pop("extends", None)
     if parent is not None:
         _merge_parent(draft, path, parent)
-    lines = key_lines(text)
-    for dotted, value in _flatten(table):
+    lines, keys = key_lines(text), dict(_flatten(table))
+    for earlier in EARLIER_KEYS.keys() & keys.keys():
+        if EARLIER_KEYS[earlier] in keys:
+            raise UserError(
+                f"{path} sets {earlier} (line {lines.get(earlier, '?')}), the earlier name of {EARLIER_KEYS[earlier]}, "
+                f"which it sets too.\n  To do: remove {earlier}."
+            )
+    for dotted, value in keys.items():
         line = lines.get(dotted) or lines.get(dotted.split(".")[0])
         draft.lay_over(dotted, value, f"{path.name}:{line}" if line else path.name)
     return text

@@ -25,7 +25,7 @@ class RunSection(Section):
         "How long a rank may do nothing before it is taken to hang and the ranks start again; auto = three times what "
         "its activity usually takes and 5 s, and a minute more where it waits for files (under an agent).",
     )
-    restarts: NonNegativeInt | Auto = key(
+    max_restarts: NonNegativeInt | Auto = key(
         "auto",
         "How often ranks start again after a failure; auto = while checkpoints get newer (under an agent).",
     )
@@ -64,7 +64,7 @@ class SiteSection(Section):
         "", 'Type of accelerator, where a partition has several: "a100" asks Slurm for gpu:a100:N; empty = the site\'s.'
     )
     memory: BytesField | Auto = key("auto", "Memory of a node; auto = all of it where the site wants it said.")
-    starter: Literal["auto", "torchrun", "srun", "mpirun", "agent", "ft_launcher"] = key(
+    launcher: Literal["auto", "torchrun", "srun", "mpirun", "agent", "ft_launcher"] = key(
         "auto",
         "What starts the ranks; agent = `shardway train --nodes`, which starts them again in place; ft_launcher = that "
         "of NVIDIA's resiliency extension; auto = agent for a training (under PBS where run.elastic is set), else the "

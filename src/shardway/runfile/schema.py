@@ -79,7 +79,7 @@ class ModelSection(Section):
         "What keeps experts equally busy: a bias of the choice alone (arXiv:2412.19437, section 2.1.2), an auxiliary "
         "loss of each sequence, or nothing.",
     )
-    balance_step: PositiveFloat = key(1e-3, "How far the bias of an expert moves in a step.")
+    bias_update_rate: PositiveFloat = key(1e-3, "How far the bias of an expert moves in a step.")
     balance_weight: PositiveFloat = key(1e-2, "Factor of the auxiliary loss.")
     capacity_factor: NonNegativeFloat = key(
         0.0, "An expert drops what exceeds this times its even share of a sequence; 0 drops nothing."
@@ -330,7 +330,7 @@ class RecomputeSection(Section):
         "of blocks alone.",
     )
     every: PositiveInt = key(1, "Recompute every k-th block, from the first on (selective, full).")
-    save: list[str] = key(
+    save_ops: list[str] = key(
         ["matmul", "attention", "collective"],
         "Operators whose results are kept: these groups, or names such as aten.mm (selective).",
     )

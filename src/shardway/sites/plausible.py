@@ -118,8 +118,8 @@ def _check_request(profile: SiteProfile) -> Iterator[Problem]:
 
 def _check_start(profile: SiteProfile) -> Iterator[Problem]:
     ranks = profile.node.accelerators_per_node
-    if profile.starter == "srun" and profile.scheduler != "slurm":
-        yield _only_with("starter", "slurm", profile.scheduler, value="srun")
+    if profile.launcher == "srun" and profile.scheduler != "slurm":
+        yield _only_with("launcher", "slurm", profile.scheduler, value="srun")
     masks = [int(mask, 16) for mask in profile.start.masks]
     if masks and ranks and len(masks) != ranks:
         what = f"{len(masks)} masks for {ranks} accelerators of a node"

@@ -29,7 +29,7 @@ CPU = "cpu"
 """The accelerator of a node that has none."""
 
 Scheduler = Literal["local", "slurm", "pbs"]
-Starter = Literal["torchrun", "srun", "mpirun", "agent", "ft_launcher"]
+Launcher = Literal["torchrun", "srun", "mpirun", "agent", "ft_launcher"]
 Container = Literal["none", "pyxis", "enroot", "apptainer", "podman", "charliecloud"]
 
 
@@ -285,7 +285,7 @@ class SiteProfile(_Table):
     extends: Text | None = Field(None, description="name or path of one other profile, whose facts hold here too")
     replaces: bool = Field(False, description="whether a profile of yours stands for a shipped one of the same name")
     scheduler: Scheduler = Field(description="who starts jobs")
-    starter: Starter | None = Field(
+    launcher: Launcher | None = Field(
         None, description="who starts the ranks of a command of your own, and under PBS those of a training"
     )
     container: Container | None = Field(None, description="container runtime of the nodes")

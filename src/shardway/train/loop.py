@@ -613,7 +613,7 @@ class Loop:
             self._metrics.drop_after(self._counters.step)
             if decision.stop_reason:
                 reason = decision.stop_reason
-                self._session.recorder.event("step_voided", step=self._counters.step, reason=reason)
+                self._session.recorder.event("step_discarded", step=self._counters.step, reason=reason)
             elif self._finishes:
                 self._owes_validation = self._validates_here()
             return

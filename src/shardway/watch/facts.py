@@ -233,7 +233,7 @@ class SetAside:
 
 
 def read_set_aside(event: Mapping[str, Any]) -> SetAside:
-    """The facts of a `set_aside` event."""
+    """The facts of a `checkpoint_quarantined` event."""
     return SetAside(text(event, "name"), text(event, "reason"), text(event, "kept_as"))
 
 

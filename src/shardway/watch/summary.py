@@ -9,6 +9,7 @@ import contextlib
 import math
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ class RunSummary:
     ranks started again in place, as a part of their attempt. `account` says where the time went; None where that was
     not recorded. `left_out` is what the run left out of its data by itself.
     `best_validation` is the best by the metric `monitor`, `best_checkpoint` the best whose step is saved.
-    `tier_dropped`: the step from which two starts failed, so that this one left out what the nodes had saved.
+    `local_checkpoints_ignored`: the step from which two starts failed, so that it left out what the
+    nodes had saved.
     """
 
     name: str
@@ -67,7 +69,7 @@ class RunSummary:
     writer: str | None
     account: Account | None
     left_out: tuple[LeftOut, ...] = ()
-    tier_dropped: int | None = None
+    local_checkpoints_ignored: int | None = None
     restarts: int = 0
     monitor: str = "loss"
     best_checkpoint: Validation | None = None
@@ -78,6 +80,12 @@ class RunSummary:
         account = self.account.as_json() if self.account else None
         plain: dict[str, Any] = _as_plain({**asdict(self), "account": account})
         return plain
+
+
+def _read_ignored(status: Mapping[str, Any]) -> int | None:
+    """The field was called tier_dropped until 2026-11."""
+    ignored = whole(status, "local_checkpoints_ignored")
+    return ignored if ignored is not None else whole(status, "tier_dropped")
 
 
 def summarise(run: RunDir) -> RunSummary:
@@ -121,7 +129,7 @@ def summarise_progress(run: RunDir, progress: Progress) -> RunSummary:
         writer=standing.writer,
         account=progress.book.account(run.read_status(), time.time() if standing.state == "running" else None),
         left_out=_left_out(run),
-        tier_dropped=whole(run.read_status(), "tier_dropped"),
+        local_checkpoints_ignored=_read_ignored(run.read_status()),
         monitor=progress.monitor.metric,
         best_checkpoint=progress.find_best(saved),
     )

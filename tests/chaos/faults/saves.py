@@ -193,7 +193,7 @@ def damage_all(command: Command, dice: random.Random) -> Struck:
 
 def set_aside(after: Aftermath) -> None:
     """The damaged checkpoint was set aside with the reason, and is told of."""
-    (told,) = after.events("set_aside")
+    (told,) = after.events("checkpoint_quarantined")
     assert told["reason"]
     assert (after.run.checkpoints / told["kept_as"]).is_dir()
 

@@ -208,7 +208,7 @@ def _wait_for_some_step(command: Command, dice: random.Random) -> None:
 def started_again_once(after: Aftermath) -> None:
     """Once the server was back, and nobody took a checkpoint that could not be read for one that is damaged."""
     assert after.restarts == 1
-    assert after.events("set_aside") == []
+    assert after.events("checkpoint_quarantined") == []
     assert any("is away; waiting" in said for said in after.said)
 
 

@@ -73,7 +73,7 @@ def goes_on_from_the_nodes(after: Aftermath) -> None:
 def passes_it_over(after: Aftermath) -> None:
     """It goes on from the one before, on the node or in the run directory; steps may be too quick for each to be saved
     that is due, and the last one may have come too late to be recorded."""
-    (told,) = after.events("set_aside")
+    (told,) = after.events("checkpoint_quarantined")
     assert (told["tier"], told["kept_as"]) == ("local", "")
     damaged = int(told["name"].rpartition("-")[2])
     begun = after.events("started")[-1]

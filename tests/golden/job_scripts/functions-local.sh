@@ -271,7 +271,7 @@ settle() {
   [ ! -e "$folder/result.json" ] || return 0
   before=$(field "$folder/started.json" job)
   state=$(ask_ending "$before")
-  [ "$state" != completed ] || state=lost # exit code 0 alone does not say that the work is done
+  [ "$state" != completed ] || state=unknown # exit code 0 alone does not say that the work is done
   write_result "$1" "$state" "it ended without a word" null "ended without a word" "$before"
 }
 # state_of ATTEMPT: how it ended; one that obeyed a signal was stopped where its job was cancelled, or nobody knows;
@@ -293,7 +293,7 @@ cause_of() {
   local state
   state=$(state_of "$1")
   case $state in
-    crashed | lost)
+    crashed | unknown)
       [ "$(ask_ending "$(field "$run/attempts/$1/started.json" job)" steps)" != out_of_memory ] || state=out_of_memory
       ;;
   esac
@@ -311,7 +311,7 @@ say_alike() {
 same_end() {
   [ -e "$run/attempts/$1/result.json" ] || return 1
   case $(field "$run/attempts/$2/result.json" state) in
-    crashed | lost | out_of_memory) ;;
+    crashed | unknown | out_of_memory) ;;
     deadline) [ "$counts_steps" = yes ] || return 1 ;;
     *) return 1 ;;
   esac
@@ -384,7 +384,7 @@ end_time() {
   tell_script TERM
 }
 # ask_ending JOB: a process leaves no record of how it ended
-ask_ending() { echo lost; }
+ask_ending() { echo unknown; }
 # began PROCESS: when, in clock ticks since the machine booted; nothing for one that is gone or a zombie
 began() {
   local line fields

@@ -271,7 +271,7 @@ settle() {
   [ ! -e "$folder/result.json" ] || return 0
   before=$(field "$folder/started.json" job)
   state=$(ask_ending "$before")
-  [ "$state" != completed ] || state=lost # exit code 0 alone does not say that the work is done
+  [ "$state" != completed ] || state=unknown # exit code 0 alone does not say that the work is done
   write_result "$1" "$state" "it ended without a word" null "ended without a word" "$before"
 }
 # state_of ATTEMPT: how it ended; one that obeyed a signal was stopped where its job was cancelled, or nobody knows;
@@ -293,7 +293,7 @@ cause_of() {
   local state
   state=$(state_of "$1")
   case $state in
-    crashed | lost)
+    crashed | unknown)
       [ "$(ask_ending "$(field "$run/attempts/$1/started.json" job)" steps)" != out_of_memory ] || state=out_of_memory
       ;;
   esac
@@ -311,7 +311,7 @@ say_alike() {
 same_end() {
   [ -e "$run/attempts/$1/result.json" ] || return 1
   case $(field "$run/attempts/$2/result.json" state) in
-    crashed | lost | out_of_memory) ;;
+    crashed | unknown | out_of_memory) ;;
     deadline) [ "$counts_steps" = yes ] || return 1 ;;
     *) return 1 ;;
   esac
@@ -386,7 +386,7 @@ ask_ending() {
     -20) echo node_failure ;;
     -29) echo deadline ;;
     -27) echo out_of_memory ;;
-    *) echo lost ;;
+    *) echo unknown ;;
   esac
 }
 # submit_as_program SCRIPT OPTION...: PBS would type a script into a login shell, which signals end before the ranks have saved

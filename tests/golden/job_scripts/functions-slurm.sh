@@ -252,7 +252,7 @@ settle() {
   [ ! -e "$folder/result.json" ] || return 0
   before=$(field "$folder/started.json" job)
   state=$(ask_ending "$before")
-  [ "$state" != completed ] || state=lost # exit code 0 alone does not say that the work is done
+  [ "$state" != completed ] || state=unknown # exit code 0 alone does not say that the work is done
   write_result "$1" "$state" "it ended without a word" null "ended without a word" "$before"
 }
 # state_of ATTEMPT: how it ended; one that obeyed a signal was stopped where its job was cancelled, or nobody knows;
@@ -274,7 +274,7 @@ cause_of() {
   local state
   state=$(state_of "$1")
   case $state in
-    crashed | lost)
+    crashed | unknown)
       [ "$(ask_ending "$(field "$run/attempts/$1/started.json" job)" steps)" != out_of_memory ] || state=out_of_memory
       ;;
   esac
@@ -292,7 +292,7 @@ say_alike() {
 same_end() {
   [ -e "$run/attempts/$1/result.json" ] || return 1
   case $(field "$run/attempts/$2/result.json" state) in
-    crashed | lost | out_of_memory) ;;
+    crashed | unknown | out_of_memory) ;;
     deadline) [ "$counts_steps" = yes ] || return 1 ;;
     *) return 1 ;;
   esac
@@ -377,7 +377,7 @@ ask_ending() {
     NODE_FAIL* | BOOT_FAIL*) echo node_failure ;;
     TIMEOUT*) echo deadline ;;
     OUT_OF_ME*) echo out_of_memory ;;
-    *) echo lost ;;
+    *) echo unknown ;;
   esac
 }
 # submit_after SCRIPT: to start when this job has ended, however it ends; prints the job id

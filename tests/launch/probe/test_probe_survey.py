@@ -76,7 +76,7 @@ def test_a_slurm_machine_becomes_a_profile_that_loads(folder: str) -> None:
     found = survey(host, LOGIN)
     assert name_site(host) in ("hpc", "hpc24", "hpc26")
     profile = parse_profile("probed", render_profile("hpc", "HPC", found, "login1", DAY))
-    assert (profile.scheduler, profile.starter, profile.container) == ("slurm", "torchrun", "apptainer")
+    assert (profile.scheduler, profile.launcher, profile.container) == ("slurm", "torchrun", "apptainer")
     assert profile.containers.command == "singularity"
     assert (profile.node.cores, profile.node.memory, profile.node.accelerators_per_node) == (4, 3000 * 2**20, 4)
     assert (profile.node.accelerator, profile.node.local_disk, profile.node.architecture) == (None, None, "x86_64")
@@ -84,8 +84,8 @@ def test_a_slurm_machine_becomes_a_profile_that_loads(folder: str) -> None:
     assert (profile.internet.login, profile.internet.nodes) == ("none", None)
     assert (profile.storage.scratch, profile.storage.project) == ("$SCRATCH", "$WORK")
     assert profile.defaults == {"account": "test"}
-    assert list_unsourced(profile) == ("starter",)  # what is inherited from the generic profile
-    assert not any(fact.is_unsure for fact in describe_facts(profile) if fact.path != "starter")
+    assert list_unsourced(profile) == ("launcher",)  # what is inherited from the generic profile
+    assert not any(fact.is_unsure for fact in describe_facts(profile) if fact.path != "launcher")
 
 
 def test_every_source_is_a_command_and_a_date() -> None:
@@ -108,7 +108,7 @@ def test_a_pbs_machine_becomes_a_profile_that_loads() -> None:
     found = survey(host, LOGIN)
     assert name_site(host) == "pbshead"
     profile = parse_profile("probed", render_profile("pbs", "PBS", found, "login1", DAY))
-    assert (profile.scheduler, profile.starter, profile.container) == ("pbs", "mpirun", "enroot")
+    assert (profile.scheduler, profile.launcher, profile.container) == ("pbs", "mpirun", "enroot")
     assert [queue.name for queue in profile.queues] == ["workq", "short", "oneatatime", "routed"]
     assert (profile.node.accelerators_per_node, profile.request.accelerators) == (4, "ngpus")
     assert ("sinfo", "-h") not in {words[:2] for words in host.asked}
@@ -220,4 +220,4 @@ def test_whatever_a_machine_calls_things_the_profile_loads(queue: str, account: 
     profile = parse_profile("probed", render_profile("x", queue, found, account, DAY))
     assert [(entry.name, entry.max_walltime) for entry in profile.queues] == [(queue, 5400.0)]
     assert profile.defaults["account"] == account
-    assert list_unsourced(profile) == ("starter",)
+    assert list_unsourced(profile) == ("launcher",)

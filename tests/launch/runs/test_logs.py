@@ -96,7 +96,7 @@ def test_a_job_that_was_killed_without_a_word_is_followed_to_its_end(attempt: At
 def test_a_job_that_the_scheduler_has_forgotten_is_over(attempt: Attempt) -> None:
     lines, told = follow(Told(squeue=[GONE], script=[TICK] * 100), attempt)
     assert lines == []
-    assert "lost: the scheduler does not know the job" in told[0]
+    assert "unknown: the scheduler does not know the job" in told[0]
 
 
 @pytest.mark.parametrize("answer", [RUNS, WAITS, "down"])
@@ -152,12 +152,12 @@ def test_a_tick_in_the_middle_of_a_line_leaves_it_whole(
     ("last", "told"),
     [
         ("2026-01-02 03:04:05 shardway: attempt 0001: crashed: the program ended with exit code 3", []),
-        ("0: step 4", ["attempt 1 (job 17) is over: lost: it ended without a word."]),
+        ("0: step 4", ["attempt 1 (job 17) is over: unknown: it ended without a word."]),
     ],
 )
 def test_how_it_ended_is_told_where_the_job_has_not_said_it(attempt: Attempt, last: str, told: list[str]) -> None:
     """Its successor wrote down for one that was killed that it ended without a word."""
-    attempt.write_result(Result(Ending.LOST, "it ended without a word", job="17", by="job script"))
+    attempt.write_result(Result(Ending.UNKNOWN, "it ended without a word", job="17", by="job script"))
     assert follow(Told(squeue=[GONE], script=[last]), attempt) == ([last], told)
 
 
@@ -244,7 +244,7 @@ def test_a_real_job_of_this_machine_that_is_killed_ends_its_followers(
         assert list(lines) == []
     assert time.monotonic() - began < 120
     assert told
-    assert "is over: lost: " in told[0]
+    assert "is over: unknown: " in told[0]
 
 
 def test_a_job_that_says_its_last_word_ends_its_followers_at_once(

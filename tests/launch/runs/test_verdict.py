@@ -23,7 +23,7 @@ SCRIPT = Result(Ending.CRASHED, exit_code=137, failure="exit code 137", step=12,
 @pytest.mark.parametrize(
     ("ending", "state"),
     [
-        (SchedulerEnding.COMPLETED, Ending.LOST),
+        (SchedulerEnding.COMPLETED, Ending.UNKNOWN),
         (SchedulerEnding.FAILED, Ending.CRASHED),
         (SchedulerEnding.TIMEOUT, Ending.DEADLINE),
         (SchedulerEnding.CANCELLED, Ending.STOPPED),
@@ -31,7 +31,7 @@ SCRIPT = Result(Ending.CRASHED, exit_code=137, failure="exit code 137", step=12,
         (SchedulerEnding.OUT_OF_MEMORY, Ending.OUT_OF_MEMORY),
         (SchedulerEnding.NODE_FAILURE, Ending.NODE_FAILURE),
         (SchedulerEnding.NEVER_STARTED, Ending.CRASHED),
-        (SchedulerEnding.UNCLEAR, Ending.LOST),
+        (SchedulerEnding.UNCLEAR, Ending.UNKNOWN),
     ],
 )
 def test_the_scheduler_is_believed_where_the_job_wrote_nothing(ending: SchedulerEnding, state: Ending) -> None:
@@ -49,7 +49,7 @@ def test_a_job_that_is_there_or_of_which_nobody_tells_is_not_over(record: JobRec
 def test_a_job_that_nobody_knows_is_lost() -> None:
     result = decide(None, UNKNOWN)
     assert result is not None
-    assert result.state is Ending.LOST
+    assert result.state is Ending.UNKNOWN
 
 
 @pytest.mark.parametrize(

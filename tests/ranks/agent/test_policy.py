@@ -66,7 +66,7 @@ def test_a_start_that_gets_less_far_is_no_progress() -> None:
 def test_a_limit_is_kept_even_with_progress() -> None:
     failures = [Failure(KILLED, step) for step in (10, 20, 30)]
     assert decide(failures[:2], most=2).restart
-    assert decide(failures, most=2) == Verdict(False, "run.restarts allows 2")
+    assert decide(failures, most=2) == Verdict(False, "run.max_restarts allows 2")
     assert decide(failures[:1], most=0) == Verdict(False)
 
 

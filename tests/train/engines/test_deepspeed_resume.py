@@ -102,7 +102,7 @@ def test_a_damaged_file_of_deepspeed_is_passed_over(rank: int, tmp_path: Path) -
         file.write_bytes(content)
     torch.distributed.barrier()
     train(tmp_path, *stage(2), "train.steps=9")
-    (told,) = (event for event in RunDir(tmp_path).events(0) if event["event"] == "set_aside")
+    (told,) = (event for event in RunDir(tmp_path).events(0) if event["event"] == "checkpoint_quarantined")
     assert told["step"] == 6
     assert told["reason"] == f"the content of zero/{file.name} has changed (its checksum is another)"
     assert RunDir(tmp_path).checkpoint_steps()[-1] == 9

@@ -145,7 +145,7 @@ def test_what_is_damaged_on_a_node_is_passed_over(tmp_path: Path, quiet_threads:
     HARMS[reason](newest(tmp_path))
     train(tmp_path)
     assert started(tmp_path)[-1] == (8, "local")
-    (told,) = read_named(tmp_path / "run", "set_aside")
+    (told,) = read_named(tmp_path / "run", "checkpoint_quarantined")
     assert told["name"] == "step-000000010"
     assert reason in told["reason"]
     assert read_column(tmp_path / "run") == well(tmp_path)
@@ -157,7 +157,7 @@ def test_where_nothing_on_a_node_holds_the_run_directory_does(tmp_path: Path, qu
         flip(newest(tmp_path).with_name(f"step-{step:09d}"))
     train(tmp_path)
     assert started(tmp_path)[-1] == (6, "shared")
-    assert [event["name"] for event in read_named(tmp_path / "run", "set_aside")] == [
+    assert [event["name"] for event in read_named(tmp_path / "run", "checkpoint_quarantined")] == [
         "step-000000010",
         "step-000000008",
     ]
@@ -180,9 +180,9 @@ def test_two_failures_from_one_local_checkpoint_drop_the_tier_for_the_next_start
     assert started(tmp_path) == [(0, None), (8, "local"), (8, "local")]
     train(tmp_path, last=9)
     assert started(tmp_path)[-1] == (6, "shared")
-    (told,) = read_named(tmp_path / "run", "tier_dropped")
+    (told,) = read_named(tmp_path / "run", "local_checkpoints_ignored")
     assert told["dropped"] == 8
-    assert RunDir(tmp_path / "run").read_status()["tier_dropped"] == 8
+    assert RunDir(tmp_path / "run").read_status()["local_checkpoints_ignored"] == 8
     status(str(tmp_path / "run"))
     said = "  nodes       what they have saved is left out: two starts from step 8 failed"
     assert said in capsys.readouterr().out.splitlines()
@@ -197,7 +197,7 @@ def test_what_was_saved_before_a_start_without_the_tier_is_not_taken(tmp_path: P
     train(tmp_path, "checkpoint.local_every=off", last=7)
     train(tmp_path)
     assert started(tmp_path) == [(0, None), (6, "shared"), (6, "shared")]
-    (told,) = read_named(tmp_path / "run", "set_aside")
+    (told,) = read_named(tmp_path / "run", "checkpoint_quarantined")
     assert told["reason"] == "the run went on from step 6 after it was saved"
 
 
@@ -265,7 +265,7 @@ def test_what_a_copy_of_the_run_saved_on_the_same_node_is_not_taken(tmp_path: Pa
     train_tiny(tmp_path / "copied", lone_rank(), *words(tmp_path), before_step=settled())
     begun = [(event["step"], event["checkpoint_tier"]) for event in read_named(tmp_path / "copied", "started")]
     assert begun == [(0, None), (8, "local")]
-    (told,) = read_named(tmp_path / "copied", "set_aside")
+    (told,) = read_named(tmp_path / "copied", "checkpoint_quarantined")
     assert (told["name"], told["reason"]) == ("step-000000010", "the run does not come from the start that saved it")
     assert read_column(tmp_path / "copied") == well(tmp_path)
 
@@ -435,7 +435,7 @@ def test_a_node_that_lost_its_disk_brings_all_back_to_the_run_directory(rank: in
     on_two_disks(rank, tmp_path, "parallel.dp_replicate=2", between=lambda: shutil.rmtree(tmp_path / "disk-1"))
     if rank == 0:
         assert started(tmp_path) == [(0, None), (6, "shared")]
-        (told,) = read_named(tmp_path / "run", "set_aside")
+        (told,) = read_named(tmp_path / "run", "checkpoint_quarantined")
         assert told["reason"] == "no node has rank-00001.bin"
 
 

@@ -167,7 +167,7 @@ def test_a_step_whose_batch_does_not_come_is_left_to_the_next_start(tmp_path: Pa
     with stalled("training_batches", 5):
         outcome = train_tiny(tmp_path / "stopped", lone_rank(), *SHORT)
     assert (outcome.state, outcome.step, outcome.reason) == ("stopped", 5, "a signal asked for a stop")
-    (event,) = read_named(tmp_path / "stopped", "step_voided")
+    (event,) = read_named(tmp_path / "stopped", "step_discarded")
     assert event["step"] == 5
     assert RunDir(tmp_path / "stopped").checkpoint_steps() == [5]
     train_tiny(tmp_path / "stopped", lone_rank(), *SHORT)

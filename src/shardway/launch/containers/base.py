@@ -1,7 +1,7 @@
 """What a container runtime contributes to a job script.
 
 Invariant: the functions are pure; the scheduler's own commands always stay outside. This module must not know
-schedulers or starters beyond the variables that they hand to a rank.
+schedulers or launchers beyond the variables that they hand to a rank.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def _no_words(job: Job, scheduler: SchedulerScript) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Runtime:
-    """`wrap`: words before a command that put it into a container, quoted already. `of_starter`: options of srun (Pyxis
-    is one of them). `setup`, `teardown`: lines before and after the ranks. `images`: what may be an image."""
+    """`wrap`: words before a command that put it into a container, quoted already. `of_launcher`: options of
+    srun (Pyxis is one). `setup`, `teardown`: lines before and after the ranks. `images`: what may be an image."""
 
     wrap: Callable[[Job, SchedulerScript], tuple[str, ...]] = _no_words
-    of_starter: Callable[[Job, SchedulerScript], tuple[str, ...]] = _no_words
+    of_launcher: Callable[[Job, SchedulerScript], tuple[str, ...]] = _no_words
     setup: Callable[[Job, SchedulerScript], tuple[Line, ...]] = _nothing
     teardown: Callable[[Job, SchedulerScript], tuple[Line, ...]] = _nothing
     images: str = "a file on the site"

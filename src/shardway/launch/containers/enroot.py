@@ -56,7 +56,7 @@ def _wrap(job: Job, scheduler: SchedulerScript) -> tuple[str, ...]:
         job,
         "start --root --rw",
         *(f"--mount {quote_place(_render(mount))}" for mount in all_mounts(job, HOST_NAMES)),
-        *(f"--env {name}" for name in (*around.secret_names, *_starter_variables(job))),
+        *(f"--env {name}" for name in (*around.secret_names, *_launcher_variables(job))),
         *map(quote, use.rules.options),
         "--",
         *_in_folder(job),
@@ -68,7 +68,7 @@ def _render(mount: Mount) -> str:
     return f"{mount.source}:{mount.target}:x-create=auto,rbind{',ro' if mount.read_only else ''}"
 
 
-def _starter_variables(job: Job) -> tuple[str, ...]:
+def _launcher_variables(job: Job) -> tuple[str, ...]:
     """enroot passes on what is named, and knows no patterns."""
     ranks: dict[str, tuple[str, ...]] = {
         "srun": (
@@ -78,7 +78,7 @@ def _starter_variables(job: Job) -> tuple[str, ...]:
         "mpirun": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     }
     agents = {"slurm": ("SLURM_NODEID",), "pbs": ("NODE",)}
-    return ranks[job.starter] if job.starter in ranks else agents.get(job.scheduler, ())
+    return ranks[job.launcher] if job.launcher in ranks else agents.get(job.scheduler, ())
 
 
 def _in_folder(job: Job) -> tuple[str, ...]:

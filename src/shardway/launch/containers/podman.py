@@ -1,6 +1,7 @@
 """Podman: a container of the host's network, removed when the rank has ended.
 
-Invariant: the container gets the secrets and what the starter tells a rank, and nothing else of the host's environment.
+Invariant: the container gets the secrets and what the launcher tells a rank, and nothing else of the host's
+environment.
 This module must not start anything.
 
 Source: podman-run(1) (--env with a name or a pattern ending in *, --volume, --network, --device, --ipc).
@@ -17,7 +18,7 @@ _ACCELERATORS = {
     "nvidia": ("--device nvidia.com/gpu=all",),
     "amd": ("--device /dev/kfd", "--device /dev/dri", "--group-add keep-groups"),
 }
-_STARTERS = ("OMPI_*", "PMIX_*", "PMI_*")
+_LAUNCHERS = ("OMPI_*", "PMIX_*", "PMI_*")
 
 
 def _setup(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
@@ -30,7 +31,7 @@ def _setup(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
 
 def _wrap(job: Job, scheduler: SchedulerScript) -> tuple[str, ...]:
     use, around = job.container, job.around
-    patterns = dict.fromkeys((*scheduler.launcher_variables, *_STARTERS))
+    patterns = dict.fromkeys((*scheduler.launcher_variables, *_LAUNCHERS))
     return (
         f"{quote(command_of(use, 'podman'))} run --rm --network=host --security-opt=label=disable",
         '"${ipc[@]}"',

@@ -30,4 +30,4 @@ def _options(job: Job, scheduler: SchedulerScript) -> tuple[str, ...]:
     )
 
 
-PYXIS = Runtime(of_starter=_options, images="a .sqsh file, or a URI such as nvcr.io#nvidia/pytorch:25.04-py3")
+PYXIS = Runtime(of_launcher=_options, images="a .sqsh file, or a URI such as nvcr.io#nvidia/pytorch:25.04-py3")

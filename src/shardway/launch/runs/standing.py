@@ -20,7 +20,7 @@ from shardway.launch.schedulers.records import Asked, Explanation, JobRecord, Ph
 from shardway.rundir.attempts import BY_AGENT, Ending, Result
 from shardway.rundir.fields import read_fields
 
-_TOLD_BY_CODE = frozenset((Ending.CRASHED, Ending.LOST))
+_TOLD_BY_CODE = frozenset((Ending.CRASHED, Ending.UNKNOWN))
 
 
 @dataclass(frozen=True)

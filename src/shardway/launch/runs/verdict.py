@@ -13,7 +13,7 @@ from shardway.launch.schedulers.records import JobRecord, Phase, SchedulerEnding
 from shardway.rundir.attempts import BY_SIGNAL, Ending, Result
 
 _ENDINGS = {
-    SchedulerEnding.COMPLETED: Ending.LOST,
+    SchedulerEnding.COMPLETED: Ending.UNKNOWN,
     SchedulerEnding.FAILED: Ending.CRASHED,
     SchedulerEnding.TIMEOUT: Ending.DEADLINE,
     SchedulerEnding.CANCELLED: Ending.STOPPED,
@@ -21,7 +21,7 @@ _ENDINGS = {
     SchedulerEnding.OUT_OF_MEMORY: Ending.OUT_OF_MEMORY,
     SchedulerEnding.NODE_FAILURE: Ending.NODE_FAILURE,
     SchedulerEnding.NEVER_STARTED: Ending.CRASHED,
-    SchedulerEnding.UNCLEAR: Ending.LOST,
+    SchedulerEnding.UNCLEAR: Ending.UNKNOWN,
 }
 """What an ending is where the job wrote nothing. Exit code 0 alone does not say that the work is done: whoever did it
 would have written so."""
@@ -63,7 +63,7 @@ _CLOCKS_S = 30.0
 """Schedulers look at wall-times now and then; none ends a job so long before."""
 
 _SCRIPT = "job script"
-_UNSURE = frozenset((Ending.CRASHED, Ending.LOST))
+_UNSURE = frozenset((Ending.CRASHED, Ending.UNKNOWN))
 
 
 def decide(result: Result | None, record: JobRecord | None, deadline: float = 0.0) -> Result | None:
@@ -98,7 +98,7 @@ def _from_scheduler(record: JobRecord | None) -> Result | None:
         return None
     if record.phase is Phase.UNKNOWN:
         reason = "the scheduler does not know the job (any more), and it wrote no result"
-        return Result(Ending.LOST, reason=reason, job=record.job, by="scheduler")
+        return Result(Ending.UNKNOWN, reason=reason, job=record.job, by="scheduler")
     ending = record.ending or SchedulerEnding.UNCLEAR
     state = _ENDINGS[ending]
     reason = _describe(ending, record)

@@ -30,7 +30,7 @@ class SchedulerScript:
 
     `directives` are the lines that the scheduler reads; `shell` names the file of its functions (`launch/shell`);
     `functions` those that a job needs; `each_node` starts one command a node. `warns`: it can be asked for a signal
-    before the wall-time ends. `launcher_variables` are patterns of what its starters tell a rank.
+    before the wall-time ends. `launcher_variables` are patterns of what its launchers tell a rank.
     `signals_every_process`: not the script alone, when a job is deleted or signalled. `own_jobs`: shell that prints the
     ids of the person's jobs that wait or run, one a line; "" where none was tried.
     """

@@ -72,7 +72,7 @@ settle() {
   [ ! -e "$folder/result.json" ] || return 0
   before=$(field "$folder/started.json" job)
   state=$(ask_ending "$before")
-  [ "$state" != completed ] || state=lost # exit code 0 alone does not say that the work is done
+  [ "$state" != completed ] || state=unknown # exit code 0 alone does not say that the work is done
   write_result "$1" "$state" "it ended without a word" null "ended without a word" "$before"
 }
 
@@ -96,7 +96,7 @@ cause_of() {
   local state
   state=$(state_of "$1")
   case $state in
-    crashed | lost)
+    crashed | unknown)
       [ "$(ask_ending "$(field "$run/attempts/$1/started.json" job)" steps)" != out_of_memory ] || state=out_of_memory
       ;;
   esac
@@ -116,7 +116,7 @@ say_alike() {
 same_end() {
   [ -e "$run/attempts/$1/result.json" ] || return 1
   case $(field "$run/attempts/$2/result.json" state) in
-    crashed | lost | out_of_memory) ;;
+    crashed | unknown | out_of_memory) ;;
     deadline) [ "$counts_steps" = yes ] || return 1 ;;
     *) return 1 ;;
   esac
@@ -287,7 +287,7 @@ fail() {
 
 #: check_mpirun PROGRAM: ends this job where it is not there, or of another MPI, which does not know the options of Open MPI
 check_mpirun() {
-  local said remedy="load Open MPI (site.modules), name its path (start.mpirun of the site's profile), or set site.starter"
+  local said remedy="load Open MPI (site.modules), name its path (start.mpirun of the site's profile), or set site.launcher"
   command -v "$1" > /dev/null || fail "there is no $1 on $(uname -n); to do: $remedy"
   said=$("$1" --version 2>&1 < /dev/null | head -n 1)
   case $said in

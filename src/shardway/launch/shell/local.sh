@@ -23,7 +23,7 @@ end_time() {
 }
 
 #: ask_ending JOB: a process leaves no record of how it ended
-ask_ending() { echo lost; }
+ask_ending() { echo unknown; }
 
 #: began PROCESS: when, in clock ticks since the machine booted; nothing for one that is gone or a zombie
 began() {

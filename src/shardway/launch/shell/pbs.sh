@@ -24,7 +24,7 @@ ask_ending() {
     -20) echo node_failure ;;
     -29) echo deadline ;;
     -27) echo out_of_memory ;;
-    *) echo lost ;;
+    *) echo unknown ;;
   esac
 }
 

@@ -34,7 +34,7 @@ ask_ending() {
     NODE_FAIL* | BOOT_FAIL*) echo node_failure ;;
     TIMEOUT*) echo deadline ;;
     OUT_OF_ME*) echo out_of_memory ;;
-    *) echo lost ;;
+    *) echo unknown ;;
   esac
 }
 

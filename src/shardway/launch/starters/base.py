@@ -1,4 +1,4 @@
-"""What a starter contributes to a job script.
+"""What a launcher contributes to a job script.
 
 Invariant: the words of a program are handed on as separate words, never joined into a text that a shell reads again.
 This module must not know containers.

@@ -1,6 +1,6 @@
 """srun and mpirun: one process a rank.
 
-A program of Shardway finds its rank in what the starter says. Any other program gets torch's own variables from it,
+A program of Shardway finds its rank in what the launcher says. Any other program gets torch's own variables from it,
 set by the shell of the rank, since outside a rank (`$SLURM_PROCID` in a job script) they would mean rank 0 everywhere.
 
 Invariant: ranks are numbered node by node, so that local ranks are neighbours. This module must not know containers.

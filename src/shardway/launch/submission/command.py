@@ -294,7 +294,7 @@ def _refuse_launcher(
     options = _split_options(inner[used:], form)
     rest = inner[used + sum(map(len, options)) :]
     if not rest or ":" in rest:
-        _refuse(what, remedy=f"leave {name} and its options out; {RANKS}, {NODES} and site.starter say them")
+        _refuse(what, remedy=f"leave {name} and its options out; {RANKS}, {NODES} and site.launcher say them")
     program = list(rest)
     names = {_plain_option(option[0]) for option in options}
     if form.runs == "script" and "--no-python" not in names:
@@ -323,7 +323,7 @@ def _keys_of(options: Sequence[tuple[str, ...]], form: CommandForm, nodes: int) 
     if total and RANKS not in said and nodes and total % nodes == 0:
         said[RANKS] = total // nodes
     keys = [f"{key}={said[key]}" for key in (NODES, RANKS) if key in said]
-    return [*keys, *([f"site.starter={form.starter}"] if form.starter else [])]
+    return [*keys, *([f"site.launcher={form.launcher}"] if form.launcher else [])]
 
 
 def _is_told(option: tuple[str, ...], form: CommandForm) -> bool:

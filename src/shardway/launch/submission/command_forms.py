@@ -46,8 +46,8 @@ class CommandForm:
     takes_values: bool = False
     counts: Mapping[str, str] = field(default_factory=dict)
     runs: str = "command"
-    starter: str = ""
-    """What site.starter has to be in place of a launcher, where it matters to the program."""
+    launcher: str = ""
+    """What site.launcher has to be in place of a launcher, where it matters to the program."""
     silent: frozenset[str] = frozenset()
     """Options of a launcher that the job script says itself; of others that are left out the person is told."""
     hint: str = ""
@@ -115,7 +115,7 @@ _OF_MPI = CommandForm(
             **dict.fromkeys(("-ppn", "--ppn", "-npernode", "--npernode", "-N"), RANKS),
         }
     ),
-    starter="mpirun",
+    launcher="mpirun",
     silent=word_set("-H -host --host -f -hostfile --hostfile -machinefile --machinefile"),
 )
 _OF_SRUN = CommandForm(
@@ -130,7 +130,7 @@ _OF_SRUN = CommandForm(
             "--ntasks-per-node": RANKS,
         }
     ),
-    starter="srun",
+    launcher="srun",
     silent=word_set("-l --label -u --unbuffered"),
 )
 
@@ -163,7 +163,7 @@ FORMS: tuple[CommandForm, ...] = (
     _OF_DEEPSPEED,
     _OF_MPI,
     _OF_SRUN,
-    replace(_OF_MPI, names=("aprun", "jsrun"), starter=""),
+    replace(_OF_MPI, names=("aprun", "jsrun"), launcher=""),
     CommandForm(("sbatch", "salloc", "qsub"), Role.SCHEDULER),
     CommandForm(("shardway",), Role.OWN),
 )

@@ -42,7 +42,7 @@ RESTARTS = 3
 """How often ft_launcher starts ranks again where a run leaves it open: it counts, and sees no checkpoints."""
 
 _AGENT_BY_ITSELF = frozenset(("slurm", "local"))
-"""Schedulers under which our own agent starts a training where nobody asks for a starter; under PBS it was never seen
+"""Schedulers under which our own agent starts a training where nobody asks for a launcher; under PBS it was never seen
 on a real machine."""
 
 _OFFLINE = MappingProxyType(
@@ -124,7 +124,7 @@ def shape_of(wish: Wish) -> Shape:
     threads = 1 if _has_cores_alone(wish) else node.threads_per_core or 1
     cores = node.cores
     if asked := _asked_cpus(wish):
-        tasks = 1 if starter_of(wish) in AGENTS else int(ranks)
+        tasks = 1 if launcher_of(wish) in AGENTS else int(ranks)
         cores = max(1, asked * tasks // threads)
     elif cores is None and wish.profile.scheduler != "local":
         cores = int(ranks)  # a scheduler that is told nothing gives one core, which all ranks of a node would share
@@ -185,15 +185,15 @@ def walltime_of(wish: Wish) -> float | None:
     return DEFAULT_WALLTIME_S if wish.profile.scheduler == "local" else None
 
 
-def starter_of(wish: Wish) -> str:
-    """The starter: as asked, or our own agent for a training, or the site's, or the first that goes with its
+def launcher_of(wish: Wish) -> str:
+    """The launcher: as asked, or our own agent for a training, or the site's, or the first that goes with its
     scheduler."""
-    if wish.section.starter != "auto":
-        return wish.section.starter
+    if wish.section.launcher != "auto":
+        return wish.section.launcher
     if is_elastic(wish) or (wish.program.is_training and wish.profile.scheduler in _AGENT_BY_ITSELF):
         return "agent"
     possible = LAUNCHERS[wish.profile.scheduler]
-    return wish.profile.starter if wish.profile.starter in possible else possible[0]
+    return wish.profile.launcher if wish.profile.launcher in possible else possible[0]
 
 
 def is_elastic(wish: Wish) -> bool:
@@ -223,7 +223,7 @@ def build_job(wish: Wish, attempt: int) -> Job:
         token=wish.token,
         site=profile.name,
         scheduler=profile.scheduler,
-        starter=starter_of(wish),
+        launcher=launcher_of(wish),
         run=wish.run,
         attempt=attempt,
         program=program,
@@ -243,7 +243,7 @@ def build_job(wish: Wish, attempt: int) -> Job:
 
 def _again(wish: Wish) -> Again:
     run = wish.loaded.values.run
-    restarts = RESTARTS if run.restarts == "auto" else run.restarts
+    restarts = RESTARTS if run.max_restarts == "auto" else run.max_restarts
     if run.hang_timeout == "off":
         return Again(restarts, silent_s=math.inf)
     return Again(restarts, run.start_timeout, None if run.hang_timeout == "auto" else float(run.hang_timeout))

@@ -48,7 +48,7 @@ def decide(failures: Sequence[Failure], most: int | None = None) -> Verdict:
     if newest.hopeless:
         return Verdict(False)
     if most is not None and len(failures) > most:
-        return Verdict(False, "" if most == 0 else f"run.restarts allows {most}")
+        return Verdict(False, "" if most == 0 else f"run.max_restarts allows {most}")
     stuck = [failure for failure in failures if failure.saved_step >= newest.saved_step]
     where = f"with step {newest.saved_step} as the last that was saved" if newest.saved_step else "with nothing saved"
     from_nodes = [failure for failure in stuck if failure.from_nodes]

@@ -147,7 +147,7 @@ def recompute_of(section: RecomputeSection) -> Recompute:
     """The planner's mode that keeps no less: where blocks are left out of recompute, all count as kept."""
     if section.mode == "none" or (section.every > 1 and section.mode != "budget"):
         return "none"
-    if section.mode == "full" or (section.mode == "selective" and not section.save):
+    if section.mode == "full" or (section.mode == "selective" and not section.save_ops):
         return "full"
     return BETWEEN
 

@@ -26,7 +26,7 @@ def a_run_goes_back_before_spikes_that_are_looked_for(draft: Draft) -> None:
         draft.refuse(
             "guard.on_spike",
             '"roll_back", and guard.spike = "off" looks for no spike',
-            '"tell"; or a guard.spike such as 8.0',
+            '"warn"; or a guard.spike such as 8.0',
         )
 
 
@@ -36,7 +36,7 @@ def a_run_goes_back_to_what_was_saved(draft: Draft) -> None:
         draft.refuse(
             "guard.on_spike",
             '"roll_back" goes back to a checkpoint, and checkpoint.every = "off" makes none',
-            '"tell"; or a checkpoint.every such as "200 steps"',
+            '"warn"; or a checkpoint.every such as "200 steps"',
         )
 
 

@@ -144,7 +144,7 @@ def _find_base(directory: RunDir, plan: BackPlan, spiked: Spiked) -> Counters:
     raise JobError(
         f"{_describe(spiked)}, and there is no checkpoint from before it that the run could go back to; the run ends "
         "here.\n"
-        f'  To do: save more often (checkpoint.every) or keep more (checkpoint.keep), or set guard.on_spike = "tell"; '
+        f'  To do: save more often (checkpoint.every) or keep more (checkpoint.keep), or set guard.on_spike = "warn"; '
         "then run the same command again."
     )
 
@@ -181,5 +181,5 @@ def _often_enough(directory: RunDir, spiked: Spiked) -> JobError:
         f"{_describe(spiked)}, and the run has gone back {times} already; it ends here ({spiked.limit}).\n"
         f"  It has left out the positions {spans} ({directory.left_out.path}). To do: look at the samples of these "
         "steps, lower optim.lr, or set optim.clip; then run the same command again, with a higher "
-        'guard.max_roll_backs or guard.on_spike = "tell".'
+        'guard.max_roll_backs or guard.on_spike = "warn".'
     )

@@ -100,7 +100,11 @@ def set_damaged_aside(session: Session, restored: Restored) -> None:
     done = session.ranks.together(lambda: set_aside(session.directory, damaged) if session.ranks.is_first else [])
     for each in (*restored.undone, *done):
         session.recorder.event(
-            "set_aside", step=restored.counters.step, name=each.name, kept_as=each.kept_as, reason=each.reason
+            "checkpoint_quarantined",
+            step=restored.counters.step,
+            name=each.name,
+            kept_as=each.kept_as,
+            reason=each.reason,
         )
 
 
@@ -108,12 +112,13 @@ def _tell_nearest(session: Session, restored: Restored) -> None:
     """What lay on the disks of the nodes and was not used, which is gone by now."""
     step, recorder = restored.counters.step, session.recorder
     for each in restored.nearest.passed_over:
-        recorder.event("set_aside", step=step, tier=LOCAL, name=step_name(each.step), kept_as="", reason=each.reason)
+        name, reason = step_name(each.step), each.reason
+        recorder.event("checkpoint_quarantined", step=step, tier=LOCAL, name=name, kept_as="", reason=reason)
     dropped = restored.nearest.dropped
     if dropped is not None:
         reason = f"two starts in a row from step {dropped} on the disks of the nodes have failed"
-        recorder.event("tier_dropped", step=step, dropped=dropped, reason=reason)
-        recorder.status(tier_dropped=dropped)
+        recorder.event("local_checkpoints_ignored", step=step, dropped=dropped, reason=reason)
+        recorder.status(local_checkpoints_ignored=dropped)
 
 
 def _check_goes_on(session: Session, plan: LoopPlan, step: int, saved_data: str) -> None:

@@ -48,7 +48,7 @@ def render_select(job: Job) -> str:
     parts = [
         str(shape.nodes),
         f"ncpus={shape.cores_per_node or shape.ranks_per_node}",
-        f"mpiprocs={shape.ranks_per_node if job.starter == 'mpirun' else 1}",
+        f"mpiprocs={shape.ranks_per_node if job.launcher == 'mpirun' else 1}",
     ]
     if shape.accelerators_per_node and job.terms.accelerators == "ngpus":
         parts.append(f"ngpus={shape.accelerators_per_node}")
@@ -76,9 +76,9 @@ def _render_time(seconds: float) -> str:
 
 
 def _functions(job: Job) -> tuple[str, ...]:
-    starter = ("on_each_node",) if job.one_agent_a_node else ("remote_shell",)
+    launcher = ("on_each_node",) if job.one_agent_a_node else ("remote_shell",)
     setup = ("on_each_node",) if job.container.runtime == "enroot" and not _made_by_pbs(job) else ()
-    needed = dict.fromkeys((*starter, *setup))
+    needed = dict.fromkeys((*launcher, *setup))
     return ("begin", "ask_ending", "submit_as_program", "submit_after", "cancel_job", *needed)
 
 

@@ -104,7 +104,7 @@ def srun(job: Job, tasks_per_node: int) -> tuple[str, ...]:
 
 def _on_a_bad_end(job: Job) -> tuple[str, ...]:
     """Agents see by themselves that one of them is gone; srun would tell the others by SIGTERM, which means a stop."""
-    if job.starter != "agent":
+    if job.launcher != "agent":
         return ("--kill-on-bad-exit=1",)
     return ("--kill-on-bad-exit=0", "--wait=0", *(("--no-kill",) if job.elastic else ()))
 

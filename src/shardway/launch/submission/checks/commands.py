@@ -24,7 +24,7 @@ from shardway.launch.submission.checks.code import Code
 from shardway.launch.submission.checks.copies import list_copies
 from shardway.launch.submission.checks.look import Look, always, test_exists
 from shardway.launch.submission.command import CommandRead, find_launcher
-from shardway.launch.submission.wish import Wish, build_job, runtime_of, shape_of, starter_of
+from shardway.launch.submission.wish import Wish, build_job, launcher_of, runtime_of, shape_of
 from shardway.places import expand_home
 
 _KEY, _ORIGIN = "the command", "command line"
@@ -285,8 +285,8 @@ def _list_modules(wish: Wish, code: Code) -> tuple[str, ...]:
     named = wish.read.module.split(".")[0] if wish.read is not None and not wish.program.interpreter else ""
     named = "" if code.holds_module(named) else named
     return (
-        *(("torch",) if own or starter_of(wish) in AGENTS else ()),
-        *(("nvidia_resiliency_ext",) if starter_of(wish) == "ft_launcher" else ()),
+        *(("torch",) if own or launcher_of(wish) in AGENTS else ()),
+        *(("nvidia_resiliency_ext",) if launcher_of(wish) == "ft_launcher" else ()),
         *(("shardway",) if own else ()),
         *((named,) if named.isidentifier() else ()),
     )

@@ -1,4 +1,4 @@
-"""A wish against the profile of its site: wall-time, nodes, accelerators, memory, account, starter, container.
+"""A wish against the profile of its site: wall-time, nodes, accelerators, memory, account, launcher, container.
 
 Invariant: a limit that the profile does not state is not held against anybody. A check gives all of its problems and
 changes nothing. This module must not look at files or machines.
@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from shardway.errors import Problem
 from shardway.launch.job_script import LAUNCHERS, RUNTIMES
-from shardway.launch.submission.wish import Wish, is_elastic, runtime_of, shape_of, starter_of, walltime_of
+from shardway.launch.submission.wish import Wish, is_elastic, launcher_of, runtime_of, shape_of, walltime_of
 from shardway.units import render_seconds, say_bytes
 
 Check = Callable[[Wish], Iterator[Problem]]
@@ -85,21 +85,21 @@ def memory_is_there_and_may_be_asked_for(wish: Wish) -> Iterator[Problem]:
         yield problem(wish, "memory", what, f"at most {say_bytes(node.memory)}")
 
 
-def a_starter_goes_with_its_scheduler(wish: Wish) -> Iterator[Problem]:
+def a_launcher_goes_with_its_scheduler(wish: Wish) -> Iterator[Problem]:
     """srun is Slurm's own."""
-    starter, scheduler = starter_of(wish), wish.profile.scheduler
-    if starter not in LAUNCHERS[scheduler]:
+    launcher, scheduler = launcher_of(wish), wish.profile.scheduler
+    if launcher not in LAUNCHERS[scheduler]:
         allowed = ", ".join(LAUNCHERS[scheduler])
-        yield problem(wish, "starter", f'"{starter}" does not go with the scheduler {scheduler}', allowed)
-    if starter == "agent" and not wish.program.is_training:
+        yield problem(wish, "launcher", f'"{launcher}" does not go with the scheduler {scheduler}', allowed)
+    if launcher == "agent" and not wish.program.is_training:
         what = '"agent" starts the training of a run file alone, and this is a command of your own'
-        yield problem(wish, "starter", what, ", ".join(name for name in LAUNCHERS[scheduler] if name != "agent"))
-    if starter != "agent" and is_elastic(wish):
-        what = f'"{starter}" ends the job where a node is lost, and run.elastic wants it to go on'
-        yield problem(wish, "starter", what, '"agent" or "auto"', "leave it out, or set run.elastic to off")
-    if starter == "mpirun" and runtime_of(wish) == "pyxis":
+        yield problem(wish, "launcher", what, ", ".join(name for name in LAUNCHERS[scheduler] if name != "agent"))
+    if launcher != "agent" and is_elastic(wish):
+        what = f'"{launcher}" ends the job where a node is lost, and run.elastic wants it to go on'
+        yield problem(wish, "launcher", what, '"agent" or "auto"', "leave it out, or set run.elastic to off")
+    if launcher == "mpirun" and runtime_of(wish) == "pyxis":
         what = '"mpirun" does not go with pyxis, whose containers are started by srun'
-        yield problem(wish, "starter", what, "torchrun, srun")
+        yield problem(wish, "launcher", what, "torchrun, srun")
 
 
 def a_container_has_a_runtime_and_an_image(wish: Wish) -> Iterator[Problem]:
@@ -135,7 +135,7 @@ CHECKS: tuple[Check, ...] = (
     an_account_is_named_where_one_is_needed,
     ranks_of_a_node_have_an_accelerator_each,
     memory_is_there_and_may_be_asked_for,
-    a_starter_goes_with_its_scheduler,
+    a_launcher_goes_with_its_scheduler,
     a_container_has_a_runtime_and_an_image,
     the_run_stops_before_its_time_is_over,
 )

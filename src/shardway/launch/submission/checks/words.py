@@ -62,7 +62,7 @@ def _has_no_gpu(gres: Any) -> bool:
 
 
 def variables_can_be_set_and_are_no_secrets(wish: Wish) -> Iterator[Problem]:
-    """A job script is read by others; a variable of the starter would place every rank at rank 0."""
+    """A job script is read by others; a variable of the launcher would place every rank at rank 0."""
     for name, value in wish.section.environment.items():
         if not _NAME.fullmatch(name):
             yield problem(wish, "environment", f'"{name}" is no name of a variable', "letters, digits and _")
