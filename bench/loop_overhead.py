@@ -32,10 +32,10 @@ import torch
 import torch.nn.functional as F
 
 from shardway.data.open import open_described
-from shardway.data.sources.base import Source
+from shardway.data.sources.base import DataSource
 from shardway.models.build import build_model
 from shardway.resolve import DataFacts
-from shardway.resolve.request import Request
+from shardway.resolve.request import ResolveRequest
 from shardway.train.loss import token_cross_entropy
 from shardway.train.optim import build_optimizer, decay_groups
 from shardway.train.run import Run, open_run
@@ -55,7 +55,7 @@ class Figures:
     pairs: int
 
 
-def build(run: Run, source: Source) -> torch.nn.Module:
+def build(run: Run, source: DataSource) -> torch.nn.Module:
     """A model of the run file with the same initial weights every time."""
     values = run.resolved.values
     model = build_model(values.model, vocab=source.facts.vocab, sample_shape=source.facts.sample_shape)
@@ -64,7 +64,7 @@ def build(run: Run, source: Source) -> torch.nn.Module:
     return model
 
 
-def our_loop(run: Run, source: Source) -> Iterator[None]:
+def our_loop(run: Run, source: DataSource) -> Iterator[None]:
     """One step of ours at each `next`."""
     values = run.resolved.values
     model = run.shard(build(run, source))
@@ -74,7 +74,7 @@ def our_loop(run: Run, source: Source) -> Iterator[None]:
         yield
 
 
-def hand_written_loop(run: Run, source: Source) -> Iterator[None]:
+def hand_written_loop(run: Run, source: DataSource) -> Iterator[None]:
     """One step of a loop such as people write, at each `next`."""
     values = run.resolved.values
     model = build(run, source)
@@ -116,7 +116,7 @@ def measure(pairs: int, overrides: list[str]) -> Figures:
     quiet = (f"train.steps={pairs + WARM_UP + 1}", "train.validate_every=off", "checkpoint.every=off")
     settings = (*quiet, *plain, *overrides)
     ours, theirs = [], []
-    with tempfile.TemporaryDirectory() as folder, open_run(Request(None, settings, Path(folder) / "run")) as run:
+    with tempfile.TemporaryDirectory() as folder, open_run(ResolveRequest(None, settings, Path(folder) / "run")) as run:
         source = open_described(run.resolved.values).train
         run.session.settle(DataFacts(len(source), source.tokens_per_sample, source.facts.vocab))
         our, their = our_loop(run, source), hand_written_loop(run, source)

@@ -32,11 +32,11 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from shardway.data.open import open_described
-from shardway.data.order import Order, position_share
-from shardway.data.sources.base import Source
+from shardway.data.order import SampleOrder, position_share
+from shardway.data.sources.base import DataSource
 from shardway.models.build import build_model
 from shardway.resolve import DataFacts, resolve_with_data
-from shardway.resolve.request import Request, resolve_request
+from shardway.resolve.request import ResolveRequest, resolve_request
 from shardway.runfile.schema import RunFile
 from shardway.train.loss import token_cross_entropy
 from shardway.train.optim import build_optimizer, decay_groups
@@ -64,7 +64,7 @@ class Case:
     """What a hand-written loop works with."""
 
     values: RunFile
-    source: Source
+    source: DataSource
     task: Task
 
     def build_model(self) -> nn.Module:
@@ -85,7 +85,7 @@ class Case:
     def batches(self, parts: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(inputs, targets) of this rank, where `parts` ranks share each batch."""
         size, rank = self.values.train.global_batch, self.task.rank if parts > 1 else 0
-        order = Order(len(self.source), self.values.train.seed, self.values.data.shuffle)
+        order = SampleOrder(len(self.source), self.values.train.seed, self.values.data.shuffle)
         share = torch.tensor(position_share(size, rank, parts)).numpy()
         for step in itertools.count():
             rows = self.source.batch(order.ids(step * size + share))
@@ -94,7 +94,7 @@ class Case:
 
 def open_case(task: Task) -> Case:
     """The run of a task, resolved as ours is."""
-    resolved = resolve_request(Request(None, (*QUIET, *task.words)), task.ranks, task.ranks).resolved
+    resolved = resolve_request(ResolveRequest(None, (*QUIET, *task.words)), task.ranks, task.ranks).resolved
     source = open_described(resolved.values).train
     facts = DataFacts(len(source), source.tokens_per_sample, source.facts.vocab)
     return Case(resolve_with_data(resolved, facts).values, source, task)
@@ -102,7 +102,7 @@ def open_case(task: Task) -> Case:
 
 def ours(task: Task, *layout: str) -> Iterator[float]:
     """Our loop, whole: events, status, agreement of the ranks, exact normalisation."""
-    request = Request(None, (*QUIET, *task.words, *layout), Path(task.folder))
+    request = ResolveRequest(None, (*QUIET, *task.words, *layout), Path(task.folder))
     with open_run(request) as run:
         values = run.resolved.values
         source = open_described(values).train

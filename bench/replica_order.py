@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from shardway.models.build import build_model
-from shardway.parallel.axes.replicate import Copies, fix_buckets
+from shardway.parallel.axes.replicate import ReplicatedModule, fix_buckets
 from shardway.resolve import resolve
 from shardway.resolve.resolved import Circumstances
 from shardway.runfile.load import load_run
@@ -43,7 +43,7 @@ def main() -> None:
     torch.set_num_threads(1)
     values = resolve(load_run(None, arguments.overrides), Circumstances(1, 1)).values
     kinds: dict[str, DistributedDataParallel] = {}
-    for name, kind in (("DDP's own", DistributedDataParallel), ("ours", Copies)):
+    for name, kind in (("DDP's own", DistributedDataParallel), ("ours", ReplicatedModule)):
         model = build_model(values.model, vocab=256, sample_shape=(values.data.seq_len,))
         model.to_empty(device=device)
         model.init_weights(0)  # type: ignore[operator]

@@ -33,13 +33,13 @@ from shardway.ranks.progress import Progress
 from shardway.rundir.directory import RunDir
 from shardway.train.before import Changeable
 from shardway.train.guard import Guard
-from shardway.train.guards.repeat import Work
+from shardway.train.guards.repeat import RepeatablePasses
 from shardway.train.record import Recorder
 from turns import Task
 
 PARTS: dict[str, tuple[tuple[type, str], ...]] = {
     "progress page": ((Progress, "enter"),),
-    "guard": ((Changeable, "remember"), (Guard, "watch"), (Guard, "look_at"), (Work, "read")),
+    "guard": ((Changeable, "remember"), (Guard, "watch"), (Guard, "look_at"), (RepeatablePasses, "read")),
     "events and status": ((Recorder, "step"), (Recorder, "status")),
 }
 WARM_UP = 10

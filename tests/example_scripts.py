@@ -18,7 +18,7 @@ from unittest import mock
 
 from runs import Died
 from shardway.ranks.start import Ranks
-from shardway.resolve.request import Request, resolve_request
+from shardway.resolve.request import ResolveRequest, resolve_request
 from shardway.train import run as door
 from shardway.train.session import Session, hold_session
 
@@ -58,7 +58,7 @@ def run_script(name: str, directory: Path, on: Ranks, *words: str, last: int | N
     script = EXAMPLES / name / "with_shardway.py"
 
     @contextlib.contextmanager
-    def opened(request: Request, environ: object) -> Iterator[Session]:
+    def opened(request: ResolveRequest, environ: object) -> Iterator[Session]:
         with hold_session(resolve_request(request, on.world, on.world), on) as session:
             yield session
 

@@ -11,19 +11,19 @@ from shardway.plan.case import Case, Degrees
 from shardway.plan.engines import ENGINES, find_engine
 from shardway.plan.machine import Machine
 from shardway.plan.shapes.architecture import Architecture, LayerRun
-from shardway.plan.shapes.layer import Attention, Experts, LayerShape
+from shardway.plan.shapes.layer import AttentionShape, ExpertsShape, LayerShape
 from shardway.plan.site import machine_of_part
 
 
 def gpt_layer(hidden: int = 1024, heads: int = 16) -> LayerShape:
     """The layer that Korthikanti et al. count (arXiv:2205.05198, section 4): biases, GELU, four times as wide."""
-    attention = Attention(heads=heads, kv_heads=heads, head_dim=hidden // heads, bias=True, output_bias=True)
+    attention = AttentionShape(heads=heads, kv_heads=heads, head_dim=hidden // heads, bias=True, output_bias=True)
     return LayerShape(hidden=hidden, attention=attention, ffn=4 * hidden, gated=False, ffn_bias=True, norm_bias=True)
 
 
 def llama_layer(hidden: int = 1024, heads: int = 16, kv_heads: int = 8) -> LayerShape:
     """No biases, a gated feed-forward layer, keys and values that heads share."""
-    attention = Attention(heads=heads, kv_heads=kv_heads, head_dim=hidden // heads)
+    attention = AttentionShape(heads=heads, kv_heads=kv_heads, head_dim=hidden // heads)
     return LayerShape(hidden=hidden, attention=attention, ffn=3 * hidden)
 
 
@@ -42,7 +42,7 @@ def model_of(layer: LayerShape, layers: int = 8, vocab: int = 32768) -> Architec
 
 def expert_model(experts: int = 8, layers: int = 8) -> Architecture:
     """Every layer a mixture, of which a token meets two."""
-    mixture = Experts(count=experts, per_token=2, dim=1024)
+    mixture = ExpertsShape(count=experts, per_token=2, dim=1024)
     return model_of(replace(llama_layer(), experts=mixture), layers)
 
 

@@ -23,10 +23,10 @@ from torch import nn
 
 from shardway.ranks.launcher import Placement
 from shardway.ranks.start import Ranks
-from shardway.resolve.request import Request, resolve_request
+from shardway.resolve.request import ResolveRequest, resolve_request
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
-from shardway.train.recipe import Outcome, train_run
+from shardway.train.recipe import RunOutcome, train_run
 from shardway.train.run import Run
 from shardway.train.session import hold_session
 
@@ -88,7 +88,7 @@ def open_tiny(
     attempt: Attempt | None = None,
 ) -> Iterator[Run]:
     """A tiny run, open on these ranks; in a job, where there is an attempt."""
-    request = Request(None, (*base, *overrides), directory, fresh)
+    request = ResolveRequest(None, (*base, *overrides), directory, fresh)
     with hold_session(resolve_request(request, ranks.world, ranks.world), ranks, attempt) as session:
         run = Run(session)
         yield run
@@ -102,7 +102,7 @@ def train_tiny(
     base: Sequence[str] = TINY,
     before_step: Callable[[Run, int], None] | None = None,
     attempt: Attempt | None = None,
-) -> Outcome:
+) -> RunOutcome:
     """Train a tiny run until it is finished or stopped; `before_step` is told each step (1 is the first) to come."""
     with open_tiny(directory, ranks, *overrides, base=base, attempt=attempt) as run:
         if before_step is not None:

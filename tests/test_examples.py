@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from shardway.resolve.request import Request, resolve_request
+from shardway.resolve.request import ResolveRequest, resolve_request
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def test_the_default_example_is_the_default_run() -> None:
-    example = resolve_request(Request(EXAMPLES / "default.toml")).resolved
-    assert example.values == resolve_request(Request()).resolved.values
+    example = resolve_request(ResolveRequest(EXAMPLES / "default.toml")).resolved
+    assert example.values == resolve_request(ResolveRequest()).resolved.values
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
 def test_an_example_resolves_and_says_where_its_data_comes_from(path: Path) -> None:
-    resolved = resolve_request(Request(path)).resolved
+    resolved = resolve_request(ResolveRequest(path)).resolved
     assert resolved.values.run.name == path.stem
     assert "# Data: " in path.read_text(encoding="utf-8")

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from shardway.resolve.request import Request
+from shardway.resolve.request import ResolveRequest
 from shardway.rundir.directory import RunDir
 from shardway.train.recipe import train
 
@@ -63,7 +63,7 @@ def plan(words: Sequence[str]) -> dict[str, Any]:
 def measure(words: Sequence[str], steps: int) -> dict[str, float]:
     """Train in this process."""
     with tempfile.TemporaryDirectory() as folder:
-        train(Request(None, (*words, f"train.steps={steps}"), Path(folder) / "run"))
+        train(ResolveRequest(None, (*words, f"train.steps={steps}"), Path(folder) / "run"))
         events = [event for event in RunDir(Path(folder) / "run").events() if event["event"] == "step"]
     return {
         "step_s": statistics.median(event["seconds"] for event in events[WARM_UP:]),

@@ -15,10 +15,10 @@ from rows_standins import find_accelerator, guess_engine, guess_sizes, read_numb
 from shardway.errors import UserError
 from shardway.hardware.catalogue import load_accelerators
 from shardway.plan.case import AttentionKernel, Case, Degrees, Precision, Recompute
-from shardway.plan.engines import Engine, find_engine
+from shardway.plan.engines import EngineTraits, find_engine
 from shardway.plan.machine import Machine
 from shardway.plan.shapes.architecture import Architecture, LayerRun
-from shardway.plan.shapes.layer import Attention, Experts, Latent, LayerShape
+from shardway.plan.shapes.layer import AttentionShape, ExpertsShape, Latent, LayerShape
 
 Row = Mapping[str, str]
 
@@ -118,7 +118,7 @@ class _Reader:
         kv_heads = self.number("kv_heads", heads)
         arch = self.row.get("arch", "")
         gated = self.flag("glu")
-        attention = Attention(
+        attention = AttentionShape(
             heads=heads,
             kv_heads=heads if heads % kv_heads else kv_heads,
             head_dim=self.head_dim(hidden // heads),
@@ -137,7 +137,7 @@ class _Reader:
         runs = [LayerRun(plain, layers)]
         if self.number("n_experts", 0):
             dense = min(self.number("dense_layers", 0, least=0), layers - 1)
-            experts = Experts(
+            experts = ExpertsShape(
                 count=self.number("n_experts"),
                 per_token=min(self.number("topk", 2), self.number("n_experts")),
                 dim=self.number("moe_ffn", plain.ffn),
@@ -183,7 +183,7 @@ class _Reader:
     def zero(self) -> int:
         return min(3, self.number("zero_stage", 0, least=0))
 
-    def engine(self) -> Engine:
+    def engine(self) -> EngineTraits:
         framework, year = self.row.get("framework", "").lower(), self.number("year", 2024)
         if "zero-3" in framework:
             return find_engine("deepspeed")
@@ -206,7 +206,7 @@ class _Reader:
             return find_engine("nemo")
         return guess_engine(framework, year, self.zero())
 
-    def _kernels(self, engine: Engine) -> Engine:
+    def _kernels(self, engine: EngineTraits) -> EngineTraits:
         """Gated models came with unfused norms and activations, unless the row says that they had kernels."""
         kernel = str(self.extra.get("kernel", "")) + self.row.get("notes", "")
         gated = self.flag("glu")

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 
 from shardway.hardware.catalogue import load_accelerators
-from shardway.plan.engines import Engine, find_engine
+from shardway.plan.engines import EngineTraits, find_engine
 
 LAST_RESORT = "h100-sxm5-80gb"
 """Of an accelerator whose name is like none."""
@@ -76,7 +76,7 @@ def guess_sizes(row: Mapping[str, str]) -> dict[str, str]:
     return {"hidden": str(hidden), "layers": str(layers), "heads": str(hidden // HEAD)}
 
 
-def guess_engine(framework: str, year: int, zero: int) -> Engine:
+def guess_engine(framework: str, year: int, zero: int) -> EngineTraits:
     """By words in a framework's name, else by how it shards."""
     if any(word in framework for word in OLDER_WRAPPERS):
         return find_engine("fsdp1")

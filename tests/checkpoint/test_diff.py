@@ -11,8 +11,8 @@ from pool import ranks
 from runs import lone_rank, pool_ranks
 from saved_tensors import read_whole
 from shardway.checkpoint import diff
-from shardway.checkpoint.contents import PARTS, Entry
-from shardway.checkpoint.diff import Difference, Values, compare_values, find_differences, find_other_files
+from shardway.checkpoint.contents import PARTS, TensorEntry
+from shardway.checkpoint.diff import TensorDifference, Values, compare_values, find_differences, find_other_files
 from shardway.checkpoint.manifest import Damaged, Manifest, write_manifest
 from shardway.checkpoint.save import save_checkpoint
 from shardway.checkpoint.seal import Seal
@@ -64,9 +64,12 @@ def test_shapes_formats_and_names_are_told(tmp_path: Path) -> None:
     second = write(tmp_path / "b", same=same, shape=ones[:1], dtype=ones.half(), new=ones, words=["x", 1], other=["y"])
     found = {each.name: each for each in find_differences(first, second, PARTS)}
     assert sorted(found) == ["model.dtype", "model.gone", "model.new", "model.other", "model.shape"]
-    vector = Entry("model.gone", (2,), "float32", 8)
-    assert found["model.gone"] == Difference("model.gone", vector, None)
-    assert (found["model.new"].first, found["model.dtype"].second) == (None, Entry("model.dtype", (2,), "float16", 4))
+    vector = TensorEntry("model.gone", (2,), "float32", 8)
+    assert found["model.gone"] == TensorDifference("model.gone", vector, None)
+    assert (found["model.new"].first, found["model.dtype"].second) == (
+        None,
+        TensorEntry("model.dtype", (2,), "float16", 4),
+    )
     assert found["model.other"].first is not None
     assert found["model.other"].first.dtype == "value"
     assert list(find_differences(first, second, ["optimizer"])) == []

@@ -125,7 +125,7 @@ def test_one_rank_that_cannot_write_fails_all(rank: int, tmp_path: Path) -> None
     held = {name: DTensor.from_local(value, mesh) for name, value in tensors().items()}
     if rank == 1:
         held = {"mine": torch.zeros(3), **held}
-        patch.setattr(export._Writer, "_append", full)
+        patch.setattr(export._TensorFileWriter, "_append", full)
     with pytest.raises(JobError, match="No space left on device"):
         save_weights(held, FORM, tmp_path / "out", pool_ranks(), dtype=torch.float32)
     patch.undo()

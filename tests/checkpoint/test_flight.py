@@ -16,7 +16,7 @@ from shardway.checkpoint.flight import Flight
 from shardway.checkpoint.load import load_latest
 from shardway.checkpoint.manifest import read_manifest
 from shardway.checkpoint.place import shared_place
-from shardway.checkpoint.save import Saved, collect_content, save_checkpoint, write_checkpoint
+from shardway.checkpoint.save import SavedCheckpoint, collect_content, save_checkpoint, write_checkpoint
 from shardway.checkpoint.staging import Staging
 from shardway.errors import JobError
 from shardway.parallel.mesh import set_apart
@@ -58,7 +58,7 @@ def test_the_files_are_the_same(rank: int, tmp_path: Path, shape: tuple[int, int
 def test_what_went_wrong_is_kept_for_who_asks() -> None:
     released = threading.Event()
 
-    def write() -> Saved:
+    def write() -> SavedCheckpoint:
         released.wait(120.0)
         raise JobError("no space")
 

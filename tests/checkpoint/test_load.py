@@ -19,7 +19,7 @@ from shardway.checkpoint.find import PassedOver
 from shardway.checkpoint.load import load_latest, peek_latest
 from shardway.checkpoint.place import shared_place
 from shardway.checkpoint.save import collect_content, save_checkpoint, write_checkpoint
-from shardway.checkpoint.shards.table import Table
+from shardway.checkpoint.shards.table import TensorTable
 from shardway.checkpoint.state import Trained, random_state
 from shardway.checkpoint.verify import verify_checkpoint
 from shardway.errors import JobError, UserError
@@ -344,7 +344,7 @@ def test_asking_a_fresh_optimizer_for_its_state_changes_no_weight(name: str) -> 
     model = make_trained(lone_rank(), steps=0).model
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.5, weight_decay=0.1)
     before, settings = whole_state(model, None), {**optimizer.param_groups[0]}
-    Trained(model, optimizer).template(Table({}, {}))
+    Trained(model, optimizer).template(TensorTable({}, {}))
     assert_same_bits(whole_state(model, None), before)
     assert {**optimizer.param_groups[0]} == settings
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from shardway.checkpoint.fetch import Transfer, plan_transfers
 from shardway.checkpoint.find import PassedOver
-from shardway.checkpoint.nearby import Held, survey
+from shardway.checkpoint.nearby import LocalCopy, survey
 
 FILES = ("rank-00000.bin", "rank-00001.bin", "tensors.json")
 
 
-def held(step: int, present: Iterable[str] = FILES, digest: str = "d", wrong: str = "", short: str = "") -> Held:
-    return Held(step, digest, FILES, dict.fromkeys(present, "/disk"), wrong, (short,) if short else ())
+def held(step: int, present: Iterable[str] = FILES, digest: str = "d", wrong: str = "", short: str = "") -> LocalCopy:
+    return LocalCopy(step, digest, FILES, dict.fromkeys(present, "/disk"), wrong, (short,) if short else ())
 
 
 def test_files_of_all_nodes_together_make_one() -> None:

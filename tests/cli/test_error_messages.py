@@ -22,7 +22,7 @@ from claimed import claim_from
 from golden_files import Golden, golden_names
 from shardway.rundir import lease, lock
 from shardway.rundir.directory import RunDir
-from shardway.rundir.watching import Verdict
+from shardway.rundir.watching import LeaseVerdict
 
 Setup = Callable[[Path], object]
 
@@ -293,9 +293,9 @@ def test_a_run_of_another_host_that_was_not_released(
     held._unlock()  # another host's lock is not seen
     assert held._beats is not None
     assert held._beats.stop()
-    monkeypatch.setattr(lease, "watch", lambda *_: Verdict.LIVES)
+    monkeypatch.setattr(lease, "watch", lambda *_: LeaseVerdict.LIVES)
     refused(shardway, golden, "held-elsewhere", "train", *TINY, code=2)
-    monkeypatch.setattr(lease, "watch", lambda *_: Verdict.SILENT)
+    monkeypatch.setattr(lease, "watch", lambda *_: LeaseVerdict.SILENT)
     ended = shardway("train", *TINY)
     assert ended.code == 0
     assert ended.err.count("another host (n1) held this run; watching for 15 s whether it still does\n") == 1

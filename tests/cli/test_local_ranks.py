@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardway.cli import blame, local
-from shardway.cli.blame import Ended
+from shardway.cli.blame import LaunchOutcome
 from shardway.cli.local import Alone, build_launch, pack_request, train_local
 from shardway.cli.over import has_come_to_its_end
 from shardway.cli.rank import read_packed
@@ -22,7 +22,7 @@ from shardway.ranks.agent.patience import Patience
 from shardway.ranks.failure import RankFailure
 from shardway.ranks.processes import LocalLaunch
 from shardway.ranks.spares import Reserve
-from shardway.resolve.request import Request, resolve_request
+from shardway.resolve.request import ResolveRequest, resolve_request
 from shardway.rundir.attempts import Ending
 from shardway.rundir.directory import RunDir
 
@@ -70,7 +70,7 @@ def run(tmp_path: Path) -> RunDir:
 def train(run: RunDir, play: Play, monkeypatch: pytest.MonkeyPatch, **request: Any) -> dict[str, Any]:
     monkeypatch.setattr(local, "run_local", play)
     words = ("run.max_restarts=0", *request.pop("overrides", ()))
-    resolution = resolve_request(Request(directory=run.path, overrides=words, **request), 2, 2)
+    resolution = resolve_request(ResolveRequest(directory=run.path, overrides=words, **request), 2, 2)
     return train_local(resolution, build_launch(resolution, 2), Alone(2, Reserve(None)))
 
 
@@ -103,7 +103,7 @@ def test_what_is_started(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     assert play.launch == LocalLaunch(
         ranks=2,
         module="shardway.cli.rank",
-        arguments=[pack_request(Request(directory=run.path, overrides=("run.max_restarts=0", "run.threads=3")))],
+        arguments=[pack_request(ResolveRequest(directory=run.path, overrides=("run.max_restarts=0", "run.threads=3")))],
         log_folder=run.path / "logs",
         threads=3,
         stop_path=run.stop_path,
@@ -119,7 +119,9 @@ def test_a_fresh_start_keeps_its_own_output(run: RunDir, monkeypatch: pytest.Mon
     assert RunDir(run.path.with_name("a.old-1")).read_status()["step"] == 9
     assert (run.path / "logs").is_dir()
     assert play.launch is not None
-    assert play.launch.arguments == [pack_request(Request(directory=run.path, overrides=("run.max_restarts=0",)))]
+    assert play.launch.arguments == [
+        pack_request(ResolveRequest(directory=run.path, overrides=("run.max_restarts=0",)))
+    ]
 
 
 # --- who is to blame
@@ -346,7 +348,7 @@ def test_the_end_of_an_earlier_start_excuses_nobody(run: RunDir, monkeypatch: py
     assert "was ended by SIGKILL" in str(failing(run, Play(failures=[KILLED]), monkeypatch))
 
 
-LATE = Ended(lost=("node 1 (10.0.0.2)",))
+LATE = LaunchOutcome(lost=("node 1 (10.0.0.2)",))
 STOP = {"step": 5, "reason": "the stop file asked for a stop", "ending": "stopped"}
 SIGNAL = {"step": 5, "reason": "a signal asked rank 1 for a stop", "ending": "stopped", "failure": "signal"}
 SECOND = {"step": 5, "reason": "a second signal ended the run at once", "ending": "stopped"}
@@ -355,11 +357,11 @@ SECOND = {"step": 5, "reason": "a second signal ended the run at once", "ending"
 @pytest.mark.parametrize(
     ("ended", "events", "is_over"),
     [
-        (Ended((KILLED,)), [("started", {}), ("stopped", STOP)], True),
-        (Ended((KILLED,)), [("started", {}), ("stopped", SIGNAL)], True),
-        (Ended((KILLED,)), [("started", {}), ("stopped", SECOND)], False),
-        (Ended((KILLED,)), [("started", {})], False),
-        (Ended((KILLED,)), [("started", {}), ("started", {}), ("stopped", STOP)], False),
+        (LaunchOutcome((KILLED,)), [("started", {}), ("stopped", STOP)], True),
+        (LaunchOutcome((KILLED,)), [("started", {}), ("stopped", SIGNAL)], True),
+        (LaunchOutcome((KILLED,)), [("started", {}), ("stopped", SECOND)], False),
+        (LaunchOutcome((KILLED,)), [("started", {})], False),
+        (LaunchOutcome((KILLED,)), [("started", {}), ("started", {}), ("stopped", STOP)], False),
         (LATE, [("started", {}), ("stopped", STOP)], True),
         (LATE, [("started", {}), ("finished", {"step": 5})], True),
         (LATE, [("started", {}), ("stopped", SIGNAL)], False),
@@ -370,7 +372,7 @@ SECOND = {"step": 5, "reason": "a second signal ended the run at once", "ending"
     ],
 )
 def test_which_starts_had_come_to_their_end(
-    ended: Ended, events: list[tuple[str, dict[str, Any]]], is_over: bool, run: RunDir
+    ended: LaunchOutcome, events: list[tuple[str, dict[str, Any]]], is_over: bool, run: RunDir
 ) -> None:
     with run.event_writer(0) as writer:
         writer.write("stopped", **STOP)  # of an earlier start
@@ -412,7 +414,7 @@ def test_a_stop_before_ranks_could_hear_it_has_the_words_of_who_asked(
     monkeypatch.setenv("SHARDWAY_ATTEMPT_DIR", str(folder))
     if words is not None:
         run.request_stop(words)
-    resolution = resolve_request(Request(directory=run.path), 2, 2)
+    resolution = resolve_request(ResolveRequest(directory=run.path), 2, 2)
     train_local(resolution, build_launch(resolution, 2), CalledOff(2, Reserve(None)))
     result = run.attempt(1).read_result()
     assert result is not None
@@ -424,8 +426,8 @@ def test_a_stop_before_ranks_could_hear_it_has_the_words_of_who_asked(
 class CalledOff(Alone):
     """A crew of which a stop was asked for before all nodes were there."""
 
-    def start(self, run: RunDir, launch: LocalLaunch, patience: Patience | None) -> Ended:
-        return Ended(called_off=True)
+    def start(self, run: RunDir, launch: LocalLaunch, patience: Patience | None) -> LaunchOutcome:
+        return LaunchOutcome(called_off=True)
 
 
 @dataclass(frozen=True)
@@ -439,7 +441,7 @@ class Few(Alone):
 def test_nothing_starts_again_where_too_few_nodes_are_left(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     play = Play(failures=[KILLED])
     monkeypatch.setattr(local, "run_local", play)
-    resolution = resolve_request(Request(directory=run.path), 2, 2)
+    resolution = resolve_request(ResolveRequest(directory=run.path), 2, 2)
     with pytest.raises(JobError, match=r"was ended by SIGKILL") as told:
         train_local(resolution, build_launch(resolution, 2), Few(2, Reserve(None)))
     assert play.starts == 1
@@ -452,18 +454,18 @@ class Scattered(Alone):
 
     starts: list[int] = field(default_factory=list)
 
-    def start(self, run: RunDir, launch: LocalLaunch, patience: Patience | None) -> Ended:
+    def start(self, run: RunDir, launch: LocalLaunch, patience: Patience | None) -> LaunchOutcome:
         self.starts.append(1)
         if len(self.starts) > 1:
             raise SiteError("1 of 2 nodes is there")
         with run.event_writer(0) as events:
             events.write("started", step=5)
         run.write_status(state="running", step=5, reason="")
-        return Ended((KILLED,))
+        return LaunchOutcome((KILLED,))
 
 
 def test_what_keeps_ranks_from_starting_again_is_in_the_status(run: RunDir) -> None:
-    resolution = resolve_request(Request(directory=run.path), 2, 2)
+    resolution = resolve_request(ResolveRequest(directory=run.path), 2, 2)
     with pytest.raises(SiteError, match=r"1 of 2 nodes is there"):
         train_local(resolution, build_launch(resolution, 2), Scattered(2, Reserve(None)))
     assert run.read_status()["state"] == "failed"
@@ -606,8 +608,8 @@ PATHS = st.none() | st.sampled_from(["a.toml", "a b/c", "/é"]).map(Path)
 
 
 @settings(max_examples=25)
-@given(st.builds(Request, PATHS, st.lists(st.text(max_size=9), max_size=3).map(tuple), PATHS, st.booleans()))
-def test_a_request_arrives_as_it_was_sent(request_: Request) -> None:
+@given(st.builds(ResolveRequest, PATHS, st.lists(st.text(max_size=9), max_size=3).map(tuple), PATHS, st.booleans()))
+def test_a_request_arrives_as_it_was_sent(request_: ResolveRequest) -> None:
     assert read_packed(pack_request(request_)) == request_
 
 

@@ -14,7 +14,7 @@ import pytest
 from shardway.checkpoint.manifest import Manifest, write_manifest
 from shardway.checkpoint.seal import seal_file
 from shardway.checkpoint.shards import table
-from shardway.checkpoint.shards.table import Chunk, Row, Table, shard_name, write_table
+from shardway.checkpoint.shards.table import Chunk, TensorRow, TensorTable, shard_name, write_table
 from shardway.rundir.directory import RunDir
 
 BLOCK = """
@@ -71,7 +71,7 @@ def folder(tmp_path: Path) -> Path:
     saved.checkpoint_path(5).mkdir()
     shard = saved.checkpoint_path(5) / shard_name(0)
     shard.write_bytes(bytes(8))
-    held = Table({"model.weight": Row("float32", (2,), (Chunk(shard.name, 0, (0,), (2,)),))}, {})
+    held = TensorTable({"model.weight": TensorRow("float32", (2,), (Chunk(shard.name, 0, (0,), (2,)),))}, {})
     seals = {shard.name: seal_file(shard), table.NAME: write_table(saved.checkpoint_path(5) / table.NAME, held)}
     write_manifest(saved.checkpoint_path(5), Manifest(5, 1, {}, seals))
     return tmp_path

@@ -179,9 +179,9 @@ def test_a_scheduler_is_asked_ever_more_rarely_and_twice_before_a_job_counts_as_
     waits = iter([True, True, True, True, False, True, False, False])
 
     class Told(begin.Beginning):
-        def _look(self) -> begin.Look:
+        def _look(self) -> begin.SchedulerSnapshot:
             asked.append(round(clock.now))
-            return begin.Look((run.attempt(1),) if next(waits) else (), "over")
+            return begin.SchedulerSnapshot((run.attempt(1),) if next(waits) else (), "over")
 
     assert Told(LocalHost(), run, clock=lambda: clock.now, sleep=clock.sleep).wait(0) == "over"
     assert asked == [0, 10, 30, 70, 150, 160, 170, 180]

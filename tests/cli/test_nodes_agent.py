@@ -12,18 +12,18 @@ import pytest
 from command_line import TINY, Shardway, write_text
 
 from shardway.cli import nodes as cli_nodes
-from shardway.cli.blame import Ended
+from shardway.cli.blame import LaunchOutcome
 from shardway.cli.local import build_launch
 from shardway.cli.nodes import Led, train_on_nodes
 from shardway.cli.train import _read_nodes
 from shardway.errors import SiteError, UserError
 from shardway.ranks.crew.board import host_board
-from shardway.ranks.place import Place
+from shardway.ranks.place import NodeSpec
 from shardway.ranks.spares import Reserve
-from shardway.resolve.request import Request, resolve_request
+from shardway.resolve.request import ResolveRequest, resolve_request
 from shardway.rundir.directory import RunDir
 
-PLACE = Place(("a", "b", "c", "d"), 0, 29600, 1)
+PLACE = NodeSpec(("a", "b", "c", "d"), 0, 29600, 1)
 
 
 @dataclass
@@ -41,11 +41,11 @@ class Lead:
 
 
 def led(folder: Path, *free: int, words: tuple[str, ...] = ()) -> Led:
-    request = Request(directory=folder / "run", overrides=("site.nodes=4", *words))
+    request = ResolveRequest(directory=folder / "run", overrides=("site.nodes=4", *words))
     return Led(resolve_request(request, 4, 1), PLACE, Lead(free), 5.0, Reserve(None))  # type: ignore[arg-type]
 
 
-def begin(crew: Led) -> Ended:
+def begin(crew: Led) -> LaunchOutcome:
     run = crew.resolution.directory
     return crew.start(run, build_launch(crew.resolution, 1), None)
 
@@ -62,7 +62,7 @@ def test_a_stop_before_all_nodes_are_there_calls_it_off(tmp_path: Path) -> None:
     crew = led(tmp_path, 0, 2)
     crew.resolution.directory.create()
     crew.resolution.directory.request_stop("by hand")
-    assert begin(crew) == Ended(called_off=True)
+    assert begin(crew) == LaunchOutcome(called_off=True)
 
 
 def test_the_most_nodes_take_part_with_which_the_run_file_makes_sense(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_how_many_nodes_have_to_be_left(tmp_path: Path) -> None:
 
 
 def test_as_many_nodes_as_the_run_may_have(tmp_path: Path) -> None:
-    resolution = resolve_request(Request(directory=tmp_path / "run", overrides=("run.elastic=[1, 2]",)), 4, 1)
+    resolution = resolve_request(ResolveRequest(directory=tmp_path / "run", overrides=("run.elastic=[1, 2]",)), 4, 1)
     with pytest.raises(UserError, match=r"--nodes names 4 node\(s\), and run.elastic = \[1, 2\] \(command line\)"):
         train_on_nodes(resolution, PLACE)
 

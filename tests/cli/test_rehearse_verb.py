@@ -10,19 +10,25 @@ import pytest
 from command_line import Shardway
 
 from shardway.launch.rehearsal import rehearse as course
-from shardway.launch.rehearsal.checks import Check, Verdict
-from shardway.launch.rehearsal.rehearse import Piece
+from shardway.launch.rehearsal.checks import RehearsalCheck, RehearsalVerdict
+from shardway.launch.rehearsal.rehearse import RehearsedProgram
 
-GOOD = [Check("trains", Verdict.OK, "9 steps"), Check("same losses", Verdict.UNKNOWN, "no events")]
-BAD = [GOOD[0], Check("same losses", Verdict.FAIL, "loss of step 3 is 1.0\nand more", "look for state")]
+GOOD = [
+    RehearsalCheck("trains", RehearsalVerdict.OK, "9 steps"),
+    RehearsalCheck("same losses", RehearsalVerdict.UNKNOWN, "no events"),
+]
+BAD = [
+    GOOD[0],
+    RehearsalCheck("same losses", RehearsalVerdict.FAIL, "loss of step 3 is 1.0\nand more", "look for state"),
+]
 
 
 @pytest.fixture
-def played(monkeypatch: pytest.MonkeyPatch) -> list[Piece]:
+def played(monkeypatch: pytest.MonkeyPatch) -> list[RehearsedProgram]:
     """The pieces that were rehearsed."""
-    pieces: list[Piece] = []
+    pieces: list[RehearsedProgram] = []
 
-    def play(piece: Piece, folder: Path) -> Iterator[Check]:
+    def play(piece: RehearsedProgram, folder: Path) -> Iterator[RehearsalCheck]:
         assert folder.is_dir()
         assert list(folder.iterdir()) == []
         (folder / "left").touch()
@@ -33,7 +39,9 @@ def played(monkeypatch: pytest.MonkeyPatch) -> list[Piece]:
     return pieces
 
 
-def test_a_run_file_is_trained_with_its_words(shardway: Shardway, played: list[Piece], tmp_path: Path) -> None:
+def test_a_run_file_is_trained_with_its_words(
+    shardway: Shardway, played: list[RehearsedProgram], tmp_path: Path
+) -> None:
     words = ("train.seed=3", "--deadline", "1m30s", "--nproc", "2", "--steps", "40")
     ended = shardway("rehearse", *words)
     assert (ended.code, ended.err) == (0, "")
@@ -50,7 +58,7 @@ def test_a_run_file_is_trained_with_its_words(shardway: Shardway, played: list[P
     assert list((tmp_path / "runs").iterdir()) == [], "the scratch folder is removed"
 
 
-def test_a_command_stays_as_it_is(shardway: Shardway, played: list[Piece], tmp_path: Path) -> None:
+def test_a_command_stays_as_it_is(shardway: Shardway, played: list[RehearsedProgram], tmp_path: Path) -> None:
     ended = shardway("rehearse", "--keep", "--", "torchrun", "--nproc-per-node", "2", "my script.py", "--lr=3")
     assert ended.code == 0
     (piece,) = played
@@ -61,7 +69,7 @@ def test_a_command_stays_as_it_is(shardway: Shardway, played: list[Piece], tmp_p
 
 
 def test_a_difference_is_an_error_of_the_job(
-    shardway: Shardway, played: list[Piece], monkeypatch: pytest.MonkeyPatch
+    shardway: Shardway, played: list[RehearsedProgram], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(course, "rehearse", lambda piece, folder: iter(BAD))
     ended = shardway("rehearse")
@@ -77,7 +85,7 @@ def test_a_difference_is_an_error_of_the_job(
     )
 
 
-def test_facts_for_programs(shardway: Shardway, played: list[Piece]) -> None:
+def test_facts_for_programs(shardway: Shardway, played: list[RehearsedProgram]) -> None:
     ended = shardway("rehearse", "--json")
     assert ended.code == 0
     assert [(check["name"], check["verdict"]) for check in json.loads(ended.out)["checks"]] == [
@@ -96,7 +104,7 @@ def test_facts_for_programs(shardway: Shardway, played: list[Piece]) -> None:
     ],
 )
 def test_mistakes_are_told_before_anything_starts(
-    words: tuple[str, ...], told: str, shardway: Shardway, played: list[Piece], tmp_path: Path
+    words: tuple[str, ...], told: str, shardway: Shardway, played: list[RehearsedProgram], tmp_path: Path
 ) -> None:
     ended = shardway("rehearse", *words)
     assert (ended.code, played) == (2, [])
@@ -111,7 +119,7 @@ def test_a_command_that_is_not_there_is_told(shardway: Shardway, tmp_path: Path)
 
 
 def test_a_command_is_rehearsed_in_copies_of_its_folder(
-    shardway: Shardway, played: list[Piece], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shardway: Shardway, played: list[RehearsedProgram], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its outputs, which it may have from before, are not those of the rehearsal."""
     monkeypatch.setenv("HOME", "/nowhere")

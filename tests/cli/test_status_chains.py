@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command_line import Shardway
 
-from shardway.rundir.attempts import Attempt, Ending, Result, Started, Submission
+from shardway.rundir.attempts import Attempt, AttemptStart, Ending, Result, Submission
 from shardway.rundir.directory import RunDir
 
 DONE = "deadline in 4 s"
@@ -44,7 +44,7 @@ def run(tmp_path: Path) -> RunDir:
 def ended(run: RunDir, number: int, result: Result, began: float = 1.0) -> Attempt:
     attempt = run.attempt(number)
     attempt.make()
-    attempt.write_started(Started("17", started=began))
+    attempt.write_started(AttemptStart("17", started=began))
     attempt.write_result(result)
     return attempt
 

@@ -17,8 +17,8 @@ from command_line import TINY, Ended, Shardway, write_text
 from claimed import claim_from
 from shardway.cli.init import list_examples
 from shardway.launch.runs import logs
-from shardway.resolve.request import Request, resolve_request
-from shardway.rundir.attempts import Started, Submission
+from shardway.resolve.request import ResolveRequest, resolve_request
+from shardway.rundir.attempts import AttemptStart, Submission
 from shardway.rundir.directory import RunDir
 from shardway.runfile.load import load_run
 from shardway.runfile.schema import RunFile, all_keys
@@ -99,7 +99,7 @@ def test_config_show_is_a_run_file(shardway: Shardway, tmp_path: Path) -> None:
     ended = shardway("config", "show", "train.seed=7", "--dir", "here")
     assert (ended.code, ended.err) == (0, "")
     assert ended.out.startswith("# run directory: here\nformat = 1\n")
-    request = Request(None, ("train.seed=7",), Path("here"))
+    request = ResolveRequest(None, ("train.seed=7",), Path("here"))
     assert ended.out.partition("\n")[2] == resolve_request(request).resolved.render()
     (tmp_path / "shown.toml").write_text(ended.out)
     again = shardway("config", "show", "shown.toml", "--dir", "here")
@@ -318,7 +318,7 @@ def test_logs_follow_ends_with_a_run_whose_node_died_with_the_lock(
     attempt = run.attempt(1)
     attempt.make()
     attempt.write_submission(Submission("local", "a1b2c3", "999999999.1", submitted=1.0))
-    attempt.write_started(Started("999999999.1", "n1", "n1"))
+    attempt.write_started(AttemptStart("999999999.1", "n1", "n1"))
     monkeypatch.setattr(logs, "LeftLock", partial(logs.LeftLock, gap_s=0.0))
     lock = run.writer_lock()
     lock.acquire()

@@ -18,7 +18,7 @@ import torch
 
 from runs import TINY, TINY_IMAGES, read_column, read_named
 from shardway.data import handover
-from shardway.data.handover import Sender, Sent, describe_shortage, take_over
+from shardway.data.handover import PackedAnswer, Sender, describe_shortage, take_over
 from shardway.data.loader import Batch
 from shardway.errors import UserError
 from speed import picked
@@ -34,7 +34,7 @@ def same(found: Batch, expected: Batch) -> bool:
     return alike and torch.equal(found.data["x"], expected.data["x"])
 
 
-@pytest.mark.parametrize(("room", "kind"), [(2**30, Batch), (2**16, Sent), (0, Sent)])
+@pytest.mark.parametrize(("room", "kind"), [(2**30, Batch), (2**16, PackedAnswer), (0, PackedAnswer)])
 def test_an_answer_is_sent_in_bytes_where_there_is_no_room(
     room: int, kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -47,7 +47,7 @@ def test_an_answer_is_sent_in_bytes_where_there_is_no_room(
 
 @pytest.mark.parametrize(
     ("ahead", "left", "kind"),
-    [(4, 10**9, Batch), (4, 22, Batch), (4, 21, Sent), (5, 22, Sent), (0, 0, Sent)],
+    [(4, 10**9, Batch), (4, 22, Batch), (4, 21, PackedAnswer), (5, 22, PackedAnswer), (0, 0, PackedAnswer)],
 )
 def test_an_answer_is_sent_in_bytes_where_the_files_of_those_ahead_may_not_fit(
     ahead: int, left: int, kind: type, monkeypatch: pytest.MonkeyPatch
@@ -96,7 +96,7 @@ def test_an_answer_is_sent_in_bytes_where_no_thread_can_hand_its_descriptors_ove
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
         sender.begin()
-    assert type(sender.hand_over(BATCH)) is Sent
+    assert type(sender.hand_over(BATCH)) is PackedAnswer
 
 
 def test_an_answer_is_sent_in_bytes_where_no_socket_can_be_made(
@@ -105,7 +105,7 @@ def test_an_answer_is_sent_in_bytes_where_no_socket_can_be_made(
     monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", str(tmp_path / "gone"))  # type: ignore[attr-defined]
     sender = Sender()
     sender.begin()
-    assert type(sender.hand_over(BATCH)) is Sent
+    assert type(sender.hand_over(BATCH)) is PackedAnswer
 
 
 def test_an_error_is_an_answer_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ KEEPS = """
 import os, resource, sys
 import torch
 from shardway.data.loader import LoaderOptions, Share, StepLoader
-from shardway.data.order import Order
+from shardway.data.order import SampleOrder
 
 class Samples(torch.utils.data.Dataset):
     def __len__(self):
@@ -181,7 +181,7 @@ class Samples(torch.utils.data.Dataset):
 
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_NOFILE, (90, 90))
-    loader = StepLoader(Samples(), Order(64, 0), Share(4), LoaderOptions(int(sys.argv[1])))
+    loader = StepLoader(Samples(), SampleOrder(64, 0), Share(4), LoaderOptions(int(sys.argv[1])))
     kept = [batch.data for batch in loader.batches(0, 40)]
     print([batch["e"][:, 0].tolist() for batch in kept], len(os.listdir("/proc/self/fd")) < 90)
 """
@@ -203,7 +203,7 @@ NO_PROCESS = """
 import os, resource, sys
 import torch
 from shardway.data.loader import LoaderOptions, Share, StepLoader, validation_batches
-from shardway.data.order import Order
+from shardway.data.order import SampleOrder
 from shardway.data.samplers import RandomStates
 from shardway.data.stream import StreamLoader
 
@@ -220,7 +220,7 @@ class Stream(torch.utils.data.IterableDataset):
 def read(workers):
     options, share = LoaderOptions(workers, tell=print), Share(4)
     loaders = (
-        StepLoader(Samples(), Order(16, 0), share, options).batches(0, 4),
+        StepLoader(Samples(), SampleOrder(16, 0), share, options).batches(0, 4),
         validation_batches(Samples(), 14, share, options),
         StreamLoader(Stream(), 0, share, options).batches(0),
     )

@@ -29,8 +29,8 @@ from shardway.data.loader import (
     validation_batches,
 )
 from shardway.data.open import open_data
-from shardway.data.order import Order
-from shardway.data.sources.base import Source
+from shardway.data.order import SampleOrder
+from shardway.data.sources.base import DataSource
 from shardway.errors import Bug, JobError, UserError
 from shardway.runfile.schema import DataSection
 
@@ -75,7 +75,7 @@ class Faulty(Numbers):
         return index, os.getpid()
 
 
-def make_source(samples: int = 40) -> Source:
+def make_source(samples: int = 40) -> DataSource:
     section = DataSection(kind="synthetic", samples=samples, seq_len=4, validation_fraction=0.0)
     return open_data(section, 0, "tokens", vocab=17).train
 
@@ -87,12 +87,12 @@ def read_world(loaders: list[StepLoader], position: int, steps: int) -> list[lis
 
 
 def make_world(
-    samples: Source | Dataset[Any], order: Order, batch: int, world: int, options: LoaderOptions = IN_PROCESS
+    samples: DataSource | Dataset[Any], order: SampleOrder, batch: int, world: int, options: LoaderOptions = IN_PROCESS
 ) -> list[StepLoader]:
     return [StepLoader(samples, order, Share(batch, rank, world), options) for rank in range(world)]
 
 
-def expected_ids(order: Order, batch: int, position: int, steps: int) -> list[list[int]]:
+def expected_ids(order: SampleOrder, batch: int, position: int, steps: int) -> list[list[int]]:
     starts = range(position, position + steps * batch, batch)
     return [order.ids(np.arange(start, start + batch)).tolist() for start in starts]
 
@@ -117,7 +117,7 @@ def wait_until_gone(pids: list[int], within_s: float = 120.0) -> list[int]:
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("samples", [40, 70_000])
 def test_the_order_of_samples_does_not_depend_on_the_world(world: int, samples: int) -> None:
-    order = Order(samples, seed=1)
+    order = SampleOrder(samples, seed=1)
     found = read_world(make_world(Numbers(samples), order, 12, world), 24, 9)
     assert found == expected_ids(order, 12, 24, 9)
 
@@ -132,7 +132,7 @@ def test_the_order_of_samples_does_not_depend_on_the_world(world: int, samples: 
 def test_a_run_that_resumes_on_other_worlds_reads_the_same(
     samples: int, batch: int, position: int, cuts: list[tuple[int, int]]
 ) -> None:
-    order = Order(samples, seed=3)
+    order = SampleOrder(samples, seed=3)
     found, at = [], position
     for world, steps in cuts:
         found += read_world(make_world(Numbers(samples), order, batch, world), at, steps)
@@ -141,7 +141,7 @@ def test_a_run_that_resumes_on_other_worlds_reads_the_same(
 
 
 def test_an_epoch_is_every_sample_once_where_it_ends_inside_a_batch() -> None:
-    order = Order(10, seed=1)
+    order = SampleOrder(10, seed=1)
     found = read_world(make_world(Numbers(10), order, 4, 3), 0, 10)
     ids = list(itertools.chain(*found))
     epochs = [ids[start : start + 10] for start in range(0, 40, 10)]
@@ -150,7 +150,7 @@ def test_an_epoch_is_every_sample_once_where_it_ends_inside_a_batch() -> None:
 
 
 def test_reading_is_endless_unless_steps_are_given() -> None:
-    loader = StepLoader(make_source(), Order(40, 0), Share(16))
+    loader = StepLoader(make_source(), SampleOrder(40, 0), Share(16))
     endless = [batch.position for batch in itertools.islice(loader.batches(32), 2000)]
     assert endless == list(range(32, 32 + 2000 * 16, 16))
     assert [batch.position for batch in loader.batches(32, 3)] == [32, 48, 64]
@@ -159,7 +159,7 @@ def test_reading_is_endless_unless_steps_are_given() -> None:
 
 def test_a_batch_of_a_source_is_its_samples() -> None:
     source = make_source()
-    batch = next(StepLoader(source, Order(40, 0), Share(8, 1, 2)).batches(16))
+    batch = next(StepLoader(source, SampleOrder(40, 0), Share(8, 1, 2)).batches(16))
     expected = source.batch(batch.ids)
     assert batch.ids.dtype == np.int64
     for name, tensor in batch.data.items():
@@ -170,24 +170,24 @@ def test_a_batch_of_a_source_is_its_samples() -> None:
 
 
 def test_a_batch_of_a_user_dataset_is_collated() -> None:
-    batch = next(StepLoader(Numbers(40), Order(40, 0), Share(8)).batches(0))
+    batch = next(StepLoader(Numbers(40), SampleOrder(40, 0), Share(8)).batches(0))
     assert batch.data[0].tolist() == batch.ids.tolist()
     assert batch.data[1].shape == (8, 2, 3)
-    own = StepLoader(Numbers(40), Order(40, 0), Share(8), collate=lambda samples: [index for index, _ in samples])
+    own = StepLoader(Numbers(40), SampleOrder(40, 0), Share(8), collate=lambda samples: [index for index, _ in samples])
     assert next(own.batches(0)).data == batch.ids.tolist()
 
 
 def test_a_dataset_that_gathers_whole_batches_is_asked_so() -> None:
     dataset = TensorDataset(torch.arange(40))
     dataset.__getitems__ = lambda ids: [(dataset.tensors[0][index],) for index in ids] + [(torch.tensor(-1),)]  # type: ignore[attr-defined]
-    batch = next(StepLoader(dataset, Order(40, 0), Share(8)).batches(0))
+    batch = next(StepLoader(dataset, SampleOrder(40, 0), Share(8)).batches(0))
     assert batch.data[0].tolist() == [*batch.ids.tolist(), -1]
 
 
 @pytest.mark.parametrize("samples", [make_source(), Numbers(40)])
 def test_an_empty_share_has_a_sample_that_does_not_count(samples: Any) -> None:
     """No model is called with a batch without rows."""
-    order = Order(40, 0)
+    order = SampleOrder(40, 0)
     full = next(StepLoader(samples, order, Share(2)).batches(4))
     empty = next(StepLoader(samples, order, Share(2, rank=0, ranks=4)).batches(4))
     assert empty.ids.shape == (0,)
@@ -233,7 +233,7 @@ class Endless(IterableDataset[int]):
 
 def test_a_dataset_without_length_is_refused() -> None:
     with pytest.raises(UserError) as caught:
-        StepLoader(Endless(), Order(4, 0), Share(2))
+        StepLoader(Endless(), SampleOrder(4, 0), Share(2))
     assert str(caught.value) == (
         "Endless is not a map-style dataset, and only such a dataset resumes exactly\n"
         "      allowed: a dataset with __len__ and __getitem__\n"
@@ -243,14 +243,14 @@ def test_a_dataset_without_length_is_refused() -> None:
 
 def test_an_order_of_another_length_is_a_bug() -> None:
     with pytest.raises(Bug, match="an order of 4 samples over data with 40"):
-        StepLoader(Numbers(40), Order(4, 0), Share(2))
+        StepLoader(Numbers(40), SampleOrder(4, 0), Share(2))
 
 
 def test_a_dataset_that_cannot_be_sent_to_a_worker_is_refused() -> None:
     dataset = Numbers(40)
     dataset.stream = (number for number in range(3))  # type: ignore[attr-defined]
     with pytest.raises(UserError) as caught:
-        next(StepLoader(dataset, Order(40, 0), Share(8), WORKERS).batches(0))
+        next(StepLoader(dataset, SampleOrder(40, 0), Share(8), WORKERS).batches(0))
     assert str(caught.value) == (
         "the dataset cannot be sent to a loader process: cannot pickle 'generator' object\n"
         "      to do: define its class in a module and open files on first use, or set data.workers = 0"
@@ -259,7 +259,7 @@ def test_a_dataset_that_cannot_be_sent_to_a_worker_is_refused() -> None:
 
 @pytest.mark.parametrize(("world", "prefetch"), [(1, 1), (3, 4)])
 def test_workers_read_the_same_and_are_gone_when_the_iterator_is(world: int, prefetch: int) -> None:
-    source, order, options = make_source(), Order(40, 1), LoaderOptions(workers=2, prefetch=prefetch)
+    source, order, options = make_source(), SampleOrder(40, 1), LoaderOptions(workers=2, prefetch=prefetch)
     state = torch.get_rng_state()
     found = read_world(make_world(source, order, 12, world, options), 24, 6)
     assert found == expected_ids(order, 12, 24, 6)
@@ -275,7 +275,7 @@ def test_workers_read_the_same_and_are_gone_when_the_iterator_is(world: int, pre
 
 
 def test_signals_of_the_job_do_not_end_workers() -> None:
-    with_workers = StepLoader(Numbers(400), Order(400, 0), Share(4), WORKERS).batches(0)
+    with_workers = StepLoader(Numbers(400), SampleOrder(400, 0), Share(4), WORKERS).batches(0)
     next(with_workers)
     next(with_workers)  # one of each worker, so that both have started
     for worker in list_workers():
@@ -288,7 +288,7 @@ def test_signals_of_the_job_do_not_end_workers() -> None:
 
 def test_what_a_dataset_draws_depends_on_the_position_not_on_the_worker() -> None:
     def draws(options: LoaderOptions, position: int, steps: int) -> list[list[float]]:
-        loader = StepLoader(Augmented(40), Order(40, 0), Share(4), options)
+        loader = StepLoader(Augmented(40), SampleOrder(40, 0), Share(4), options)
         return [
             torch.stack([part.double() for part in batch.data]).tolist() for batch in loader.batches(position, steps)
         ]
@@ -306,7 +306,7 @@ def test_a_dead_worker_is_told_where_its_batch_is_waited_for_and_nowhere_else(
     and somebody else may have set another since."""
     monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", not of_torch)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    stream = StepLoader(Numbers(400), Order(400, 0), Share(4), WORKERS).batches(0)
+    stream = StepLoader(Numbers(400), SampleOrder(400, 0), Share(4), WORKERS).batches(0)
     next(stream)
     next(stream)
     worker = list_workers()[0]
@@ -322,7 +322,7 @@ def test_a_dead_worker_is_told_where_its_batch_is_waited_for_and_nowhere_else(
 
 
 def test_a_dead_worker_ends_the_job_with_a_sentence() -> None:
-    loader = StepLoader(Faulty(40, "die"), Order(40, 0, shuffle=False), Share(4), WORKERS)
+    loader = StepLoader(Faulty(40, "die"), SampleOrder(40, 0, shuffle=False), Share(4), WORKERS)
     with pytest.raises(JobError) as caught:
         list(loader.batches(0, 10))
     lines = str(caught.value).splitlines()
@@ -332,7 +332,7 @@ def test_a_dead_worker_ends_the_job_with_a_sentence() -> None:
 
 
 def test_an_error_in_a_worker_arrives_as_it_is(tmp_path: Path) -> None:
-    loader = StepLoader(Faulty(40, "raise"), Order(40, 0, shuffle=False), Share(4), WORKERS)
+    loader = StepLoader(Faulty(40, "raise"), SampleOrder(40, 0, shuffle=False), Share(4), WORKERS)
     with pytest.raises(LookupError, match="sample 11 is bad"):
         list(loader.batches(0, 10))
     tokens = np.zeros(1_000_001, np.uint16)
@@ -340,7 +340,7 @@ def test_an_error_in_a_worker_arrives_as_it_is(tmp_path: Path) -> None:
     np.save(tmp_path / "t.npy", tokens)
     section = DataSection(kind="tokens", path=str(tmp_path / "t.npy"), seq_len=4, validation_fraction=0.0)
     source = open_data(section, 0, "tokens", vocab=13).train
-    loader = StepLoader(source, Order(len(source), 0, shuffle=False), Share(4), WORKERS)
+    loader = StepLoader(source, SampleOrder(len(source), 0, shuffle=False), Share(4), WORKERS)
     with pytest.raises(UserError) as caught:
         list(loader.batches(996, 5))
     assert str(caught.value).splitlines()[1] == f'  data.path: "{tmp_path / "t.npy"}" holds the token 13'
@@ -350,10 +350,10 @@ def test_an_error_in_a_worker_arrives_as_it_is(tmp_path: Path) -> None:
 RANK = """
 import os, signal, sys, time
 sys.path.insert(0, {folder!r})
-from test_loader import Faulty, Order, Share, StepLoader, WORKERS
+from test_loader import Faulty, SampleOrder, Share, StepLoader, WORKERS
 
 if __name__ == "__main__":
-    stream = StepLoader(Faulty(40, "none"), Order(40, 0), Share(4), WORKERS).batches(0)
+    stream = StepLoader(Faulty(40, "none"), SampleOrder(40, 0), Share(4), WORKERS).batches(0)
     print(*{{int(next(stream).data[1][0]) for _ in range(4)}}, flush=True)
     {end}
 """
@@ -376,7 +376,7 @@ def test_pinned_batches_reach_the_device() -> None:
         pytest.skip("no CUDA device")
     source = make_source()
     for workers in (0, 2):
-        loader = StepLoader(source, Order(40, 0), Share(8), LoaderOptions(workers=workers, pin_memory=True))
+        loader = StepLoader(source, SampleOrder(40, 0), Share(8), LoaderOptions(workers=workers, pin_memory=True))
         for batch in loader.batches(0, 4):
             assert all(tensor.is_pinned() for tensor in batch.data.values())
             moved = to_device(batch, torch.device("cuda"))

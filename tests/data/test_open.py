@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shardway.data.open import Data, open_data
-from shardway.data.sources.base import Slice, Source
+from shardway.data.sources.base import DataSource, Slice
 from shardway.errors import UserError
 from shardway.runfile.schema import DataSection
 
@@ -65,8 +65,8 @@ def test_every_source_keeps_the_protocol(tokens: Path) -> None:
         read(kind="synthetic", vocab=9).train,
         read("images", kind="synthetic", classes=3).train,
     ]
-    assert all(isinstance(source, Source) and isinstance(source, Slice) for source in sources)
-    assert not isinstance([1, 2], Source)
+    assert all(isinstance(source, DataSource) and isinstance(source, Slice) for source in sources)
+    assert not isinstance([1, 2], DataSource)
 
 
 def test_idx_validates_on_its_test_files(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardway.data.order import ORDER_VERSION, Order, mix64, position_share
+from shardway.data.order import ORDER_VERSION, SampleOrder, mix64, position_share
 from shardway.errors import UserError
 
 SIZES = [1, 2, 3, 50, 255, 1000, 65535, 65536, 65537, 257 * 257, 2**17 + 1, 2**18 + 1, 2**19 + 1, 10**6]
@@ -31,14 +31,14 @@ GOLDEN = {
 }
 
 
-def epoch_ids(order: Order, epoch: int) -> np.ndarray:
+def epoch_ids(order: SampleOrder, epoch: int) -> np.ndarray:
     return order.ids(np.arange(epoch * order.samples, (epoch + 1) * order.samples, dtype=np.int64))
 
 
 @pytest.mark.parametrize(("samples", "seed"), GOLDEN)
 def test_the_order_is_what_it_always_was(samples: int, seed: int) -> None:
     assert ORDER_VERSION == 1
-    assert Order(samples, seed).ids(GOLDEN_POSITIONS).tolist() == GOLDEN[samples, seed]
+    assert SampleOrder(samples, seed).ids(GOLDEN_POSITIONS).tolist() == GOLDEN[samples, seed]
 
 
 def test_keys_are_those_of_splitmix64() -> None:
@@ -50,7 +50,7 @@ def test_keys_are_those_of_splitmix64() -> None:
 
 @pytest.mark.parametrize("samples", SIZES)
 def test_an_epoch_is_every_sample_once(samples: int) -> None:
-    order = Order(samples, seed=5)
+    order = SampleOrder(samples, seed=5)
     for epoch in (0, 3):
         assert np.array_equal(np.sort(epoch_ids(order, epoch)), np.arange(samples))
 
@@ -58,13 +58,13 @@ def test_an_epoch_is_every_sample_once(samples: int) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 5000), st.integers(0, 2**64 - 1), st.integers(0, 10**9))
 def test_any_small_epoch_is_every_sample_once(samples: int, seed: int, epoch: int) -> None:
-    assert np.array_equal(np.sort(epoch_ids(Order(samples, seed), epoch)), np.arange(samples))
+    assert np.array_equal(np.sort(epoch_ids(SampleOrder(samples, seed), epoch)), np.arange(samples))
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(65537, 10**12), st.integers(0, 2**64 - 1))
 def test_ids_of_a_large_order_are_in_range_and_distinct(samples: int, seed: int) -> None:
-    ids = Order(samples, seed).ids(np.arange(samples, samples + 4096, dtype=np.int64))
+    ids = SampleOrder(samples, seed).ids(np.arange(samples, samples + 4096, dtype=np.int64))
     assert ids.dtype == np.int64
     assert ids.min() >= 0
     assert ids.max() < samples
@@ -73,7 +73,11 @@ def test_ids_of_a_large_order_are_in_range_and_distinct(samples: int, seed: int)
 
 @pytest.mark.parametrize("samples", [50, 1000, 65537])
 def test_epochs_and_seeds_differ(samples: int) -> None:
-    orders = [epoch_ids(Order(samples, 1), 0), epoch_ids(Order(samples, 1), 1), epoch_ids(Order(samples, 2), 0)]
+    orders = [
+        epoch_ids(SampleOrder(samples, 1), 0),
+        epoch_ids(SampleOrder(samples, 1), 1),
+        epoch_ids(SampleOrder(samples, 2), 0),
+    ]
     for first in range(3):
         for second in range(first):
             # Two random permutations agree in one place on average.
@@ -82,7 +86,7 @@ def test_epochs_and_seeds_differ(samples: int) -> None:
 
 def test_ids_of_a_position_do_not_depend_on_what_else_is_asked() -> None:
     for samples in (7, 1000, 70000):
-        order = Order(samples, 3)
+        order = SampleOrder(samples, 3)
         positions = np.random.default_rng(0).integers(0, 20 * samples, 300)
         alone = [int(order.ids(np.array([position]))[0]) for position in positions]
         assert order.ids(positions).tolist() == alone
@@ -91,16 +95,16 @@ def test_ids_of_a_position_do_not_depend_on_what_else_is_asked() -> None:
 
 def test_no_positions_give_no_ids() -> None:
     for samples in (7, 70000):
-        assert Order(samples, 3).ids(np.empty((4, 0), np.int64)).shape == (4, 0)
+        assert SampleOrder(samples, 3).ids(np.empty((4, 0), np.int64)).shape == (4, 0)
 
 
 def test_without_shuffle_ids_count_up_in_each_epoch() -> None:
-    assert Order(3, 0, shuffle=False).ids(np.arange(7)).tolist() == [0, 1, 2, 0, 1, 2, 0]
+    assert SampleOrder(3, 0, shuffle=False).ids(np.arange(7)).tolist() == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_each_sample_is_as_likely_at_each_place() -> None:
     samples, epochs = 50, 5000
-    ids = Order(samples, 3).ids(np.arange(samples * epochs)).reshape(epochs, samples)
+    ids = SampleOrder(samples, 3).ids(np.arange(samples * epochs)).reshape(epochs, samples)
     counts = np.stack([np.bincount(column, minlength=samples) for column in ids.T])
     expected = epochs / samples
     chi_square = float(((counts - expected) ** 2).sum() / expected)
@@ -111,7 +115,7 @@ def test_each_sample_is_as_likely_at_each_place() -> None:
 
 def test_a_feistel_order_spreads_places_over_all_samples() -> None:
     samples, buckets = 65537, 64
-    ids = epoch_ids(Order(samples, 3), 0)
+    ids = epoch_ids(SampleOrder(samples, 3), 0)
     cells = np.histogram2d(np.arange(samples), ids, bins=buckets, range=[[0, samples], [0, samples]])[0]
     expected = samples / buckets**2
     freedom = (buckets - 1) ** 2
@@ -120,7 +124,7 @@ def test_a_feistel_order_spreads_places_over_all_samples() -> None:
 
 @pytest.mark.parametrize("samples", [5000, 65536, 65537, 2**20 + 1, 10**12])
 def test_neighbours_are_as_far_apart_as_random_ones(samples: int) -> None:
-    ids = Order(samples, 3).ids(np.arange(5000, dtype=np.int64)).astype(np.float64)
+    ids = SampleOrder(samples, 3).ids(np.arange(5000, dtype=np.int64)).astype(np.float64)
     # |x - y| of two uniform numbers: mean 1/3, standard deviation 1/sqrt(18); 5 standard errors of 5000 pairs.
     assert abs(np.abs(np.diff(ids)).mean() / samples - 1 / 3) < 5 / math.sqrt(18 * 5000)
     # Neither a run up nor down: the serial correlation of 5000 pairs has standard error 1/sqrt(5000).
@@ -131,7 +135,7 @@ def test_time_of_an_index_does_not_grow_with_the_samples() -> None:
     positions = np.arange(16384, dtype=np.int64)
 
     def best_s(samples: int) -> float:
-        order = Order(samples, 0)
+        order = SampleOrder(samples, 0)
         times = []
         for _ in range(7):
             start = time.process_time()
@@ -160,5 +164,5 @@ def test_shares_are_the_batch_in_order(global_batch: int, ranks: int) -> None:
 )
 def test_an_order_that_cannot_be_is_refused(samples: int, seed: int, text: str) -> None:
     with pytest.raises(UserError) as caught:
-        Order(samples, seed)
+        SampleOrder(samples, seed)
     assert str(caught.value) == text

@@ -22,7 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from shardway.data import samplers
 from shardway.data.loader import Share, StepLoader
-from shardway.data.order import Order
+from shardway.data.order import SampleOrder
 from shardway.data.samplers import AnyOrder, BatchOrder, SamplerOrder, WholeBatches
 from shardway.data.skips import Skips
 from shardway.errors import UserError
@@ -209,7 +209,7 @@ def test_an_order_that_cannot_be_resumed_is_refused(sampler: Any, first_line: st
     assert str(failure.value).splitlines()[0] == first_line
 
 
-@pytest.mark.parametrize("order", [Order(10, 3), SamplerOrder(list(range(10)), 3)])
+@pytest.mark.parametrize("order", [SampleOrder(10, 3), SamplerOrder(list(range(10)), 3)])
 def test_whole_batches_leave_the_rest_of_each_epoch_out(order: Any) -> None:
     whole = WholeBatches(order, 8)
     found = whole.ids(np.arange(16)).tolist()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardway.data.loader import Share, StepSampler
-from shardway.data.order import Order
+from shardway.data.order import SampleOrder
 from shardway.data.skips import Skips
 from shardway.runfile.skips import read_skips
 
@@ -29,7 +29,7 @@ def list_kept(pairs: list[tuple[int, int]]) -> list[int]:
 
 
 def read_attempt(
-    order: Order, batch: int, world: int, position: int, steps: int, skips: Skips
+    order: SampleOrder, batch: int, world: int, position: int, steps: int, skips: Skips
 ) -> tuple[list[int], int]:
     """The ids of some steps over all ranks, and where the next step begins."""
     samplers = [StepSampler(order, Share(batch, rank, world), position, steps, skips) for rank in range(world)]
@@ -54,7 +54,7 @@ def test_kept_positions_are_those_in_no_span(pairs: list[tuple[int, int]], posit
 def test_any_attempts_of_any_worlds_read_the_rest_in_order(
     samples: int, batch: int, pairs: list[tuple[int, int]], cuts: list[tuple[int, int]]
 ) -> None:
-    order, found, position = Order(samples, seed=3), [], 0
+    order, found, position = SampleOrder(samples, seed=3), [], 0
     for world, (steps, _) in zip(itertools.cycle((1, 4, 3, 2)), cuts, strict=False):
         ids, position = read_attempt(order, batch, world, position, steps, make_skips(pairs))
         found += ids
@@ -68,7 +68,7 @@ def test_any_attempts_of_any_worlds_read_the_rest_in_order(
 def test_a_span_that_is_added_jumps_over_what_lies_ahead_alone(
     batch: int, pairs: list[tuple[int, int]], later: list[tuple[int, int]], cuts: list[tuple[int, int]]
 ) -> None:
-    order, position, found, expected = Order(70, seed=1), 0, [], []
+    order, position, found, expected = SampleOrder(70, seed=1), 0, [], []
     for steps, world in cuts:
         before = position
         ids, position = read_attempt(order, batch, world, position, steps, make_skips(pairs))
@@ -82,7 +82,7 @@ def test_a_span_that_is_added_jumps_over_what_lies_ahead_alone(
 
 def test_a_span_across_the_end_of_an_epoch_shifts_no_epoch() -> None:
     """Ten samples, positions 8 to 12 left out: the first epoch lacks its last two, the second its first three."""
-    order = Order(10, seed=1)
+    order = SampleOrder(10, seed=1)
     ids, _ = read_attempt(order, 5, 2, 0, 5, Skips([[8, 13]]))
     whole = order.ids(np.arange(30)).tolist()
     assert ids == whole[:8] + whole[13:30]

@@ -22,7 +22,7 @@ from shardway.parallel.mesh import build_mesh
 from shardway.parallel.units import find_units
 from shardway.ranks.launcher import find_placement
 from shardway.ranks.start import Ranks, StartOptions, start_ranks
-from shardway.resolve.request import Request
+from shardway.resolve.request import ResolveRequest
 from shardway.rundir.directory import RunDir
 from shardway.runfile.schema import ParallelSection
 from shardway.train.recipe import train
@@ -35,7 +35,7 @@ EXACT = ("precision.compute=fp32", "precision.tf32=false", "train.compile=off")
 
 def curve(directory: Path, *overrides: str) -> list[float]:
     """The losses of a tiny run, in fp32 where nothing else is said."""
-    train(Request(None, (*TINY, *EXACT, *overrides), directory))
+    train(ResolveRequest(None, (*TINY, *EXACT, *overrides), directory))
     return [event["loss"] for event in RunDir(directory).events() if event["event"] == "step"]
 
 
@@ -67,7 +67,7 @@ def test_bf16_learns_and_stays_near_fp32(tmp_path: Path) -> None:
 
 
 def test_what_is_left_to_the_device_is_what_it_does_fast(tmp_path: Path) -> None:
-    train(Request(None, (*TINY, "run.device=cuda"), tmp_path / "left"))
+    train(ResolveRequest(None, (*TINY, "run.device=cuda"), tmp_path / "left"))
     keys = RunDir(tmp_path / "left").read_resolved()
     native = torch.cuda.is_bf16_supported(including_emulation=False)
     assert keys["precision"]["compute"] == ("bf16" if native else "fp32")
@@ -80,7 +80,7 @@ def test_what_is_left_to_the_device_is_what_it_does_fast(tmp_path: Path) -> None
 def test_a_run_that_began_in_fp32_goes_on_in_it(tmp_path: Path) -> None:
     settings = ("run.device=cuda", "optim.schedule=constant", "checkpoint.every=10 steps")
     curve(tmp_path / "cut", *settings, "train.steps=10")
-    train(Request(None, (*TINY, *settings), tmp_path / "cut"))
+    train(ResolveRequest(None, (*TINY, *settings), tmp_path / "cut"))
     assert RunDir(tmp_path / "cut").read_resolved()["precision"]["compute"] == "fp32"
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from shardway.hardware.catalogue import load_accelerators
-from shardway.hardware.facts import Fact, render_accelerator, render_machine
-from shardway.hardware.probe import Device, Machine
+from shardway.hardware.facts import ReportFact, render_accelerator, render_machine
+from shardway.hardware.probe import Device, LocalMachine
 
 GIB = 2**30
 
 
 def test_a_machine_with_accelerators() -> None:
-    machine = Machine(
+    machine = LocalMachine(
         hostname="node7",
         cpu_model="EPYC 7763",
         physical_cores=64,
@@ -21,18 +21,18 @@ def test_a_machine_with_accelerators() -> None:
         os="Linux 6.1 x86_64",
     )
     assert render_machine(machine) == (
-        Fact("host", "node7"),
-        Fact("accelerators", "4 x NVIDIA A100-SXM4-40GB (40.0 GiB), 1 x NVIDIA A40 (n/a)"),
-        Fact("cpu", "EPYC 7763"),
-        Fact("cores", "32 usable, 64 physical"),
-        Fact("memory", "256.0 GiB"),
-        Fact("os", "Linux 6.1 x86_64"),
-        Fact("python", "3.12.1"),
+        ReportFact("host", "node7"),
+        ReportFact("accelerators", "4 x NVIDIA A100-SXM4-40GB (40.0 GiB), 1 x NVIDIA A40 (n/a)"),
+        ReportFact("cpu", "EPYC 7763"),
+        ReportFact("cores", "32 usable, 64 physical"),
+        ReportFact("memory", "256.0 GiB"),
+        ReportFact("os", "Linux 6.1 x86_64"),
+        ReportFact("python", "3.12.1"),
     )
 
 
 def test_what_a_machine_does_not_tell_is_not_available() -> None:
-    machine = Machine("h", None, None, 1, None, (), "3.11.0", "Darwin 24 arm64")
+    machine = LocalMachine("h", None, None, 1, None, (), "3.11.0", "Darwin 24 arm64")
     facts = {fact.label: fact.value for fact in render_machine(machine)}
     assert facts["accelerators"] == "none"
     assert facts["cpu"] == "n/a"
@@ -42,15 +42,15 @@ def test_what_a_machine_does_not_tell_is_not_available() -> None:
 
 def test_an_accelerator_shows_unknown_values_as_not_available() -> None:
     assert render_accelerator(load_accelerators()["v100-sxm2-32gb"]) == (
-        Fact("name", "NVIDIA V100 SXM2 32 GB"),
-        Fact("peak fp32", "15.7 TFLOP/s"),
-        Fact("peak tf32", "n/a"),
-        Fact("peak fp16", "125 TFLOP/s"),
-        Fact("peak bf16", "n/a"),
-        Fact("peak fp8", "n/a"),
-        Fact("peak fp4", "n/a"),
-        Fact("memory", "29.8 GiB"),
-        Fact("memory bandwidth", "900 GB/s"),
-        Fact("link", "nvlink2"),
-        Fact("power", "300 W"),
+        ReportFact("name", "NVIDIA V100 SXM2 32 GB"),
+        ReportFact("peak fp32", "15.7 TFLOP/s"),
+        ReportFact("peak tf32", "n/a"),
+        ReportFact("peak fp16", "125 TFLOP/s"),
+        ReportFact("peak bf16", "n/a"),
+        ReportFact("peak fp8", "n/a"),
+        ReportFact("peak fp4", "n/a"),
+        ReportFact("memory", "29.8 GiB"),
+        ReportFact("memory bandwidth", "900 GB/s"),
+        ReportFact("link", "nvlink2"),
+        ReportFact("power", "300 W"),
     )

@@ -16,7 +16,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from shardway.launch.job import Again, Chain, ContainerUse, Job, Mount, Program, QueueTerms, Shape, Surroundings
+from shardway.launch.job import (
+    Again,
+    Chain,
+    ContainerMount,
+    ContainerUse,
+    Job,
+    JobEnvironment,
+    Program,
+    QueueTerms,
+    Shape,
+)
 from shardway.launch.job_script import LAUNCHERS, RUNTIMES, render_job_script
 from shardway.rundir.attempts import Result
 
@@ -71,7 +81,7 @@ def make_job(scheduler: str, launcher: str = "torchrun", runtime: str = "none", 
         terms=QueueTerms(
             2 * 3600.0, "gpu", "gpu", account="proj1", accelerators={"pbs": "ngpus"}.get(scheduler, "gres")
         ),
-        around=Surroundings(CODE, venv="/project/venv" if runtime == "none" else ""),
+        around=JobEnvironment(CODE, venv="/project/venv" if runtime == "none" else ""),
         container=_container(runtime),
         warn_s=600.0,
         again=Again(2, 600.0, 45.0),
@@ -82,7 +92,7 @@ def make_job(scheduler: str, launcher: str = "torchrun", runtime: str = "none", 
 def _container(runtime: str) -> ContainerUse:
     if runtime == "none":
         return ContainerUse()
-    mounts = (Mount("/data", "/data", read_only=runtime != "charliecloud"),)
+    mounts = (ContainerMount("/data", "/data", read_only=runtime != "charliecloud"),)
     return ContainerUse(runtime, IMAGES.get(runtime, "/images/torch.sqsh"), mounts, vendor="nvidia")
 
 

@@ -13,8 +13,8 @@ from shardway.launch.hosts.local import LocalHost
 from shardway.launch.job import Job
 from shardway.launch.job_script import render_job_script
 from shardway.launch.schedulers.local import query
-from shardway.launch.submission.prepare import Order, prepare
-from shardway.resolve.request import Request
+from shardway.launch.submission.prepare import SubmitRequest, prepare
+from shardway.resolve.request import ResolveRequest
 from shardway.rundir.attempts import Submission
 
 
@@ -84,7 +84,7 @@ def test_a_printed_script_knows_the_code_that_it_is_of(tmp_path: Path) -> None:
     project.mkdir()
     (project / "train.py").write_text("")
     words = ("site.venv=none", "site.ranks_per_node=1")
-    order = Order(Request(None, words, tmp_path / "run"), command=("python", "train.py"), here=project)
+    order = SubmitRequest(ResolveRequest(None, words, tmp_path / "run"), command=("python", "train.py"), here=project)
     prepared = prepare(order, LocalHost())
     around, run = prepared.job.around, prepared.job.run
     assert (around.source, around.code, around.workdir) == (project, prepared.job.folder.code, run / "work")

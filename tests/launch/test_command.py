@@ -15,8 +15,8 @@ from shardway.launch.hosts.local import LocalHost
 from shardway.launch.job import Program
 from shardway.launch.submission.command import find_launcher, read_command
 from shardway.launch.submission.command_forms import FORMS, Role
-from shardway.launch.submission.prepare import Order, Prepared, prepare
-from shardway.resolve.request import Request
+from shardway.launch.submission.prepare import Prepared, SubmitRequest, prepare
+from shardway.resolve.request import ResolveRequest
 
 Submit = Callable[..., Prepared]
 
@@ -229,7 +229,7 @@ def submit(here: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest
         *command: str, keys: tuple[str, ...] = (), site: str = "generic-slurm", look: bool = False
     ) -> Prepared:
         walltime = ("site.walltime=1h", *keys)
-        order = Order(Request(None, walltime, run), site=site, command=command, here=here)
+        order = SubmitRequest(ResolveRequest(None, walltime, run), site=site, command=command, here=here)
         return prepare(order, LocalHost(), look=look)
 
     return prepare_it

@@ -13,12 +13,12 @@ from job_cases import Cluster, make_job
 
 from shardway.errors import UserError
 from shardway.launch.hosts import LocalHost
-from shardway.launch.job import QueueTerms, Shape, Surroundings
+from shardway.launch.job import JobEnvironment, QueueTerms, Shape
 from shardway.launch.job_script import render_job_script
 from shardway.launch.schedulers.clients import CLIENTS
 from shardway.launch.schedulers.pbs.script import directives
-from shardway.launch.submission.prepare import Order, Prepared, prepare
-from shardway.resolve.request import Request
+from shardway.launch.submission.prepare import Prepared, SubmitRequest, prepare
+from shardway.resolve.request import ResolveRequest
 from shardway.runfile.load import load_run
 
 THREADS = Shape(2, 4, 48, 4, threads_per_core=2)
@@ -52,7 +52,8 @@ def prepare_on_slurm(tmp_path: Path, *words: str) -> Prepared:
     asked = ("site.name=generic-slurm", "site.nodes=2", "site.ranks_per_node=4", "site.walltime=5m", "site.venv=none")
     (tmp_path / "run.toml").write_text('format = 1\n[data]\nkind = "synthetic"\n')
     return prepare(
-        Order(Request(tmp_path / "run.toml", (*asked, *words), tmp_path / "run"), here=tmp_path), LocalHost()
+        SubmitRequest(ResolveRequest(tmp_path / "run.toml", (*asked, *words), tmp_path / "run"), here=tmp_path),
+        LocalHost(),
     )
 
 
@@ -131,7 +132,7 @@ def test_a_variable_of_the_command_line_is_its_text(word: str, value: str) -> No
 
 def test_a_script_of_pbs_is_submitted_as_a_program(tmp_path: Path) -> None:
     """With the words of its #PBS lines as PBS reads them there: quotes go, and nothing is expanded."""
-    job = make_job("pbs", "mpirun", run=tmp_path / "a run's" / "base", around=Surroundings(tmp_path))
+    job = make_job("pbs", "mpirun", run=tmp_path / "a run's" / "base", around=JobEnvironment(tmp_path))
     terms = replace(job.terms, options={"W": "umask=022", "l": ["filesystems=home:eagle", "model=a(b)$HOME"]})
     job = replace(job, terms=terms)
     job.folder.make()

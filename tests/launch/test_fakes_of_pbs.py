@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from job_cases import Cluster, make_job
 
-from shardway.launch.job import Program, Surroundings
+from shardway.launch.job import JobEnvironment, Program
 from shardway.launch.job_script import render_job_script
 from shardway.launch.schedulers.clients import CLIENTS
 from shardway.launch.script import quote
@@ -83,7 +83,7 @@ def test_words_of_a_task_arrive_as_where_a_site_has_a_hook(cluster: Cluster) -> 
 def test_a_task_is_one_line_of_shell(cluster: Cluster, tmp_path: Path) -> None:
     """So that every word of the ranks arrives, whatever is in it."""
     program = Program(("train.py", "two\nlines", " lead", "", "it's $HOME \\"))
-    job = make_job("pbs", "torchrun", run=tmp_path / "run", around=Surroundings(tmp_path / "run"), program=program)
+    job = make_job("pbs", "torchrun", run=tmp_path / "run", around=JobEnvironment(tmp_path / "run"), program=program)
     cluster.prepare(job)
     assert cluster.run(job).state == "finished"
     tasks = cluster.list_calls("pbs_tmrsh")
@@ -114,7 +114,7 @@ def test_a_program_gets_its_words_as_they_were_but_for_empty_ones() -> None:
 
 def test_no_word_of_a_submission_is_empty(tmp_path: Path, cluster: Cluster) -> None:
     """PBS would leave it out, and the words after it would mean something else."""
-    job = make_job("pbs", "mpirun", run=tmp_path / "a run" / "base", around=Surroundings(tmp_path))
+    job = make_job("pbs", "mpirun", run=tmp_path / "a run" / "base", around=JobEnvironment(tmp_path))
     job.folder.make()
     job.folder.job_script.write_text(render_job_script(job))
     script = str(job.folder.job_script)

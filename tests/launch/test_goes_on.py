@@ -10,7 +10,7 @@ import pytest
 
 from shardway.errors import UserError
 from shardway.launch.hosts.local import LocalHost
-from shardway.launch.submission.prepare import Order, prepare
+from shardway.launch.submission.prepare import SubmitRequest, prepare
 from shardway.resolve.request import parse_words, resolve_request
 from shardway.rundir.directory import RunDir
 
@@ -19,7 +19,7 @@ WORDS = ("site.walltime=2h", "site.ranks_per_node=1", "run.device=cpu")
 
 def submit_again(run: RunDir, *words: str) -> None:
     request = replace(parse_words([*WORDS, *words]), directory=run.path)
-    prepare(Order(request, site="generic-slurm", here=run.path.parent), LocalHost())
+    prepare(SubmitRequest(request, site="generic-slurm", here=run.path.parent), LocalHost())
 
 
 @pytest.fixture

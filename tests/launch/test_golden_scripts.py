@@ -12,12 +12,12 @@ import pytest
 from job_cases import CODE, OWN, RUN, chained, list_combinations, make_job
 
 from golden_files import Golden, golden_names
-from shardway.hardware.probe import Machine
+from shardway.hardware.probe import LocalMachine
 from shardway.launch.hosts.local import LocalHost
-from shardway.launch.job import ContainerUse, Job, Meeting, Mount, Surroundings
+from shardway.launch.job import ContainerMount, ContainerUse, Job, JobEnvironment, Meeting
 from shardway.launch.job_script import render_job_script
 from shardway.launch.submission import prepare
-from shardway.launch.submission.prepare import Order
+from shardway.launch.submission.prepare import SubmitRequest
 from shardway.resolve.request import parse_words
 from shardway.sites import load as site_loading
 from shardway.sites.load import list_sites
@@ -41,7 +41,7 @@ def functions(script: str) -> str:
 def special_jobs() -> dict[str, Job]:
     """What the combinations do not show, each in one job."""
     slurm, pbs, local = (make_job(name) for name in ("slurm", "pbs", "local"))
-    around = Surroundings(
+    around = JobEnvironment(
         CODE,
         venv="conda:my torch",
         modules=("GCC/13.3.0", "PyTorch/2.5 beta"),
@@ -49,7 +49,7 @@ def special_jobs() -> dict[str, Job]:
         expanded={"HF_HOME": "$SCRATCH/hf", "TMP": "~/tmp"},
         literal={"GREETING": "it's $HOME", "LINES": "a\nb"},
     )
-    mounts = (Mount("/data", "/data", read_only=True), Mount("/a b", "/c d"))
+    mounts = (ContainerMount("/data", "/data", read_only=True), ContainerMount("/a b", "/c d"))
     by_pbs = ContainerUse(
         "enroot", "/images/t.sqsh", mounts, ContainerRules(by_scheduler=True, data_path="/raid/$PBS_JOBID")
     )
@@ -115,10 +115,10 @@ def prepare_for_site(site: str, monkeypatch: pytest.MonkeyPatch, *further: str) 
         *further,
     ]
     request = replace(parse_words(words), directory=RUN)
-    return prepare.prepare(Order(request, site=site, here=Path("/home/alice/code")), LocalHost()).script
+    return prepare.prepare(SubmitRequest(request, site=site, here=Path("/home/alice/code")), LocalHost()).script
 
 
-MACHINE = Machine("laptop", None, 8, 8, 16 * 2**30, (), "3.11", "Linux")
+MACHINE = LocalMachine("laptop", None, 8, 8, 16 * 2**30, (), "3.11", "Linux")
 
 
 @pytest.mark.parametrize("site", list_sites())

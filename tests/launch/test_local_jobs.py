@@ -13,7 +13,7 @@ from job_cases import wait_until
 from shardway.launch.blocks import read_blocks
 from shardway.launch.hosts.local import LocalHost
 from shardway.launch.schedulers.local import query
-from shardway.launch.schedulers.records import Asked, JobRecord, Phase
+from shardway.launch.schedulers.records import JobPhase, JobRecord, RequestedResources
 
 QUICK = "exit 3\n"
 
@@ -55,7 +55,7 @@ def test_a_job_that_ends_at_once_was_taken(folder: Path) -> None:
     job = submit(script)
     assert job.count(".") == 1
     wait_until((folder / "here.txt").exists)
-    wait_until(lambda: look(job)[0].phase is Phase.ENDED)
+    wait_until(lambda: look(job)[0].phase is JobPhase.ENDED)
 
 
 def test_a_job_whose_output_cannot_be_written_is_refused(folder: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_job_whose_output_cannot_be_written_is_refused(folder: Path) -> None:
     done = LocalHost().run(query.submit_command(str(script), str(folder / "gone/job.out"), ""))
     assert not done.ok
     assert query.parse_job_id(done.out) == ""
-    assert "gone/job.out" in query.explain_refusal(done, Asked()).sentence
+    assert "gone/job.out" in query.explain_refusal(done, RequestedResources()).sentence
 
 
 KEEPS_ON = """export SHARDWAY_JOB=$$.$(sed 's/.*) //' /proc/$$/stat | cut -d' ' -f20)
@@ -78,13 +78,13 @@ wait
 def test_a_job_lives_as_long_as_what_it_started(folder: Path) -> None:
     job = submit(write(folder / "job.sh", KEEPS_ON.format(folder)))
     wait_until(lambda: has_number(folder / "rank.pid") and has_number(folder / "clock.pid"))
-    assert look(job)[0].phase is Phase.RUNNING
+    assert look(job)[0].phase is JobPhase.RUNNING
     os.kill(int(job.split(".")[0]), signal.SIGKILL)
     wait_until(lambda: not Path(f"/proc/{job.split('.')[0]}/fd/1").exists())
     other = f"{job.split('.')[0]}.1"
-    assert [record.phase for record in look(job, other)] == [Phase.RUNNING, Phase.ENDED]
+    assert [record.phase for record in look(job, other)] == [JobPhase.RUNNING, JobPhase.ENDED]
     os.kill(int((folder / "rank.pid").read_text()), signal.SIGKILL)
-    wait_until(lambda: look(job)[0].phase is Phase.ENDED)  # though its clock goes on
+    wait_until(lambda: look(job)[0].phase is JobPhase.ENDED)  # though its clock goes on
 
 
 def test_a_job_is_ended_with_all_that_it_started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def test_a_job_is_ended_with_all_that_it_started(folder: Path, monkeypatch: pyte
     os.kill(int(job.split(".")[0]), signal.SIGKILL)
     (ended,) = LocalHost().run_many(query.cancel_commands([job]))
     assert (ended.ok, ended.err) == (True, "")
-    assert look(job)[0].phase is Phase.ENDED
+    assert look(job)[0].phase is JobPhase.ENDED
     assert not Path(f"/proc/{(folder / 'rank.pid').read_text().strip()}/fd/1").exists()
     assert all(done.ok for done in LocalHost().run_many(query.cancel_commands([job])))
 
@@ -115,16 +115,16 @@ WAITS = "# local base.0002.x\nafter=0001\n" + "while kill -0 ${1%.*} 2>/dev/null
 def test_a_job_that_follows_another_waits(folder: Path) -> None:
     first = submit(write(folder / "first.sh", f"echo $$ > {folder}/first.pid; sleep 300\n"))
     second = submit(write(folder / "job.sh", WAITS), first)
-    wait_until(lambda: look(second)[0].phase is Phase.QUEUED)  # it says who it is a moment before it is its script
+    wait_until(lambda: look(second)[0].phase is JobPhase.QUEUED)  # it says who it is a moment before it is its script
     record = look(second)[0]
-    assert (record.phase, record.reason) == (Phase.QUEUED, "attempt 0001")
-    why = query.explain_pending(record, Asked())
+    assert (record.phase, record.reason) == (JobPhase.QUEUED, "attempt 0001")
+    why = query.explain_pending(record, RequestedResources())
     assert why is not None
     assert why.sentence == "It starts after attempt 0001."
     assert query.parse_found(LocalHost().run_many(query.find_commands("base.0002.x"))) == (second,)
-    assert query.explain_pending(look(first)[0], Asked()) is None
+    assert query.explain_pending(look(first)[0], RequestedResources()) is None
     assert all(done.ok for done in LocalHost().run_many(query.cancel_commands([second, first])))
-    assert [record.phase for record in look(first, second)] == [Phase.ENDED, Phase.ENDED]
+    assert [record.phase for record in look(first, second)] == [JobPhase.ENDED, JobPhase.ENDED]
 
 
 def test_a_job_that_a_job_submits_is_not_a_part_of_it(folder: Path) -> None:
@@ -137,6 +137,6 @@ def test_a_job_that_a_job_submits_is_not_a_part_of_it(folder: Path) -> None:
     first = submit(write(folder / "outer.sh", outer))
     wait_until(lambda: (folder / "inner").exists() and "." in (folder / "inner").read_text())
     second = (folder / "inner").read_text().strip()
-    wait_until(lambda: look(first)[0].phase is Phase.ENDED)
-    assert look(second)[0].phase is Phase.RUNNING
+    wait_until(lambda: look(first)[0].phase is JobPhase.ENDED)
+    assert look(second)[0].phase is JobPhase.RUNNING
     assert LocalHost().run_many(query.cancel_commands([second]))[0].ok

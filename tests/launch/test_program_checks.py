@@ -12,11 +12,11 @@ import pytest
 
 from shardway.errors import UserError
 from shardway.launch.hosts.local import LocalHost
-from shardway.launch.snapshot import LeftOut, SnapshotPlan
+from shardway.launch.snapshot import ExcludedPath, SnapshotPlan
 from shardway.launch.submission.checks.code import Code
 from shardway.launch.submission.checks.commands import parse_conda_environments
-from shardway.launch.submission.prepare import Order, prepare
-from shardway.resolve.request import Request
+from shardway.launch.submission.prepare import SubmitRequest, prepare
+from shardway.resolve.request import ResolveRequest
 
 CONDA = """# conda environments:
 #
@@ -54,7 +54,7 @@ def refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Refuse:
         monkeypatch.delenv(name, raising=False)
 
     def ask(*command: str, keys: tuple[str, ...] = (), host: LocalHost | None = None) -> str:
-        order = Order(Request(None, keys, tmp_path / "run"), command=command, here=tmp_path / "code")
+        order = SubmitRequest(ResolveRequest(None, keys, tmp_path / "run"), command=command, here=tmp_path / "code")
         try:
             prepare(order, host or LocalHost(), look=True)
         except UserError as error:
@@ -146,7 +146,7 @@ def test_what_a_snapshot_holds(tmp_path: Path) -> None:
     for name in ("project/sub/a.py", "project/secret.env", "b.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    plan = SnapshotPlan(tmp_path / "project", "sub", None, (), (), (LeftOut("secret.env", "a secret"),), ())
+    plan = SnapshotPlan(tmp_path / "project", "sub", None, (), (), (ExcludedPath("secret.env", "a secret"),), ())
     code = Code(tmp_path / "project/sub", plan)
     reasons = {path: code.why_missing(path) for path in ("a.py", "./a.py", "c.py", "../secret.env", "../../b.py")}
     assert [path for path, why in reasons.items() if not why] == ["a.py", "./a.py"]
@@ -259,7 +259,7 @@ def warn(refuse: Refuse, tmp_path: Path) -> Warn:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         keys = ("site.venv=none", "site.ranks_per_node=2", *keys)
-        order = Order(Request(None, keys, tmp_path / "run"), command=command, here=tmp_path / "code")
+        order = SubmitRequest(ResolveRequest(None, keys, tmp_path / "run"), command=command, here=tmp_path / "code")
         return "\n".join(prepare(order, LocalHost()).warnings).replace(str(tmp_path), "")
 
     return ask

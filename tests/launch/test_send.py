@@ -13,15 +13,15 @@ from job_cases import Cluster
 from shardway.errors import SiteError, UserError
 from shardway.launch.hosts.base import Done
 from shardway.launch.hosts.local import LocalHost
-from shardway.launch.runs.ledger import Entry, Ledger
+from shardway.launch.runs.ledger import Ledger, LedgerEntry
 from shardway.launch.runs.registry import Known, read_known
 from shardway.launch.submission.checks import places
 from shardway.launch.submission.checks.code import Code
-from shardway.launch.submission.prepare import Order, Prepared, prepare
-from shardway.launch.submission.send import Sent, send
+from shardway.launch.submission.prepare import Prepared, SubmitRequest, prepare
+from shardway.launch.submission.send import SentSubmission, send
 from shardway.launch.submission.submit import Submitter
-from shardway.launch.submission.wish import Wish
-from shardway.resolve.request import Request
+from shardway.launch.submission.wish import JobRequest
+from shardway.resolve.request import ResolveRequest
 from shardway.rundir.attempts import Attempt, Ending, Result, Submission
 from shardway.rundir.directory import RunDir
 
@@ -112,12 +112,12 @@ class Desk:
     commit: str
     host: There = field(default_factory=There)
 
-    def order(self, *overrides: str, command: tuple[str, ...] = ("python", "train.py")) -> Order:
+    def order(self, *overrides: str, command: tuple[str, ...] = ("python", "train.py")) -> SubmitRequest:
         """The program as it stands."""
-        request = Request(None, ("site.venv=none", *overrides), self.path / "run")
-        return Order(request, site=str(self.path / "tiny.toml"), command=command, here=self.path / "project")
+        request = ResolveRequest(None, ("site.venv=none", *overrides), self.path / "run")
+        return SubmitRequest(request, site=str(self.path / "tiny.toml"), command=command, here=self.path / "project")
 
-    def send(self) -> Sent:
+    def send(self) -> SentSubmission:
         """Submit it, without pauses."""
         return send(self.order(), self.host, Submitter(self.host, pause=lambda seconds: None))
 
@@ -178,7 +178,9 @@ def test_a_snapshot_arrives_with_its_record_and_its_diff(desk: Desk) -> None:
 
 def test_all_that_a_snapshot_here_has_is_there_too(desk: Desk) -> None:
     there = desk.send().prepared.job.folder.path
-    here = send(replace(desk.order(), request=Request(None, ("site.venv=none",), desk.path / "here")), LocalHost())
+    here = send(
+        replace(desk.order(), request=ResolveRequest(None, ("site.venv=none",), desk.path / "here")), LocalHost()
+    )
     assert list_names(there) == list_names(here.prepared.job.folder.path)
 
 
@@ -248,7 +250,7 @@ def test_the_number_of_the_next_attempt(
     entries: list[tuple[int, Submission | None, Result | None]], number: int
 ) -> None:
     run = RunDir(Path("/r"))
-    found = [Entry(Attempt(run.attempt(n).path), sent, result=result) for n, sent, result in entries]
+    found = [LedgerEntry(Attempt(run.attempt(n).path), sent, result=result) for n, sent, result in entries]
     assert Ledger(run, tuple(found)).next_number == number
 
 
@@ -310,7 +312,7 @@ def prepare_training(desk: Desk, *overrides: str) -> Prepared:
     return prepare(desk.order("run.device=cpu", *overrides, command=()), LocalHost())
 
 
-def list_problems(wish: Wish, host: There) -> list[tuple[str, str]]:
+def list_problems(wish: JobRequest, host: There) -> list[tuple[str, str]]:
     found = places.list_host_problems(wish, host, Code(Path.cwd(), is_there=False))
     return [(problem.where, problem.what) for problem in found]
 

@@ -9,7 +9,7 @@ import pytest
 
 from shardway.errors import UserError
 from shardway.launch.hosts.local import LocalHost
-from shardway.launch.submission.prepare import Order, prepare
+from shardway.launch.submission.prepare import SubmitRequest, prepare
 from shardway.ranks.cores import VARIABLE
 from shardway.resolve.request import parse_words
 from shardway.sites.load import load_site
@@ -20,13 +20,13 @@ ASKED = ("site.launcher=ft_launcher", "site.walltime=2h", "site.nodes=2", "site.
 def prepared(tmp_path: Path, *words: str) -> str:
     """The job script for a cluster of which nothing is known."""
     request = replace(parse_words([*ASKED, *words]), directory=tmp_path / "run")
-    return prepare(Order(request, site="generic-slurm", here=tmp_path), LocalHost()).script
+    return prepare(SubmitRequest(request, site="generic-slurm", here=tmp_path), LocalHost()).script
 
 
 def launcher_of(site: str, *words: str) -> str:
     """The program that a job of this site starts on each node or rank, by its script; for Shardway's own training."""
     request = replace(parse_words(["site.nodes=2", "site.walltime=2h", *words]), directory=Path("/runs/mine"))
-    script = prepare(Order(request, site=site, here=Path("/code")), LocalHost()).script
+    script = prepare(SubmitRequest(request, site=site, here=Path("/code")), LocalHost()).script
     return next(name for name, sign in SIGNS.items() if sign in script)
 
 
@@ -63,7 +63,7 @@ def test_a_site_may_have_another_starter(tmp_path: Path) -> None:
 def test_ranks_of_an_agent_are_bound_where_the_site_binds_tasks() -> None:
     """srun's own option would bind the agent."""
     request = replace(parse_words(["site.account=a", "site.walltime=2h"]), directory=Path("/runs/mine"))
-    script = prepare(Order(request, site="lumi-g", here=Path("/code")), LocalHost()).script
+    script = prepare(SubmitRequest(request, site="lumi-g", here=Path("/code")), LocalHost()).script
     masks = load_site("lumi-g").start.masks
     assert len(masks) == 8
     assert f"export {VARIABLE}={','.join(masks)}" in script
@@ -110,6 +110,6 @@ def test_fewer_nodes_are_not_asked_of_it(tmp_path: Path) -> None:
 
 
 def test_it_is_no_command_of_a_job(tmp_path: Path) -> None:
-    order = Order(parse_words([]), command=("ft_launcher", "--nnodes=2", "train.py"), here=tmp_path)
+    order = SubmitRequest(parse_words([]), command=("ft_launcher", "--nnodes=2", "train.py"), here=tmp_path)
     with pytest.raises(UserError, match="it begins with ft_launcher, and the job script starts the ranks itself"):
         prepare(order, LocalHost())

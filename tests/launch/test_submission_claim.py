@@ -18,9 +18,9 @@ from job_cases import Cluster, make_job
 from shardway.errors import UserError
 from shardway.launch.hosts.local import LocalHost
 from shardway.launch.job import Job
-from shardway.launch.runs.ledger import Entry, read_ledger
+from shardway.launch.runs.ledger import LedgerEntry, read_ledger
 from shardway.launch.submission import submit
-from shardway.launch.submission.claim import Claim, Life, claim_of_this_process, look_at, parse_claim
+from shardway.launch.submission.claim import Life, ProcessIdentity, claim_of_this_process, look_at, parse_claim
 from shardway.launch.submission.submit import UNDER_WAY_S, Submitter
 from shardway.rundir.attempts import Submission
 
@@ -30,7 +30,7 @@ WORDS = st.text(st.characters(whitelist_categories=("L", "N")), min_size=1, max_
 @settings(max_examples=10)
 @given(host=WORDS, process=st.integers(1, 2**22), rest=st.lists(st.just("") | WORDS, min_size=3, max_size=3))
 def test_a_claim_survives(host: str, process: int, rest: list[str]) -> None:
-    claim = Claim(host, process, *rest)
+    claim = ProcessIdentity(host, process, *rest)
     assert parse_claim(claim.render()) == claim
 
 
@@ -47,7 +47,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
         started.kill()
 
 
-def claim_of(process: int) -> Claim:
+def claim_of(process: int) -> ProcessIdentity:
     """The claim that a process of this machine would make."""
     start = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()[19]
     return replace(claim_of_this_process(), process=process, start=start)
@@ -93,7 +93,7 @@ class Scene:
         self.pauses: list[float] = []
         self.submitter = Submitter(LocalHost(), pause=self.pauses.append)
 
-    def prepare(self, claim: Claim | None, ago_s: float) -> Entry:
+    def prepare(self, claim: ProcessIdentity | None, ago_s: float) -> LedgerEntry:
         """As a submitter leaves it that was killed before it had an answer."""
         self.job.folder.make()
         submitted = time.time() - ago_s
@@ -149,9 +149,10 @@ def test_one_that_has_ended_well_since_it_was_looked_at_is_let_be(scene: Scene) 
 
 
 @pytest.mark.parametrize(
-    ("claim", "words"), [(Claim("laptop", 4711), "process 4711 on laptop; whether"), (None, "another command")]
+    ("claim", "words"),
+    [(ProcessIdentity("laptop", 4711), "process 4711 on laptop; whether"), (None, "another command")],
 )
-def test_of_one_elsewhere_the_age_decides(scene: Scene, claim: Claim | None, words: str) -> None:
+def test_of_one_elsewhere_the_age_decides(scene: Scene, claim: ProcessIdentity | None, words: str) -> None:
     """How long that still lasts is told."""
     began = time.time()
     last = scene.prepare(claim, 50)

@@ -17,7 +17,7 @@ from job_cases import Cluster, Ran, Rank, list_combinations, make_job
 
 from shardway.launch.blocks import read_block
 from shardway.launch.hosts.local import LocalHost
-from shardway.launch.job import ContainerUse, Job, Mount, Program
+from shardway.launch.job import ContainerMount, ContainerUse, Job, Program
 from shardway.launch.script import quote, quote_expanding, quote_place
 from shardway.launch.submission.secrets import Secrets, read_secrets
 from speed import picked
@@ -192,7 +192,9 @@ def test_any_word_arrives(
 @pytest.mark.parametrize("runtime", ["pyxis", "apptainer", "podman", "charliecloud", "enroot"])
 def test_mounts_and_images_arrive(runtime: str, run: Run) -> None:
     image = "/my images/it's.sqsh"
-    use = ContainerUse(runtime, image, (Mount("/a b", "/c;d", read_only=True), Mount("$HOME/x", "/y")))
+    use = ContainerUse(
+        runtime, image, (ContainerMount("/a b", "/c;d", read_only=True), ContainerMount("$HOME/x", "/y"))
+    )
     ran, _, cluster = run(make_job("slurm", "srun", runtime, container=use))
     assert ran.state == "finished", ran.said
     calls = [words for command in ("srun", "podman", "enroot") for words in cluster.list_calls(command)]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardway.errors import Bug
-from shardway.models.initialise import Held, _fill, _signed, _splitmix64, constant_, normal_, stream_key
+from shardway.models.initialise import HeldSlice, _fill, _signed, _splitmix64, constant_, normal_, stream_key
 
 MASK = 2**64 - 1
 
@@ -98,7 +98,7 @@ def test_the_fill_of_a_slice_is_the_slice_of_the_fill(shape, chunk, data):
     whole = filled(shape)
     part = whole[tuple(slice(low, high) for low, high in bounds)]
     local = torch.full(part.shape, torch.nan)
-    held = Held(local, tuple(shape), tuple(low for low, _ in bounds))
+    held = HeldSlice(local, tuple(shape), tuple(low for low, _ in bounds))
     _fill(held, local.view(-1), _signed(stream_key(0, "w")), 1.0, chunk)
     assert torch.equal(local, part)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from runs import TINY, lone_rank, train_tiny
-from shardway.launch.submission.prepare import Order, render_order
-from shardway.resolve.request import Request
-from shardway.rundir.attempts import Attempt, Ending, Result, Started, Submission
+from shardway.launch.submission.prepare import SubmitRequest, render_order
+from shardway.resolve.request import ResolveRequest
+from shardway.rundir.attempts import Attempt, AttemptStart, Ending, Result, Submission
 from shardway.rundir.directory import RunDir
 from shardway.runfile.load import DEFAULT, load_run
 from shardway.runfile.write import render_run
@@ -49,8 +49,8 @@ def _submit(attempt: Attempt) -> None:
     now, job = time.time(), f"99999999{attempt.number}.1"
     asked = {"name": "small", "walltime_s": 3600.0, "nodes": 1, "cores": 2, "script": str(attempt.job_script)}
     attempt.write_submission(Submission("local", f"a1b2c{attempt.number}", job, submitted=now - 9, asked=asked))
-    attempt.write_started(Started(job, "node1", "node1", now - 8, now + 3600))
-    order = Order(Request(attempt.run_file, (), attempt.run_path), site="laptop", here=Path("/nowhere"))
+    attempt.write_started(AttemptStart(job, "node1", "node1", now - 8, now + 3600))
+    order = SubmitRequest(ResolveRequest(attempt.run_file, (), attempt.run_path), site="laptop", here=Path("/nowhere"))
     attempt.order_path.write_text(render_order(order), encoding="utf-8")
     loaded = load_run(None, WORDS)
     text = render_run(loaded.values, loaded.origins, lambda dotted: loaded.origins[dotted] != DEFAULT)

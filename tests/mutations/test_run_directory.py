@@ -13,7 +13,7 @@ from verbs import call, guarded, picture
 
 from shardway.checkpoint.load import peek_latest
 from shardway.checkpoint.manifest import NAME
-from shardway.resolve.request import Request, resolve_request
+from shardway.resolve.request import ResolveRequest, resolve_request
 from shardway.resolve.same_run import check_same_run, find_changes
 from shardway.rundir.directory import RunDir
 from shardway.runfile.schema import all_keys
@@ -109,7 +109,7 @@ def test_a_submission_is_prepared_or_refused(numbers: Sequence[int], run: Path, 
 @few_and_many(few=1, many=10)
 def test_going_on_is_prepared_or_refused(numbers: Sequence[int], run: Path, tried: Tried) -> None:
     """What a run reads before it goes on, as far as it writes nothing."""
-    resolved = resolve_request(Request(None, WORDS, run)).resolved
+    resolved = resolve_request(ResolveRequest(None, WORDS, run)).resolved
 
     def prepare() -> None:
         directory = RunDir(run)

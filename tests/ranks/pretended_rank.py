@@ -44,10 +44,10 @@ def list_used() -> list[str]:
 def ask_doctor(placement: Placement) -> list[str]:
     """What the doctor has against the network of this host."""
     from shardway.ranks.doctor.checks.network import check_hostname, check_interfaces, check_master
-    from shardway.ranks.doctor.surroundings import Surroundings
+    from shardway.ranks.doctor.surroundings import MachineView
     from shardway.sites.load import load_site
 
-    around = Surroundings(os.environ, load_site(os.environ["SITE"]), placement, host=socket.gethostname())
+    around = MachineView(os.environ, load_site(os.environ["SITE"]), placement, host=socket.gethostname())
     found = [check(around) for check in (check_interfaces, check_master, check_hostname)]
     return [f"{each.verdict}: {each.found}" for each in found if each.verdict != "ok"]
 

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardway.errors import JobError, LostContact, NodeLost, SiteError, UserError
-from shardway.ranks.attempt import Fault, describe_error, find_attempt, sign_failure, tell_end, tell_fault
-from shardway.rundir.attempts import VARIABLE, Attempt, Ending, Result, Started
+from shardway.ranks.attempt import RankFault, describe_error, find_attempt, sign_failure, tell_end, tell_fault
+from shardway.rundir.attempts import VARIABLE, Attempt, AttemptStart, Ending, Result
 
 
 @pytest.fixture
 def attempt(tmp_path: Path) -> Attempt:
     attempt = Attempt(tmp_path / "runs/a/attempts/0003")
     attempt.make()
-    attempt.write_started(Started("4711", started=1.0))
+    attempt.write_started(AttemptStart("4711", started=1.0))
     return attempt
 
 
@@ -60,23 +60,23 @@ OTHER = [
 
 @pytest.mark.parametrize(("kind", "one", "other"), SAME)
 def test_the_same_failure_signs_alike(kind: str, one: str, other: str) -> None:
-    signed = sign_failure(Fault(kind, one, 4))
-    assert signed == sign_failure(Fault(kind, other, 4))
+    signed = sign_failure(RankFault(kind, one, 4))
+    assert signed == sign_failure(RankFault(kind, other, 4))
     assert signed.startswith(f"{kind}: ")
     assert "\n" not in signed
 
 
 @pytest.mark.parametrize(("one", "other"), OTHER)
 def test_another_failure_signs_otherwise(one: str, other: str) -> None:
-    assert sign_failure(Fault("JobError", one, 4)) != sign_failure(Fault("JobError", other, 4))
-    assert sign_failure(Fault("JobError", one, 4)) != sign_failure(Fault("UserError", one, 4))
+    assert sign_failure(RankFault("JobError", one, 4)) != sign_failure(RankFault("JobError", other, 4))
+    assert sign_failure(RankFault("JobError", one, 4)) != sign_failure(RankFault("UserError", one, 4))
 
 
 @settings(max_examples=60)
 @given(st.text(max_size=80), st.integers(0, 10**9), st.integers(0, 10**9))
 def test_numbers_never_count(words: str, one: int, other: int) -> None:
     def sign(number: int) -> str:
-        return sign_failure(Fault("JobError", f"step {number} of {words}", 4))
+        return sign_failure(RankFault("JobError", f"step {number} of {words}", 4))
 
     assert sign(one) == sign(other)
     assert len(sign(one)) <= 200
@@ -85,9 +85,9 @@ def test_numbers_never_count(words: str, one: int, other: int) -> None:
 
 def test_an_error_of_another_library_is_named_as_it_is() -> None:
     fault = describe_error(KeyError(3))
-    assert fault == Fault("KeyError", "KeyError: 3", 70)
+    assert fault == RankFault("KeyError", "KeyError: 3", 70)
     assert sign_failure(fault) == "KeyError: #"
-    assert describe_error(UserError("a\nb")) == Fault("UserError", "a\nb", 2)
+    assert describe_error(UserError("a\nb")) == RankFault("UserError", "a\nb", 2)
 
 
 # --- who tells
@@ -112,7 +112,7 @@ def test_what_ended_a_rank_is_the_result(attempt: Attempt) -> None:
         (describe_error(LostContact("rank 0 lost contact: closed")), Ending.CRASHED),
     ],
 )
-def test_what_is_no_crash_has_a_state_of_its_own(attempt: Attempt, fault: Fault, state: Ending) -> None:
+def test_what_is_no_crash_has_a_state_of_its_own(attempt: Attempt, fault: RankFault, state: Ending) -> None:
     assert tell_fault(attempt, "rank 0", fault, patience_s=0.0)
     result = attempt.read_result()
     assert result is not None

@@ -12,7 +12,7 @@ import pytest
 
 from shardway.ranks import began
 from shardway.ranks.began import find_began, job_age_s, process_age_s
-from shardway.rundir.attempts import Attempt, Started
+from shardway.rundir.attempts import Attempt, AttemptStart
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux")
 
@@ -43,12 +43,12 @@ def test_a_stat_of_another_form_tells_nothing(monkeypatch: pytest.MonkeyPatch, t
 def test_a_job_is_as_old_as_this_host_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(began, "_uptime_s", lambda: 1000.0)
     now, host = time.time(), socket.gethostname()
-    assert job_age_s(Started("1", host, started=now - 900)) == pytest.approx(900, abs=30)
+    assert job_age_s(AttemptStart("1", host, started=now - 900)) == pytest.approx(900, abs=30)
     for odd in (
-        Started("1", "another-host", started=now - 900),
-        Started("1", host),
-        Started("1", host, started=now + 60),
-        Started("1", host, started=now - 1100),
+        AttemptStart("1", "another-host", started=now - 900),
+        AttemptStart("1", host),
+        AttemptStart("1", host, started=now + 60),
+        AttemptStart("1", host, started=now - 1100),
     ):
         assert job_age_s(odd) == 0.0
 
@@ -58,7 +58,7 @@ def test_the_job_counts_where_it_is_older_than_the_process(monkeypatch: pytest.M
     attempt = Attempt(tmp_path / "attempts" / "0001")
     attempt.make()
     assert time.monotonic() - find_began(attempt, {}) == pytest.approx(process_age_s(), abs=1)
-    attempt.write_started(Started("1", socket.gethostname(), started=time.time() - 1e6))
+    attempt.write_started(AttemptStart("1", socket.gethostname(), started=time.time() - 1e6))
     assert time.monotonic() - find_began(attempt, {}) == pytest.approx(1e6, abs=30)
-    attempt.write_started(Started("1", "another-host", started=time.time() - 1e6))
+    attempt.write_started(AttemptStart("1", "another-host", started=time.time() - 1e6))
     assert time.monotonic() - find_began(attempt, {}) == pytest.approx(process_age_s(), abs=1)

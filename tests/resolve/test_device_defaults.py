@@ -19,7 +19,7 @@ from shardway.hardware.catalogue import load_accelerators
 from shardway.hardware.device import A_CPU, DeviceFacts, facts_of_cuda, facts_of_part
 from shardway.resolve import DataFacts, Resolved, resolve_with_data
 from shardway.resolve.device_defaults import KEYS, choose_for
-from shardway.resolve.request import Request, resolve_request
+from shardway.resolve.request import ResolveRequest, resolve_request
 from shardway.resolve.resolved import Settled
 
 
@@ -199,8 +199,8 @@ def test_an_epoch_that_turns_out_short_is_not_compiled() -> None:
 def test_a_planned_machine_decides_as_its_devices_would(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('[data]\nkind = "synthetic"\n')
-    here = resolve_request(Request(path)).resolved
-    there = resolve_request(Request(path), 8, 8, planned=DGX).resolved
+    here = resolve_request(ResolveRequest(path)).resolved
+    there = resolve_request(ResolveRequest(path), 8, 8, planned=DGX).resolved
     assert [value_of(here, key) for key in KEYS] == ["fp32", False, "off"]
     assert [value_of(there, key) for key in KEYS] == ["bf16", True, "blocks"]
     assert there.origins["precision.compute"].startswith(f"derived: {DGX.accelerator.name} multiplies bf16")

@@ -14,12 +14,12 @@ from shardway.errors import UserError
 from shardway.hardware import probe
 from shardway.plan.shapes.architecture import Architecture
 from shardway.resolve import Circumstances
-from shardway.resolve.request import Request, resolve_request
+from shardway.resolve.request import ResolveRequest, resolve_request
 
 
 def test_the_machine_is_this_one() -> None:
     machine = probe.probe_machine()
-    circumstances = resolve_request(Request(), ranks=4, ranks_per_node=2).resolved.circumstances
+    circumstances = resolve_request(ResolveRequest(), ranks=4, ranks_per_node=2).resolved.circumstances
     assert (circumstances.ranks, circumstances.ranks_per_node, circumstances.site) == (4, 2, "laptop")
     assert circumstances.usable_cores == machine.usable_cores
     assert circumstances.accelerators == len(machine.accelerators)
@@ -28,36 +28,39 @@ def test_the_machine_is_this_one() -> None:
 @pytest.mark.parametrize(
     ("request_", "directory"),
     [
-        (Request(), "runs/default"),
-        (Request(overrides=("run.name=a", "run.root=/b")), "/b/a"),
-        (Request(overrides=("run.name=a",), directory=Path("c/d")), "c/d"),
+        (ResolveRequest(), "runs/default"),
+        (ResolveRequest(overrides=("run.name=a", "run.root=/b")), "/b/a"),
+        (ResolveRequest(overrides=("run.name=a",), directory=Path("c/d")), "c/d"),
     ],
 )
-def test_the_run_directory(request_: Request, directory: str) -> None:
+def test_the_run_directory(request_: ResolveRequest, directory: str) -> None:
     assert resolve_request(request_).directory.path == Path(directory)
 
 
 def test_a_home_is_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    for request in (Request(overrides=("run.name=a", "run.root=~/runs")), Request(directory=Path("~/runs/a"))):
+    for request in (
+        ResolveRequest(overrides=("run.name=a", "run.root=~/runs")),
+        ResolveRequest(directory=Path("~/runs/a")),
+    ):
         assert resolve_request(request).directory.path == tmp_path / "runs/a"
 
 
 @pytest.mark.parametrize(
-    "request_", [Request(overrides=("run.root=~nobody-x/a",)), Request(directory=Path("~nobody-x"))]
+    "request_", [ResolveRequest(overrides=("run.root=~nobody-x/a",)), ResolveRequest(directory=Path("~nobody-x"))]
 )
-def test_a_home_that_nobody_knows_makes_no_folder_called_so(request_: Request) -> None:
+def test_a_home_that_nobody_knows_makes_no_folder_called_so(request_: ResolveRequest) -> None:
     with pytest.raises(UserError, match="begins with ~, and this machine knows no such home folder"):
         _ = resolve_request(request_).directory
 
 
 def test_a_directory_that_is_no_text_is_refused() -> None:
     with pytest.raises(UserError, match=r"the run directory 'runs/caf\\udce9' is not UTF-8 text"):
-        resolve_request(Request(directory=Path(os.fsdecode(b"runs/caf\xe9"))))
+        resolve_request(ResolveRequest(directory=Path(os.fsdecode(b"runs/caf\xe9"))))
 
 
 def test_the_resolved_run_leads_back_to_its_directory() -> None:
-    resolved = resolve_request(Request(directory=Path("c/d"))).resolved
+    resolved = resolve_request(ResolveRequest(directory=Path("c/d"))).resolved
     assert (resolved.values.run.root, resolved.values.run.name) == ("c", "d")
     assert (resolved.origins["run.root"], resolved.origins["run.name"]) == ("--dir", "--dir")
 
@@ -65,21 +68,21 @@ def test_the_resolved_run_leads_back_to_its_directory() -> None:
 def test_a_directory_without_a_name_gets_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a/b").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "a/b")
-    assert resolve_request(Request(directory=Path("."))).directory.path == tmp_path / "a/b"
-    assert resolve_request(Request(directory=Path(".."))).directory.path == tmp_path / "a"
+    assert resolve_request(ResolveRequest(directory=Path("."))).directory.path == tmp_path / "a/b"
+    assert resolve_request(ResolveRequest(directory=Path(".."))).directory.path == tmp_path / "a"
     with pytest.raises(UserError) as told:
-        resolve_request(Request(directory=Path("/")))
+        resolve_request(ResolveRequest(directory=Path("/")))
     assert str(told.value) == "the run directory / is the root of the file system; name a folder in it."
 
 
 def test_the_directory_is_called_after_the_file(tmp_path: Path) -> None:
     path = tmp_path / "mnist-small.toml"
     path.write_text("format = 1\n")
-    assert resolve_request(Request(path)).directory.path == Path("runs/mnist-small")
+    assert resolve_request(ResolveRequest(path)).directory.path == Path("runs/mnist-small")
 
 
 def test_a_value_in_place_of_a_default_is_resolved_anew() -> None:
-    resolution = resolve_request(Request(), ranks=2, ranks_per_node=2)
+    resolution = resolve_request(ResolveRequest(), ranks=2, ranks_per_node=2)
     changed = resolution.with_default("train.global_batch", 10, "the script")
     assert changed.resolved.values.train.micro_batch == 5
     assert changed.resolved.origins["train.global_batch"] == "the script"
@@ -95,7 +98,7 @@ def circumstances_of(*words: str, found: tuple[str, ...] = ()) -> Circumstances:
     shown = replace(here, accelerators=tuple(probe.Device(name, 80 * 2**30) for name in found))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(probe, "probe_machine", lambda: shown)
-        return resolve_request(Request(overrides=words)).resolved.circumstances
+        return resolve_request(ResolveRequest(overrides=words)).resolved.circumstances
 
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -164,4 +167,4 @@ def test_none_where_none_is_wanted_or_known(words: tuple[str, ...], found: tuple
 
 def test_an_unknown_site_is_refused() -> None:
     with pytest.raises(UserError, match=r'^site\.name \(command line\): there is no site "moon"\n  allowed: '):
-        resolve_request(Request(overrides=("site.name=moon",)))
+        resolve_request(ResolveRequest(overrides=("site.name=moon",)))

@@ -13,7 +13,7 @@ from golden_files import Golden, golden_names
 from shardway.errors import UserError
 from shardway.resolve import Circumstances, DataFacts, Resolved, resolve, resolve_with_data
 from shardway.resolve.applies import applies
-from shardway.runfile.load import Loaded, load_run
+from shardway.runfile.load import LoadedRunFile, load_run
 from shardway.runfile.schema import RunFile, all_keys
 from shardway.runfile.write import render_value
 
@@ -43,7 +43,7 @@ def test_the_default_example_is_the_default_run() -> None:
     assert resolve(load_run(example), on(2)).values == resolve(load_run(None), on(2)).values
 
 
-def again(folder: Path, resolved: Resolved) -> Loaded:
+def again(folder: Path, resolved: Resolved) -> LoadedRunFile:
     path = folder / "resolved.toml"
     path.write_text(resolved.render(), encoding="utf-8")
     return load_run(path)

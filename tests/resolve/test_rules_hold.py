@@ -19,7 +19,7 @@ from shardway.errors import Problem, UserError
 from shardway.resolve import Circumstances, Resolved, resolve
 from shardway.resolve.draft import Draft
 from shardway.resolve.rules import RULES, axes, layout, pipeline
-from shardway.runfile.load import Loaded, load_run
+from shardway.runfile.load import LoadedRunFile, load_run
 from shardway.runfile.write import render_value
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
@@ -72,7 +72,7 @@ def text_of(values: dict[str, Any]) -> Run:
     return {dotted: render_value(value) for dotted, value in values.items()}
 
 
-def load(run: Run) -> Loaded:
+def load(run: Run) -> LoadedRunFile:
     return load_run(None, [f"{dotted}={text}" for dotted, text in run.items()])
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from shardway.errors import ShardwayError
 from shardway.rundir.directory import RunDir
 from shardway.rundir.lease import Means
-from shardway.rundir.lock import Place, WriterLock
-from shardway.rundir.watching import Terms
+from shardway.rundir.lock import LockPaths, WriterLock
+from shardway.rundir.watching import LeaseTimes
 
 def refuse(descriptor, operation):
     raise OSError(errno.ENOSYS, "Function not implemented")
@@ -26,8 +26,8 @@ def refuse(descriptor, operation):
 folder, locks, beat_s = Path(sys.argv[1]), sys.argv[2] == "locks", float(sys.argv[3])
 if not locks:
     fcntl.flock = refuse
-terms = Terms(beat_s, 5 * beat_s, 8 * beat_s, beat_s / 4, beat_s)
-lock = WriterLock(Place(folder / "writer.lock", folder / "lease"), Means(terms=terms))
+terms = LeaseTimes(beat_s, 5 * beat_s, 8 * beat_s, beat_s / 4, beat_s)
+lock = WriterLock(LockPaths(folder / "writer.lock", folder / "lease"), Means(terms=terms))
 lock.acquire(lambda line: print("told", line, flush=True))
 run = replace(RunDir(folder), tenure=lock.lease)
 print("held", lock.lease.epoch, flush=True)

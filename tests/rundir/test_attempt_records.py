@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardway.rundir.attempts import Attempt, Ending, Result, Started, Submission
+from shardway.rundir.attempts import Attempt, AttemptStart, Ending, Result, Submission
 
 
 def damaged(path: Path, **changed: Any) -> None:
@@ -21,14 +21,14 @@ def attempt(tmp_path: Path) -> Attempt:
     attempt = Attempt(tmp_path / "attempts/0001")
     attempt.make()
     attempt.write_submission(Submission("slurm", "token", "17", submitted=1.0, asked={"nodes": 2}))
-    attempt.write_started(Started("17", "n1", "n1 n2", 2.0, 3.0))
+    attempt.write_started(AttemptStart("17", "n1", "n1 n2", 2.0, 3.0))
     attempt.write_result(Result(Ending.FINISHED, "done", 5, 0, by="rank 0", ended=4.0))
     return attempt
 
 
 def test_what_was_written_is_read(attempt: Attempt) -> None:
     assert attempt.read_submission() == Submission("slurm", "token", "17", submitted=1.0, asked={"nodes": 2})
-    assert attempt.read_started() == Started("17", "n1", "n1 n2", 2.0, 3.0)
+    assert attempt.read_started() == AttemptStart("17", "n1", "n1 n2", 2.0, 3.0)
     assert attempt.read_result() == Result(Ending.FINISHED, "done", 5, 0, by="rank 0", ended=4.0)
 
 
@@ -36,7 +36,7 @@ def test_a_value_of_another_type_is_left_out(attempt: Attempt) -> None:
     damaged(attempt.submission_path, submitted={"x": 1}, asked="nodes")
     assert attempt.read_submission() == Submission("slurm", "token", "17")
     damaged(attempt.started_path, deadline=[3.0], started="soon")
-    assert attempt.read_started() == Started("17", "n1", "n1 n2")
+    assert attempt.read_started() == AttemptStart("17", "n1", "n1 n2")
     damaged(attempt.result_path, failure=0.5, step="five", ended=10**400)
     assert attempt.read_result() == Result(Ending.FINISHED, "done", 0, 0, by="rank 0")
 

@@ -17,7 +17,7 @@ from shardway.rundir.claims import KEPT, Beat, Claim, DiskFiles, read_beat, surv
 from shardway.rundir.directory import RunDir
 from shardway.rundir.identity import Identity, is_gone, own_identity
 from shardway.rundir.lease import Follower, Lease, Means
-from shardway.rundir.watching import Terms, Verdict, watch
+from shardway.rundir.watching import LeaseTimes, LeaseVerdict, watch
 
 ELSEWHERE = Identity("n1", "boot", "pids", 7, "100")
 
@@ -99,7 +99,7 @@ def test_a_watcher_that_slept_begins_anew(files: DiskFiles, hand: Hand, slept: s
     if slept == "asleep":
         hand.during = sleep_on
     seen = Slow(files.folder) if slept == "slow" else files
-    assert watch(seen, hand, standing, Terms()) is Verdict.SILENT
+    assert watch(seen, hand, standing, LeaseTimes()) is LeaseVerdict.SILENT
     assert hand.now() > 100.0 + 60.0 + 15.0
 
 
@@ -113,7 +113,7 @@ def test_a_watcher_that_sees_nothing_decides_nothing(files: DiskFiles, hand: Han
             raise OSError(errno.EIO, "Input/output error")
 
     with pytest.raises(OSError, match="Input/output error"):
-        watch(Away(files.folder), hand, standing, Terms())
+        watch(Away(files.folder), hand, standing, LeaseTimes())
     assert hand.now() > 115.0
 
 

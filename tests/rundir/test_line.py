@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardway.rundir.line import LOCAL, MOST, NAME, SHARED, Descent, Line, has_line, read_line, write_line
+from shardway.rundir.line import LOCAL, MOST, NAME, SHARED, Descent, Lineage, has_line, read_line, write_line
 
 OLD, NEW = Descent(1, 0, SHARED, "old"), Descent(2, 20, LOCAL, "new")
 
 
 def test_what_an_overtaken_writer_saved_later_is_off() -> None:
-    line = Line((OLD, NEW))
+    line = Lineage((OLD, NEW))
     assert line.why_off("old", 20) == ""
     assert line.why_off("old", 21) == "the run went on from step 20 after it was saved"
     assert line.why_off("new", 90) == ""
@@ -23,7 +23,7 @@ def test_what_an_overtaken_writer_saved_later_is_off() -> None:
 
 def test_what_was_saved_before_the_run_went_back_is_off() -> None:
     """Also in the same epoch: the process goes on under another name."""
-    line = Line((OLD, Descent(1, 10, SHARED, "back")))
+    line = Lineage((OLD, Descent(1, 10, SHARED, "back")))
     assert line.why_off("old", 15)
     assert line.why_off("back", 15) == ""
 
@@ -41,12 +41,12 @@ def test_what_was_saved_before_the_run_went_back_is_off() -> None:
     ],
 )
 def test_when_a_checkpoint_has_failed_twice(entries: list[Descent], expected: bool) -> None:
-    assert Line(tuple(entries)).failed_twice(20) is expected
+    assert Lineage(tuple(entries)).failed_twice(20) is expected
 
 
 def test_it_is_kept_and_kept_short(tmp_path: Path) -> None:
     assert not has_line(tmp_path)
-    line = Line()
+    line = Lineage()
     for epoch in range(MOST + 6):
         line = line.add(Descent(epoch, epoch, SHARED))
     write_line(tmp_path, line)
@@ -61,7 +61,7 @@ def test_it_is_kept_and_kept_short(tmp_path: Path) -> None:
 )
 def test_a_file_that_cannot_be_read_is_a_line_without_entries(tmp_path: Path, text: str) -> None:
     (tmp_path / NAME).write_text(text)
-    assert read_line(tmp_path) == Line()
+    assert read_line(tmp_path) == Lineage()
     assert read_line(tmp_path).why_off("old", 1)
 
 
@@ -69,7 +69,7 @@ def test_a_file_that_cannot_be_read_is_a_line_without_entries(tmp_path: Path, te
 def test_what_is_on_the_line_is_what_the_run_comes_from(data: st.DataObject) -> None:
     """Starts and goings back happen while those before may still write: whatever was saved by anybody is on the line
     where the run came past it, and nowhere else."""
-    line, reached, made = Line(), dict[str, int](), dict[int, str]()
+    line, reached, made = Lineage(), dict[str, int](), dict[int, str]()
     saved: set[tuple[str, int]] = set()
     for epoch in range(data.draw(st.integers(1, 6))):
         base = data.draw(st.sampled_from([0, *sorted(made)]))

@@ -20,8 +20,8 @@ from shardway.errors import UserError
 from shardway.rundir import lock
 from shardway.rundir.claims import Claim, newest_epoch, write_claim
 from shardway.rundir.lease import Means
-from shardway.rundir.lock import Place, WriterLock, find_holder, find_holder_host, signal_holder
-from shardway.rundir.watching import Terms
+from shardway.rundir.lock import LockPaths, WriterLock, find_holder, find_holder_host, signal_holder
+from shardway.rundir.watching import LeaseTimes
 
 SINCE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 
@@ -32,8 +32,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "PAUSE_S", 0.001)
 
 
-def place(folder: Path) -> Place:
-    return Place(folder / "writer.lock", folder / "lease")
+def place(folder: Path) -> LockPaths:
+    return LockPaths(folder / "writer.lock", folder / "lease")
 
 
 def writer(folder: Path) -> WriterLock:
@@ -218,7 +218,7 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock.fcntl, "flock", refuse)
 
 
-QUICK = Terms(beat_s=0.05, sure_s=0.4, ttl_s=0.6, look_s=0.02, slack_s=0.3)
+QUICK = LeaseTimes(beat_s=0.05, sure_s=0.4, ttl_s=0.6, look_s=0.02, slack_s=0.3)
 PATIENT = replace(QUICK, ttl_s=120.0)
 """To watch one that lives, however long its machine keeps it from a beat."""
 

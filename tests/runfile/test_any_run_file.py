@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from run_values import overrides_of, texts, valid_values
 
 from shardway.errors import UserError
-from shardway.runfile.load import Loaded, load_run
+from shardway.runfile.load import LoadedRunFile, load_run
 from shardway.runfile.schema import all_keys, sections
 from shardway.runfile.write import render_value
 
 
-def load_or_refuse(path: Path | None, *overrides: str) -> Loaded | str:
+def load_or_refuse(path: Path | None, *overrides: str) -> LoadedRunFile | str:
     try:
         return load_run(path, overrides)
     except UserError as error:
@@ -32,7 +32,7 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_any_bytes(run_file: Path, content: bytes) -> None:
     run_file.write_bytes(content)
     told = load_or_refuse(run_file)
-    assert isinstance(told, Loaded) or str(run_file) in told
+    assert isinstance(told, LoadedRunFile) or str(run_file) in told
 
 
 SCALARS = st.one_of(
@@ -82,7 +82,7 @@ def test_any_value_of_any_key(dotted: str, value: Any) -> None:
 @given(st.lists(st.text(max_size=20), max_size=3))
 def test_any_words(words: list[str]) -> None:
     told = load_or_refuse(None, *words)
-    assert isinstance(told, Loaded) or "in the command line" in told
+    assert isinstance(told, LoadedRunFile) or "in the command line" in told
 
 
 @given(valid_values())

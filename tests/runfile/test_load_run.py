@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardway.errors import UserError
-from shardway.runfile.load import DEFAULT, Loaded, load_run, parse_override_value
+from shardway.runfile.load import DEFAULT, LoadedRunFile, load_run, parse_override_value
 from shardway.runfile.schema import RunFile, all_keys
 from shardway.units import Span
 
@@ -23,7 +23,7 @@ def refused(path: Path | None, *overrides: str) -> str:
     return str(told.value)
 
 
-def set_keys(loaded: Loaded) -> dict[str, str]:
+def set_keys(loaded: LoadedRunFile) -> dict[str, str]:
     return {dotted: origin for dotted, origin in loaded.origins.items() if origin != DEFAULT}
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shardway.rundir.claims import Files, Standing, beat_name, survey
+from shardway.rundir.claims import ClaimFiles, ClaimState, beat_name, survey
 from shardway.rundir.lease import Lease
-from shardway.rundir.watching import Clock, Terms, Verdict
+from shardway.rundir.watching import LeaseClock, LeaseTimes, LeaseVerdict
 
 
 class Unconfirmed(Lease):
@@ -34,11 +34,11 @@ class Unsure(Lease):
             raise self._lost
 
 
-def watch_by_dates(files: Files, clock: Clock, first: Standing, terms: Terms) -> Verdict:
+def watch_by_dates(files: ClaimFiles, clock: LeaseClock, first: ClaimState, terms: LeaseTimes) -> LeaseVerdict:
     """Compares the date of the last beat with that of its own host."""
     seen = survey(files)
     if seen is None or seen.claim != first.claim or seen.beat.released:
-        return Verdict.CHANGED
+        return LeaseVerdict.CHANGED
     beat = files.mount.store.folder("lease").entries.get(beat_name(first.claim.epoch))  # type: ignore[attr-defined]
     date = clock.world.now + clock.host.skew_s  # type: ignore[attr-defined]
-    return Verdict.LIVES if beat is not None and date - beat.date < terms.ttl_s else Verdict.SILENT
+    return LeaseVerdict.LIVES if beat is not None and date - beat.date < terms.ttl_s else LeaseVerdict.SILENT

@@ -15,7 +15,7 @@ from training import Plan
 from world import Workers
 
 from shardway.rundir import lease
-from shardway.rundir.watching import Terms
+from shardway.rundir.watching import LeaseTimes
 
 FEW, MANY, MOST = 60, 400, 2000
 WHOLE = Plan()
@@ -87,7 +87,7 @@ def test_a_holder_that_does_not_doubt_itself_writes_events_beside_another(worker
 
 
 def test_a_watch_that_is_shorter_than_a_beat_overtakes_the_living(workers: Workers) -> None:
-    assert "was overtaken while it lived" in find_break(workers, replace(WHOLE, terms=Terms(ttl_s=1.0)), range(40))
+    assert "was overtaken while it lived" in find_break(workers, replace(WHOLE, terms=LeaseTimes(ttl_s=1.0)), range(40))
 
 
 def test_dates_of_two_hosts_overtake_the_living(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:

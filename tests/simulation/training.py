@@ -16,9 +16,9 @@ from storage import LeaseFiles, Mount, Store
 from world import Host, Killed, Process, World
 
 from shardway.errors import Fenced, JobError, ShardwayError, UserError
-from shardway.ranks.agent.policy import Failure, decide
+from shardway.ranks.agent.policy import RepeatedFailure, decide
 from shardway.rundir.lease import Lease, Means
-from shardway.rundir.watching import Terms
+from shardway.rundir.watching import LeaseTimes
 
 SHARDS = ("a", "b")
 KEEP = 2
@@ -33,7 +33,7 @@ class Plan:
     steps: int = 32
     save_every: int = 4
     step_s: float = 1.0
-    terms: Terms = field(default_factory=Terms)
+    terms: LeaseTimes = field(default_factory=LeaseTimes)
     make_lease: Callable[..., Lease] = Lease
     fences: bool = True
 
@@ -206,7 +206,7 @@ class Command:
     host: Host
     plan: Plan
     record: Record
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[RepeatedFailure] = field(default_factory=list)
 
     def start(self) -> None:
         """Start a process, in whatever container."""
@@ -237,6 +237,6 @@ class Command:
         signature = type(error).__name__ if error is not None else "killed"
         saved = max((commit.step for commit in self.record.commits), default=0)
         hopeless = isinstance(error, UserError | Fenced)
-        self.failures.append(Failure(signature, saved, hopeless))
+        self.failures.append(RepeatedFailure(signature, saved, hopeless))
         if decide(self.failures).restart:
             self.world.at(self.world.now + RESTART_S, self.start)

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from shardway.errors import UserError
 from shardway.hardware.catalogue import load_accelerators, load_links
-from shardway.hardware.probe import Device, Machine
+from shardway.hardware.probe import Device, LocalMachine
 from shardway.sites.evidence import GENERIC_SITES
 from shardway.sites.find import list_shipped
 from shardway.sites.load import list_sites, load_site
@@ -22,7 +22,7 @@ from shardway.sites.problems import list_problems
 from shardway.sites.schema import SiteProfile
 
 GIB = 2**30
-MACHINE = Machine("here", "CPU 1", 8, 6, 30 * GIB, (), "3.12.0", "Linux 6.1 x86_64")
+MACHINE = LocalMachine("here", "CPU 1", 8, 6, 30 * GIB, (), "3.12.0", "Linux 6.1 x86_64")
 H100 = Device("NVIDIA H100 80GB HBM3", 80 * GIB)
 A40 = Device("NVIDIA A40", 45 * GIB)
 STRANGER = Device("NVIDIA Graphics Device", 16 * GIB)
@@ -71,7 +71,7 @@ node = { source = "user guide", date = 2026-11-01 }
 """
 
 
-def never_probe() -> Machine:
+def never_probe() -> LocalMachine:
     raise AssertionError("the machine was probed without need")
 
 
@@ -211,7 +211,7 @@ def test_what_the_probe_does_not_know_stays_unknown() -> None:
 def test_this_machine_is_probed_once_and_by_default() -> None:
     calls: list[None] = []
 
-    def probe() -> Machine:
+    def probe() -> LocalMachine:
         calls.append(None)
         return MACHINE
 

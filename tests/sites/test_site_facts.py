@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shardway.launch.job import Job, Program, QueueTerms, Shape, Surroundings
+from shardway.launch.job import Job, JobEnvironment, Program, QueueTerms, Shape
 from shardway.launch.schedulers.slurm.script import cpus_of_task
 from shardway.sites.evidence import GENERIC_SITES, describe_facts
 from shardway.sites.find import list_shipped
@@ -88,7 +88,7 @@ def test_the_ranks_of_a_node_have_all_its_cores(name: str, each: int, together: 
     node = load_site(name).node
     ranks, cores, threads = node.accelerators_per_node or 0, node.cores or 0, node.threads_per_core or 1
     shape = Shape(1, ranks, cores, ranks, threads_per_core=threads)
-    where = Surroundings(Path("/work"))
+    where = JobEnvironment(Path("/work"))
     job = Job("base", "a1", name, "slurm", "srun", Path("/run"), 1, Program(("x.py",)), shape, QueueTerms(60.0), where)
     assert cpus_of_task(job, ranks) == each
     assert ranks * each == together == cores * threads

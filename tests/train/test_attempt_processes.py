@@ -16,7 +16,7 @@ import pytest
 
 from commands import find_ranks
 from runs import TINY, read_named
-from shardway.rundir.attempts import VARIABLE, Attempt, Ending, Result, Started
+from shardway.rundir.attempts import VARIABLE, Attempt, AttemptStart, Ending, Result
 from shardway.rundir.directory import RunDir
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
@@ -36,7 +36,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
         attempt = RunDir(tmp_path / "run").attempt(number)
         attempt.make()
         now = time.time()
-        attempt.write_started(Started(str(number), started=now, deadline=now + left_s if left_s else 0.0))
+        attempt.write_started(AttemptStart(str(number), started=now, deadline=now + left_s if left_s else 0.0))
         command = [sys.executable, "-m", "shardway", "train", "--json", "--dir", str(tmp_path / "run"), *words]
         environ = {**os.environ, VARIABLE: str(attempt.path)}
         pipe = subprocess.PIPE

@@ -26,8 +26,8 @@ from runs import (
 from shardway.errors import JobError, LostContact, UserError
 from shardway.ranks import attempt as words_of_ranks
 from shardway.ranks.start import Ranks
-from shardway.resolve.request import Request
-from shardway.rundir.attempts import VARIABLE, Attempt, Ending, Result, Started
+from shardway.resolve.request import ResolveRequest
+from shardway.rundir.attempts import VARIABLE, Attempt, AttemptStart, Ending, Result
 from shardway.rundir.directory import RunDir
 from shardway.train import loop, session
 from shardway.train.recipe import train_run
@@ -44,7 +44,7 @@ def begin(directory: Path, number: int = 1, *, left_s: float | None = None, on: 
     if on is None or on.is_first:
         attempt.make()
         now = time.time()
-        attempt.write_started(Started("77", started=now, deadline=now + left_s if left_s is not None else 0.0))
+        attempt.write_started(AttemptStart("77", started=now, deadline=now + left_s if left_s is not None else 0.0))
     if on is not None:
         on.barrier()
     return attempt
@@ -321,7 +321,7 @@ def test_ranks_that_start_again_leave_the_word_to_the_last_start(
     attempt = begin(tmp_path)
     told = {"TORCHELASTIC_RESTART_COUNT": str(starts - 1), "TORCHELASTIC_MAX_RESTARTS": "2"}
     environ = {**ALONE_UNDER_TORCHRUN, **told, VARIABLE: str(attempt.path)}
-    with pytest.raises(UserError), open_session(Request(tmp_path / "none.toml"), environ):
+    with pytest.raises(UserError), open_session(ResolveRequest(tmp_path / "none.toml"), environ):
         pass
     result = attempt.read_result()
     assert (result and result.state) == (Ending.CRASHED if starts == 3 else None)

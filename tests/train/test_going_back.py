@@ -48,9 +48,9 @@ POISONED = range(128, 136)
 
 
 def order_of_seed_0() -> list[int]:
-    from shardway.data.order import Order
+    from shardway.data.order import SampleOrder
 
-    return Order(SAMPLES, 0).ids(torch.arange(2 * SAMPLES).numpy()).tolist()
+    return SampleOrder(SAMPLES, 0).ids(torch.arange(2 * SAMPLES).numpy()).tolist()
 
 
 def make_data(poisoned: Any = POISONED) -> TensorDataset:

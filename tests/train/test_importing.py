@@ -21,11 +21,11 @@ from saved_tensors import read_whole
 from shardway.checkpoint.verify import verify_checkpoint
 from shardway.errors import JobError, UserError
 from shardway.ranks.start import Ranks
-from shardway.resolve.request import Request
+from shardway.resolve.request import ResolveRequest
 from shardway.rundir.directory import RunDir
 from shardway.train.export import _resolve as resolve_export
 from shardway.train.export import export_on
-from shardway.train.importing import Imported, Wanted, import_on, resolve_import
+from shardway.train.importing import Imported, ImportRequest, import_on, resolve_import
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
@@ -34,8 +34,8 @@ SAVING = ("checkpoint.every=2 steps", "train.steps=4", "model.tied=false")
 
 def bring(source: Path, target: Path, on: Ranks, *words: str, **wanted: Any) -> Imported:
     """Import on ranks that are there."""
-    request = Request(None, (*TINY, *SAVING, *words), target)
-    return import_on(on, resolve_import(request, on.world, on.world), Wanted(source, **wanted))
+    request = ResolveRequest(None, (*TINY, *SAVING, *words), target)
+    return import_on(on, resolve_import(request, on.world, on.world), ImportRequest(source, **wanted))
 
 
 def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
@@ -181,7 +181,7 @@ def test_damage_found_while_reading_leaves_nothing(rank: int, tmp_path: Path) ->
 
 def test_a_checkpoint_that_names_files_elsewhere_is_not_copied(tmp_path: Path) -> None:
     from shardway.checkpoint.copy import copy_checkpoint
-    from shardway.checkpoint.find import Found
+    from shardway.checkpoint.find import FoundCheckpoint
     from shardway.checkpoint.manifest import Damaged, Manifest, write_manifest
     from shardway.checkpoint.seal import seal_bytes
 
@@ -192,7 +192,7 @@ def test_a_checkpoint_that_names_files_elsewhere_is_not_copied(tmp_path: Path) -
     target = RunDir(tmp_path / "b/run")
     target.create()
     with pytest.raises(Damaged, match="which is not in it"):
-        copy_checkpoint(Found(source, None), target)
+        copy_checkpoint(FoundCheckpoint(source, None), target)
     assert not list((tmp_path / "b").rglob("secret"))
     assert target.checkpoint_steps() == []
 

@@ -244,7 +244,7 @@ def test_a_best_step_that_only_the_nodes_have_is_brought_to_the_run_directory(
     local = ("checkpoint.local_every=1 steps", f"checkpoint.local_dir={tmp_path / 'disk'}")
     real = saving.Saver.save
 
-    def die(saver: saving.Saver, point: saving.Point) -> None:
+    def die(saver: saving.Saver, point: saving.SavePoint) -> None:
         if point.best and point.step == 2:
             raise Killed
         real(saver, point)

@@ -6,16 +6,16 @@ import itertools
 
 import pytest
 
-from shardway.train.machine import Facts, Phase, next_phase
+from shardway.train.machine import Facts, LoopPhase, next_phase
 
 R, T, V, S, STOP, FINISH, END = (
-    Phase.RESTORE,
-    Phase.STEP,
-    Phase.VALIDATE,
-    Phase.SAVE,
-    Phase.STOP,
-    Phase.FINISH,
-    Phase.END,
+    LoopPhase.RESTORE,
+    LoopPhase.STEP,
+    LoopPhase.VALIDATE,
+    LoopPhase.SAVE,
+    LoopPhase.STOP,
+    LoopPhase.FINISH,
+    LoopPhase.END,
 )
 
 # (done, stop, validate_due, save_due) -> the phases after RESTORE, STEP, VALIDATE, SAVE
@@ -64,10 +64,10 @@ def test_a_run_goes_back_before_anything_else_and_then_is_as_after_a_restore(
     facts: tuple[bool, bool, bool, bool],
 ) -> None:
     for phase in (R, T):
-        assert next_phase(phase, Facts(*facts, goes_back=True)) is Phase.GO_BACK
-    for phase in (V, S, STOP, FINISH, Phase.GO_BACK):
-        assert next_phase(phase, Facts(*facts, goes_back=True)) is not Phase.GO_BACK
-    assert next_phase(Phase.GO_BACK, Facts(*facts, goes_back=True)) is next_phase(R, Facts(*facts))
+        assert next_phase(phase, Facts(*facts, goes_back=True)) is LoopPhase.GO_BACK
+    for phase in (V, S, STOP, FINISH, LoopPhase.GO_BACK):
+        assert next_phase(phase, Facts(*facts, goes_back=True)) is not LoopPhase.GO_BACK
+    assert next_phase(LoopPhase.GO_BACK, Facts(*facts, goes_back=True)) is next_phase(R, Facts(*facts))
 
 
 @pytest.mark.parametrize("facts", ALL, ids=str)
@@ -86,7 +86,7 @@ def test_a_run_that_ends_where_it_went_on_from_saves_what_its_directory_lacks(
 def test_a_result_that_asks_for_a_checkpoint_is_saved_next(facts: tuple[bool, bool, bool, bool]) -> None:
     """After its validation, or where a run that goes on finds that it is missing; a save asks for no second one."""
     asked = Facts(*facts, result_save_due=True)
-    for phase in (R, Phase.GO_BACK, V):
+    for phase in (R, LoopPhase.GO_BACK, V):
         assert next_phase(phase, asked) is S
     for phase in (T, S, STOP, FINISH):
         assert next_phase(phase, asked) is next_phase(phase, Facts(*facts))

@@ -17,7 +17,7 @@ from pool import ranks
 from runs import TINY, pool_ranks
 from shardway.errors import JobError, LostContact
 from shardway.ranks.start import is_out_of_memory
-from shardway.resolve.request import Request
+from shardway.resolve.request import ResolveRequest
 from shardway.runfile.schema import ParallelSection, RecomputeSection, RunFile, TrainSection
 from shardway.train.memory import REST, advise, count_held
 from shardway.train.recipe import train_run
@@ -156,7 +156,7 @@ def told_by_open_run(folder: Path, error: Exception, where: str, monkeypatch: py
     """The message of a run of the door, in which one call of this process finds no memory."""
     monkeypatch.setattr(where, fail_with(error))
     words = (*TINY, "checkpoint.every=2 steps")
-    with pytest.raises(JobError) as told, open_run(Request(None, words, folder)) as run:
+    with pytest.raises(JobError) as told, open_run(ResolveRequest(None, words, folder)) as run:
         train_run(run)
     return str(told.value)
 
@@ -206,15 +206,15 @@ SCRIPT = """
     import resource, sys
     import psutil, torch
     from pathlib import Path
-    from shardway.resolve.request import Request
+    from shardway.resolve.request import ResolveRequest
     from shardway.train.recipe import train
     torch.set_num_threads(1)
     words = sys.argv[2:]
-    train(Request(None, tuple(words), Path(sys.argv[1]) / "small"))  # all code is loaded
+    train(ResolveRequest(None, tuple(words), Path(sys.argv[1]) / "small"))  # all code is loaded
     room = psutil.Process().memory_info().vms + 2**28
     resource.setrlimit(resource.RLIMIT_AS, (room, room))
     try:
-        train(Request(None, (*words, "data.seq_len=2048", "model.vocab=16384"), Path(sys.argv[1]) / "large"))
+        train(ResolveRequest(None, (*words, "data.seq_len=2048", "model.vocab=16384"), Path(sys.argv[1]) / "large"))
     except Exception as error:
         print(f"{type(error).__name__}: {error}")
 """

@@ -35,7 +35,7 @@ from shardway.parallel.formats.model_autocast import autocast_model
 from shardway.parallel.switches import apply_backend_switches, tf32_put_back
 from shardway.resolve import device_defaults as decided
 from shardway.resolve.device_defaults import KEYS
-from shardway.resolve.request import Request, resolve_request
+from shardway.resolve.request import ResolveRequest, resolve_request
 from shardway.resolve.resolved import Settled, value_of
 from shardway.rundir.directory import RunDir
 from shardway.runfile.schema import ModelSection, RunFile
@@ -162,7 +162,7 @@ def test_all_ranks_keep_what_rank_0_finds(rank: int, tmp_path: Path) -> None:
 
 
 def test_the_weakest_of_all_ranks_decides() -> None:
-    resolution = resolve_request(Request(overrides=TINY[:-3]), 2, 2)
+    resolution = resolve_request(ResolveRequest(overrides=TINY[:-3]), 2, 2)
     with_gpus = replace(resolution, resolved=replace(resolution.resolved))
     slow = replace(FAST, name="an old one", native_bf16=False)
     reports = [RankReport(FAST, {}), RankReport(slow, {}), RankReport(FAST, {})]
@@ -175,10 +175,10 @@ def test_a_rank_asks_torch_what_its_device_can_do(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100-SXM2-32GB")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
-    facts = look_here(resolve_request(Request()), CUDA).device
+    facts = look_here(resolve_request(ResolveRequest()), CUDA).device
     assert facts is not None
     assert (facts.kind, facts.capability, facts.native_bf16, facts.has_tf32) == ("cuda", (7, 0), False, False)
-    assert look_here(resolve_request(Request()), torch.device("cpu")).device is None
+    assert look_here(resolve_request(ResolveRequest()), torch.device("cpu")).device is None
 
 
 # --- what a script has set
@@ -216,7 +216,8 @@ def test_a_run_leaves_tf32_as_it_was(switches: None) -> None:
 
 
 def test_an_autocast_of_the_script_is_the_only_one() -> None:
-    mine, described = (resolve_request(Request(overrides=("run.device=cpu",), own_model=own)) for own in (True, False))
+    requests = [ResolveRequest(overrides=("run.device=cpu",), own_model=own) for own in (True, False)]
+    mine, described = map(resolve_request, requests)
     with torch.autocast("cpu", torch.bfloat16):
         report, other = (look_here(each, torch.device("cpu")) for each in (mine, described))
     assert report.script == {"precision.compute": Settled("fp32", "the script has an autocast of its own")}
@@ -322,7 +323,7 @@ def test_a_model_is_compiled_where_its_plan_names_blocks(
 @pytest.mark.usefixtures("compiling")
 def test_a_folder_that_cannot_be_made_leaves_a_run_uncompiled(tmp_path: Path) -> None:
     words = ("train.steps=200", "train.compile_cache=/proc/no/such")
-    resolution = resolve_request(Request(overrides=(*TINY, *words)))
+    resolution = resolve_request(ResolveRequest(overrides=(*TINY, *words)))
     assert resolution.resolved.values.train.compile == "blocks"
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("shardway.train.device_defaults._look_at", lambda device: replace(FAST, no_compiler=""))

@@ -18,7 +18,7 @@ import pytest
 
 from commands import Command, Start, free_port, pacing, stalling, training_commands
 from runs import TINY, read_column, read_named, worst_difference
-from shardway.rundir.attempts import VARIABLE, Ending, Started
+from shardway.rundir.attempts import VARIABLE, AttemptStart, Ending
 from shardway.rundir.directory import RunDir
 
 WORDS = (*TINY, "checkpoint.every=20 steps", "train.steps=120", "train.global_batch=12", "data.record_ids=true")
@@ -157,7 +157,7 @@ def test_an_agent_that_cannot_begin_ends_the_wait_of_the_others(start: Start, tm
     (tmp_path / "broken/torch.py").write_text('raise ImportError("libcudart.so.13: cannot open shared object file")')
     attempt = RunDir(tmp_path / "crew").attempt(1)
     attempt.make()
-    attempt.write_started(Started("1", started=time.time()))
+    attempt.write_started(AttemptStart("1", started=time.time()))
     place = ("--nodes", "127.0.0.1 127.0.0.2", "--port", str(free_port()), "--node")
     path = os.environ.get("PYTHONPATH", "")
     good = {VARIABLE: str(attempt.path)}

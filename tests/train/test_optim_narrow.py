@@ -15,14 +15,14 @@ from torch import nn
 
 from shardway.runfile.schema import OptimSection
 from shardway.train.optim import build_optimizer
-from shardway.train.optim.parts import Part, split_rows
+from shardway.train.optim.parts import ParameterPart, split_rows
 from shardway.train.optim.widen import noise_of, round_stochastically, update_widened
 
 
-def part_of(shape: tuple[int, ...], step: int = 1, states: int = 1) -> Part:
+def part_of(shape: tuple[int, ...], step: int = 1, states: int = 1) -> ParameterPart:
     """A whole parameter with zero states in bf16."""
     tensors = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(states)]
-    return Part(torch.zeros(shape), torch.zeros(shape), tuple(tensors), step, shape, (0,) * len(shape))
+    return ParameterPart(torch.zeros(shape), torch.zeros(shape), tuple(tensors), step, shape, (0,) * len(shape))
 
 
 # --- the noise
@@ -89,7 +89,7 @@ def test_nearest_rounding_would_stall_the_second_moment() -> None:
     assert part.states[0].float().mean().item() == pytest.approx(0.999**500, rel=0.01)
 
 
-def decay_states(parts: Sequence[Part]) -> None:
+def decay_states(parts: Sequence[ParameterPart]) -> None:
     for part in parts:
         for state in part.states:
             state.mul_(0.999)
@@ -104,7 +104,7 @@ def decay_states(parts: Sequence[Part]) -> None:
     working=st.integers(1, 200),
 )
 def test_the_size_of_pieces_changes_no_value(shapes: list[tuple[int, ...]], working: int) -> None:
-    def add_place(parts: Sequence[Part]) -> None:
+    def add_place(parts: Sequence[ParameterPart]) -> None:
         for part in parts:
             for place, state in enumerate(part.states):
                 state.add_(part.gradient * (place + 1.7))

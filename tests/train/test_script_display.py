@@ -18,7 +18,7 @@ import shardway
 from runs import lone_rank, place
 from shardway.errors import UserError
 from shardway.ranks.start import Ranks
-from shardway.resolve.request import Request, resolve_request
+from shardway.resolve.request import ResolveRequest, resolve_request
 from shardway.rundir.attempts import VARIABLE as ATTEMPT
 from shardway.rundir.directory import RunDir
 from shardway.train.display import ScriptDisplay, open_display
@@ -93,7 +93,7 @@ def test_in_a_job_its_script_says_how_it_goes_on(tmp_path: Path, monkeypatch: py
     for job in ("", "attempts/0001"):
         if job:
             monkeypatch.setenv(ATTEMPT, job)
-        with hold_session(resolve_request(Request(None, KEYS, tmp_path), 1, 1), lone_rank()) as session:
+        with hold_session(resolve_request(ResolveRequest(None, KEYS, tmp_path), 1, 1), lone_rank()) as session:
             display = open_display(session)
             assert display is not None
             session.begin()
@@ -122,7 +122,7 @@ def test_run_display_turns_it_off(train: Train, capsys: pytest.CaptureFixture[st
     ("rank", "launcher", "shows"), [(0, "torchrun", True), (1, "srun", False), (0, "shardway", False)]
 )
 def test_one_rank_shows_it_and_none_where_an_agent_does(rank: int, launcher: str, shows: bool, tmp_path: Path) -> None:
-    resolution = resolve_request(Request(None, KEYS, tmp_path), 1, 1)
+    resolution = resolve_request(ResolveRequest(None, KEYS, tmp_path), 1, 1)
     with hold_session(resolution, lone_rank()) as session:
         session.ranks = Ranks(place(rank, 2, launcher), torch.device("cpu"), grouped=False)
         assert (open_display(session) is not None) == shows

@@ -12,7 +12,7 @@ from runs import layout, lone_rank, open_tiny, pool_ranks, read_column, signal_a
 from shardway.checkpoint.find import PassedOver
 from shardway.checkpoint.quarantine import set_aside
 from shardway.errors import JobError, UserError
-from shardway.resolve.request import Request
+from shardway.resolve.request import ResolveRequest
 from shardway.rundir.directory import RunDir
 from shardway.train.recipe import train_run
 from shardway.train.session import open_session
@@ -167,7 +167,7 @@ def test_a_second_signal_is_written_down(tmp_path: Path, quiet_threads: None) ->
 
 
 def test_a_session_without_a_launcher_leaves_the_process_as_it_was(tmp_path: Path, quiet_threads: None) -> None:
-    request = Request(None, ("run.device=cpu", "run.threads=1"), tmp_path)
+    request = ResolveRequest(None, ("run.device=cpu", "run.threads=1"), tmp_path)
     with open_session(request, {}) as session:
         assert (session.ranks.rank, session.ranks.world, session.ranks.grouped) == (0, 1, False)
         assert session.mesh.data_ranks == 1

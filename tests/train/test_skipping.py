@@ -9,7 +9,7 @@ import numpy as np
 
 from pool import ranks
 from runs import layout, lone_rank, pool_ranks, read_column, read_named, read_steps, train_tiny
-from shardway.data.order import Order
+from shardway.data.order import SampleOrder
 from shardway.rundir.directory import RunDir
 from shardway.train.counters import Counters, read_counters
 
@@ -27,7 +27,7 @@ def flat(steps: list[list[int]]) -> list[int]:
 
 
 def order_of(positions: list[int]) -> list[int]:
-    return Order(96, 0).ids(np.array(positions)).tolist()
+    return SampleOrder(96, 0).ids(np.array(positions)).tolist()
 
 
 @ranks(2)

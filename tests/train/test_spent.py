@@ -17,7 +17,7 @@ from commands import stalling
 from runs import TINY, Died, die_at, lone_rank, open_tiny, read_named, train_tiny
 from shardway.rundir.directory import RunDir
 from shardway.train.recipe import train_run
-from shardway.watch.account import Account
+from shardway.watch.account import TimeAccount
 from shardway.watch.summary import summarise
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
@@ -26,7 +26,7 @@ WORDS = ("train.steps=8", "optim.warmup=0 steps", "optim.schedule=constant", "ch
 NAP_S = 0.05
 
 
-def account_of(folder: Path) -> Account:
+def account_of(folder: Path) -> TimeAccount:
     account = summarise(RunDir(folder)).account
     assert account is not None
     return account

@@ -23,7 +23,7 @@ from shardway.models.transformer import Transformer, TransformerShape
 from shardway.parallel.apply import ParallelModel
 from shardway.ranks.agreement import Wishes
 from shardway.ranks.start import Ranks
-from shardway.train.guards.repeat import Watch
+from shardway.train.guards.repeat import GuardChecks
 from shardway.train.loss import IGNORED, LossSum, token_cross_entropy
 from shardway.train.passes import count_rows, cut
 from shardway.train.step import Moment, StepParts, StepResult, take_step
@@ -321,5 +321,5 @@ def test_the_device_is_read_once_and_before_the_update(monkeypatch: pytest.Monke
     for name in ("tolist", "item", "__float__", "__int__", "__bool__"):
         monkeypatch.setattr(torch.Tensor, name, noting("read", getattr(torch.Tensor, name)))
     monkeypatch.setattr(optimizer, "step", noting("update", optimizer.step))
-    take_step(parts, applied.call, (inputs, targets), token_cross_entropy, Moment(watch=Watch(repeat=True)))
+    take_step(parts, applied.call, (inputs, targets), token_cross_entropy, Moment(watch=GuardChecks(repeat=True)))
     assert happened == ["read", "update"]

@@ -14,10 +14,10 @@ from shardway.checkpoint.find import find_checkpoints
 from shardway.checkpoint.manifest import Manifest, _digest, read_manifest
 from shardway.checkpoint.verify import verify_all
 from shardway.errors import JobError
-from shardway.resolve.request import Request
+from shardway.resolve.request import ResolveRequest
 from shardway.rundir.directory import RunDir
 from shardway.rundir.run_id import NAME, find_run_id
-from shardway.train.importing import Wanted, import_on, resolve_import
+from shardway.train.importing import ImportRequest, import_on, resolve_import
 
 SAVING = ("checkpoint.every=2 steps", "train.steps=4", "optim.warmup=1 steps")
 LONGER = ("checkpoint.every=2 steps", "train.steps=6", "optim.warmup=1 steps")
@@ -45,8 +45,8 @@ def test_all_checkpoints_of_a_run_have_its_id_and_an_import_a_new_one(rank: int,
     assert {manifest.run for manifest in manifests(run)} == {find_run_id(run)}
     for name, full in (("b", False), ("c", True)):
         target = tmp_path / name
-        request = resolve_import(Request(None, words, target), 1, 1)
-        import_on(lone_rank(), request, Wanted(run, full=full))
+        request = resolve_import(ResolveRequest(None, words, target), 1, 1)
+        import_on(lone_rank(), request, ImportRequest(run, full=full))
         assert [manifest.run for manifest in manifests(target)] == [find_run_id(target)]
         assert find_run_id(target) not in ("", find_run_id(run))
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from watch_events import BEGIN, started
 
 from shardway.rundir.events import Event
-from shardway.watch.account import ROW_NAMES, Account, Book, make_account
+from shardway.watch.account import ROW_NAMES, Book, TimeAccount, make_account
 from shardway.watch.words import ACCOUNT_WORDS, render_account, render_share
 
 ROW_OF = {"validate": "validation_s"}
@@ -220,7 +220,7 @@ def two_attempts() -> list[Event]:
 
 def test_an_account_by_hand() -> None:
     account = make_account(two_attempts(), {})
-    assert account == Account(
+    assert account == TimeAccount(
         productive_s=15.0,
         lost_s=4.0,
         start_s=4.5,
@@ -257,7 +257,7 @@ def test_a_way_back_within_an_attempt_is_an_attempt_of_its_own() -> None:
     ]
     status = {"pid": 1, "host": "n1", "step": 15, "time": BEGIN + 23.5, **spent(**more)}
     account = make_account(events, status)
-    assert account == Account(
+    assert account == TimeAccount(
         productive_s=15.0, lost_s=4.0, start_s=2.0, load_s=1.5, save_s=1.0, repeated_s=4.0, undone_steps=4
     )
     assert account.wall_s == 23.5
@@ -317,17 +317,17 @@ def test_every_row_has_words() -> None:
 @pytest.mark.parametrize(
     ("account", "says"),
     [
-        (Account(productive_s=100.0), "100 % of 1:40"),
-        (Account(productive_s=5.0, start_s=95.0), "100 % of 0:05; start-up 1:35"),
-        (Account(productive_s=90.0, start_s=0.5, save_s=10.0), "90 % of 1:40, then saving (10 %)"),
+        (TimeAccount(productive_s=100.0), "100 % of 1:40"),
+        (TimeAccount(productive_s=5.0, start_s=95.0), "100 % of 0:05; start-up 1:35"),
+        (TimeAccount(productive_s=90.0, start_s=0.5, save_s=10.0), "90 % of 1:40, then saving (10 %)"),
         (
-            Account(productive_s=60.0, start_s=30.0, data_s=40.0),
+            TimeAccount(productive_s=60.0, start_s=30.0, data_s=40.0),
             "60 % of 1:40, then waiting for data (40 %: raise data.workers or data.prefetch); start-up 0:30",
         ),
-        (Account(productive_s=97.0, data_s=3.0), "97 % of 1:40, then waiting for data (3.0 %)"),
-        (Account(start_s=9.0), "nothing yet; start-up 0:09"),
-        (Account(), "n/a of 0:00"),
+        (TimeAccount(productive_s=97.0, data_s=3.0), "97 % of 1:40, then waiting for data (3.0 %)"),
+        (TimeAccount(start_s=9.0), "nothing yet; start-up 0:09"),
+        (TimeAccount(), "n/a of 0:00"),
     ],
 )
-def test_start_up_is_no_part_of_the_headline(account: Account, says: str) -> None:
+def test_start_up_is_no_part_of_the_headline(account: TimeAccount, says: str) -> None:
     assert render_account(account) == says

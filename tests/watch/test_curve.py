@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardway.watch.curve import GrowingCurve, Point, smooth, thin
+from shardway.watch.curve import CurvePoint, GrowingCurve, smooth, thin
 
 values = st.lists(st.floats(-1e6, 1e6) | st.just(math.nan), max_size=300)
 limits = st.integers(1, 20).map(lambda half: 2 * half)
 
 
-def _points(numbers: list[float]) -> list[Point]:
-    return [Point(step, number) for step, number in enumerate(numbers, 1)]
+def _points(numbers: list[float]) -> list[CurvePoint]:
+    return [CurvePoint(step, number) for step, number in enumerate(numbers, 1)]
 
 
 @given(values, limits)
@@ -54,7 +54,7 @@ def test_smooth_does_not_lag_behind_a_straight_line(count: int, half_window: int
 
 def test_smooth_means_over_the_window_and_skips_nan() -> None:
     means = smooth(_points([0.0, 3.0, math.nan, 6.0, 0.0]), 1)
-    assert means == [Point(1, 0.0), Point(2, 3.0), Point(4, 3.0), Point(5, 0.0)]
+    assert means == [CurvePoint(1, 0.0), CurvePoint(2, 3.0), CurvePoint(4, 3.0), CurvePoint(5, 0.0)]
 
 
 @given(st.integers(0, 2000), st.integers(1, 40))

@@ -11,7 +11,7 @@ import pytest
 from watch_events import BEGIN, event, started, step, write_events
 
 from shardway.rundir.directory import RunDir
-from shardway.rundir.left_out import LeftOut
+from shardway.rundir.left_out import SkippedRange
 from shardway.watch.progress import BestCheckpoint, find_best_checkpoint
 from shardway.watch.report import render_report
 from shardway.watch.summary import GONE, find_runs, summarise
@@ -172,7 +172,7 @@ def test_a_way_back_undoes_later_steps_and_what_is_left_out_is_known(
     events = [started(), step(1, 1.0), event("saved", 1, 1.5, name="step-000000001"), step(2, 2.0)]
     events += [event("saved", 2, 2.5, name="step-000000002"), event("validation", 2, 2.6, loss=0.5)]
     write_events(monkeypatch, run, [*events, event("rolled_back", 1, 3.0)])
-    left_out = LeftOut(8, 16, 8, 1, 2, 2, "a spike in step 2", 3.0)
+    left_out = SkippedRange(8, 16, 8, 1, 2, 2, "a spike in step 2", 3.0)
     run.left_out.write([left_out])
     summary = summarise(run)
     assert (summary.step, summary.attempts, summary.validation) == (1, 1, None)

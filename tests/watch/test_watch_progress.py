@@ -4,11 +4,11 @@ import pytest
 from watch_events import event, started, step
 
 from shardway.rundir.events import Event
-from shardway.watch.progress import Progress
+from shardway.watch.progress import RunProgress
 
 
-def _progress(*events: Event) -> Progress:
-    progress = Progress()
+def _progress(*events: Event) -> RunProgress:
+    progress = RunProgress()
     for each in events:
         progress.update(each)
     return progress

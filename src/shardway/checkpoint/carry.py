@@ -11,14 +11,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardway.checkpoint.manifest import Manifest
-from shardway.checkpoint.place import Place
-from shardway.checkpoint.save import Saved, Work, make_checkpoint, told_of_files
+from shardway.checkpoint.place import CheckpointFolder
+from shardway.checkpoint.save import SavedCheckpoint, SaveRequest, make_checkpoint, told_of_files
 from shardway.checkpoint.seal import STEP, Seal, Sealer
 from shardway.errors import JobError
 from shardway.ranks.start import Ranks
 
 
-def carry_checkpoint(source: Place, target: Place, ranks: Ranks, saved: Saved) -> Saved:
+def carry_checkpoint(
+    source: CheckpointFolder, target: CheckpointFolder, ranks: Ranks, saved: SavedCheckpoint
+) -> SavedCheckpoint:
     """Copy what `saved` tells of, on all ranks together, in any thread of theirs.
 
     Raises JobError on every rank alike.
@@ -29,10 +31,10 @@ def carry_checkpoint(source: Place, target: Place, ranks: Ranks, saved: Saved) -
         ranks.together(lambda: _carry_all(here, folder, saved))
         return manifest, saved.own
 
-    return make_checkpoint(target, ranks, Work(manifest.step, manifest.total_bytes, write))
+    return make_checkpoint(target, ranks, SaveRequest(manifest.step, manifest.total_bytes, write))
 
 
-def _carry_all(source: Path, target: Path, saved: Saved) -> None:
+def _carry_all(source: Path, target: Path, saved: SavedCheckpoint) -> None:
     for name in saved.own:
         _carry(source / name, target / name, saved.manifest.files[name])
 

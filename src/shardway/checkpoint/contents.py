@@ -11,9 +11,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from shardway.checkpoint.find import Found, find_in_run
+from shardway.checkpoint.find import FoundCheckpoint, find_in_run
 from shardway.checkpoint.manifest import Damaged, Manifest
-from shardway.checkpoint.shards.table import NAME, Table, read_table
+from shardway.checkpoint.shards.table import NAME, TensorTable, read_table
 from shardway.checkpoint.verify import check_files
 from shardway.rundir.directory import RunDir
 
@@ -38,10 +38,10 @@ _EMBEDDING, _HEAD = "model.model.embed_tokens.weight", "model.lm_head.weight"
 
 
 @dataclass(frozen=True)
-class Head:
+class CheckpointHead:
     """A checkpoint and its manifest."""
 
-    found: Found
+    found: FoundCheckpoint
     manifest: Manifest
 
     def as_json(self) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class Head:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor as it is saved, whole: its name in the model that nothing wraps, its shape, its size in bytes.
 
     What is no tensor has the dtype "value", no shape, and the size of its JSON.
@@ -76,20 +76,20 @@ class Entry:
         return part_of(self.name)
 
 
-def read_head(found: Found) -> Head:
+def read_head(found: FoundCheckpoint) -> CheckpointHead:
     """The manifest of a checkpoint whose files are all there in their size; the table in it is compared.
 
     Raises Damaged.
     """
-    return Head(found, check_files(found, NAME))
+    return CheckpointHead(found, check_files(found, NAME))
 
 
-def list_entries(head: Head) -> list[Entry]:
+def list_entries(head: CheckpointHead) -> list[TensorEntry]:
     """What a checkpoint holds, by name. Raises Damaged."""
     return make_entries(read_table(head.found.folder, head.manifest))
 
 
-def list_newest(run: RunDir) -> list[Entry]:
+def list_newest(run: RunDir) -> list[TensorEntry]:
     """What the newest checkpoint of a run holds that can be looked into; nothing where there is none."""
     for step in reversed(run.checkpoint_steps()):
         with contextlib.suppress(Damaged):  # a load passes it over, and tells
@@ -104,13 +104,13 @@ def find_tie(run: RunDir) -> bool | None:
     return _HEAD not in names if _EMBEDDING in names else None
 
 
-def make_entries(table: Table) -> list[Entry]:
+def make_entries(table: TensorTable) -> list[TensorEntry]:
     """What a table tells of, by name."""
     tensors = [
-        Entry(name, row.shape, row.dtype, math.prod(row.shape) * _item_bytes(row.dtype))
+        TensorEntry(name, row.shape, row.dtype, math.prod(row.shape) * _item_bytes(row.dtype))
         for name, row in table.tensors.items()
     ]
-    values = [Entry(name, (), VALUE, len(text)) for name, text in table.values.items()]
+    values = [TensorEntry(name, (), VALUE, len(text)) for name, text in table.values.items()]
     return sorted((*tensors, *values), key=lambda entry: entry.name)
 
 

@@ -11,7 +11,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from shardway.checkpoint.find import Found
+from shardway.checkpoint.find import FoundCheckpoint
 from shardway.checkpoint.manifest import Damaged, Manifest, write_manifest
 from shardway.checkpoint.seal import find_damage
 from shardway.checkpoint.verify import manifest_of
@@ -21,7 +21,7 @@ from shardway.rundir.directory import RunDir
 from shardway.rundir.run_id import find_run_id
 
 
-def copy_checkpoint(found: Found, directory: RunDir) -> Manifest:
+def copy_checkpoint(found: FoundCheckpoint, directory: RunDir) -> Manifest:
     """Copy a checkpoint into a run that has none of its step. Raises Damaged, JobError where it cannot be written."""
     manifest = replace(manifest_of(found), epoch=0, run=find_run_id(directory.path))
     final, partial = directory.checkpoint_path(manifest.step), directory.partial_checkpoint_path(manifest.step)

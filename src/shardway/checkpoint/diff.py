@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardway.checkpoint.contents import Entry, part_of
+from shardway.checkpoint.contents import TensorEntry, part_of
 from shardway.checkpoint.manifest import Manifest
 from shardway.checkpoint.shards import table
 from shardway.checkpoint.shards.table import is_shard
@@ -35,12 +35,12 @@ class Values:
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """A tensor that is not the same in both; None where one has none of this name, `values` where values differ."""
 
     name: str
-    first: Entry | None
-    second: Entry | None
+    first: TensorEntry | None
+    second: TensorEntry | None
     values: Values | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class FileDifference:
     second: int | None
 
 
-def find_differences(first: TensorReader, second: TensorReader, parts: Sequence[str]) -> list[Difference]:
+def find_differences(first: TensorReader, second: TensorReader, parts: Sequence[str]) -> list[TensorDifference]:
     """The tensors of these parts that differ, by name; read in the order of the first checkpoint's files, so that each
     block of them is read once."""
     names = {name for name in {*first.entries, *second.entries} if part_of(name) in parts}
@@ -67,15 +67,15 @@ def find_differences(first: TensorReader, second: TensorReader, parts: Sequence[
     return sorted(_compare(first, second, ordered), key=lambda each: each.name)
 
 
-def _compare(first: TensorReader, second: TensorReader, names: Sequence[str]) -> Iterator[Difference]:
+def _compare(first: TensorReader, second: TensorReader, names: Sequence[str]) -> Iterator[TensorDifference]:
     for name in names:
         one, other = first.entries.get(name), second.entries.get(name)
         if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
-            yield Difference(name, one, other)
+            yield TensorDifference(name, one, other)
             continue
         values = compare_values(first.read(name), second.read(name))
         if values.same_bits < values.elements:
-            yield Difference(name, one, other, values)
+            yield TensorDifference(name, one, other, values)
 
 
 def find_other_files(first: Manifest, second: Manifest) -> list[FileDifference]:

@@ -28,7 +28,7 @@ from shardway.errors import JobError, LostContact, UserError
 from shardway.hfconfig import CONFIG, TOKENIZER_FILES
 from shardway.models.huggingface.files import INDEX, SINGLE
 from shardway.models.huggingface.form import Form
-from shardway.models.huggingface.pieces import Names, Piece, Shape
+from shardway.models.huggingface.pieces import Names, Shape, WeightPiece
 from shardway.ranks.start import Ranks
 from shardway.refusals import find_remedy
 from shardway.rundir.atomic import fsync_folder, render_json
@@ -75,7 +75,7 @@ class _File:
 
     name: str
     writer: int
-    pieces: tuple[tuple[str, Piece], ...]
+    pieces: tuple[tuple[str, WeightPiece], ...]
 
 
 def save_weights(
@@ -90,7 +90,7 @@ def save_weights(
     ranks.together(lambda: begin_folder(folder, partial) if ranks.is_first else None)
     held = [_Parameter(name, tuple(tensor.shape)) for name, tensor in state.items()]
     files = _plan_files(ranks.gather(held), form.names, file_bytes // dtype.itemsize)
-    writers = [_Writer(partial / file.name, file, dtype) for file in files if file.writer == ranks.rank]
+    writers = [_TensorFileWriter(partial / file.name, file, dtype) for file in files if file.writer == ranks.rank]
     try:
         with ranks.contact("while gathering weights"):
             ranks.together(lambda: _write_tensors(state, writers))
@@ -124,7 +124,7 @@ def _plan_files(held: Sequence[Sequence[_Parameter]], names: Names, limit: int) 
     """The files of all ranks, the same on every rank: of each rank those parameters that none before it holds, cut
     where `limit` elements are reached."""
     seen: set[str] = set()
-    groups: list[tuple[int, list[tuple[str, Piece]]]] = []
+    groups: list[tuple[int, list[tuple[str, WeightPiece]]]] = []
     for rank, parameters in enumerate(held):
         mine = [parameter for parameter in parameters if parameter.name not in seen]
         seen.update(parameter.name for parameter in mine)
@@ -135,8 +135,8 @@ def _plan_files(held: Sequence[Sequence[_Parameter]], names: Names, limit: int) 
     return [_File(name, rank, tuple(group)) for name, (rank, group) in zip(file_names, groups, strict=True)]
 
 
-def _cut(pieces: Sequence[tuple[str, Piece]], limit: int) -> Iterator[list[tuple[str, Piece]]]:
-    group: list[tuple[str, Piece]] = []
+def _cut(pieces: Sequence[tuple[str, WeightPiece]], limit: int) -> Iterator[list[tuple[str, WeightPiece]]]:
+    group: list[tuple[str, WeightPiece]] = []
     size = 0
     for owner, piece in pieces:
         if group and size + piece.elements > limit:
@@ -148,7 +148,7 @@ def _cut(pieces: Sequence[tuple[str, Piece]], limit: int) -> Iterator[list[tuple
         yield group
 
 
-def _write_tensors(state: Tensors, writers: Sequence[_Writer]) -> None:
+def _write_tensors(state: Tensors, writers: Sequence[_TensorFileWriter]) -> None:
     """Gather one parameter after the other and hand it to the files that it has a part in.
 
     A writer that fails goes on taking part: the gathering needs every rank.
@@ -170,7 +170,7 @@ def _gather(tensor: torch.Tensor) -> torch.Tensor:
     return whole.detach().cpu()
 
 
-class _Writer:
+class _TensorFileWriter:
     """One file: the header at once, tensors in the order in which they come."""
 
     def __init__(self, path: Path, file: _File, dtype: torch.dtype) -> None:

@@ -17,7 +17,7 @@ from shardway.rundir.steps import step_of_checkpoint
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A checkpoint's folder and the step that its name says; None where somebody gave it another name.
 
     `run`: the id of the run in whose directory it was found; empty where that has none, or it was named by itself.
@@ -36,14 +36,14 @@ class PassedOver:
     reason: str
 
 
-def find_checkpoints(path: Path) -> list[Found]:
+def find_checkpoints(path: Path) -> list[FoundCheckpoint]:
     """All checkpoints of a run directory, the newest first, or the one whose folder this is. Raises UserError where
     there is none."""
     run = RunDir(path)
     found = [find_in_run(run, step) for step in reversed(run.checkpoint_steps())]
     step = step_of_checkpoint(path)
     if not found and path.is_dir() and (step is not None or (path / NAME).exists()):
-        found = [Found(path, step)]
+        found = [FoundCheckpoint(path, step)]
     if not found:
         raise UserError(
             f"{path} holds no checkpoint.\n  To do: name a run directory that has one (`shardway status` lists runs "
@@ -52,12 +52,12 @@ def find_checkpoints(path: Path) -> list[Found]:
     return found
 
 
-def find_in_run(run: RunDir, step: int) -> Found:
+def find_in_run(run: RunDir, step: int) -> FoundCheckpoint:
     """The checkpoint of a step where it stands in a run directory, whether it is there or not."""
-    return Found(run.checkpoint_path(step), step, find_run_id(run.path))
+    return FoundCheckpoint(run.checkpoint_path(step), step, find_run_id(run.path))
 
 
-def find_checkpoint(path: Path, step: int | None = None) -> Found:
+def find_checkpoint(path: Path, step: int | None = None) -> FoundCheckpoint:
     """The checkpoint of a step, or the newest where `step` is None. Raises UserError where there is none."""
     found = find_checkpoints(path)
     chosen = next((each for each in found if step is None or each.step == step), None)

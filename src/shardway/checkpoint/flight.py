@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardway.checkpoint.save import Saved
+from shardway.checkpoint.save import SavedCheckpoint
 from shardway.ranks.start import Ranks
 
 
@@ -25,7 +25,7 @@ class Landing:
     `ended` is a time of `time.perf_counter`.
     """
 
-    saved: Saved | None
+    saved: SavedCheckpoint | None
     error: BaseException | None
     ended: float
 
@@ -33,7 +33,7 @@ class Landing:
 class Flight:
     """A save under way: `write` runs in the thread, on all ranks together, over ranks that were set apart."""
 
-    def __init__(self, step: int, ranks: Ranks, write: Callable[[], Saved | None]) -> None:
+    def __init__(self, step: int, ranks: Ranks, write: Callable[[], SavedCheckpoint | None]) -> None:
         self.step = step
         self._device = ranks.device
         self._write = write
@@ -57,7 +57,7 @@ class Flight:
         return self._landing is not None
 
     def _fly(self) -> None:
-        saved: Saved | None = None
+        saved: SavedCheckpoint | None = None
         error: BaseException | None = None
         try:
             if self._device.type == "cuda":

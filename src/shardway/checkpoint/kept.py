@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardway.checkpoint.shards.table import Table
+from shardway.checkpoint.shards.table import TensorTable
 from shardway.checkpoint.state import Tensors, WithoutFiles, make_room, structure_name
 from shardway.checkpoint.structure import Unstorable, put_state_together, take_state_apart
 from shardway.errors import UserError
@@ -62,7 +62,7 @@ class KeptObjects(WithoutFiles):
             texts[structure_name(f"{KEPT}.{name}")] = parts.text
         return {**({KEPT: kept} if kept else {}), **(texts if self._leads else {})}
 
-    def template(self, table: Table) -> Tensors:
+    def template(self, table: TensorTable) -> Tensors:
         """Room for all that was saved: shards where today's object has shards of that shape, else whole tensors."""
         begin = structure_name(f"{KEPT}.")
         texts = {name: json.loads(text) for name, text in table.values.items() if name.startswith(begin)}
@@ -82,7 +82,7 @@ class KeptObjects(WithoutFiles):
                 self.waiting[name] = state
         self._saved = {}
 
-    def _find_room(self, name: str, table: Table) -> dict[str, torch.Tensor]:
+    def _find_room(self, name: str, table: TensorTable) -> dict[str, torch.Tensor]:
         today = _take_apart(name, self.objects[name].state_dict()).tensors if name in self.objects else {}
         return make_room(table, f"{KEPT}.{name}.", today)
 

@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-from shardway.checkpoint.find import Found, PassedOver, find_in_run
+from shardway.checkpoint.find import FoundCheckpoint, PassedOver, find_in_run
 from shardway.checkpoint.manifest import Damaged, Manifest
 from shardway.checkpoint.seal import find_damage
-from shardway.checkpoint.shards.read import Source, list_wanted, read_tensors
+from shardway.checkpoint.shards.read import ShardSource, list_wanted, read_tensors
 from shardway.checkpoint.shards.table import NAME as TABLE
-from shardway.checkpoint.shards.table import Table, read_table
+from shardway.checkpoint.shards.table import TensorTable, read_table
 from shardway.checkpoint.state import (
-    State,
+    CheckpointState,
     Tensors,
     is_model,
     is_optimizer,
@@ -41,7 +41,7 @@ from shardway.rundir.steps import step_name
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedCheckpoint:
     """What was restored: the checkpoint's name, its counters, and whether the random state came with it.
 
     `passed_over`: newer ones that are damaged, the newest first. `tier`: where it was (`rundir.line`).
@@ -62,7 +62,7 @@ class _Opened:
 
     folder: Path
     manifest: Manifest
-    table: Table
+    table: TensorTable
 
 
 def peek_latest(directory: RunDir) -> Manifest | None:
@@ -82,7 +82,9 @@ def peek_latest(directory: RunDir) -> Manifest | None:
     return None
 
 
-def load_latest(directory: RunDir, ranks: Ranks, state: State, without: Sequence[int] = ()) -> Loaded | None:
+def load_latest(
+    directory: RunDir, ranks: Ranks, state: CheckpointState, without: Sequence[int] = ()
+) -> LoadedCheckpoint | None:
     """Restore the newest whole checkpoint on all ranks together; None where there is no checkpoint but the steps
     `without`.
 
@@ -92,7 +94,7 @@ def load_latest(directory: RunDir, ranks: Ranks, state: State, without: Sequence
     passed_over: list[PassedOver] = []
     for step in reversed(steps):
         loaded = load_from(SharedStock(find_in_run(directory, step), ranks), ranks, state)
-        if isinstance(loaded, Loaded):
+        if isinstance(loaded, LoadedCheckpoint):
             return replace(loaded, passed_over=tuple(passed_over))
         passed_over.append(loaded)
     if passed_over:
@@ -100,7 +102,7 @@ def load_latest(directory: RunDir, ranks: Ranks, state: State, without: Sequence
     return None
 
 
-def load_from(stock: Stock, ranks: Ranks, state: State) -> Loaded | PassedOver:
+def load_from(stock: Stock, ranks: Ranks, state: CheckpointState) -> LoadedCheckpoint | PassedOver:
     """Restore one checkpoint, or say what of it is damaged; the same on every rank."""
     step = stock.found.step or 0
     if damaged := _agree(ranks, step, stock.bring(lambda: [TABLE])):
@@ -127,10 +129,10 @@ def load_from(stock: Stock, ranks: Ranks, state: State) -> Loaded | PassedOver:
     generators = tensors.get("random", {}).get(f"rank-{ranks.rank}")
     if generators:
         set_random_state(generators)
-    return Loaded(step_name(manifest.step), manifest.step, manifest.world, manifest.numbers, bool(generators))
+    return LoadedCheckpoint(step_name(manifest.step), manifest.step, manifest.world, manifest.numbers, bool(generators))
 
 
-def _open(found: Found) -> _Opened | Damaged:
+def _open(found: FoundCheckpoint) -> _Opened | Damaged:
     try:
         manifest = manifest_of(found)
         return _Opened(found.folder, manifest, read_table(found.folder, manifest))
@@ -200,7 +202,7 @@ def _read(opened: _Opened, tensors: Tensors, share: Sequence[str]) -> list[str]:
     folder, seals, table = opened.folder, opened.manifest.files, opened.table
     shards = {chunk.file for row in table.tensors.values() for chunk in row.chunks}
     with _misfits_told(folder):
-        damages = read_tensors(Source(folder, seals, table, [name for name in share if name in shards]), tensors)
+        damages = read_tensors(ShardSource(folder, seals, table, [name for name in share if name in shards]), tensors)
     others = (find_damage(folder, name, seals[name]) for name in share if name not in shards)
     return [*damages, *(damage for damage in others if damage)]
 

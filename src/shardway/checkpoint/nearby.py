@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardway.checkpoint.find import Found, PassedOver
+from shardway.checkpoint.find import FoundCheckpoint, PassedOver
 from shardway.checkpoint.manifest import Damaged, Manifest, digest_manifest
 from shardway.checkpoint.seal import find_short
 from shardway.checkpoint.verify import manifest_of
@@ -22,7 +22,7 @@ Judge = Callable[[Manifest], str]
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalCopy:
     """What one folder has of a checkpoint: the manifest's digest, the files that are there, and what is wrong with it.
 
     `files` are all that the manifest names, `present` those that are there: name -> folder. `wrong` is why it is not
@@ -55,29 +55,29 @@ class Survey:
     passed_over: tuple[PassedOver, ...] = ()
 
 
-def list_held(local: LocalRun, run: str, newer_than: int, judge: Judge) -> list[Held]:
+def list_held(local: LocalRun, run: str, newer_than: int, judge: Judge) -> list[LocalCopy]:
     """What the folders that are seen from here have of checkpoints that are newer than a step."""
     return [
-        _look(Found(node / step_name(step), step, run), judge)
+        _look(FoundCheckpoint(node / step_name(step), step, run), judge)
         for node in local.nodes()
         for step in local.steps_of(node)
         if step > newer_than
     ]
 
 
-def _look(found: Found, judge: Judge) -> Held:
+def _look(found: FoundCheckpoint, judge: Judge) -> LocalCopy:
     step, where = found.step or 0, found.folder
     try:
         manifest = manifest_of(found)
     except Damaged as damage:
-        return Held(step, wrong="; ".join(damage.reasons))
+        return LocalCopy(step, wrong="; ".join(damage.reasons))
     shorts = {name: find_short(where, name, seal) for name, seal in manifest.files.items()}
     present = {name: str(where) for name, short in shorts.items() if short is None}
     cut = tuple(short for name, short in shorts.items() if short is not None and (where / name).exists())
-    return Held(step, digest_manifest(manifest), tuple(sorted(manifest.files)), present, judge(manifest), cut)
+    return LocalCopy(step, digest_manifest(manifest), tuple(sorted(manifest.files)), present, judge(manifest), cut)
 
 
-def survey(of_ranks: Sequence[Iterable[Held]], rank: int) -> Survey:
+def survey(of_ranks: Sequence[Iterable[LocalCopy]], rank: int) -> Survey:
     """What all ranks have told of what they see; a rank that does not look has told nothing."""
     held = [(other, each) for other, share in enumerate(of_ranks) for each in share]
     found = [_judge(step, held, rank) for step in sorted({each.step for _, each in held}, reverse=True)]
@@ -87,7 +87,7 @@ def survey(of_ranks: Sequence[Iterable[Held]], rank: int) -> Survey:
     )
 
 
-def _judge(step: int, held: Sequence[tuple[int, Held]], rank: int) -> Nearby | PassedOver:
+def _judge(step: int, held: Sequence[tuple[int, LocalCopy]], rank: int) -> Nearby | PassedOver:
     of_step = [(other, each) for other, each in held if each.step == step]
     right = [(other, each) for other, each in of_step if not each.wrong]
     if not right:
@@ -104,7 +104,7 @@ def _judge(step: int, held: Sequence[tuple[int, Held]], rank: int) -> Nearby | P
     return Nearby(step, right[0][1].digest, holders, here)
 
 
-def _say(of_step: Sequence[tuple[int, Held]]) -> Iterator[str]:
+def _say(of_step: Sequence[tuple[int, LocalCopy]]) -> Iterator[str]:
     for _, each in of_step:
         yield from ([each.wrong] if each.wrong else each.short)
 
@@ -116,4 +116,4 @@ def _join(reasons: Iterable[str]) -> str:
 def read_nearby(nearby: Nearby) -> Manifest:
     """Its manifest, on a rank whose node has a part of it."""
     where = next(iter(nearby.here.values()))
-    return manifest_of(Found(Path(where), nearby.step))
+    return manifest_of(FoundCheckpoint(Path(where), nearby.step))

@@ -31,7 +31,7 @@ class Local:
 
 
 @dataclass(frozen=True)
-class Place:
+class CheckpointFolder:
     """Where this rank writes checkpoints of a run; `local` where that is the disk of its node."""
 
     run: RunDir
@@ -90,6 +90,6 @@ class Place:
         return f"step {steps[-1]} is the last complete checkpoint" if steps else "there is no earlier checkpoint"
 
 
-def shared_place(run: RunDir, ranks: Ranks) -> Place:
+def shared_place(run: RunDir, ranks: Ranks) -> CheckpointFolder:
     """The run directory, in which rank 0 leads."""
-    return Place(run, ranks.is_first)
+    return CheckpointFolder(run, ranks.is_first)

@@ -18,7 +18,7 @@ from shardway.rundir.directory import RunDir
 
 
 @dataclass(frozen=True)
-class SetAside:
+class CorruptCheckpoint:
     """A checkpoint: its name, the name that it has now, and what is wrong with it."""
 
     name: str
@@ -26,7 +26,7 @@ class SetAside:
     reason: str
 
 
-def set_aside(directory: RunDir, found: Sequence[PassedOver], kind: str = "damaged") -> list[SetAside]:
+def set_aside(directory: RunDir, found: Sequence[PassedOver], kind: str = "damaged") -> list[CorruptCheckpoint]:
     """Rename checkpoints that are "damaged" or "undone"; called on rank 0 while it holds the writer's lock.
 
     Raises JobError where the file system refuses.
@@ -41,7 +41,7 @@ def set_aside(directory: RunDir, found: Sequence[PassedOver], kind: str = "damag
                 f"the checkpoint {path} is {kind} ({each.reason}) and cannot be renamed: {error.strerror}.\n"
                 "  The run goes on from an older one. To do: move it out of the way, then run the same command again."
             ) from error
-        done.append(SetAside(path.name, kept_as.name, each.reason))
+        done.append(CorruptCheckpoint(path.name, kept_as.name, each.reason))
     if done:
         fsync_folder(directory.checkpoints)
     return done

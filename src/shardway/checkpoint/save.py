@@ -19,10 +19,10 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 
 from shardway.checkpoint.manifest import Manifest, list_files, write_manifest
-from shardway.checkpoint.place import Place, shared_place
+from shardway.checkpoint.place import CheckpointFolder, shared_place
 from shardway.checkpoint.seal import Seal, seal_file
 from shardway.checkpoint.shards.write import write_tensors
-from shardway.checkpoint.state import State, Tensors, count_bytes, random_state
+from shardway.checkpoint.state import CheckpointState, Tensors, count_bytes, random_state
 from shardway.errors import Bug, Fenced, JobError, LostContact, ShardwayError
 from shardway.ranks.start import Ranks, is_out_of_memory
 from shardway.rundir.atomic import fsync_folder, remove_folder
@@ -39,7 +39,7 @@ FURTHER_FILES = 5
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """What a save left: the checkpoint's name, size and manifest, and which of its files this rank wrote."""
 
     name: str
@@ -63,7 +63,7 @@ class Content:
 
 
 @dataclass(frozen=True)
-class Work:
+class SaveRequest:
     """What makes a checkpoint: its step, about how many bytes it has, and what writes its files into a folder.
 
     `write` is called on all ranks together, and says what the manifest shall be and which files this rank wrote.
@@ -75,8 +75,8 @@ class Work:
 
 
 def save_checkpoint(
-    directory: RunDir, ranks: Ranks, state: State, step: int, numbers: Mapping[str, Any]
-) -> Saved | None:
+    directory: RunDir, ranks: Ranks, state: CheckpointState, step: int, numbers: Mapping[str, Any]
+) -> SavedCheckpoint | None:
     """Save in the run directory, on all ranks together; None where this step is saved already.
 
     Raises JobError on every rank alike.
@@ -84,14 +84,16 @@ def save_checkpoint(
     return save_to(shared_place(directory, ranks), ranks, state, step, numbers)
 
 
-def save_to(place: Place, ranks: Ranks, state: State, step: int, numbers: Mapping[str, Any]) -> Saved | None:
+def save_to(
+    place: CheckpointFolder, ranks: Ranks, state: CheckpointState, step: int, numbers: Mapping[str, Any]
+) -> SavedCheckpoint | None:
     """The same in any place."""
     if is_saved(place, ranks, step):
         return None
     return write_checkpoint(place, ranks, collect_content(ranks, state, step, numbers))
 
 
-def is_saved(place: Place, ranks: Ranks, step: int) -> bool:
+def is_saved(place: CheckpointFolder, ranks: Ranks, step: int) -> bool:
     """Whether there is a checkpoint of this step; asked on all ranks together.
 
     Who leads there looks for all: on a network file system ranks may see different things for a while. Raises JobError
@@ -101,7 +103,7 @@ def is_saved(place: Place, ranks: Ranks, step: int) -> bool:
     return all(each for each in found if each is not None)
 
 
-def collect_content(ranks: Ranks, state: State, step: int, numbers: Mapping[str, Any]) -> Content:
+def collect_content(ranks: Ranks, state: CheckpointState, step: int, numbers: Mapping[str, Any]) -> Content:
     """The state as it is now, by reference, with this rank's random state; called on all ranks together."""
     tensors = state.collect()
     tensors["random"] = {f"rank-{ranks.rank}": random_state()}
@@ -110,7 +112,7 @@ def collect_content(ranks: Ranks, state: State, step: int, numbers: Mapping[str,
     return Content(step, numbers, tensors, whole, state.write_files)
 
 
-def write_checkpoint(place: Place, ranks: Ranks, content: Content) -> Saved:
+def write_checkpoint(place: CheckpointFolder, ranks: Ranks, content: Content) -> SavedCheckpoint:
     """Write a checkpoint on all ranks together, in any thread of theirs. Raises JobError on every rank alike."""
 
     def write(folder: Path) -> tuple[Manifest, Sequence[str]]:
@@ -119,10 +121,10 @@ def write_checkpoint(place: Place, ranks: Ranks, content: Content) -> Saved:
         seals |= _seal_others(ranks, folder, seals)
         return _agree_on_manifest(place, ranks, content, seals), tuple(own)
 
-    return make_checkpoint(place, ranks, Work(content.step, content.bytes, write))
+    return make_checkpoint(place, ranks, SaveRequest(content.step, content.bytes, write))
 
 
-def make_checkpoint(place: Place, ranks: Ranks, work: Work) -> Saved:
+def make_checkpoint(place: CheckpointFolder, ranks: Ranks, work: SaveRequest) -> SavedCheckpoint:
     """Make room, let the files be written, and make them a checkpoint; on all ranks together. Raises JobError on every
     rank alike."""
     partial, final = place.partial_path(work.step), place.path(work.step)
@@ -138,16 +140,16 @@ def make_checkpoint(place: Place, ranks: Ranks, work: Work) -> Saved:
         if isinstance(error, Bug | Fenced | LostContact):
             raise  # nothing that more room would mend
         raise JobError(place.explain(error, work.step)) from error
-    return Saved(final.name, manifest.total_bytes, manifest, tuple(own))
+    return SavedCheckpoint(final.name, manifest.total_bytes, manifest, tuple(own))
 
 
-def _agree_on_manifest(place: Place, ranks: Ranks, content: Content, seals: Mapping[str, Seal]) -> Manifest:
+def _agree_on_manifest(place: CheckpointFolder, ranks: Ranks, content: Content, seals: Mapping[str, Seal]) -> Manifest:
     """The same on every rank, also where several write it: rank 0 says what is not known from the files."""
     numbers, run = ranks.ask_first(lambda: (content.numbers, find_run_id(place.run.path)))
     return Manifest(content.step, ranks.world, numbers, seals, place.run.epoch, run)
 
 
-def _check_space(place: Place, ranks: Ranks, whole_bytes: int) -> None:
+def _check_space(place: CheckpointFolder, ranks: Ranks, whole_bytes: int) -> None:
     needed, files = int(whole_bytes * place.share * HEADROOM), int(ranks.world * place.share) + FURTHER_FILES
 
     def check() -> None:

@@ -24,7 +24,7 @@ MOST_OF_MEMORY = 0.8
 
 
 @dataclass(frozen=True)
-class _Buffer:
+class _HostBuffer:
     """Memory of the host, and the strides of what it was made for: those of the memory differ where that had gaps."""
 
     memory: torch.Tensor
@@ -35,7 +35,7 @@ class Staging:
     """The host's buffers of one rank, by the place of a tensor in its state."""
 
     def __init__(self) -> None:
-        self._buffers: dict[str, _Buffer] = {}
+        self._buffers: dict[str, _HostBuffer] = {}
 
     def missing_bytes(self, tensors: Tensors) -> int:
         """Bytes of this rank's tensors that have no buffer yet."""
@@ -76,7 +76,7 @@ class Staging:
         if not self._fits(place, tensor):
             self._buffers.pop(place, None)
             empty = torch.empty_like(tensor, device="cpu", requires_grad=False, pin_memory=tensor.is_cuda)
-            self._buffers[place] = _Buffer(empty.zero_(), tensor.stride())
+            self._buffers[place] = _HostBuffer(empty.zero_(), tensor.stride())
         return self._buffers[place].memory
 
     def _fits(self, place: str, tensor: torch.Tensor) -> bool:

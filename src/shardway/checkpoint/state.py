@@ -35,7 +35,7 @@ from shardway.checkpoint.structure import Parts, Unstorable, put_state_together,
 from shardway.errors import UserError
 
 if TYPE_CHECKING:
-    from shardway.checkpoint.shards.table import Table
+    from shardway.checkpoint.shards.table import TensorTable
 
 _PACKED_BYTES = 2**15
 """Room for numpy's and Python's states: 2 x 624 numbers of at most ten digits and their commas."""
@@ -44,7 +44,7 @@ Tensors = dict[str, Any]
 """Nested dict of tensors, as `torch.distributed.checkpoint` takes it."""
 
 
-class State(Protocol):
+class CheckpointState(Protocol):
     """What a checkpoint holds of a run and puts back: tensors in Shardway's form, files in that of another library.
 
     Every method is called on all ranks together.
@@ -54,11 +54,11 @@ class State(Protocol):
         """The tensors of this rank."""
         ...
 
-    def prepare(self, table: Table) -> None:
+    def prepare(self, table: TensorTable) -> None:
         """Get ready for a checkpoint with this table; before `template`."""
         ...
 
-    def template(self, table: Table) -> Tensors:
+    def template(self, table: TensorTable) -> Tensors:
         """What a checkpoint with this table is read into."""
         ...
 
@@ -82,7 +82,7 @@ class State(Protocol):
 class WithoutFiles:
     """What the states here have in common: all that they hold is in tensors and values."""
 
-    def prepare(self, table: Table) -> None:
+    def prepare(self, table: TensorTable) -> None:
         """Nothing."""
 
     def count_file_bytes(self) -> int:
@@ -124,7 +124,7 @@ class Trained(WithoutFiles):
         """The tensors of models and optimizers."""
         return collect_tensors(self)
 
-    def template(self, table: Table) -> Tensors:
+    def template(self, table: TensorTable) -> Tensors:
         """The same, with states also for parameters that have not been updated yet."""
         tensors: Tensors = {part: get_model_state_dict(model) for part, model in self.models.items()}
         for part, optimizer in self.optimizers.items():
@@ -195,7 +195,9 @@ def list_parameters(tensors: Tensors) -> list[str]:
     return [f"{_prefix(part)}{name}" for part in models for name in tensors[part]]
 
 
-def make_room(table: Table, begin: str, today: Mapping[str, Any] = MappingProxyType({})) -> dict[str, torch.Tensor]:
+def make_room(
+    table: TensorTable, begin: str, today: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, torch.Tensor]:
     """Empty tensors for those of a table whose names begin so, by the rest of their names; in shards where that of
     `today` with the same shape is."""
     room: dict[str, torch.Tensor] = {}
@@ -285,7 +287,7 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or type(value) in (type(None), bool, int, float, str)
 
 
-def _check_same_kind(part: str, optimizer: torch.optim.Optimizer, saved: str, table: Table | None = None) -> None:
+def _check_same_kind(part: str, optimizer: torch.optim.Optimizer, saved: str, table: TensorTable | None = None) -> None:
     name = type(optimizer).__name__
     if table is not None and not any(each.startswith(f"{part}.state.") for each in table.tensors):
         return
@@ -336,19 +338,19 @@ def hooks_silenced(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 class Together(WithoutFiles):
     """Several states as one: what each of them holds has names of its own."""
 
-    def __init__(self, states: Sequence[State]) -> None:
+    def __init__(self, states: Sequence[CheckpointState]) -> None:
         self._states = states
 
     def collect(self) -> Tensors:
         """What all hold."""
         return {name: value for state in self._states for name, value in state.collect().items()}
 
-    def prepare(self, table: Table) -> None:
+    def prepare(self, table: TensorTable) -> None:
         """Get all ready, in their order."""
         for state in self._states:
             state.prepare(table)
 
-    def template(self, table: Table) -> Tensors:
+    def template(self, table: TensorTable) -> Tensors:
         """The templates of all."""
         return {name: value for state in self._states for name, value in state.template(table).items()}
 
@@ -391,7 +393,7 @@ def settings_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 class Freezable(Together):
     """States that stay in a checkpoint what they were when they were frozen, whatever becomes of them."""
 
-    def __init__(self, states: Sequence[State]) -> None:
+    def __init__(self, states: Sequence[CheckpointState]) -> None:
         super().__init__(states)
         self._frozen: Tensors | None = None
 

@@ -22,9 +22,9 @@ from typing import Any, BinaryIO
 
 import torch
 
-from shardway.checkpoint.contents import VALUE, Entry
+from shardway.checkpoint.contents import VALUE, TensorEntry
 from shardway.checkpoint.export import SAFETENSORS_FORMATS, begin_folder, finish_folder, render_header
-from shardway.checkpoint.find import Found
+from shardway.checkpoint.find import FoundCheckpoint
 from shardway.checkpoint.shards.special import dtype_name, find_dtype
 from shardway.checkpoint.tensors import TensorReader
 from shardway.errors import JobError, UserError
@@ -45,7 +45,7 @@ class Written:
     left_out: tuple[str, ...] = ()
 
 
-def write_state_dicts(found: Found, folder: Path, dtype: torch.dtype | None) -> Written:
+def write_state_dicts(found: FoundCheckpoint, folder: Path, dtype: torch.dtype | None) -> Written:
     """Write each model of a checkpoint; `dtype` None keeps the format of each tensor, another one converts weights.
 
     Raises UserError where the checkpoint has no weights in Shardway's form or the folder exists, Damaged where it is
@@ -70,9 +70,9 @@ def write_state_dicts(found: Found, folder: Path, dtype: torch.dtype | None) -> 
     )
 
 
-def find_models(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
+def find_models(entries: Sequence[TensorEntry]) -> dict[str, list[TensorEntry]]:
     """The models of a checkpoint: `model`, and `model-NAME` for each further one that a script has given a name."""
-    parts: dict[str, list[Entry]] = {}
+    parts: dict[str, list[TensorEntry]] = {}
     for entry in entries:
         if not entry.part.startswith(NO_MODEL):
             parts.setdefault(entry.name.partition(".")[0], []).append(entry)
@@ -95,7 +95,7 @@ def _not_written(folder: Path, why: str) -> JobError:
 
 
 def _write_model(
-    reader: TensorReader, folder: Path, model: str, entries: Sequence[Entry], dtype: torch.dtype | None
+    reader: TensorReader, folder: Path, model: str, entries: Sequence[TensorEntry], dtype: torch.dtype | None
 ) -> Written:
     tensors = _lay_out(reader, [entry for entry in entries if entry.dtype != VALUE], dtype)
     unknown = [each for each in tensors if each.dtype not in SAFETENSORS_FORMATS]
@@ -127,7 +127,7 @@ class _Weight:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def _lay_out(reader: TensorReader, entries: Sequence[Entry], dtype: torch.dtype | None) -> list[_Weight]:
+def _lay_out(reader: TensorReader, entries: Sequence[TensorEntry], dtype: torch.dtype | None) -> list[_Weight]:
     """The order in a file: wide formats first, so that every tensor begins at a multiple of its items' size."""
     weights = []
     for entry in sorted(entries, key=lambda each: reader.place(each.name)):
@@ -155,7 +155,7 @@ def _map(file: BinaryIO, start: int, tensors: Sequence[_Weight]) -> dict[str, to
     return found
 
 
-def _read_values(reader: TensorReader, model: str, entries: Sequence[Entry]) -> dict[str, Any]:
+def _read_values(reader: TensorReader, model: str, entries: Sequence[TensorEntry]) -> dict[str, Any]:
     """What of a `state_dict` is no tensor."""
     values = [entry.name for entry in entries if entry.dtype == VALUE]
     return {name.removeprefix(f"{model}."): json.loads(bytes(reader.read(name).tolist())) for name in values}

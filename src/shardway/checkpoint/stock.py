@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Protocol
 
 from shardway.checkpoint.fetch import Transfer, make_transfers, plan_transfers
-from shardway.checkpoint.find import Found
+from shardway.checkpoint.find import FoundCheckpoint
 from shardway.checkpoint.manifest import Damaged, Manifest, write_manifest
 from shardway.checkpoint.nearby import Nearby, read_nearby
-from shardway.checkpoint.place import Place
+from shardway.checkpoint.place import CheckpointFolder
 from shardway.errors import JobError
 from shardway.ranks.start import Ranks
 from shardway.rundir.atomic import remove_folder
@@ -30,7 +30,7 @@ class Stock(Protocol):
     """The files of one checkpoint; all but `found` are called on all ranks together."""
 
     @property
-    def found(self) -> Found:
+    def found(self) -> FoundCheckpoint:
         """Where this rank reads."""
         ...
 
@@ -47,7 +47,7 @@ class Stock(Protocol):
 class SharedStock:
     """Every rank sees every file."""
 
-    found: Found
+    found: FoundCheckpoint
     ranks: Ranks
 
     def bring(self, find: Callable[[], Collection[str]]) -> list[str]:
@@ -64,7 +64,7 @@ class LocalStock:
     """Each node sees what it has saved; `nodes` is the node of each rank, `apart` opens the ranks over which files are
     sent."""
 
-    found: Found
+    found: FoundCheckpoint
     ranks: Ranks
     nearby: Nearby
     nodes: tuple[int, ...]
@@ -112,7 +112,7 @@ class LocalStock:
 
 @contextlib.contextmanager
 def open_local_stock(
-    place: Place, ranks: Ranks, nearby: Nearby, nodes: tuple[int, ...], apart: Callable[[], Ranks]
+    place: CheckpointFolder, ranks: Ranks, nearby: Nearby, nodes: tuple[int, ...], apart: Callable[[], Ranks]
 ) -> Iterator[LocalStock]:
     """The files of a checkpoint on disks of nodes, which each node reads through links in a folder of its own."""
     start = place.local.start if place.local is not None else ""
@@ -123,7 +123,7 @@ def open_local_stock(
     try:
         made = _try_to_link(place, folder, nearby.here, manifest) if place.leads and manifest is not None else ""
         refused = next((why for why in (told, *ranks.gather(made)) if isinstance(why, str) and why), "")
-        yield LocalStock(Found(folder, nearby.step), ranks, nearby, nodes, manifest, apart, refused)
+        yield LocalStock(FoundCheckpoint(folder, nearby.step), ranks, nearby, nodes, manifest, apart, refused)
     finally:
         if place.leads:
             remove_folder(folder)
@@ -137,7 +137,7 @@ def _try_to_read(nearby: Nearby) -> Manifest | str:
         return "; ".join(damage.reasons)
 
 
-def _try_to_link(place: Place, folder: Path, here: Mapping[str, str], manifest: Manifest) -> str:
+def _try_to_link(place: CheckpointFolder, folder: Path, here: Mapping[str, str], manifest: Manifest) -> str:
     """Make the folder that this node reads from; why it cannot be made, or nothing."""
     try:
         place.make()

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-from shardway.checkpoint.contents import Entry, make_entries
+from shardway.checkpoint.contents import TensorEntry, make_entries
 from shardway.checkpoint.manifest import Damaged, read_manifest
 from shardway.checkpoint.shards.blocks import BlockReader
 from shardway.checkpoint.shards.special import find_dtype, put_together
-from shardway.checkpoint.shards.table import Chunk, Row, Shape, Special, read_table
+from shardway.checkpoint.shards.table import Chunk, Shape, Special, TensorRow, read_table
 
 
 class TensorReader:
@@ -27,7 +27,7 @@ class TensorReader:
         manifest = read_manifest(folder)
         self._blocks = BlockReader(folder, manifest.files)
         self._table = read_table(folder, manifest)
-        self.entries: dict[str, Entry] = {entry.name: entry for entry in make_entries(self._table)}
+        self.entries: dict[str, TensorEntry] = {entry.name: entry for entry in make_entries(self._table)}
 
     def place(self, name: str) -> tuple[str, int]:
         """Where a tensor begins: its first file and byte there; before all for what is no tensor, or is not there."""
@@ -69,7 +69,7 @@ class TensorReader:
             self._blocks.read(file, at, tensor.view(-1).view(torch.uint8).numpy().data)
 
 
-def _is_covered(row: Row) -> bool:
+def _is_covered(row: TensorRow) -> bool:
     """Whether the boxes lie within the tensor and have as many elements as it."""
     inside = all(
         len(chunk.sizes) == len(chunk.offsets) == len(row.shape)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shardway.checkpoint.find import Found, find_in_run
+from shardway.checkpoint.find import FoundCheckpoint, find_in_run
 from shardway.checkpoint.manifest import Damaged, Manifest, read_manifest
 from shardway.checkpoint.seal import find_damage, find_short
 from shardway.rundir.directory import RunDir
@@ -47,7 +47,7 @@ class Verified:
         }
 
 
-def verify_all(checkpoints: Iterable[Found]) -> Iterator[Verified]:
+def verify_all(checkpoints: Iterable[FoundCheckpoint]) -> Iterator[Verified]:
     """What each of these is. Raises UserError for a newer format."""
     for found in checkpoints:
         step, manifest = found.step, None
@@ -61,7 +61,7 @@ def verify_all(checkpoints: Iterable[Found]) -> Iterator[Verified]:
             yield Verified(step, found.folder.name, manifest)
 
 
-def verify_found(found: Found, rank: int = 0, world: int = 1) -> Manifest:
+def verify_found(found: FoundCheckpoint, rank: int = 0, world: int = 1) -> Manifest:
     """Compare this rank's share of the files with the manifest. Raises Damaged that names what differs."""
     manifest = manifest_of(found)
     shares = list(manifest.files.items())[rank::world]
@@ -71,7 +71,7 @@ def verify_found(found: Found, rank: int = 0, world: int = 1) -> Manifest:
     return manifest
 
 
-def check_files(found: Found, *read: str) -> Manifest:
+def check_files(found: FoundCheckpoint, *read: str) -> Manifest:
     """Whether all files are there in their size, and those in `read` with the bytes that were saved: quick, and enough
     to look into. Raises Damaged."""
     manifest = manifest_of(found)
@@ -92,7 +92,7 @@ def manifest_of_step(directory: RunDir, step: int) -> Manifest:
     return manifest_of(find_in_run(directory, step))
 
 
-def manifest_of(found: Found) -> Manifest:
+def manifest_of(found: FoundCheckpoint) -> Manifest:
     """The manifest of a checkpoint. Raises Damaged where it cannot be read or is another's, UserError for a newer
     format."""
     manifest = read_manifest(found.folder)

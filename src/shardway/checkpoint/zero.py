@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from shardway.checkpoint.manifest import list_files
-from shardway.checkpoint.shards.table import Table
+from shardway.checkpoint.shards.table import TensorTable
 from shardway.checkpoint.state import Tensors, WithoutFiles, settings_kept
 from shardway.errors import JobError
 from shardway.ranks.start import Ranks, is_lost_contact
@@ -45,7 +45,7 @@ class ZeroState(WithoutFiles):
         """Nothing: DeepSpeed's flat parts mean something to DeepSpeed alone."""
         return {}
 
-    def template(self, table: Table) -> Tensors:
+    def template(self, table: TensorTable) -> Tensors:
         """Nothing."""
         return {}
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from shardway.errors import ERRORS_BY_NAME, Fenced, JobError, LostContact, NodeLost, ShardwayError, SiteError, UserError
 from shardway.ranks.agent.collectives import explain_collectives, render_ranks
-from shardway.ranks.agent.stacks import Group, read_crash
-from shardway.ranks.agent.watch import Found
+from shardway.ranks.agent.stacks import StackGroup, read_crash
+from shardway.ranks.agent.watch import DetectedHang
 from shardway.ranks.failure import RankFailure
 from shardway.ranks.oom import explain_oom
 from shardway.refusals import find_remedy
@@ -28,12 +28,12 @@ from shardway.rundir.lease import TAKEN_OVER
 
 
 @dataclass(frozen=True)
-class Ended:
+class LaunchOutcome:
     """How one start of the ranks ended, on all its nodes: ranks that ended badly with the causes first, a hang, nodes
     that were lost (as people call them). `called_off`: a stop was asked for before all nodes were there."""
 
     failures: tuple[RankFailure, ...] = ()
-    found: Found | None = None
+    found: DetectedHang | None = None
     lost: tuple[str, ...] = ()
     called_off: bool = False
 
@@ -52,7 +52,7 @@ class Blame:
     out_of_memory: bool = False
 
 
-def find_blame(run: RunDir, ended: Ended, marks: Mapping[int, int]) -> Blame:
+def find_blame(run: RunDir, ended: LaunchOutcome, marks: Mapping[int, int]) -> Blame:
     """Who is to blame for a start that ended badly; events of a rank before its mark are of earlier starts."""
     if ended.lost:
         return Blame(_explain_lost(run, ended.lost))
@@ -118,7 +118,7 @@ def _explain_taken(run: RunDir, failures: tuple[RankFailure, ...], writer: str) 
     )
 
 
-def _explain_hang(run: RunDir, found: Found, *, began: bool) -> JobError:
+def _explain_hang(run: RunDir, found: DetectedHang, *, began: bool) -> JobError:
     """What the agent saw, with where the ranks were; recorded as a fault of the first of them where the run had begun
     to go on."""
     hang, groups = found.hang, found.seen.groups
@@ -145,7 +145,7 @@ def _explain_hang(run: RunDir, found: Found, *, began: bool) -> JobError:
     )
 
 
-def _place(group: Group) -> str:
+def _place(group: StackGroup) -> str:
     """The innermost frames of a group of ranks, in a line."""
     return _line(group.frames) or "n/a"
 

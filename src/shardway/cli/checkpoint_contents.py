@@ -18,14 +18,14 @@ from shardway.cli.options import JsonOption
 from shardway.errors import legible
 
 if TYPE_CHECKING:
-    from shardway.checkpoint.contents import Entry, Head
-    from shardway.checkpoint.diff import Difference, FileDifference
+    from shardway.checkpoint.contents import CheckpointHead, TensorEntry
+    from shardway.checkpoint.diff import FileDifference, TensorDifference
 
 DIFFERS = 1
 """Exit code of a comparison that found a difference, as that of diff(1)."""
 
 
-class Part(StrEnum):
+class ContentPart(StrEnum):
     """What of a run the tensors of a checkpoint belong to."""
 
     model = "model"
@@ -40,7 +40,7 @@ CheckpointArgument = Annotated[
 ]
 StepOption = Annotated[int | None, typer.Option("--step", min=0, help="The step (default: the newest).")]
 OtherStepOption = Annotated[int | None, typer.Option("--other-step", min=0, help="The step of OTHER.")]
-PartOption = Annotated[list[Part] | None, typer.Option("--part", help="Compare only this; may be given again.")]
+PartOption = Annotated[list[ContentPart] | None, typer.Option("--part", help="Compare only this; may be given again.")]
 HeadOption = Annotated[bool, typer.Option("--head", help="What the manifest says alone, without the tensors.")]
 
 
@@ -85,7 +85,7 @@ def diff(
     found = find_checkpoint(run, step), find_checkpoint(other, other_step)
     manifests = [verify_found(each) for each in found]
     readers = TensorReader(found[0].folder), TensorReader(found[1].folder)
-    parts = [each.value for each in part or Part]
+    parts = [each.value for each in part or ContentPart]
     tensors = []
     for each in find_differences(*readers, parts):
         tensors.append(each)
@@ -121,7 +121,7 @@ def _check_torch() -> None:
         ) from None
 
 
-def _total(entries: Iterable[Entry]) -> dict[str, dict[str, int]]:
+def _total(entries: Iterable[TensorEntry]) -> dict[str, dict[str, int]]:
     totals: dict[str, dict[str, int]] = {}
     for each in entries:
         total = totals.setdefault(each.part, {"tensors": 0, "bytes": 0})
@@ -130,7 +130,7 @@ def _total(entries: Iterable[Entry]) -> dict[str, dict[str, int]]:
     return totals
 
 
-def _render_head(head: Head) -> list[str]:
+def _render_head(head: CheckpointHead) -> list[str]:
     from shardway.watch.words import render_plural, render_size
 
     manifest = head.manifest
@@ -143,7 +143,7 @@ def _render_head(head: Head) -> list[str]:
     ]
 
 
-def _render_entries(entries: Sequence[Entry]) -> list[str]:
+def _render_entries(entries: Sequence[TensorEntry]) -> list[str]:
     from shardway.watch.words import render_plural, render_size
 
     width = max((len(each.name) for each in entries), default=0)
@@ -158,11 +158,11 @@ def _render_entries(entries: Sequence[Entry]) -> list[str]:
     return lines
 
 
-def _render_shape(entry: Entry) -> str:
+def _render_shape(entry: TensorEntry) -> str:
     return " x ".join(map(str, entry.shape)) or "1"
 
 
-def _render_difference(each: Difference) -> str:
+def _render_difference(each: TensorDifference) -> str:
     if each.first is None or each.second is None:
         return f"{each.name}  only in the {'first' if each.second is None else 'second'}"
     if each.values is None:
@@ -175,7 +175,7 @@ def _render_difference(each: Difference) -> str:
     )
 
 
-def _render_end(compared: int, tensors: Sequence[Difference], files: Sequence[FileDifference]) -> list[str]:
+def _render_end(compared: int, tensors: Sequence[TensorDifference], files: Sequence[FileDifference]) -> list[str]:
     from shardway.watch.words import render_plural, render_size
 
     if not tensors and not files:

@@ -53,9 +53,9 @@ def import_(
     """
     request = read_request(words, directory)
     from shardway.ranks.launcher import find_placement
-    from shardway.train.importing import Wanted, import_run
+    from shardway.train.importing import ImportRequest, import_run
 
-    imported = import_run(request, Wanted(source, step, prefix, full), os.environ)
+    imported = import_run(request, ImportRequest(source, step, prefix, full), os.environ)
     if find_placement(os.environ).rank != 0:
         return
     if as_json:

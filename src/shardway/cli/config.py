@@ -17,7 +17,7 @@ from shardway.cli.options import DirOption, JsonOption, NprocOption, Words, read
 from shardway.errors import UserError
 
 if TYPE_CHECKING:
-    from shardway.resolve.request import Request, Resolution
+    from shardway.resolve.request import Resolution, ResolveRequest
 
 app = typer.Typer(help="Show what a run resolves to, explain a key, print the schema.", no_args_is_help=True)
 
@@ -61,7 +61,7 @@ def show(
         typer.echo(resolution.resolved.render(), nl=False)
 
 
-def _ranks_of_a_node(request: Request) -> int:
+def _ranks_of_a_node(request: ResolveRequest) -> int:
     """As many as a node of the site has devices. Raises UserError where the site does not say."""
     from shardway.resolve.request import site_of
     from shardway.runfile.load import load_run

@@ -17,7 +17,7 @@ from shardway.cli.options import JsonOption, Words, read_request
 from shardway.errors import SiteError, UserError
 
 if TYPE_CHECKING:
-    from shardway.ranks.doctor.surroundings import Wanted
+    from shardway.ranks.doctor.surroundings import MachineNeeds
     from shardway.sites.schema import SiteProfile
 
 _QUICK_GPU_S, _GPU_S = 10.0, 20.0
@@ -66,7 +66,7 @@ def _read_wait(text: str, default_s: float) -> float:
         raise UserError(f"--wait: {error}") from None
 
 
-def _try_demands(words: list[str] | None, site: str | None, directory: Path | None) -> tuple[SiteProfile, Wanted]:
+def _try_demands(words: list[str] | None, site: str | None, directory: Path | None) -> tuple[SiteProfile, MachineNeeds]:
     """As `_read_demands`; what is wrong with the run file is told, and training will say it again."""
     try:
         return _read_demands(words, site, directory)
@@ -75,13 +75,15 @@ def _try_demands(words: list[str] | None, site: str | None, directory: Path | No
         return _read_demands(None, None, directory)
 
 
-def _read_demands(words: list[str] | None, site: str | None, directory: Path | None) -> tuple[SiteProfile, Wanted]:
+def _read_demands(
+    words: list[str] | None, site: str | None, directory: Path | None
+) -> tuple[SiteProfile, MachineNeeds]:
     """The profile, and what the run wants; without a run file nothing but a folder."""
-    from shardway.ranks.doctor.surroundings import Wanted
+    from shardway.ranks.doctor.surroundings import MachineNeeds
     from shardway.sites.load import load_site
 
     if not words:
-        return load_site(site or "laptop"), Wanted(folder=directory)
+        return load_site(site or "laptop"), MachineNeeds(folder=directory)
     from shardway.ranks.doctor.estimate import read_wanted
     from shardway.resolve.request import resolve_request
 

@@ -20,9 +20,9 @@ from shardway.units import parse_seconds
 
 if TYPE_CHECKING:
     from shardway.launch.hosts import Host
-    from shardway.launch.image.choose import Said
+    from shardway.launch.image.choose import ImageOptions
     from shardway.launch.image.make import Made
-    from shardway.launch.image.order import Order
+    from shardway.launch.image.order import ImageRequest
     from shardway.launch.image.recipe import Recipe
 
 app = typer.Typer(help="Fetch a container image for a site, or build one, as one file.", no_args_is_help=True)
@@ -60,10 +60,10 @@ def import_image(
     as_json: JsonOption = False,
 ) -> None:
     """Fetch an image from a registry, as the file that a run names by site.image."""
-    from shardway.launch.image.choose import Said
+    from shardway.launch.image.choose import ImageOptions
     from shardway.launch.image.recipe import Recipe
 
-    said = Said(runtime, arch, proxy, to, scratch)
+    said = ImageOptions(runtime, arch, proxy, to, scratch)
     _make(uri, Recipe(), said, on, _Manner(_read_timeout(timeout), dry_run, as_json))
 
 
@@ -86,7 +86,7 @@ def build_image(
     as_json: JsonOption = False,
 ) -> None:
     """Add packages to an image: of its system by apt-get, of Python by pip."""
-    from shardway.launch.image.choose import Said
+    from shardway.launch.image.choose import ImageOptions
     from shardway.launch.image.recipe import parse_recipe
 
     recipe = parse_recipe(apt or [], pip or [], _read_requirements(requirements))
@@ -95,7 +95,7 @@ def build_image(
             "nothing is added to the image.\n"
             "  To do: name packages by --apt, --pip or --requirements, or fetch it as it is: `shardway image import`."
         )
-    said = Said(runtime, arch, proxy, to, scratch)
+    said = ImageOptions(runtime, arch, proxy, to, scratch)
     _make(base, recipe, said, on, _Manner(_read_timeout(timeout), dry_run, as_json))
 
 
@@ -108,7 +108,7 @@ class _Manner:
     as_json: bool
 
 
-def _make(uri: str, recipe: Recipe, said: Said, on: str, manner: _Manner) -> None:
+def _make(uri: str, recipe: Recipe, said: ImageOptions, on: str, manner: _Manner) -> None:
     from shardway.launch.image.make import make_image
     from shardway.launch.image.plan import plan_image
     from shardway.launch.image.survey import survey_host
@@ -131,7 +131,7 @@ def _make(uri: str, recipe: Recipe, said: Said, on: str, manner: _Manner) -> Non
         _print_made(made, order, host, manner.as_json)
 
 
-def _read_order(uri: str, recipe: Recipe, said: Said, on: str) -> tuple[Order, Host]:
+def _read_order(uri: str, recipe: Recipe, said: ImageOptions, on: str) -> tuple[ImageRequest, Host]:
     from shardway.launch.hosts import find_host, parse_target
     from shardway.launch.image.choose import make_order
     from shardway.launch.image.plan import check_order
@@ -165,7 +165,7 @@ def _read_timeout(text: str) -> float:
         raise UserError(f"--timeout: {error}") from None
 
 
-def _print_made(made: Made, order: Order, host: Host, as_json: bool) -> None:
+def _print_made(made: Made, order: ImageRequest, host: Host, as_json: bool) -> None:
     if as_json:
         facts = {"image": str(made.path), "bytes": made.bytes, "runtime": order.runtime, "host": host.name}
         typer.echo(json.dumps(facts, indent=1))

@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn, Protocol
 
-from shardway.cli.blame import Blame, Ended, find_blame, has_begun
+from shardway.cli.blame import Blame, LaunchOutcome, find_blame, has_begun
 from shardway.cli.over import has_come_to_its_end, name_trouble
 from shardway.errors import Fenced, JobError, LateStop, ShardwayError, SiteError, UserError, render_reason
 from shardway.ranks.agent.hang import Hang
 from shardway.ranks.agent.patience import Patience, read_patience
-from shardway.ranks.agent.policy import Failure, Verdict, decide
+from shardway.ranks.agent.policy import RepeatedFailure, RestartDecision, decide
 from shardway.ranks.agent.watch import watched
 from shardway.ranks.agreement import Decision
 from shardway.ranks.attempt import describe_error, find_attempt, sign_failure, tell_end, tell_fault
@@ -29,7 +29,7 @@ from shardway.ranks.local import run_local
 from shardway.ranks.processes import LocalLaunch
 from shardway.ranks.signals import STOP_SIGNALS, find_received
 from shardway.ranks.spares import AUTO_AFTER_S, Reserve
-from shardway.resolve.request import Request, Resolution
+from shardway.resolve.request import Resolution, ResolveRequest
 from shardway.rundir.atomic import why_refused
 from shardway.rundir.attempts import BY_AGENT, BY_SIGNAL, SECOND_SIGNAL, Attempt, Ending, Result
 from shardway.rundir.directory import RunDir
@@ -56,7 +56,7 @@ class Crew(Protocol):
     def ranks(self) -> int:
         """How many ranks there are at most."""
 
-    def start(self, run: RunDir, launch: LocalLaunch, patience: Patience | None) -> Ended:
+    def start(self, run: RunDir, launch: LocalLaunch, patience: Patience | None) -> LaunchOutcome:
         """Run the ranks to their end. Raises LateStop, KeyboardInterrupt, and what keeps them from starting."""
 
     def why_not_again(self) -> str:
@@ -70,7 +70,7 @@ class Alone:
     ranks: int
     reserve: Reserve
 
-    def start(self, run: RunDir, launch: LocalLaunch, patience: Patience | None) -> Ended:
+    def start(self, run: RunDir, launch: LocalLaunch, patience: Patience | None) -> LaunchOutcome:
         """Run the ranks to their end. Raises LateStop, KeyboardInterrupt."""
         with watched(launch.ranks, patience, tell_wake) as watch:
 
@@ -80,7 +80,7 @@ class Alone:
 
             launch = replace(launch, pages=watch.folder)
             failures = run_local(launch, lambda: ask_to_stop(run), look, self.reserve.start)
-        return Ended(tuple(failures), watch.found)
+        return LaunchOutcome(tuple(failures), watch.found)
 
     def why_not_again(self) -> str:
         """Nothing does."""
@@ -110,7 +110,7 @@ def build_launch(resolution: Resolution, ranks: int) -> LocalLaunch:
     )
 
 
-def _as_rank(resolution: Resolution) -> Request:
+def _as_rank(resolution: Resolution) -> ResolveRequest:
     """What a rank is asked for. Who starts them has set aside what was there, so that what the ranks print does not
     move with it; and a rank that is bound to its own cores could not tell that it need not share them."""
     request, threads = resolution.request, int(resolution.resolved.values.run.threads)
@@ -163,7 +163,7 @@ def _train_local(resolution: Resolution, launch: LocalLaunch, crew: Crew) -> dic
     settings = resolution.resolved.values.run
     patience = read_patience(settings)
     most = None if settings.max_restarts == "auto" else int(settings.max_restarts)
-    failures: list[Failure] = []
+    failures: list[RepeatedFailure] = []
     marks = {0: sum(1 for _ in run.all_events(0))}
     try:
         while find_received() is None and (blame := _run_once(run, launch, patience, crew)) is not None:
@@ -171,7 +171,7 @@ def _train_local(resolution: Resolution, launch: LocalLaunch, crew: Crew) -> dic
             began = has_begun(run, marks)
             verdict = decide(failures, most)
             if verdict.restart and (why := crew.why_not_again() or _why_refused(run)):
-                verdict = Verdict(False, why)
+                verdict = RestartDecision(False, why)
             if run.stop_requested() or isinstance(blame.error, LateStop) or not verdict.restart:
                 _give_up(run, attempt, blame, failures, verdict, began=began)
             if began:
@@ -192,7 +192,7 @@ def _train_local(resolution: Resolution, launch: LocalLaunch, crew: Crew) -> dic
     return _read_outcome(run, failures)
 
 
-def _read_outcome(run: RunDir, failures: list[Failure]) -> dict[str, Any]:
+def _read_outcome(run: RunDir, failures: list[RepeatedFailure]) -> dict[str, Any]:
     status = run.read_status()
     return {
         "directory": str(run.path),
@@ -236,7 +236,7 @@ def _run_once(run: RunDir, launch: LocalLaunch, patience: Patience | None, crew:
     except (UserError, SiteError) as refusal:
         return Blame(refusal)
     except LateStop as late:
-        ended, error = Ended(), late
+        ended, error = LaunchOutcome(), late
     if ended.called_off:
         _end_early(run, find_attempt(os.environ))
         return None
@@ -271,13 +271,13 @@ def tell_wake(hang: Hang) -> None:
     print(f"{hang.message}, and was told to go on", file=sys.stderr)
 
 
-def _describe(resolution: Resolution, error: ShardwayError) -> Failure:
+def _describe(resolution: Resolution, error: ShardwayError) -> RepeatedFailure:
     run, base = resolution.directory, read_line(resolution.directory.path).last
     shared = max(run.checkpoint_steps(), default=0)
     saved = max((shared, *_list_local_steps(resolution)))
     hopeless = isinstance(error, UserError | SiteError | Fenced)
     from_nodes = base is not None and saved > shared and (base.tier, base.from_step) == (LOCAL, saved)
-    return Failure(sign_failure(describe_error(error)), saved, hopeless, from_nodes)
+    return RepeatedFailure(sign_failure(describe_error(error)), saved, hopeless, from_nodes)
 
 
 def _list_local_steps(resolution: Resolution) -> list[int]:
@@ -291,7 +291,13 @@ def _list_local_steps(resolution: Resolution) -> list[int]:
 
 
 def _give_up(
-    run: RunDir, attempt: Attempt | None, blame: Blame, failures: list[Failure], verdict: Verdict, *, began: bool
+    run: RunDir,
+    attempt: Attempt | None,
+    blame: Blame,
+    failures: list[RepeatedFailure],
+    verdict: RestartDecision,
+    *,
+    began: bool,
 ) -> NoReturn:
     error = blame.error
     if len(failures) > 1 or verdict.reason:
@@ -319,7 +325,7 @@ def tell_restart(run: RunDir, error: ShardwayError, failures: int, saved_step: i
         events.write("restarted", step=saved, reason=reason, failures=failures, agent=os.getpid())
 
 
-def pack_request(request: Request) -> str:
+def pack_request(request: ResolveRequest) -> str:
     """A request as one word of a command line."""
     return json.dumps(asdict(request), default=str)
 

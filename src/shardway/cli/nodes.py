@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardway.cli.blame import Ended
+from shardway.cli.blame import LaunchOutcome
 from shardway.cli.local import ask_to_stop, build_launch, open_reserve, tell_restart, tell_wake, train_local
 from shardway.errors import JobError, LateStop, NodeLost, ShardwayError, SiteError, UserError
 from shardway.ranks.agent.hang import NOBODY
@@ -27,9 +27,9 @@ from shardway.ranks.crew.board import Board, Unreachable, host_board, join_board
 from shardway.ranks.crew.follow import Follow
 from shardway.ranks.crew.lead import Ends, Lead
 from shardway.ranks.crew.member import Member
-from shardway.ranks.crew.notes import News, Outcome, State
+from shardway.ranks.crew.notes import AgentState, News, NodeOutcome
 from shardway.ranks.local import host_store, run_local
-from shardway.ranks.place import Place
+from shardway.ranks.place import NodeSpec
 from shardway.ranks.processes import LocalLaunch, Seats
 from shardway.ranks.signals import find_received
 from shardway.ranks.spares import Reserve
@@ -49,14 +49,14 @@ JOIN_S = 10.0
 _INTERRUPTED = 130
 
 
-def train_on_nodes(resolution: Resolution, nodes: Place) -> dict[str, Any] | int:
+def train_on_nodes(resolution: Resolution, nodes: NodeSpec) -> dict[str, Any] | int:
     """Train together with the agents of the other nodes: the outcome where this one leads at the end, or the exit code
     that the one which leads has told. Raises ShardwayError, KeyboardInterrupt."""
     _check_count(resolution, nodes)
     return _lead(resolution, nodes) if nodes.node == 0 else _follow(resolution, nodes)
 
 
-def _check_count(resolution: Resolution, nodes: Place) -> None:
+def _check_count(resolution: Resolution, nodes: NodeSpec) -> None:
     elastic, count = resolution.resolved.values.run.elastic, len(nodes.addresses)
     if elastic != "off" and not elastic[0] <= count <= elastic[1]:
         raise UserError(
@@ -74,7 +74,7 @@ class Led:
     """The crew of the agent that leads."""
 
     resolution: Resolution
-    nodes: Place
+    nodes: NodeSpec
     lead: Lead
     first_wait_s: float
     """How long to wait for nodes before the first start."""
@@ -91,15 +91,15 @@ class Led:
         elastic = self.resolution.resolved.values.run.elastic
         return len(self.nodes.addresses) if elastic == "off" else int(elastic[0])
 
-    def start(self, run: RunDir, launch: LocalLaunch, patience: Patience | None) -> Ended:
+    def start(self, run: RunDir, launch: LocalLaunch, patience: Patience | None) -> LaunchOutcome:
         """Run the ranks of all nodes to their end."""
         members, store = self._gather(run), host_store()
         if not members:
-            return Ended(called_off=True)
+            return LaunchOutcome(called_off=True)
         news = self.lead.begin(members, store.port)
         seats = _seat(self.nodes, news, leader=self.nodes.node)
         outcome = run_seats(run, launch, seats, Here(patience, self.lead, self.reserve))
-        self.lead.say(State.ENDED, news.start, NOBODY, outcome)
+        self.lead.say(AgentState.ENDED, news.start, NOBODY, outcome)
         return self._combine(self.lead.await_end(), launch)
 
     def why_not_again(self) -> str:
@@ -144,7 +144,7 @@ class Led:
             resolve_request(self.resolution.request, count * self.nodes.ranks, self.nodes.ranks)
         return count
 
-    def _combine(self, ends: Ends, launch: LocalLaunch) -> Ended:
+    def _combine(self, ends: Ends, launch: LocalLaunch) -> LaunchOutcome:
         outcomes = [outcome for outcome in ends.outcomes.values() if outcome is not None]
         if any(outcome.interrupted for outcome in outcomes):
             raise KeyboardInterrupt("a second signal on another node")
@@ -153,10 +153,10 @@ class Led:
         failures = sorted((one for each in outcomes for one in each.failures), key=lambda one: one.by_agent)
         hangs = [each.hang for each in outcomes if each.hang is not None]
         found = merge_found(hangs, merge_seen([each.seen for each in outcomes]), launch.ranks * len(ends.outcomes))
-        return Ended(tuple(failures), found, tuple(self.nodes.name(node) for node in ends.lost))
+        return LaunchOutcome(tuple(failures), found, tuple(self.nodes.name(node) for node in ends.lost))
 
 
-def _lead(resolution: Resolution, nodes: Place, gone: Sequence[int] = ()) -> dict[str, Any]:
+def _lead(resolution: Resolution, nodes: NodeSpec, gone: Sequence[int] = ()) -> dict[str, Any]:
     settings = resolution.resolved.values.run
     board = host_board(nodes.port, len(nodes.addresses))
     lead, code = Lead(board, nodes.node, len(nodes.addresses)), JobError.exit_code
@@ -182,7 +182,7 @@ def _lead(resolution: Resolution, nodes: Place, gone: Sequence[int] = ()) -> dic
 # --- to follow
 
 
-def _follow(resolution: Resolution, nodes: Place) -> dict[str, Any] | int:
+def _follow(resolution: Resolution, nodes: NodeSpec) -> dict[str, Any] | int:
     resolution = replace(resolution, request=replace(resolution.request, fresh=False))  # who leads has seen to it
     wait_s, leader = resolution.resolved.values.run.start_timeout, 0
     try:
@@ -204,7 +204,7 @@ def _follow(resolution: Resolution, nodes: Place) -> dict[str, Any] | int:
         leader, board = successor
 
 
-def _join_first(nodes: Place, wait_s: float) -> Board:
+def _join_first(nodes: NodeSpec, wait_s: float) -> Board:
     """The board of the first node, which may begin later than this one, unless it has said how the attempt ended.
     Raises Unreachable."""
     until = time.monotonic() + wait_s
@@ -223,7 +223,7 @@ def find_told() -> Result | None:
     return attempt.read_result() if attempt is not None else None
 
 
-def _obey(resolution: Resolution, nodes: Place, follow: Follow, leader: int) -> int | None:
+def _obey(resolution: Resolution, nodes: NodeSpec, follow: Follow, leader: int) -> int | None:
     """Do what the one who leads says; the exit code of the whole, or None once nobody leads."""
     run, launch = resolution.directory, _launch(resolution, nodes)
     settings, start = resolution.resolved.values.run, 0
@@ -231,12 +231,12 @@ def _obey(resolution: Resolution, nodes: Place, follow: Follow, leader: int) -> 
         here = Here(read_patience(settings), follow, reserve)
         while (news := follow.await_order(start, lambda: _pass_on(run))) is not None:
             if news.code is not None:
-                follow.say(State.LEFT, start, NOBODY)
+                follow.say(AgentState.LEFT, start, NOBODY)
                 return news.code
             start = news.start
             seats = _seat(nodes, news, leader)
             outcome = run_seats(run, launch, seats, here)
-            follow.say(State.LEFT if outcome.interrupted else State.ENDED, start, NOBODY, outcome)
+            follow.say(AgentState.LEFT if outcome.interrupted else AgentState.ENDED, start, NOBODY, outcome)
             if outcome.interrupted:
                 raise KeyboardInterrupt("a second signal")
     return None
@@ -248,7 +248,7 @@ def _pass_on(run: RunDir) -> None:
         ask_to_stop(run)
 
 
-def _find_successor(nodes: Place, leader: int) -> tuple[int, Board] | None:
+def _find_successor(nodes: NodeSpec, leader: int) -> tuple[int, Board] | None:
     """Who leads after `leader`, and its board; None: this node does."""
     for node in range(leader + 1, nodes.node):
         try:
@@ -258,7 +258,7 @@ def _find_successor(nodes: Place, leader: int) -> tuple[int, Board] | None:
     return None
 
 
-def _succeed(resolution: Resolution, nodes: Place, leader: int, present: Sequence[int]) -> dict[str, Any]:
+def _succeed(resolution: Resolution, nodes: NodeSpec, leader: int, present: Sequence[int]) -> dict[str, Any]:
     """Lead those that were there last, since nobody before this node does."""
     lost = f"{nodes.name(leader)}, which led the others, does not answer any more"
     if resolution.resolved.values.run.elastic == "off":
@@ -275,7 +275,7 @@ def _succeed(resolution: Resolution, nodes: Place, leader: int, present: Sequenc
 # --- the ranks of this node
 
 
-def _launch(resolution: Resolution, nodes: Place) -> LocalLaunch:
+def _launch(resolution: Resolution, nodes: NodeSpec) -> LocalLaunch:
     """What the ranks of this node run; in a job, what they print goes to its output as well."""
     launch, attempt = build_launch(resolution, nodes.ranks), find_attempt(os.environ)
     if attempt is None:
@@ -289,7 +289,7 @@ def _seated(launch: LocalLaunch, seats: Seats) -> LocalLaunch:
     return replace(launch, seats=seats, log_folder=folder)
 
 
-def _seat(nodes: Place, news: News, leader: int) -> Seats:
+def _seat(nodes: NodeSpec, news: News, leader: int) -> Seats:
     """The ranks of this node among those of all members."""
     index, count = news.members.index(nodes.node), len(news.members)
     address = nodes.addresses[leader]
@@ -305,7 +305,7 @@ class Here:
     reserve: Reserve
 
 
-def run_seats(run: RunDir, launch: LocalLaunch, seats: Seats, here: Here) -> Outcome:
+def run_seats(run: RunDir, launch: LocalLaunch, seats: Seats, here: Here) -> NodeOutcome:
     """Run the ranks of this node in one start of all, in touch with the other nodes."""
     member = here.member
     launch = _seated(launch, seats)
@@ -314,8 +314,8 @@ def run_seats(run: RunDir, launch: LocalLaunch, seats: Seats, here: Here) -> Out
 
         def look(failed: bool) -> bool:
             watch.elsewhere, watch.is_asked = member.elsewhere, member.is_asked(seats.start)
-            state = State.HANGS if watch.has_hang else State.RUNNING
-            member.say(State.FAILED if failed else state, seats.start, watch.behind)
+            state = AgentState.HANGS if watch.has_hang else AgentState.RUNNING
+            member.say(AgentState.FAILED if failed else state, seats.start, watch.behind)
             is_over = member.is_over(seats.start)
             here.reserve.look(watch.behind, ends=failed or is_over)
             return is_over
@@ -324,8 +324,8 @@ def run_seats(run: RunDir, launch: LocalLaunch, seats: Seats, here: Here) -> Out
             launch = replace(launch, pages=watch.folder)
             failures = run_local(launch, lambda: ask_to_stop(run), look, here.reserve.start)
         except LateStop:
-            return Outcome(late=True)
+            return NodeOutcome(late=True)
         except KeyboardInterrupt:
-            return Outcome(interrupted=True)
+            return NodeOutcome(interrupted=True)
     hang = watch.found.shift(seats.first).hang if watch.found is not None else None
-    return Outcome(tuple(failures), hang, (watch.seen or UNSEEN).shift(seats.first))
+    return NodeOutcome(tuple(failures), hang, (watch.seen or UNSEEN).shift(seats.first))

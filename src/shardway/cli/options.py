@@ -15,7 +15,7 @@ from shardway.cli.completing import complete_run, complete_words
 from shardway.errors import UserError
 
 if TYPE_CHECKING:
-    from shardway.resolve.request import Request
+    from shardway.resolve.request import ResolveRequest
     from shardway.rundir.directory import RunDir
 
 Words = Annotated[
@@ -43,7 +43,7 @@ RunArgument = Annotated[
 ]
 
 
-def read_request(words: list[str] | None, directory: Path | None, fresh: bool = False) -> Request:
+def read_request(words: list[str] | None, directory: Path | None, fresh: bool = False) -> ResolveRequest:
     """The request in the words of a command line. Raises UserError where they name two run files."""
     from shardway.resolve.request import parse_words
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from shardway.cli.blame import Ended
+from shardway.cli.blame import LaunchOutcome
 from shardway.ranks.signals import find_received
 from shardway.rundir.attempts import BY_SIGNAL, SECOND_SIGNAL
 from shardway.rundir.directory import RunDir
@@ -19,7 +19,7 @@ from shardway.rundir.directory import RunDir
 _NAMES = frozenset(("started", "stopped", "finished"))
 
 
-def has_come_to_its_end(run: RunDir, mark: int, ended: Ended) -> bool:
+def has_come_to_its_end(run: RunDir, mark: int, ended: LaunchOutcome) -> bool:
     """Whether rank 0 has recorded an end of its own in the start whose events begin at `mark`."""
     events = [event for event in islice(run.all_events(0), mark, None) if event["event"] in _NAMES]
     if sum(event["event"] == "started" for event in events) > 1 or run.find_writer() is not None:
@@ -32,7 +32,7 @@ def has_come_to_its_end(run: RunDir, mark: int, ended: Ended) -> bool:
     return not (ended.lost and by_orphans)
 
 
-def name_trouble(ended: Ended) -> str:
+def name_trouble(ended: LaunchOutcome) -> str:
     """What went wrong, in a few words."""
     if ended.found is not None:
         return ended.found.hang.message

@@ -18,9 +18,9 @@ from shardway.cli.options import JsonOption
 from shardway.errors import SiteError, UserError
 
 if TYPE_CHECKING:
-    from shardway.plan.answer.answer import Answer
+    from shardway.plan.answer.answer import PlanAnswer
     from shardway.plan.emit.emitted import Emitted
-    from shardway.plan.search.curve import Point
+    from shardway.plan.search.curve import ScalingPoint
     from shardway.plan.units.answer import UnitAnswer
 
 
@@ -57,10 +57,10 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Plan a run: whether it fits, the best layout, the time of a step, days, GPU-hours, and why."""
-    from shardway.cli.plan_question import Where, answer_of, parse_price, parse_words, read_length
-    from shardway.plan.answer.said import Said, parse_layout
+    from shardway.cli.plan_question import MachineQuestion, answer_of, parse_price, parse_words, read_length
+    from shardway.plan.answer.said import PlanOptions, parse_layout
 
-    said = Said(
+    said = PlanOptions(
         nodes=nodes,
         gpus=gpus,
         seq_len=seq_len,
@@ -78,8 +78,11 @@ def plan(
         compiled=compiled,
         offload=offload,
     )
-    shown = _Shown(explain, curve, html, emit, out, as_json)
-    _show(answer_of(model, Where(on, gpu, queue, parse_price(price)), said, options.Counting(trace, module)), shown)
+    shown = _ShownParts(explain, curve, html, emit, out, as_json)
+    _show(
+        answer_of(model, MachineQuestion(on, gpu, queue, parse_price(price)), said, options.Counting(trace, module)),
+        shown,
+    )
 
 
 def _engine_for(model: list[str], library: str | None) -> str:
@@ -92,7 +95,7 @@ def _engine_for(model: list[str], library: str | None) -> str:
 
 
 @dataclass(frozen=True)
-class _Shown:
+class _ShownParts:
     """What of an answer is asked for."""
 
     explain: str | None
@@ -108,16 +111,16 @@ class _Shown:
         return not (self.explain or self.curve or self.emit)
 
 
-def _show(answer: Answer | UnitAnswer, shown: _Shown) -> None:
-    from shardway.plan.answer.answer import Answer
+def _show(answer: PlanAnswer | UnitAnswer, shown: _ShownParts) -> None:
+    from shardway.plan.answer.answer import PlanAnswer
 
-    if isinstance(answer, Answer):
+    if isinstance(answer, PlanAnswer):
         _show_layout(answer, shown)
     else:
         _show_units(answer, shown)
 
 
-def _show_layout(answer: Answer, shown: _Shown) -> None:
+def _show_layout(answer: PlanAnswer, shown: _ShownParts) -> None:
     points = _curve_of(answer, shown)
     if shown.html:
         _write_page(answer, shown.html)
@@ -140,7 +143,7 @@ def _show_layout(answer: Answer, shown: _Shown) -> None:
     typer.echo("\n".join(texts), nl=False)
 
 
-def _show_units(answer: UnitAnswer, shown: _Shown) -> None:
+def _show_units(answer: UnitAnswer, shown: _ShownParts) -> None:
     from shardway.plan.render.units import render_units, unit_facts
 
     wanted = {"--explain": shown.explain, "--curve": shown.curve, "--html": shown.html, "--emit": shown.emit}
@@ -153,7 +156,7 @@ def _show_units(answer: UnitAnswer, shown: _Shown) -> None:
     typer.echo(json.dumps(unit_facts(answer), indent=1) if shown.as_json else render_units(answer), nl=shown.as_json)
 
 
-def _curve_of(answer: Answer, shown: _Shown) -> tuple[Point, ...]:
+def _curve_of(answer: PlanAnswer, shown: _ShownParts) -> tuple[ScalingPoint, ...]:
     from shardway.plan.search.curve import default_nodes, parse_nodes, scaling_curve
 
     if not shown.curve:
@@ -162,7 +165,7 @@ def _curve_of(answer: Answer, shown: _Shown) -> tuple[Point, ...]:
     return scaling_curve(answer.question, nodes)
 
 
-def _write_page(answer: Answer, path: Path) -> None:
+def _write_page(answer: PlanAnswer, path: Path) -> None:
     from shardway.plan.answer.answer import answer_curve
     from shardway.plan.page.page import render_page
 
@@ -170,7 +173,7 @@ def _write_page(answer: Answer, path: Path) -> None:
     typer.echo(f"written: {path}", err=True)
 
 
-def _emit(answer: Answer, library: str, folder: Path | None) -> str:
+def _emit(answer: PlanAnswer, library: str, folder: Path | None) -> str:
     """The files of a library: in a folder, told by their names, or one after the other as text."""
     from shardway.plan.emit.table import emit
     from shardway.plan.render.text import render_prediction

@@ -14,9 +14,9 @@ from shardway.cli.plan_options import Counting
 from shardway.errors import Problem, UserError, check_no_problems, list_some, render_problems
 from shardway.hfconfig import CONFIG
 from shardway.places import expand_home
-from shardway.plan.answer.answer import Answer, answer
-from shardway.plan.answer.said import Asked, Said, ask
-from shardway.plan.answer.terms import Terms
+from shardway.plan.answer.answer import PlanAnswer, answer
+from shardway.plan.answer.said import PlanOptions, SearchQuestion, ask
+from shardway.plan.answer.terms import JobTerms
 from shardway.plan.economy import Price
 from shardway.plan.machine import Machine
 from shardway.plan.shapes.architecture import Architecture
@@ -33,7 +33,7 @@ _SUFFIXES = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 @dataclass(frozen=True)
-class Where:
+class MachineQuestion:
     """The machine in a person's words, the queue, and what an hour costs."""
 
     on: str | None
@@ -43,23 +43,29 @@ class Where:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _PlannedMachine:
     """The machine, and the profile of its site where there is one."""
 
     machine: Machine
     site: SiteProfile | None
 
 
-def answer_of(model: list[str], where: Where, said: Said, counting: Counting) -> Answer | UnitAnswer:
+def answer_of(
+    model: list[str], where: MachineQuestion, said: PlanOptions, counting: Counting
+) -> PlanAnswer | UnitAnswer:
     """The plan. Raises UserError with what cannot be."""
     where = _with_site_of_run(model, where)
     place = _check_both(model, where)
     asked = _ask(model, place.machine, said, counting)
     terms = _terms(place.site, where, asked.question.nodes)
-    return answer(asked, terms) if isinstance(asked, Asked) else answer_units(asked.question, terms, asked.assumed)
+    return (
+        answer(asked, terms)
+        if isinstance(asked, SearchQuestion)
+        else answer_units(asked.question, terms, asked.assumed)
+    )
 
 
-def _check_both(model: list[str], where: Where) -> _Place:
+def _check_both(model: list[str], where: MachineQuestion) -> _PlannedMachine:
     """The machine. Raises UserError with what is wrong with it and with the model's name, all at once."""
     try:
         return _find_place(where)
@@ -80,7 +86,7 @@ def _name_problems(name: str) -> list[Problem]:
     return []
 
 
-def _with_site_of_run(model: list[str], where: Where) -> Where:
+def _with_site_of_run(model: list[str], where: MachineQuestion) -> MachineQuestion:
     """The site that a run file names, where no option says another."""
     if where.on or where.gpu or not model[0].endswith(".toml"):
         return where
@@ -143,16 +149,16 @@ def _refusal(where: str, what: str, allowed: str, remedy: str = "") -> UserError
 # --- the machine and its queue
 
 
-def _find_place(where: Where) -> _Place:
+def _find_place(where: MachineQuestion) -> _PlannedMachine:
     from shardway.sites.load import list_sites, load_site
 
     if where.on and where.gpu:
         raise _refusal("--gpu", f"a site ({where.on}) and a GPU ({where.gpu}) are said both", "one of --on and --gpu")
     if where.gpu:
-        return _Place(machine_of_part(where.gpu), None)
+        return _PlannedMachine(machine_of_part(where.gpu), None)
     if where.on:
         site = load_site(where.on)
-        return _Place(machine_of_site(site), site)
+        return _PlannedMachine(machine_of_site(site), site)
     raise _refusal(
         "--on",
         "nothing says which machine the plan is for",
@@ -160,11 +166,11 @@ def _find_place(where: Where) -> _Place:
     )
 
 
-def _terms(site: SiteProfile | None, where: Where, nodes: int) -> Terms:
+def _terms(site: SiteProfile | None, where: MachineQuestion, nodes: int) -> JobTerms:
     queue = _find_queue(site, where.queue, nodes) if site else None
     if where.queue and site is None:
         raise _refusal("--queue", f'"{where.queue}" is a queue of no site', "a queue of the site that --on names")
-    return Terms(
+    return JobTerms(
         queue=queue.name if queue else "",
         wall_seconds=queue.max_walltime if queue else None,
         most_nodes=queue.max_nodes if queue else None,
@@ -188,7 +194,7 @@ def _find_queue(site: SiteProfile, name: str | None, nodes: int) -> Queue | None
 # --- the model
 
 
-def _ask(words: list[str], machine: Machine, said: Said, counting: Counting) -> Asked | AskedUnits:
+def _ask(words: list[str], machine: Machine, said: PlanOptions, counting: Counting) -> SearchQuestion | AskedUnits:
     name, *keys = words
     if name.endswith(".toml"):
         from shardway.cli.plan_run import ask_run

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from shardway.cli.plan_options import Counting
 from shardway.errors import Problem, SiteError, UserError, check_no_problems
-from shardway.plan.answer.said import Asked, Said, find_problems
+from shardway.plan.answer.said import PlanOptions, SearchQuestion, find_problems
 from shardway.plan.machine import Machine
 from shardway.plan.search.space import AXES, SETTINGS, Question
 from shardway.plan.shapes.measured import Measured, Shape, read_measured
@@ -58,7 +58,7 @@ class AskedUnits:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _FoundShape:
     """A shape, and where it is from, where that is not the run file."""
 
     shape: Shape
@@ -67,7 +67,7 @@ class _Found:
     """Of an epoch, where the data are open."""
 
 
-def ask_run(words: list[str], machine: Machine, said: Said, counting: Counting) -> Asked | AskedUnits:
+def ask_run(words: list[str], machine: Machine, said: PlanOptions, counting: Counting) -> SearchQuestion | AskedUnits:
     """The question of a run file on a machine. Raises UserError with all that cannot be."""
     check_no_problems("the plan", [*find_problems(said, machine), *_find_doubles(said)])
     ranks = said.gpus or (said.nodes or 1) * machine.per_node
@@ -85,14 +85,14 @@ def ask_run(words: list[str], machine: Machine, said: Said, counting: Counting) 
     if isinstance(shape, Measured):
         return AskedUnits(_ask_units(resolved, shape, machine, ranks, length), tuple(told))
     told += list_assumptions(resolved.values)
-    return Asked(Question(case_of(resolved.values, shape), machine, ranks, SETTLED), length, tuple(told))
+    return SearchQuestion(Question(case_of(resolved.values, shape), machine, ranks, SETTLED), length, tuple(told))
 
 
-def _find_doubles(said: Said) -> list[Problem]:
+def _find_doubles(said: PlanOptions) -> list[Problem]:
     return [
         Problem(option, "is said by the run file", remedy=f"set {key} there, or give {key}=... behind the run file")
         for name, (option, key) in KEYS.items()
-        if getattr(said, name) != getattr(Said(), name)
+        if getattr(said, name) != getattr(PlanOptions(), name)
     ]
 
 
@@ -130,14 +130,16 @@ def shape_path(run_file: Path) -> Path:
     return run_file.with_suffix(".shape.json")
 
 
-def _find_shape(values: RunFile, hf: Shape | None, path: Path) -> _Found:
+def _find_shape(values: RunFile, hf: Shape | None, path: Path) -> _FoundShape:
     """What was traced for the run file, otherwise what it describes."""
     stored = shape_path(path)
     if stored.exists():
-        return _Found(_read(stored, values), f"the model as --trace counted it: {stored} (remove it to plan [model])")
+        return _FoundShape(
+            _read(stored, values), f"the model as --trace counted it: {stored} (remove it to plan [model])"
+        )
     if values.model.kind in IMAGE_MODELS and not values.model.hf:
         return _of_images(values)
-    return _Found(shape_of_run(values, hf))
+    return _FoundShape(shape_of_run(values, hf))
 
 
 def _read(stored: Path, values: RunFile) -> Measured:
@@ -157,18 +159,18 @@ def _digest(values: RunFile) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _of_images(values: RunFile) -> _Found:
+def _of_images(values: RunFile) -> _FoundShape:
     """The data say how large their images are."""
     from shardway.data.open import are_there, find_sample, open_described
     from shardway.plan.shapes.section import shape_of_section
 
     if not are_there(values):
-        return _Found(shape_of_section(values.model, find_sample(values)[0]), _without_data(values))
+        return _FoundShape(shape_of_section(values.model, find_sample(values)[0]), _without_data(values))
     data = open_described(values)
-    return _Found(shape_of_section(values.model, data.train.facts.sample_shape), samples=data.facts.samples)
+    return _FoundShape(shape_of_section(values.model, data.train.facts.sample_shape), samples=data.facts.samples)
 
 
-def _trace(values: RunFile, path: Path, module: str) -> _Found:
+def _trace(values: RunFile, path: Path, module: str) -> _FoundShape:
     """The model that the run file names, counted with torch; kept for the next plan."""
     try:
         from shardway.train.counted import count_model
@@ -186,7 +188,7 @@ def _trace(values: RunFile, path: Path, module: str) -> _Found:
     except OSError as error:
         raise SiteError(f"{stored} cannot be written: {error.strerror}.") from error
     told = f"the model as it was counted now, kept in {stored}"
-    return _Found(counted, told if are_there(values) else f"{told}; {_without_data(values)}")
+    return _FoundShape(counted, told if are_there(values) else f"{told}; {_without_data(values)}")
 
 
 def _without_data(values: RunFile) -> str:

@@ -18,7 +18,7 @@ from shardway.cli.outputs import leave_outputs
 from shardway.errors import JobError
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
-from shardway.watch.facts import Validation
+from shardway.watch.facts import ValidatedEvent
 from shardway.watch.live import LiveView
 from shardway.watch.plain import PlainLines
 from shardway.watch.progress import read_validations
@@ -33,7 +33,7 @@ class Display:
         self._console = Console(stderr=to_stderr, highlight=False, soft_wrap=True)
         self._plain = plain or not self._console.is_terminal
         self._run = run
-        self._validations: list[Validation] = []
+        self._validations: list[ValidatedEvent] = []
         with contextlib.suppress(JobError, OSError):  # told by whoever writes there
             self._validations = read_validations(run)
         self._events = run.follow_events(from_end=True)

@@ -20,13 +20,13 @@ from shardway.ranks.gate import wait_at_gate
 from shardway.ranks.leave import LastExit
 from shardway.ranks.parent import stop_with_agent
 from shardway.ranks.signals import SignalWatch
-from shardway.resolve.request import Request
+from shardway.resolve.request import ResolveRequest
 
 
-def read_packed(word: str) -> Request:
+def read_packed(word: str) -> ResolveRequest:
     """The request that `pack_request` put into one word."""
     packed = json.loads(word)
-    return Request(
+    return ResolveRequest(
         run_file=Path(packed["run_file"]) if packed["run_file"] else None,
         overrides=tuple(packed["overrides"]),
         directory=Path(packed["directory"]) if packed["directory"] else None,

@@ -26,8 +26,8 @@ from shardway.refusals import find_remedy
 from shardway.units import parse_seconds
 
 if TYPE_CHECKING:
-    from shardway.launch.rehearsal.checks import Check
-    from shardway.launch.rehearsal.rehearse import Piece
+    from shardway.launch.rehearsal.checks import RehearsalCheck
+    from shardway.launch.rehearsal.rehearse import RehearsedProgram
 
 SCRATCH = "rehearsal"
 
@@ -72,21 +72,25 @@ def _read_deadline(text: str) -> float:
         raise UserError(f"--deadline: {error}") from None
 
 
-def _read_piece(words: list[str], deadline_s: float, nproc: int | None, steps: int | None) -> tuple[Piece, Path]:
+def _read_piece(
+    words: list[str], deadline_s: float, nproc: int | None, steps: int | None
+) -> tuple[RehearsedProgram, Path]:
     """What is rehearsed, and the folder of run directories."""
-    from shardway.launch.rehearsal.rehearse import Piece
+    from shardway.launch.rehearsal.rehearse import RehearsedProgram
 
     if _is_command(words):
         if nproc or steps:
             raise UserError("--nproc and --steps belong to a run file; a command says so itself, after `--`.")
-        return Piece(lambda folder: words, deadline_s, place=_plan_copies(words)), Path("runs")
+        return RehearsedProgram(lambda folder: words, deadline_s, place=_plan_copies(words)), Path("runs")
     from shardway.resolve.request import resolve_request
 
     words = [*words, f"train.steps={steps}"] if steps else words
     resolution = resolve_request(read_request(words, None), nproc or 1, nproc or 1)
     ranks = ["--nproc", str(nproc)] if nproc else []
     train = [sys.executable, "-m", "shardway", "train", *words, *ranks, "--dir"]
-    return Piece(lambda folder: [*train, str(folder)], deadline_s, steps is not None), resolution.directory.path.parent
+    return RehearsedProgram(
+        lambda folder: [*train, str(folder)], deadline_s, steps is not None
+    ), resolution.directory.path.parent
 
 
 def _plan_copies(words: Sequence[str]) -> Callable[[Path], Path]:
@@ -139,7 +143,7 @@ def _scratch(root: Path, keep: bool) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _told(piece: Piece, folder: Path, *, quiet: bool) -> Iterator[Check]:
+def _told(piece: RehearsedProgram, folder: Path, *, quiet: bool) -> Iterator[RehearsalCheck]:
     from shardway.launch.rehearsal.rehearse import rehearse as run_rehearsal
 
     try:
@@ -151,7 +155,7 @@ def _told(piece: Piece, folder: Path, *, quiet: bool) -> Iterator[Check]:
         raise UserError(f"the command cannot be started: {error.strerror} ({error.filename}).") from None
 
 
-def _render(check: Check) -> str:
+def _render(check: RehearsalCheck) -> str:
     lines = check.found.splitlines() or [""]
     more = [f"{'':36}{line}" for line in lines[1:]]
     remedy = [f"{'':36}to do: {check.remedy}"] if check.remedy else []

@@ -16,8 +16,8 @@ from shardway.cli.options import JsonOption
 from shardway.errors import UserError, legible
 
 if TYPE_CHECKING:
-    from shardway.launch.probe.findings import Findings
-    from shardway.sites.evidence import Fact
+    from shardway.launch.probe.findings import ProbedFacts
+    from shardway.sites.evidence import SiteFact
     from shardway.sites.find import ProfileFile
     from shardway.sites.schema import SiteProfile
 
@@ -148,7 +148,7 @@ def _say_origin(file: ProfileFile, profile: SiteProfile) -> str:
     return f"{origin}{place}" + (f", which extends {profile.extends}" if profile.extends else "")
 
 
-def _fact_json(fact: Fact) -> dict[str, Any]:
+def _fact_json(fact: SiteFact) -> dict[str, Any]:
     return {
         "path": fact.path,
         "value": fact.value,
@@ -158,7 +158,7 @@ def _fact_json(fact: Fact) -> dict[str, Any]:
     }
 
 
-def _render_facts(facts: tuple[Fact, ...]) -> list[str]:
+def _render_facts(facts: tuple[SiteFact, ...]) -> list[str]:
     """One block a source, so that no source is repeated; facts in the profile's order."""
     width = max((len(fact.path) for fact in facts), default=0)
     lines: list[str] = []
@@ -171,7 +171,7 @@ def _render_facts(facts: tuple[Fact, ...]) -> list[str]:
     return [*lines, *_render_source(before)] if facts else ["no facts"]
 
 
-def _render_fact(fact: Fact, width: int) -> list[str]:
+def _render_fact(fact: SiteFact, width: int) -> list[str]:
     words = textwrap.wrap(fact.text, _VALUE_WIDTH, break_on_hyphens=False) or ['""']
     first = f"{'?' if fact.is_unsure else ' '} {fact.path:<{width}}  {words[0]}"
     return [first, *(f"{'':<{width + 4}}{word}" for word in words[1:])]
@@ -200,7 +200,7 @@ def _free_name(site: str) -> str:
     return f"my-{name}" if name in list_sites() else name
 
 
-def _findings_json(found: Findings, where: str, day: datetime.date) -> dict[str, Any]:
+def _findings_json(found: ProbedFacts, where: str, day: datetime.date) -> dict[str, Any]:
     facts = [
         {"path": ".".join(fact.path), "value": fact.value, "source": f"`{fact.command}` on {where}", "date": str(day)}
         for fact in found.facts

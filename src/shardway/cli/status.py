@@ -27,7 +27,7 @@ from shardway.units import render_clock, render_count
 if TYPE_CHECKING:
     from shardway.launch.runs.ledger import Ledger
     from shardway.launch.runs.registry import Known
-    from shardway.launch.runs.standing import Standing
+    from shardway.launch.runs.standing import JobStatus
     from shardway.watch.summary import RunSummary
 
 RunWord = Annotated[
@@ -41,12 +41,12 @@ RunWord = Annotated[
 
 
 @dataclass(frozen=True)
-class _Shown:
+class _ShownRun:
     """One run: its summary where its directory is on this machine, its attempts where it was submitted."""
 
     known: Known
     ledger: Ledger
-    standings: Sequence[Standing]
+    standings: Sequence[JobStatus]
     summary: RunSummary | None = None
 
 
@@ -85,13 +85,13 @@ def _by_host(chosen: Sequence[Known]) -> list[list[Known]]:
     return [list(group) for _, group in groupby(ordered, key=lambda known: known.host)]
 
 
-def _look(group: Sequence[Known], *, alone: bool) -> list[_Shown]:
+def _look(group: Sequence[Known], *, alone: bool) -> list[_ShownRun]:
     """The runs of one host, asked in a few exchanges. A host that cannot be asked is told, and the others are shown."""
     from shardway.launch.hosts import find_host
     from shardway.launch.runs.ledger import read_ledgers
     from shardway.launch.runs.standing import read_standings
 
-    shown: list[_Shown] = []
+    shown: list[_ShownRun] = []
     readable = [known for known in group if known.host or _is_readable(Path(known.run), alone=alone)]
     host = find_host(group[0].host)
     with _told(alone=alone):
@@ -101,7 +101,7 @@ def _look(group: Sequence[Known], *, alone: bool) -> list[_Shown]:
             if alone or not known.host or attempts or ledger.status:  # elsewhere, one that is gone is no news
                 with _told(alone=alone):
                     summary = None if known.host else _summarise(ledger, attempts)
-                    shown.append(_Shown(known, ledger, attempts, summary))
+                    shown.append(_ShownRun(known, ledger, attempts, summary))
     return shown
 
 
@@ -116,7 +116,7 @@ def _told(*, alone: bool) -> Iterator[None]:
         typer.echo(legible(f"shardway: {error}"), err=True)
 
 
-def _summarise(ledger: Ledger, attempts: Sequence[Standing]) -> RunSummary | None:
+def _summarise(ledger: Ledger, attempts: Sequence[JobStatus]) -> RunSummary | None:
     """What the run wrote; its state is that of a job where one goes on with it, or where ranks could not say why."""
     from shardway.watch.summary import GONE, summarise
 
@@ -134,7 +134,7 @@ def _summarise(ledger: Ledger, attempts: Sequence[Standing]) -> RunSummary | Non
 
 
 @dataclass(frozen=True)
-class _End:
+class _LastEnd:
     """How the last attempt ended that had anything to do; `began` in Unix seconds."""
 
     failed: bool
@@ -142,7 +142,7 @@ class _End:
     began: float
 
 
-def _find_last_end(attempts: Sequence[Standing]) -> _End | None:
+def _find_last_end(attempts: Sequence[JobStatus]) -> _LastEnd | None:
     """A link of a chain that found nothing to do says nothing of the run."""
     from shardway.rundir.attempts import FAILURES, Ending
 
@@ -150,7 +150,7 @@ def _find_last_end(attempts: Sequence[Standing]) -> _End | None:
         result, entry = attempt.result, attempt.entry
         if result is not None and result.state is not Ending.NOT_NEEDED:
             sent = entry.submission.submitted if entry.submission else 0.0
-            return _End(result.state in FAILURES, result.reason, entry.started.started if entry.started else sent)
+            return _LastEnd(result.state in FAILURES, result.reason, entry.started.started if entry.started else sent)
     return None
 
 
@@ -165,7 +165,7 @@ def _is_readable(path: Path, *, alone: bool) -> bool:
     return False
 
 
-def _as_json(shown: _Shown) -> dict[str, Any]:
+def _as_json(shown: _ShownRun) -> dict[str, Any]:
     from shardway.launch.runs.render import attempts_as_json
 
     facts = shown.summary.as_json() if shown.summary else {**shown.ledger.status, "path": shown.known.run}
@@ -173,7 +173,7 @@ def _as_json(shown: _Shown) -> dict[str, Any]:
     return {**facts, **jobs, "jobs": attempts_as_json(shown.standings)}
 
 
-def _render(shown: _Shown) -> str:
+def _render(shown: _ShownRun) -> str:
     """One run in a few lines, what is unknown left out."""
     from shardway.launch.runs.render import render_attempts
 
@@ -181,7 +181,7 @@ def _render(shown: _Shown) -> str:
     return "\n".join([*head, *render_attempts(shown.standings)])
 
 
-def _bare_lines(shown: _Shown) -> list[str]:
+def _bare_lines(shown: _ShownRun) -> list[str]:
     """What status.json says of a run that has not begun here, or is on another host."""
     from shardway.launch.runs.find import render_known
 
@@ -194,7 +194,7 @@ def _bare_lines(shown: _Shown) -> list[str]:
     return [*lines, f"  step        {status['step']}{total}"] if "step" in status else lines
 
 
-def _summary_lines(summary: RunSummary, standings: Sequence[Standing]) -> list[str]:
+def _summary_lines(summary: RunSummary, standings: Sequence[JobStatus]) -> list[str]:
     """`standings`: the attempts that stand below, those that wait or never began with them."""
     total = f"/{summary.total_steps}" if summary.total_steps else ""
     share = f" ({100 * summary.step / summary.total_steps:.0f} %)" if summary.total_steps else ""
@@ -258,7 +258,7 @@ def _say_attempts(begun: int, known: int) -> str:
     return f"  attempts    {known}, of which {begun} began to train" if known > begun else f"  attempts    {begun}"
 
 
-def _say_jobs_to_go(summary: RunSummary, standings: Sequence[Standing]) -> str:
+def _say_jobs_to_go(summary: RunSummary, standings: Sequence[JobStatus]) -> str:
     """How many more jobs a chain takes whose jobs end with their wall-time, and whether that is well spent."""
     from shardway.rundir.attempts import Ending
 

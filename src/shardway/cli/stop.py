@@ -17,8 +17,8 @@ from shardway.cli.options import JsonOption
 from shardway.errors import UserError
 
 if TYPE_CHECKING:
-    from shardway.launch.runs.ledger import Entry, Ledger
-    from shardway.launch.runs.stop import Stopper, Stopping
+    from shardway.launch.runs.ledger import Ledger, LedgerEntry
+    from shardway.launch.runs.stop import Stopper, StopReport
 
 RunName = Annotated[
     str,
@@ -89,7 +89,7 @@ def _wait(stopper: Stopper, ledger: Ledger, seconds: float) -> dict[str, str]:
     return {str(standing.entry.number): standing.word for standing in stopper.wait(ledger, seconds)}
 
 
-def _render(done: Stopping, run: str, states: dict[str, str], *, now: bool, kills: bool) -> list[str]:
+def _render(done: StopReport, run: str, states: dict[str, str], *, now: bool, kills: bool) -> list[str]:
     lines = []
     if done.asked:
         lines.append(f"asked to stop after its current step: {_jobs(done.asked)}")
@@ -105,5 +105,5 @@ def _render(done: Stopping, run: str, states: dict[str, str], *, now: bool, kill
     return [*lines, *(f"attempt {number}: {state}" for number, state in states.items())]
 
 
-def _jobs(entries: tuple[Entry, ...]) -> str:
+def _jobs(entries: tuple[LedgerEntry, ...]) -> str:
     return ", ".join(f"job {entry.job} (attempt {entry.number})" for entry in entries)

@@ -18,8 +18,8 @@ from shardway.errors import UserError
 
 if TYPE_CHECKING:
     from shardway.launch.hosts.base import Host
-    from shardway.launch.submission.prepare import Order, Prepared
-    from shardway.launch.submission.send import Sent
+    from shardway.launch.submission.prepare import Prepared, SubmitRequest
+    from shardway.launch.submission.send import SentSubmission
 
 MostOption = Annotated[int, typer.Option("--max-attempts", min=0, help="Most jobs of --until-done (0: no limit).")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the job script, and do nothing.")]
@@ -48,7 +48,7 @@ def submit(
     carry_out(order, find_host(target.host if target else ""), dry_run=dry_run, as_json=as_json)
 
 
-def carry_out(order: Order, host: Host, *, dry_run: bool, as_json: bool) -> None:
+def carry_out(order: SubmitRequest, host: Host, *, dry_run: bool, as_json: bool) -> None:
     """Submit an order and say what became of it, or print its job script."""
     if not dry_run:
         from shardway.launch.submission.send import send
@@ -63,16 +63,16 @@ def carry_out(order: Order, host: Host, *, dry_run: bool, as_json: bool) -> None
     typer.echo(prepared.script, nl=False)
 
 
-def read_order(ctx: typer.Context, words: list[str], site: str, directory: Path | None) -> Order:
+def read_order(ctx: typer.Context, words: list[str], site: str, directory: Path | None) -> SubmitRequest:
     """What the words of the command line ask for. Raises UserError where a program stands in place of a run file."""
-    from shardway.launch.submission.prepare import Order
+    from shardway.launch.submission.prepare import SubmitRequest
 
     command = read_program_words(ctx)
     _check_no_program(words, command)
     request = read_request(words, directory)
     if command and request.run_file is not None and request.run_file.suffix != ".toml":
         raise UserError(f"{request.run_file} stands before `--`, where a run file (.toml) and keys may stand.")
-    return Order(request, site=site, command=command)
+    return SubmitRequest(request, site=site, command=command)
 
 
 def _check_no_program(words: list[str], command: tuple[str, ...]) -> None:
@@ -86,7 +86,7 @@ def _check_no_program(words: list[str], command: tuple[str, ...]) -> None:
         )
 
 
-def _with_chain(order: Order, until_done: bool, max_attempts: int) -> Order:
+def _with_chain(order: SubmitRequest, until_done: bool, max_attempts: int) -> SubmitRequest:
     from dataclasses import replace
 
     if max_attempts and not until_done:
@@ -115,7 +115,7 @@ def _tell(text: str) -> None:
     typer.echo(f"shardway: {text}", err=True)
 
 
-def _print_sent(sent: Sent, as_json: bool) -> None:
+def _print_sent(sent: SentSubmission, as_json: bool) -> None:
     """Say what was submitted and how to watch it."""
     from shardway.launch.script import quote
 

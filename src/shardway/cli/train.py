@@ -24,7 +24,7 @@ from shardway.cli.outputs import enduring_outputs
 from shardway.errors import Bug, ShardwayError, SiteError, UserError
 from shardway.hardware.limits import ensure_temporary
 from shardway.ranks.meeting import parse_host
-from shardway.ranks.place import Place
+from shardway.ranks.place import NodeSpec
 from shardway.ranks.signals import SignalWatch
 from shardway.rundir.attempts import BY_AGENT
 from shardway.rundir.attempts import VARIABLE as ATTEMPT
@@ -34,7 +34,7 @@ PORT = 29600
 """By which port the agents of several machines meet where none is named."""
 
 if TYPE_CHECKING:
-    from shardway.resolve.request import Request, Resolution
+    from shardway.resolve.request import Resolution, ResolveRequest
 
 
 def train(
@@ -67,7 +67,7 @@ def train(
             _train(request, nproc, dry_run=dry_run, as_json=as_json)
 
 
-def _read_nodes(nodes: str | None, node: int | None, port: int, nproc: int | None) -> Place:
+def _read_nodes(nodes: str | None, node: int | None, port: int, nproc: int | None) -> NodeSpec:
     """Where this machine stands among --nodes. Raises UserError where the options do not say it."""
     addresses = tuple((nodes or "").replace(",", " ").split())
     if not addresses or node is None or node >= len(addresses):
@@ -84,10 +84,12 @@ def _read_nodes(nodes: str | None, node: int | None, port: int, nproc: int | Non
             "      allowed: names and addresses with blanks between them, without a port, a scheme or [1-2]\n"
             "      to do: name each machine by itself, and the port by --port"
         )
-    return Place(hosts, node, port, nproc or 1)
+    return NodeSpec(hosts, node, port, nproc or 1)
 
 
-def _train_on_nodes(request: Request, place: Place, telling: Telling, *, dry_run: bool, as_json: bool) -> None:
+def _train_on_nodes(
+    request: ResolveRequest, place: NodeSpec, telling: Telling, *, dry_run: bool, as_json: bool
+) -> None:
     """Be the agent of one machine of several; the first one tells how it goes."""
     ranks, leads = len(place.addresses) * place.ranks, place.node == 0
     resolution = _resolve(request, ranks, place.ranks, told=leads)
@@ -124,7 +126,7 @@ def _quiet_network() -> Iterator[None]:
             del os.environ[name]
 
 
-def _train(request: Request, nproc: int | None, *, dry_run: bool, as_json: bool) -> None:
+def _train(request: ResolveRequest, nproc: int | None, *, dry_run: bool, as_json: bool) -> None:
     from shardway.ranks.launcher import find_placement, is_in_terminal
 
     placement = find_placement(os.environ)
@@ -180,7 +182,7 @@ def _failure_told(telling: Telling) -> Iterator[None]:
         raise
 
 
-def _resolve(request: Request, ranks: int, ranks_per_node: int, *, told: bool) -> Resolution:
+def _resolve(request: ResolveRequest, ranks: int, ranks_per_node: int, *, told: bool) -> Resolution:
     """Every rank of a launch finds the same mistakes; one of them tells."""
     from shardway.resolve.request import check_variables, resolve_request
 
@@ -254,7 +256,7 @@ def _check_goes_on(resolution: Resolution) -> None:
         check_same_run(run.read_resolved(), resolution.resolved, str(run.path))
 
 
-def _train_here(request: Request, resolution: Resolution) -> dict[str, Any]:
+def _train_here(request: ResolveRequest, resolution: Resolution) -> dict[str, Any]:
     os.environ.setdefault("OMP_NUM_THREADS", str(resolution.resolved.values.run.threads))
     ensure_temporary()
     with uncollected():

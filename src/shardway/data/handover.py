@@ -42,7 +42,7 @@ _SHORT = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 @dataclass(frozen=True)
-class Sent:
+class PackedAnswer:
     """An answer as bytes."""
 
     data: bytes
@@ -102,7 +102,7 @@ class Sender:
         fits = self.shares and find_room() >= SPARE * sum(leaf.nbytes for leaf in tensors) + 2**16
         if fits and find_files_left() >= (self.ahead + 2) * len(tensors) + _SPARE_FILES:
             return answer
-        return Sent(pickle.dumps(answer, protocol=5))
+        return PackedAnswer(pickle.dumps(answer, protocol=5))
 
 
 def find_files_left() -> int:
@@ -113,7 +113,7 @@ def find_files_left() -> int:
 def take_over(answers: Iterator[Any]) -> Iterator[Any]:
     """The answers as they were before they were handed over; an error of ours among them is raised."""
     for sent in answers:
-        answer = pickle.loads(sent.data) if isinstance(sent, Sent) else sent
+        answer = pickle.loads(sent.data) if isinstance(sent, PackedAnswer) else sent
         if isinstance(answer, ShardwayError):
             raise answer
         yield answer

@@ -30,10 +30,10 @@ from torch.utils.data._utils.signal_handling import _error_if_any_worker_fails
 from shardway.data.batch_tree import move_batch, pin_batch
 from shardway.data.collate import collate_by
 from shardway.data.handover import Sender, shorten_sockets, take_over
-from shardway.data.order import Ids, Order, Words, derive_keys, position_share
+from shardway.data.order import Ids, SampleOrder, Words, derive_keys, position_share
 from shardway.data.samplers import AnyOrder, BatchOrder
 from shardway.data.skips import Skips
-from shardway.data.sources.base import Source
+from shardway.data.sources.base import DataSource
 from shardway.data.stateful import StreamSnapshot
 from shardway.data.workers import NoWorkers, dropped_if_refused, ended_workers, isolation
 from shardway.errors import Bug, ShardwayError, UserError
@@ -91,7 +91,7 @@ class Batch:
 
 
 @dataclass(frozen=True, eq=False)
-class Request:
+class StepRequest:
     """What the sampler asks of the dataset for one step."""
 
     position: int
@@ -114,11 +114,11 @@ class StepSampler:
     steps: int | None = None
     skips: Skips = field(default_factory=Skips)
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[StepRequest]:
         batch = self.share.global_batch
         rows = np.array(position_share(batch, self.share.rank, self.share.ranks), np.int64)
         # A sampler is asked no earlier than it must be: a script may change it between two epochs.
-        at_once = max(1, _IDS_AT_ONCE // max(1, rows.size)) if isinstance(self.order, Order) else 1
+        at_once = max(1, _IDS_AT_ONCE // max(1, rows.size)) if isinstance(self.order, SampleOrder) else 1
         kept_before = self.skips.count_kept(self.position)
         step = 0
         while self.steps is None or step < self.steps:
@@ -127,7 +127,7 @@ class StepSampler:
             starts, nexts = self.skips.find_kept(firsts), self.skips.find_kept(firsts + batch - 1) + 1
             ids = self.order.ids(self.skips.find_kept(firsts[:, None] + rows))
             seeds = _derive_seeds(self.order.seed, self.share.rank, starts)
-            yield from map(Request, starts.tolist(), nexts.tolist(), ids, seeds.tolist())
+            yield from map(StepRequest, starts.tolist(), nexts.tolist(), ids, seeds.tolist())
             step += count
 
 
@@ -140,7 +140,7 @@ class BatchRequests:
     position: int
     skips: Skips = field(default_factory=Skips)
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[StepRequest]:
         size, kept_before = self.order.size, self.skips.count_kept(self.position)
         for step in itertools.count():
             first = np.array([kept_before + step * size])
@@ -153,7 +153,7 @@ class BatchRequests:
             ids = self.order.batch(int(start[0]) // size)
             mine = position_share(len(ids), self.share.rank, self.share.ranks)
             seeds = _derive_seeds(self.order.seed, self.share.rank, start)
-            yield Request(int(start[0]), int(last[0]) + 1, ids[mine.start : mine.stop], int(seeds[0]))
+            yield StepRequest(int(start[0]), int(last[0]) + 1, ids[mine.start : mine.stop], int(seeds[0]))
 
 
 def _derive_seeds(seed: int, rank: int, starts: Ids) -> Words:
@@ -163,7 +163,7 @@ def _derive_seeds(seed: int, rank: int, starts: Ids) -> Words:
 class SourceDataset(Dataset[Any]):
     """A source as torch's map-style dataset: one gather for each batch."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: DataSource) -> None:
         self.source = source
 
     def __len__(self) -> int:
@@ -197,7 +197,7 @@ class _WorkerDataset(Dataset[Any]):
     def __init__(self, dataset: SourceDataset | CollatedDataset) -> None:
         self.dataset = dataset
 
-    def __getitems__(self, request: Request) -> Batch | ShardwayError:
+    def __getitems__(self, request: StepRequest) -> Batch | ShardwayError:
         _seed_worker(request.seed)
         try:
             return _answer(self.dataset, request)
@@ -214,14 +214,14 @@ class StepLoader:
 
     def __init__(
         self,
-        samples: Source | Dataset[Any],
+        samples: DataSource | Dataset[Any],
         order: AnyOrder | BatchOrder,
         share: Share,
         options: LoaderOptions = LoaderOptions(),
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         self._dataset = make_dataset(samples, collate)
-        if isinstance(order, Order) and len(self._dataset) != order.samples:
+        if isinstance(order, SampleOrder) and len(self._dataset) != order.samples:
             raise Bug(f"an order of {order.samples} samples over data with {len(self._dataset)}; please report this")
         self._order, self._share, self._options = order, share, options
 
@@ -239,7 +239,7 @@ class StepLoader:
 
 
 def validation_batches(
-    samples: Source | Dataset[Any],
+    samples: DataSource | Dataset[Any],
     count: int,
     share: Share,
     options: LoaderOptions = LoaderOptions(),
@@ -250,17 +250,17 @@ def validation_batches(
     Every rank gets the same number of batches; the last step may be smaller than `share.global_batch`.
     """
     dataset = make_dataset(samples, collate)
-    order = Order(len(dataset), seed=0, shuffle=False)
+    order = SampleOrder(len(dataset), seed=0, shuffle=False)
     whole, rest = divmod(min(count, len(dataset)), share.global_batch)
     last = StepSampler(order, replace(share, global_batch=rest), whole * share.global_batch, min(rest, 1))
     return read_batches(dataset, itertools.chain(StepSampler(order, share, 0, whole), last), options)
 
 
 def make_dataset(
-    samples: Source | Dataset[Any], collate: Callable[[list[Any]], Any] | None = None
+    samples: DataSource | Dataset[Any], collate: Callable[[list[Any]], Any] | None = None
 ) -> SourceDataset | CollatedDataset:
     """A source or a user's map-style dataset behind one interface: `__getitems__(ids)` is a whole batch."""
-    if isinstance(samples, Source):
+    if isinstance(samples, DataSource):
         return SourceDataset(samples)
     if not is_map_style(samples):
         raise UserError(
@@ -277,7 +277,7 @@ def is_map_style(samples: Any) -> bool:
 
 
 def read_batches(
-    dataset: SourceDataset | CollatedDataset, requests: Iterable[Request], options: LoaderOptions
+    dataset: SourceDataset | CollatedDataset, requests: Iterable[StepRequest], options: LoaderOptions
 ) -> Iterator[Batch]:
     """Answer each request, in order. Closing the iterator, or dropping it, leaves no process behind.
 
@@ -305,12 +305,12 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return replace(batch, data=move_batch(batch.data, device))
 
 
-def _answer(dataset: SourceDataset | CollatedDataset, request: Request) -> Batch:
+def _answer(dataset: SourceDataset | CollatedDataset, request: StepRequest) -> Batch:
     return Batch(dataset.__getitems__(request.ids), request.ids, request.position, request.next_position)
 
 
 def _start_workers(
-    dataset: SourceDataset | CollatedDataset, requests: Iterable[Request], options: LoaderOptions
+    dataset: SourceDataset | CollatedDataset, requests: Iterable[StepRequest], options: LoaderOptions
 ) -> Iterator[Any]:
     # A request stands for a batch of indices.
     return start_workers(_WorkerDataset(dataset), options, batch_sampler=cast(Any, requests))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from shardway.data.sources.arrays import open_arrays
-from shardway.data.sources.base import Asked, Place, Slice, Source, Wants, data_error
+from shardway.data.sources.base import DataPath, DataRequest, DataSource, Slice, Wants, data_error
 from shardway.data.sources.idx import TEST, has_part, open_idx, open_idx_validation
 from shardway.data.sources.synthetic import open_synthetic
 from shardway.data.sources.text import STDLIB, open_text
@@ -29,7 +29,7 @@ _GIVES: dict[str, tuple[Wants, ...]] = {
     "idx": ("images",),
     "synthetic": ("tokens", "images"),
 }
-_OPENERS: dict[str, Callable[[Place, Asked], Source]] = {
+_OPENERS: dict[str, Callable[[DataPath, DataRequest], DataSource]] = {
     "text": open_text,
     "tokens": open_tokens,
     "arrays": open_arrays,
@@ -42,8 +42,8 @@ _VALIDATION_OPENERS = {**_OPENERS, "idx": open_idx_validation}
 class Data:
     """What a run trains and validates on; no validation where nothing is held out."""
 
-    train: Source
-    validation: Source | None
+    train: DataSource
+    validation: DataSource | None
 
     @property
     def facts(self) -> DataFacts:
@@ -101,11 +101,11 @@ def open_data(
 
     Raises UserError for anything wrong with the data, JobError where the cache has no space.
     """
-    asked = Asked(section, seed, wants, vocab, classes)
+    asked = DataRequest(section, seed, wants, vocab, classes)
     _check_kind(section, wants)
     if section.kind == "synthetic":
         return _hold_out(open_synthetic(asked), "data.samples", section)
-    place = Place("data.path", section.path)
+    place = DataPath("data.path", section.path)
     train = _open(_OPENERS[section.kind], place, asked)
     validation = _open_validation(place, replace(asked, classes=train.facts.classes))
     if validation is None:
@@ -129,7 +129,7 @@ def _check_kind(section: DataSection, wants: Wants) -> None:
         )
 
 
-def _open(opener: Callable[[Place, Asked], Source], place: Place, asked: Asked) -> Source:
+def _open(opener: Callable[[DataPath, DataRequest], DataSource], place: DataPath, asked: DataRequest) -> DataSource:
     try:
         return opener(place, asked)
     except OSError as error:
@@ -137,16 +137,16 @@ def _open(opener: Callable[[Place, Asked], Source], place: Place, asked: Asked) 
         raise place.error(f"cannot be read: {error.strerror}{at}") from error
 
 
-def _open_validation(place: Place, asked: Asked) -> Source | None:
+def _open_validation(place: DataPath, asked: DataRequest) -> DataSource | None:
     section = asked.section
     if section.validation:
-        return _open(_VALIDATION_OPENERS[section.kind], Place("data.validation", section.validation), asked)
+        return _open(_VALIDATION_OPENERS[section.kind], DataPath("data.validation", section.validation), asked)
     if section.kind == "idx" and has_part(place, TEST):
         return _open(open_idx_validation, place, asked)
     return None
 
 
-def _check_alike(train: Source, validation: Source) -> None:
+def _check_alike(train: DataSource, validation: DataSource) -> None:
     if train.facts.sample_shape != validation.facts.sample_shape:
         raise data_error(
             "data.validation",
@@ -155,7 +155,7 @@ def _check_alike(train: Source, validation: Source) -> None:
         )
 
 
-def _hold_out(whole: Source, key: str, section: DataSection) -> Data:
+def _hold_out(whole: DataSource, key: str, section: DataSection) -> Data:
     """The last part of the samples, at least one, for validation; the samples before it for training."""
     fraction = section.validation_fraction
     if fraction == 0.0:

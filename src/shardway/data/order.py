@@ -48,7 +48,7 @@ def derive_keys(key: Words, counters: npt.NDArray[np.integer]) -> Words:
 
 
 @dataclass(frozen=True)
-class Order:
+class SampleOrder:
     """The endless sequence of sample ids of one source: every sample once an epoch, a new order each epoch.
 
     Raises UserError for an empty source or a seed that does not fit in 64 bits (two seeds must not silently give

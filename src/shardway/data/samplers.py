@@ -31,7 +31,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from shardway.data.order import Ids, Order, derive_keys
+from shardway.data.order import Ids, SampleOrder, derive_keys
 from shardway.data.stateful import read_state, rewind
 from shardway.errors import UserError
 
@@ -288,7 +288,7 @@ class BatchOrder:
 class WholeBatches:
     """An order of which each epoch is left before its last batch where that would not be whole (`drop_last`)."""
 
-    order: Order | SamplerOrder
+    order: SampleOrder | SamplerOrder
     samples: int
     """Those of an epoch that are left: a multiple of the global batch."""
 
@@ -303,7 +303,7 @@ class WholeBatches:
         return self.order.ids(epochs * np.int64(self.order.samples) + rows)
 
 
-AnyOrder = Order | SamplerOrder | WholeBatches
+AnyOrder = SampleOrder | SamplerOrder | WholeBatches
 
 
 def _is_known(sampler: Any) -> bool:

@@ -20,7 +20,7 @@ MISSING = 127
 
 
 @dataclass(frozen=True)
-class Answer:
+class CommandResult:
     """How a program ended; `hung`: its time was over, so that `code` says nothing."""
 
     code: int
@@ -44,19 +44,19 @@ class Answer:
         return next((line.strip() for line in (self.err + "\n" + self.out).splitlines() if line.strip()), "")
 
 
-def run_command(words: Sequence[str], limit_s: float) -> Answer:
+def run_command(words: Sequence[str], limit_s: float) -> CommandResult:
     """Run one program, at most `limit_s` seconds."""
     return run_commands([words], limit_s)[0]
 
 
-def run_commands(commands: Sequence[Sequence[str]], limit_s: float) -> list[Answer]:
+def run_commands(commands: Sequence[Sequence[str]], limit_s: float) -> list[CommandResult]:
     """Run programs side by side, at most `limit_s` seconds in all; an answer each, in their order."""
     deadline = time.monotonic() + limit_s
     started = [_start(words) for words in commands]
     return [_finish(each, deadline) if isinstance(each, subprocess.Popen) else each for each in started]
 
 
-def _start(words: Sequence[str]) -> subprocess.Popen[str] | Answer:
+def _start(words: Sequence[str]) -> subprocess.Popen[str] | CommandResult:
     try:
         return subprocess.Popen(
             list(words),
@@ -69,16 +69,16 @@ def _start(words: Sequence[str]) -> subprocess.Popen[str] | Answer:
             start_new_session=True,  # so that its children can be ended with it
         )
     except OSError as error:
-        return Answer(MISSING, err=error.strerror or str(error))
+        return CommandResult(MISSING, err=error.strerror or str(error))
 
 
-def _finish(process: subprocess.Popen[str], deadline: float) -> Answer:
+def _finish(process: subprocess.Popen[str], deadline: float) -> CommandResult:
     try:
         out, err = process.communicate(timeout=max(0.05, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         _give_up(process)
-        return Answer(-signal.SIGKILL, hung=True)
-    return Answer(process.returncode, out, err)
+        return CommandResult(-signal.SIGKILL, hung=True)
+    return CommandResult(process.returncode, out, err)
 
 
 def _give_up(process: subprocess.Popen[str]) -> None:

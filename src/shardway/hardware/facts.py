@@ -9,42 +9,44 @@ from collections import Counter
 from dataclasses import dataclass
 
 from shardway.hardware.catalogue import DTYPES, Accelerator
-from shardway.hardware.probe import Device, Machine
+from shardway.hardware.probe import Device, LocalMachine
 
 UNKNOWN = "n/a"
 
 
 @dataclass(frozen=True)
-class Fact:
+class ReportFact:
     """One line of a report."""
 
     label: str
     value: str
 
 
-def render_machine(machine: Machine) -> tuple[Fact, ...]:
+def render_machine(machine: LocalMachine) -> tuple[ReportFact, ...]:
     """The machine, most telling facts first."""
     return (
-        Fact("host", machine.hostname),
-        Fact("accelerators", _render_devices(machine.accelerators)),
-        Fact("cpu", machine.cpu_model or UNKNOWN),
-        Fact("cores", f"{machine.usable_cores} usable, {_or_unknown(machine.physical_cores)} physical"),
-        Fact("memory", _render_gib(machine.memory_bytes)),
-        Fact("os", machine.os),
-        Fact("python", machine.python),
+        ReportFact("host", machine.hostname),
+        ReportFact("accelerators", _render_devices(machine.accelerators)),
+        ReportFact("cpu", machine.cpu_model or UNKNOWN),
+        ReportFact("cores", f"{machine.usable_cores} usable, {_or_unknown(machine.physical_cores)} physical"),
+        ReportFact("memory", _render_gib(machine.memory_bytes)),
+        ReportFact("os", machine.os),
+        ReportFact("python", machine.python),
     )
 
 
-def render_accelerator(accelerator: Accelerator) -> tuple[Fact, ...]:
+def render_accelerator(accelerator: Accelerator) -> tuple[ReportFact, ...]:
     """The catalogue's row, one fact per dtype."""
-    peaks = tuple(Fact(f"peak {dtype}", _render_scaled(accelerator.peak(dtype), 1e12, "TFLOP/s")) for dtype in DTYPES)
+    peaks = tuple(
+        ReportFact(f"peak {dtype}", _render_scaled(accelerator.peak(dtype), 1e12, "TFLOP/s")) for dtype in DTYPES
+    )
     return (
-        Fact("name", accelerator.name),
+        ReportFact("name", accelerator.name),
         *peaks,
-        Fact("memory", _render_gib(accelerator.memory_bytes)),
-        Fact("memory bandwidth", _render_scaled(accelerator.memory_bandwidth_bytes_per_s, 1e9, "GB/s")),
-        Fact("link", _or_unknown(accelerator.link)),
-        Fact("power", _render_scaled(accelerator.power_w, 1, "W")),
+        ReportFact("memory", _render_gib(accelerator.memory_bytes)),
+        ReportFact("memory bandwidth", _render_scaled(accelerator.memory_bandwidth_bytes_per_s, 1e9, "GB/s")),
+        ReportFact("link", _or_unknown(accelerator.link)),
+        ReportFact("power", _render_scaled(accelerator.power_w, 1, "W")),
     )
 
 

@@ -21,7 +21,7 @@ IN_MEMORY = frozenset(("tmpfs", "ramfs"))
 
 
 @dataclass(frozen=True)
-class Mount:
+class MountedFileSystem:
     """A mounted file system: where, of which kind, and its source ("/dev/sda1", "10.0.0.1@o2ib:/scratch")."""
 
     place: PurePosixPath
@@ -34,7 +34,7 @@ class Mount:
         return self.kind in SHARED
 
 
-def read_mounts(root: Path = Path("/")) -> tuple[Mount, ...]:
+def read_mounts(root: Path = Path("/")) -> tuple[MountedFileSystem, ...]:
     """Everything that is mounted for this process; empty where the kernel does not say."""
     try:
         return parse_mounts((root / "proc/self/mountinfo").read_text(encoding="utf-8", errors="replace"))
@@ -42,18 +42,18 @@ def read_mounts(root: Path = Path("/")) -> tuple[Mount, ...]:
         return ()
 
 
-def parse_mounts(text: str) -> tuple[Mount, ...]:
+def parse_mounts(text: str) -> tuple[MountedFileSystem, ...]:
     """Mounts from mountinfo: "36 35 98:0 / /mnt rw master:1 - ext3 /dev/root rw"; other lines are passed over."""
     found = []
     for line in text.splitlines():
         left, separator, right = line.partition(" - ")
         fields, kinds = left.split(), right.split()
         if separator and len(fields) > 4 and len(kinds) > 1:
-            found.append(Mount(PurePosixPath(_unescape(fields[4])), kinds[0], _unescape(kinds[1])))
+            found.append(MountedFileSystem(PurePosixPath(_unescape(fields[4])), kinds[0], _unescape(kinds[1])))
     return tuple(found)
 
 
-def find_mount(path: str, mounts: tuple[Mount, ...]) -> Mount | None:
+def find_mount(path: str, mounts: tuple[MountedFileSystem, ...]) -> MountedFileSystem | None:
     """The mount that holds an absolute path: the deepest, and of several on one place the last."""
     sought = PurePosixPath(path)
     best = None

@@ -29,7 +29,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Machine:
+class LocalMachine:
     """The machine this process runs on.
 
     `physical_cores` are those of the machine; `usable_cores` (hardware threads) and `memory_bytes` are what
@@ -47,10 +47,10 @@ class Machine:
     os: str
 
 
-def probe_machine(root: Path = Path("/")) -> Machine:
+def probe_machine(root: Path = Path("/")) -> LocalMachine:
     """Look at this machine; `root` stands for "/" in what is read from files (the control group, the CPU)."""
     limits = read_cgroup_limits(root)
-    return Machine(
+    return LocalMachine(
         hostname=socket.gethostname(),
         cpu_model=_read_cpu_model(root / "proc/cpuinfo"),
         physical_cores=_count_physical_cores(),

@@ -12,17 +12,17 @@ from __future__ import annotations
 import re
 from importlib.resources import files
 
-from shardway.launch.script import Line
+from shardway.launch.script import ScriptLine
 
 _HEAD = re.compile(r"^#: (?P<name>\w+)", re.MULTILINE)
 
 
-def read_block(file: str, name: str) -> Line:
+def read_block(file: str, name: str) -> ScriptLine:
     """The function `name` of `launch/shell/FILE.sh`, with its purpose. Raises KeyError for a name that is not there."""
     return read_blocks(file)[name]
 
 
-def read_blocks(file: str) -> dict[str, Line]:
+def read_blocks(file: str) -> dict[str, ScriptLine]:
     """Every function of `launch/shell/FILE.sh`, in the order of the file."""
     text = (files("shardway.launch") / "shell" / f"{file}.sh").read_text(encoding="utf-8")
     heads = list(_HEAD.finditer(text))
@@ -30,6 +30,6 @@ def read_blocks(file: str) -> dict[str, Line]:
     return {head["name"]: _as_line(text[head.start() : end]) for head, end in zip(heads, ends, strict=True)}
 
 
-def _as_line(block: str) -> Line:
+def _as_line(block: str) -> ScriptLine:
     purpose, _, body = block.partition("\n")
-    return Line(body.strip("\n"), purpose.removeprefix("#: "))
+    return ScriptLine(body.strip("\n"), purpose.removeprefix("#: "))

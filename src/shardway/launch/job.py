@@ -75,7 +75,7 @@ class QueueTerms:
 
 
 @dataclass(frozen=True)
-class Mount:
+class ContainerMount:
     """A folder of the host that the container sees at `target`."""
 
     source: str
@@ -93,7 +93,7 @@ class ContainerUse:
 
     runtime: str = "none"
     image: str = ""
-    mounts: tuple[Mount, ...] = ()
+    mounts: tuple[ContainerMount, ...] = ()
     rules: ContainerRules = field(default_factory=ContainerRules)
     vendor: str = ""
 
@@ -120,7 +120,7 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class JobEnvironment:
     """What the ranks find around them. `literal` variables arrive unchanged, in `expanded` ones the shell of the job
     replaces $NAMES. `secrets_file` is read by the job where it is there; it is never written."""
 
@@ -193,7 +193,7 @@ class Job:
     program: Program
     shape: Shape
     terms: QueueTerms
-    around: Surroundings
+    around: JobEnvironment
     container: ContainerUse = ContainerUse()
     meeting: Meeting = Meeting()
     start: StartRules = field(default_factory=StartRules)

@@ -23,14 +23,14 @@ from shardway.launch.containers.charliecloud import CHARLIECLOUD
 from shardway.launch.containers.enroot import ENROOT
 from shardway.launch.containers.podman import PODMAN
 from shardway.launch.containers.pyxis import PYXIS
-from shardway.launch.job import Job, Program, Surroundings
+from shardway.launch.job import Job, JobEnvironment, Program
 from shardway.launch.schedulers.base import SchedulerScript
 from shardway.launch.schedulers.local.script import LOCAL
 from shardway.launch.schedulers.pbs.script import PBS
 from shardway.launch.schedulers.slurm.script import SLURM
 from shardway.launch.script import (
-    Line,
-    Part,
+    ScriptLine,
+    ScriptSection,
     quote,
     quote_comment,
     quote_expanding,
@@ -90,55 +90,61 @@ _OF_A_CHAIN = ("leave", "settle", "state_of", "cause_of", "say_alike", "same_end
 def render_job_script(job: Job) -> str:
     """The whole script; the same job gives the same text."""
     scheduler, runtime = SCHEDULERS[job.scheduler], RUNTIMES[job.container.runtime]
-    end = (*runtime.teardown(job, scheduler), Line("finish", "how this attempt ended, and what comes next"))
+    end = (*runtime.teardown(job, scheduler), ScriptLine("finish", "how this attempt ended, and what comes next"))
     main = (
-        Part("begin", _begin(job, scheduler)),
-        Part("what the ranks find", _around(job)),
-        Part("run", _run(job, scheduler, runtime)),
-        Part("end", end),
+        ScriptSection("begin", _begin(job, scheduler)),
+        ScriptSection("what the ranks find", _around(job)),
+        ScriptSection("run", _run(job, scheduler, runtime)),
+        ScriptSection("end", end),
     )
     parts = (
-        Part("", (Line("#!/bin/bash"), *_header(job), *scheduler.directives(job))),
-        Part("this run and this attempt", _names(job)),
-        Part("what this job does, in order; the functions are below", (render_function("main", main),)),
-        Part("how an attempt begins and ends", _functions(job, scheduler)),
-        Part("", (Line("main"),)),
+        ScriptSection("", (ScriptLine("#!/bin/bash"), *_header(job), *scheduler.directives(job))),
+        ScriptSection("this run and this attempt", _names(job)),
+        ScriptSection("what this job does, in order; the functions are below", (render_function("main", main),)),
+        ScriptSection("how an attempt begins and ends", _functions(job, scheduler)),
+        ScriptSection("", (ScriptLine("main"),)),
     )
     return render_script(parts)
 
 
-def _header(job: Job) -> tuple[Line, ...]:
+def _header(job: Job) -> tuple[ScriptLine, ...]:
     by_hand = {
         "slurm": "make the folder of --output, sbatch THIS_FILE",
         "pbs": "make the folder of -o, qsub THIS_FILE",
         "local": "bash THIS_FILE",
     }[job.scheduler]
     site = quote_comment(job.site)
-    return (Line(f"# Written by Shardway {__version__} for {site}. To submit it by hand: {by_hand}"),)
+    return (ScriptLine(f"# Written by Shardway {__version__} for {site}. To submit it by hand: {by_hand}"),)
 
 
-def _names(job: Job) -> tuple[Line, ...]:
+def _names(job: Job) -> tuple[ScriptLine, ...]:
     steps = "yes" if job.program.meets_by_itself else "no"
     lines = [
-        Line(f"run={quote(str(job.run))}", "the run directory"),
-        Line(f"attempt={job.attempt:04d}", "this attempt, the one that it goes on from (0000: none), and the last"),
-        Line(f"after={job.chain.after:04d}"),
-        Line(f"last_attempt={job.chain.max_attempts}"),
-        Line(f"scheduler={job.scheduler}", "who runs the job, what makes its name unique, its wall-time in seconds"),
-        Line(f"token={quote(job.token)}"),
-        Line(f"walltime={round(job.terms.walltime_s)}"),
-        Line(f"counts_steps={steps}", "whether the program obeys the stop file and says itself how it ended"),
-        Line(f"runtime={job.container.runtime}", "what starts the container of the ranks"),
-        Line('asked="" status=0', "what it was asked by a signal, and how it ended"),
-        Line("unset prints clocks loaded CDPATH", "names of this script that a person's shell may have had"),
-        Line("here=$run/attempts/$attempt"),
-        Line("export SHARDWAY_ATTEMPT_DIR=$here SHARDWAY_STOP_FILE=$run/stop", "what the ranks read and write"),
+        ScriptLine(f"run={quote(str(job.run))}", "the run directory"),
+        ScriptLine(
+            f"attempt={job.attempt:04d}", "this attempt, the one that it goes on from (0000: none), and the last"
+        ),
+        ScriptLine(f"after={job.chain.after:04d}"),
+        ScriptLine(f"last_attempt={job.chain.max_attempts}"),
+        ScriptLine(
+            f"scheduler={job.scheduler}", "who runs the job, what makes its name unique, its wall-time in seconds"
+        ),
+        ScriptLine(f"token={quote(job.token)}"),
+        ScriptLine(f"walltime={round(job.terms.walltime_s)}"),
+        ScriptLine(f"counts_steps={steps}", "whether the program obeys the stop file and says itself how it ended"),
+        ScriptLine(f"runtime={job.container.runtime}", "what starts the container of the ranks"),
+        ScriptLine('asked="" status=0', "what it was asked by a signal, and how it ended"),
+        ScriptLine("unset prints clocks loaded CDPATH", "names of this script that a person's shell may have had"),
+        ScriptLine("here=$run/attempts/$attempt"),
+        ScriptLine("export SHARDWAY_ATTEMPT_DIR=$here SHARDWAY_STOP_FILE=$run/stop", "what the ranks read and write"),
     ]
     if job.container.runtime != "none":
-        lines.append(Line(f"export {LENT}=$run/cache", "prepared data, where the home in the container ends with it"))
+        lines.append(
+            ScriptLine(f"export {LENT}=$run/cache", "prepared data, where the home in the container ends with it")
+        )
     if job.log_for_scheduler != str(job.folder.job_log):
-        lines.append(Line('exec >> "$here/log/job.out" 2>&1', "what this job prints"))
-        lines += [Line("prints=$here/log/job.out")] if _by_function(job) else []
+        lines.append(ScriptLine('exec >> "$here/log/job.out" 2>&1', "what this job prints"))
+        lines += [ScriptLine("prints=$here/log/job.out")] if _by_function(job) else []
     return tuple(lines)
 
 
@@ -149,7 +155,7 @@ def _array(name: str, words: Iterable[str]) -> str:
     return wrap_command((f"{name}=(", *(quote_shell(word) for word in words), ")"))
 
 
-def _functions(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
+def _functions(job: Job, scheduler: SchedulerScript) -> tuple[ScriptLine, ...]:
     needed = (
         (job.scheduler == "local" or _warns_itself(job, scheduler), ("in_time", "tell_script")),
         (_ranks_within(job) > 0, ("in_time", "end_without_ranks")),
@@ -162,7 +168,7 @@ def _functions(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
     control = dict.fromkeys((*_IN_EVERY_SCRIPT, *(name for wanted, names in needed if wanted for name in names)))
     left_out = {"of_ranks": True, "of_jobs": False} if "queue_next" in control else {"of_ranks": True}
     return (
-        *(Line(_array(name, list_patterns(of_ranks=ranks)), _LEFT_OUT) for name, ranks in left_out.items()),
+        *(ScriptLine(_array(name, list_patterns(of_ranks=ranks)), _LEFT_OUT) for name, ranks in left_out.items()),
         read_block("inherited", "drop_variables"),
         *(read_block("control", name) for name in control),
         *(read_block(scheduler.shell, name) for name in scheduler.functions(job)),
@@ -172,27 +178,29 @@ def _functions(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
     )
 
 
-def _begin(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
+def _begin(job: Job, scheduler: SchedulerScript) -> tuple[ScriptLine, ...]:
     chained = job.chain.until_done
     lines = [
-        Line('drop_variables "${of_ranks[@]}"', "what another launch has left, and would place the ranks elsewhere"),
-        Line("begin", "which job this is, its nodes, when its wall-time ends"),
-        Line("export SHARDWAY_JOB=$job"),
-        Line("claim"),
-        Line("note_start"),
-        *([Line("check_chain")] if chained else []),
-        Line("check_stop"),
-        *([Line("queue_next")] if chained and not job.chain.ahead else []),
-        Line(
+        ScriptLine(
+            'drop_variables "${of_ranks[@]}"', "what another launch has left, and would place the ranks elsewhere"
+        ),
+        ScriptLine("begin", "which job this is, its nodes, when its wall-time ends"),
+        ScriptLine("export SHARDWAY_JOB=$job"),
+        ScriptLine("claim"),
+        ScriptLine("note_start"),
+        *([ScriptLine("check_chain")] if chained else []),
+        ScriptLine("check_stop"),
+        *([ScriptLine("queue_next")] if chained and not job.chain.ahead else []),
+        ScriptLine(
             f"[ ${{#nodes[@]}} -gt 0 ] || fail {quote(_NO_NODES.format(job.scheduler))}",
             "ranks on no node fail nowhere",
         ),
-        Line("trap 'ask_to_stop deadline the wall-time is about to end' USR2", "signals become the stop file"),
+        ScriptLine("trap 'ask_to_stop deadline the wall-time is about to end' USR2", "signals become the stop file"),
         *_traps(),
     ]
     if _warns_itself(job, scheduler):
         clock = f"in_time $((deadline - started - {round(job.warn_s)})) tell_script USR2"
-        lines.append(Line(clock, "warns this script before the wall-time ends, which the scheduler does not"))
+        lines.append(ScriptLine(clock, "warns this script before the wall-time ends, which the scheduler does not"))
     return tuple(lines)
 
 
@@ -205,8 +213,8 @@ _ASKING = {
 """Signals that ask a job to stop, with what is said of each."""
 
 
-def _traps() -> tuple[Line, ...]:
-    return tuple(Line(f"trap 'ask_to_stop signal came: {said}' {name}") for name, said in _ASKING.items())
+def _traps() -> tuple[ScriptLine, ...]:
+    return tuple(ScriptLine(f"trap 'ask_to_stop signal came: {said}' {name}") for name, said in _ASKING.items())
 
 
 def _warns_itself(job: Job, scheduler: SchedulerScript) -> bool:
@@ -224,28 +232,30 @@ def _awaits_ranks(job: Job, scheduler: SchedulerScript) -> bool:
     return scheduler.signals_every_process and job.program.meets_by_itself
 
 
-def _around(job: Job) -> tuple[Line, ...]:
+def _around(job: Job) -> tuple[ScriptLine, ...]:
     around, cores = job.around, job.shape.cores_per_rank
     lines = _modules(job)
     if cores:  # PBS has set it to all cores of the node
-        lines.append(Line(f"export OMP_NUM_THREADS={cores}", "threads of a rank"))
-    lines.append(Line("export PYTHONUNBUFFERED=1", "what a rank prints is seen at once, and not lost with the rank"))
+        lines.append(ScriptLine(f"export OMP_NUM_THREADS={cores}", "threads of a rank"))
+    lines.append(
+        ScriptLine("export PYTHONUNBUFFERED=1", "what a rank prints is seen at once, and not lost with the rank")
+    )
     for name, value in around.expanded.items():
-        lines.append(Line(f"export {name}={quote_expanding(value)}", "variables of the site"))
+        lines.append(ScriptLine(f"export {name}={quote_expanding(value)}", "variables of the site"))
     for name, value in around.literal.items():
-        lines.append(Line(f"export {name}={quote(value)}", "variables of the run"))
+        lines.append(ScriptLine(f"export {name}={quote(value)}", "variables of the run"))
     secrets = quote_expanding(around.secrets_file)
     lines += [
-        Line(f"secrets={secrets}", "passwords and tokens stand in a file of your own alone"),
-        Line('read_secrets "$secrets"'),
-        Line(f"suffix={quote(job.meeting.host_suffix)} resolve={'yes' if job.meeting.resolve else 'no'}", _MEET),
-        Line("meet"),
-        Line(_enter(around), "the code that was submitted"),
+        ScriptLine(f"secrets={secrets}", "passwords and tokens stand in a file of your own alone"),
+        ScriptLine('read_secrets "$secrets"'),
+        ScriptLine(f"suffix={quote(job.meeting.host_suffix)} resolve={'yes' if job.meeting.resolve else 'no'}", _MEET),
+        ScriptLine("meet"),
+        ScriptLine(_enter(around), "the code that was submitted"),
     ]
     return tuple(lines)
 
 
-def _enter(around: Surroundings) -> str:
+def _enter(around: JobEnvironment) -> str:
     """The way into the snapshot; there is none of a script that was submitted by hand."""
     workdir, gone = quote(str(around.workdir)), "fail 'there is no folder to run in'"
     if around.code is not None:
@@ -265,24 +275,26 @@ _SAVING_S = 30
 _MEET = "where the ranks meet: rules of this site for the name of a node on the network for computing"
 
 
-def _modules(job: Job) -> list[Line]:
+def _modules(job: Job) -> list[ScriptLine]:
     around, inside = job.around, job.container.runtime != "none"
     lines = []
     if around.modules or around.purge_modules:
-        lines.append(Line("command -v module > /dev/null || . /etc/profile", "software of the site"))
-        lines += [Line("module purge")] if around.purge_modules else []
-        lines += [Line("exported=$(compgen -e)")] if _notes_modules(job) else []
-        lines += [Line(_or_fail(f"module load {quote(name)}", "site.modules")) for name in around.modules]
+        lines.append(ScriptLine("command -v module > /dev/null || . /etc/profile", "software of the site"))
+        lines += [ScriptLine("module purge")] if around.purge_modules else []
+        lines += [ScriptLine("exported=$(compgen -e)")] if _notes_modules(job) else []
+        lines += [ScriptLine(_or_fail(f"module load {quote(name)}", "site.modules")) for name in around.modules]
         if _notes_modules(job):
             noted = "mapfile -t loaded < <(compgen -e | grep -vxF \"$exported\" | grep -v '^_')"
-            lines.append(Line(noted, "what it set, for nodes on which PBS starts ranks with next to no environment"))
+            lines.append(
+                ScriptLine(noted, "what it set, for nodes on which PBS starts ranks with next to no environment")
+            )
     if around.venv.startswith("conda:"):
         name = quote(around.venv.removeprefix("conda:"))
         activate = f'eval "$(conda shell.bash hook)" && conda activate {name}'
-        lines.append(Line(_or_fail(activate, "site.venv", f"conda activate {name}"), "Python and its packages"))
+        lines.append(ScriptLine(_or_fail(activate, "site.venv", f"conda activate {name}"), "Python and its packages"))
     elif around.venv and not inside:
         activate = f". {quote_place(around.venv + '/bin/activate')}"
-        lines.append(Line(_or_fail(activate, "site.venv"), "Python and its packages"))
+        lines.append(ScriptLine(_or_fail(activate, "site.venv"), "Python and its packages"))
     return lines
 
 
@@ -291,33 +303,38 @@ def _or_fail(command: str, key: str, name: str = "") -> str:
     return f"{command} || fail {quote(f'{name or command} failed, as the lines before say; see {key}')}"
 
 
-def _run(job: Job, scheduler: SchedulerScript, runtime: Runtime) -> tuple[Line, ...]:
+def _run(job: Job, scheduler: SchedulerScript, runtime: Runtime) -> tuple[ScriptLine, ...]:
     lines = []
     if _inherits_nothing(job):
         names = " ".join(name for name in job.variables if name not in job.around.secret_names)
         keep = f'declare -p {names} > "$here/environment.sh" 2> /dev/null'
-        lines.append(Line(keep, "variables of the job, for ranks that do not inherit them; no secrets"))
+        lines.append(ScriptLine(keep, "variables of the job, for ranks that do not inherit them; no secrets"))
     if "on_each_node" in scheduler.functions(job):
-        lines.append(Line(f"carried=({' '.join(_carried(job))})", "what other nodes need to find programs"))
+        lines.append(ScriptLine(f"carried=({' '.join(_carried(job))})", "what other nodes need to find programs"))
     lines += runtime.setup(job, scheduler)
     lines += _mpirun_options(job) if job.launcher == "mpirun" else []  # of variables that the lines before have set
     if job.preflight is not None:
         doctor = _command(_as_doctor(job, job.preflight), scheduler, runtime)
         doctor = f"prints=$here/log/doctor.out {doctor}" if _by_function(job) else doctor
-        lines.append(Line(f'{doctor} > "$here/log/doctor.out" 2>&1', "what the nodes are like; it stops nothing"))
+        lines.append(ScriptLine(f'{doctor} > "$here/log/doctor.out" 2>&1', "what the nodes are like; it stops nothing"))
         found = 'grep -E "(warn|fail) " "$here/log/doctor.out"'
-        lines.append(Line(f'! {found} || say "this is what the doctor found; all of it is in $here/log/doctor.out"'))
+        lines.append(
+            ScriptLine(f'! {found} || say "this is what the doctor found; all of it is in $here/log/doctor.out"')
+        )
     shielded, within = scheduler.signals_every_process, _ranks_within(job)
-    lines += [Line(f"trap '' {' '.join(_ASKING)}", _SHIELD)] if shielded else []
-    lines += [Line(f"{_command(job, scheduler, runtime)} &", "the ranks, and how they ended"), Line("ranks=$!")]
+    lines += [ScriptLine(f"trap '' {' '.join(_ASKING)}", _SHIELD)] if shielded else []
+    lines += [
+        ScriptLine(f"{_command(job, scheduler, runtime)} &", "the ranks, and how they ended"),
+        ScriptLine("ranks=$!"),
+    ]
     lines += _traps() if shielded else ()
     if within:
-        lines.append(Line(f'in_time {within} end_without_ranks {within} "$ranks"', "a job without ranks ends"))
+        lines.append(ScriptLine(f'in_time {within} end_without_ranks {within} "$ranks"', "a job without ranks ends"))
     if _ends_mpirun(job):
-        lines.append(Line(f'in_time 0 end_mpirun {_SAVING_S} "$ranks"', "and one whose ranks have left"))
-    lines.append(Line('wait_for "$ranks"'))
+        lines.append(ScriptLine(f'in_time 0 end_mpirun {_SAVING_S} "$ranks"', "and one whose ranks have left"))
+    lines.append(ScriptLine('wait_for "$ranks"'))
     if _awaits_ranks(job, scheduler):
-        lines.append(Line(f'[ -z "$asked" ] || await_ranks {_LAST_WORD_S}', "they may still save"))
+        lines.append(ScriptLine(f'[ -z "$asked" ] || await_ranks {_LAST_WORD_S}', "they may still save"))
     return tuple(lines)
 
 
@@ -378,19 +395,21 @@ def _prepared(job: Job) -> tuple[str, ...]:
     return tuple(word for file in files for word in ("bash", "-c", quote('. "$0" && exec "$@"'), file))
 
 
-def _mpirun_options(job: Job) -> list[Line]:
+def _mpirun_options(job: Job) -> list[ScriptLine]:
     """mpirun gives other nodes the variables that are named, so that no value is seen in the list of processes."""
     names = (*job.around.secret_names, *_carried(job))
     lines = [
-        Line(
+        ScriptLine(
             f"check_mpirun {quote(job.start.mpirun or 'mpirun')}", "which it is, of those that modules and conda bring"
         ),
-        Line(f"mpirun_options=(--mca odls_base_sigkill_timeout {_SAVING_S})", "how long ranks may save after SIGTERM"),
-        Line(f'for name in {" ".join(names)}; do [ -z "${{!name+set}}" ] || mpirun_options+=(-x "$name"); done'),
+        ScriptLine(
+            f"mpirun_options=(--mca odls_base_sigkill_timeout {_SAVING_S})", "how long ranks may save after SIGTERM"
+        ),
+        ScriptLine(f'for name in {" ".join(names)}; do [ -z "${{!name+set}}" ] || mpirun_options+=(-x "$name"); done'),
     ]
     if job.scheduler == "pbs":
         lines += [
-            Line('mpirun_options+=(--hostfile "$PBS_NODEFILE")', "the nodes, and who starts its daemons there"),
-            Line("ompi_info 2> /dev/null | grep -q 'MCA plm: tm' || remote_shell"),
+            ScriptLine('mpirun_options+=(--hostfile "$PBS_NODEFILE")', "the nodes, and who starts its daemons there"),
+            ScriptLine("ompi_info 2> /dev/null | grep -q 'MCA plm: tm' || remote_shell"),
         ]
     return lines

@@ -19,7 +19,7 @@ _WIDTH = 100
 
 
 @dataclass(frozen=True)
-class Line:
+class ScriptLine:
     """One line (or one command over several lines) of a script, and what it is for.
 
     Lines in a row with the same purpose share one comment; an empty purpose is that of the line before.
@@ -30,11 +30,11 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Part:
+class ScriptSection:
     """Lines of a script that belong together, under a heading; an empty heading prints none."""
 
     heading: str
-    lines: tuple[Line, ...]
+    lines: tuple[ScriptLine, ...]
 
 
 def quote(word: str) -> str:
@@ -99,14 +99,14 @@ def wrap_command(words: Sequence[str], indent: str = "  ") -> str:
     return "\n".join([*lines, line])
 
 
-def render_function(name: str, parts: Iterable[Part]) -> Line:
+def render_function(name: str, parts: Iterable[ScriptSection]) -> ScriptLine:
     """Parts as the body of a shell function."""
     lines = render_script(parts).removesuffix("\n").split("\n")  # splitlines() would cut at U+0085 in an argument
     body = "\n".join(f"  {line}" if line else "" for line in lines)
-    return Line(f"{name}() {{\n{body}\n}}")
+    return ScriptLine(f"{name}() {{\n{body}\n}}")
 
 
-def render_script(parts: Iterable[Part]) -> str:
+def render_script(parts: Iterable[ScriptSection]) -> str:
     """The text of a script: each new purpose as a comment above its line, a blank line between parts."""
     blocks = []
     for part in parts:

@@ -36,7 +36,7 @@ _SPREAD = math.sqrt(_PIECES * (2**32 - 1) / 12)
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldSlice:
     """The part of a parameter that this rank holds: `local` starts at `offset` of a tensor of `shape`."""
 
     local: torch.Tensor
@@ -73,27 +73,27 @@ def stream_key(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")
 
 
-def held_part(tensor: torch.Tensor, name: str) -> Held:
+def held_part(tensor: torch.Tensor, name: str) -> HeldSlice:
     """What this rank holds of a tensor. Raises Bug for a meta tensor or a layout that has no single slice."""
     if tensor.is_meta:
         raise Bug(f'parameter "{name}" is still on the meta device; call to_empty before init_weights')
     if not isinstance(tensor, DTensor):
-        return Held(tensor, tuple(tensor.shape), (0,) * tensor.dim())
+        return HeldSlice(tensor, tuple(tensor.shape), (0,) * tensor.dim())
     local = tensor.to_local()
     extent, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     if any(placement.is_partial() for placement in tensor.placements) or tuple(local.shape) != tuple(extent):
         raise Bug(f'parameter "{name}" is laid out as {tensor.placements}, which is no slice of it')
-    return Held(local, tuple(tensor.shape), tuple(offset))
+    return HeldSlice(local, tuple(tensor.shape), tuple(offset))
 
 
-def _fill(held: Held, out: torch.Tensor, key: int, std: float, chunk: int) -> None:
+def _fill(held: HeldSlice, out: torch.Tensor, key: int, std: float, chunk: int) -> None:
     for start in range(0, out.numel(), chunk):
         piece = out[start : start + chunk]
         positions = torch.arange(start, start + piece.numel(), dtype=torch.int64, device=out.device)
         piece.copy_(_values(_global_index(positions, held), key, std))
 
 
-def _global_index(positions: torch.Tensor, held: Held) -> torch.Tensor:
+def _global_index(positions: torch.Tensor, held: HeldSlice) -> torch.Tensor:
     """Row-major positions in the local tensor -> row-major indices in the whole one."""
     (_, *shape), (_, *extent), (first, *offset) = _merge_whole_dims(held.shape, held.local.shape, held.offset)
     index, stride = torch.zeros_like(positions), 1

@@ -23,7 +23,7 @@ from shardway.parallel.axes.context import Chunks, apply_context
 from shardway.parallel.axes.cut import Stage, keep_stages, plan_cut
 from shardway.parallel.axes.expert import apply_experts
 from shardway.parallel.axes.pipeline import Pipeline, check_schedule, hide_forward, send_contiguous
-from shardway.parallel.axes.replicate import Copies, broadcast_from_first, give_back, replicate
+from shardway.parallel.axes.replicate import ReplicatedModule, broadcast_from_first, give_back, replicate
 from shardway.parallel.axes.shard import Shards, shard
 from shardway.parallel.axes.tensor import TensorOptions, apply_tensor
 from shardway.parallel.compile import CompileOptions, apply_compile
@@ -75,7 +75,7 @@ class ParallelModel:
     @property
     def given(self) -> nn.Module:
         """What a script gets: its own module, with its own attributes and methods, wherever that can be."""
-        return give_back(self.call) if isinstance(self.call, Copies) else self.call
+        return give_back(self.call) if isinstance(self.call, ReplicatedModule) else self.call
 
     @property
     def answers_for_loss(self) -> bool:

@@ -22,7 +22,7 @@ from shardway.parallel.axes.cut import Stage
 
 
 @dataclass
-class _Place:
+class _SamplePosition:
     """Where one stage is in the data: the first sample of the micro-batch that it is working on."""
 
     sample: int = 0
@@ -36,7 +36,7 @@ class DropoutSeeds:
     seed: int
     part: int
     stride: int = 0
-    places: list[_Place] = field(default_factory=list)
+    places: list[_SamplePosition] = field(default_factory=list)
 
     def start(self, sample: int, stride: int = 0) -> None:
         """The next forward pass of each stage is for the micro-batch that starts at `sample`; those after it in a
@@ -45,12 +45,12 @@ class DropoutSeeds:
         for place in self.places:
             place.following = sample
 
-    def enter_stage(self, place: _Place, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def enter_stage(self, place: _SamplePosition, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """A forward pre-hook of a stage: its next micro-batch begins."""
         place.sample, place.following = place.following, place.following + self.stride
         self.enter("", place, module, inputs)
 
-    def enter(self, name: str, place: _Place, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def enter(self, name: str, place: _SamplePosition, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """A forward pre-hook of a block."""
         if module.training:
             key = stream_key(self.seed, f"dropout/{place.sample}/{self.part}/{name}")
@@ -65,7 +65,7 @@ def seed_dropout(stages: Sequence[Stage], units: Sequence[nn.Module], seeds: Dro
         return None
     wanted = set(units)
     for stage in stages:
-        place = _Place()
+        place = _SamplePosition()
         seeds.places.append(place)
         stage.module.register_forward_pre_hook(partial(seeds.enter_stage, place))
         for name, module in stage.module.named_modules():

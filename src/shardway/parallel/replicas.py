@@ -25,7 +25,7 @@ Sums = Mapping[Part, Mapping[str, int]]
 
 
 @dataclass(frozen=True)
-class Difference:
+class ReplicaDifference:
     """A parameter whose copies differ, and the ranks whose copies are not those of the majority.
 
     Without a majority (`decided` False) these are all ranks that should have held the same.
@@ -36,7 +36,7 @@ class Difference:
     decided: bool
 
 
-def compare_replicas(model: nn.Module, mesh: Mesh, ranks: Ranks) -> list[Difference]:
+def compare_replicas(model: nn.Module, mesh: Mesh, ranks: Ranks) -> list[ReplicaDifference]:
     """The parameters of a model (of this rank's stages) that are not alike where they should be; on all ranks."""
     own = _sum_parts(model, mesh)
     digests = ranks.gather({part: _digest(sums) for part, sums in own.items()})
@@ -57,7 +57,7 @@ def _digest(sums: Mapping[str, int]) -> str:
     return hashlib.blake2b(repr(sorted(sums.items())).encode(), digest_size=16).hexdigest()
 
 
-def _find_differences(gathered: list[Sums]) -> Iterator[Difference]:
+def _find_differences(gathered: list[Sums]) -> Iterator[ReplicaDifference]:
     holders: dict[tuple[Part, str], dict[int, list[int]]] = {}
     for rank, parts in enumerate(gathered):
         for part, sums in parts.items():
@@ -68,8 +68,8 @@ def _find_differences(gathered: list[Sums]) -> Iterator[Difference]:
             yield _judge(name, list(by_value.values()))
 
 
-def _judge(name: str, camps: list[list[int]]) -> Difference:
+def _judge(name: str, camps: list[list[int]]) -> ReplicaDifference:
     """Ranks that agree are a camp; one with more than half of all ranks is right."""
     everyone = sorted(rank for camp in camps for rank in camp)
     right = next((camp for camp in camps if 2 * len(camp) > len(everyone)), [])
-    return Difference(name, tuple(rank for rank in everyone if rank not in right), bool(right))
+    return ReplicaDifference(name, tuple(rank for rank in everyone if rank not in right), bool(right))

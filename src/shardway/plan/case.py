@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Literal, get_args
 
 from shardway.errors import Problem, check_no_problems
-from shardway.plan.engines import Engine, find_engine
+from shardway.plan.engines import EngineTraits, find_engine
 from shardway.plan.shapes.architecture import Architecture, Side
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "fp4"]
@@ -86,7 +86,7 @@ class Case:
     degrees: Degrees = Degrees()
     precision: Precision = "bf16"
     optimizer: Optimizer = "adamw"
-    engine: Engine = field(default_factory=lambda: find_engine("shardway"))
+    engine: EngineTraits = field(default_factory=lambda: find_engine("shardway"))
     zero: int = 0
     """What `dp_shard * cp` ranks share: 0 nothing, 1 optimizer, 2 gradients too, 3 weights too."""
     reshard: bool = True

@@ -19,7 +19,7 @@ from shardway.errors import Problem, UserError, render_problems
 
 
 @dataclass(frozen=True, kw_only=True)
-class Engine:
+class EngineTraits:
     """How a library trains.
 
     Bytes are per parameter where products are in 16 bits: `weight_bytes` of what products read, `gradient_bytes` of
@@ -83,11 +83,11 @@ class Engine:
     """Kernels are launched one by one by Python."""
 
 
-ENGINES: Mapping[str, Engine] = MappingProxyType(
+ENGINES: Mapping[str, EngineTraits] = MappingProxyType(
     {
         each.name: each
         for each in (
-            Engine(
+            EngineTraits(
                 name="shardway",
                 splits_experts=True,
                 between="products",
@@ -101,7 +101,7 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
                 casts_each=True,
                 whole_regions=True,
             ),
-            Engine(
+            EngineTraits(
                 name="fsdp2",
                 between="products",
                 shards_weights=True,
@@ -111,7 +111,7 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
                 logit_bytes=12,
                 split_logit_bytes=4,
             ),
-            Engine(
+            EngineTraits(
                 name="torchtitan",
                 between="operators",
                 buffers_each_pass=True,
@@ -122,8 +122,8 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
                 split_logit_bytes=4,
                 passes_per_stage=1,
             ),
-            Engine(name="fsdp1", shards_weights=True, fused_activations=False, logit_bytes=10),
-            Engine(
+            EngineTraits(name="fsdp1", shards_weights=True, fused_activations=False, logit_bytes=10),
+            EngineTraits(
                 name="megatron",
                 between="products",
                 eager=False,
@@ -131,7 +131,7 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
                 keeps_low_bits=True,
                 pads_vocab=True,
             ),
-            Engine(
+            EngineTraits(
                 name="nemo",
                 between="products",
                 eager=False,
@@ -140,15 +140,15 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
                 gradient_bytes=2,
                 pads_vocab=True,
             ),
-            Engine(name="megatron-2021", overlaps_gradients=False, overlaps_parameters=False, pads_vocab=True),
-            Engine(
+            EngineTraits(name="megatron-2021", overlaps_gradients=False, overlaps_parameters=False, pads_vocab=True),
+            EngineTraits(
                 name="megatron-deepspeed",
                 sums_apart=True,
                 pads_vocab=True,
                 overlaps_gradients=False,
                 overlaps_parameters=False,
             ),
-            Engine(
+            EngineTraits(
                 name="scaling",
                 pads_vocab=True,
                 gradient_bytes=2,
@@ -157,8 +157,8 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
                 overlaps_gradients=False,
                 overlaps_parameters=False,
             ),
-            Engine(name="deepspeed", shards_weights=True, gradient_bytes=2, rails=False),
-            Engine(
+            EngineTraits(name="deepspeed", shards_weights=True, gradient_bytes=2, rails=False),
+            EngineTraits(
                 name="nanotron",
                 spare_gradient_bytes=2,
                 fused_activations=False,
@@ -172,7 +172,7 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
 """The libraries whose figures can be told, by name."""
 
 
-def find_engine(name: str) -> Engine:
+def find_engine(name: str) -> EngineTraits:
     """The engine of that name. Raises UserError with those that there are."""
     if name not in ENGINES:
         problem = Problem("--engine", f'"{name}" is not known', allowed=", ".join(ENGINES))

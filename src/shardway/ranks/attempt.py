@@ -30,7 +30,7 @@ _NUMBER = re.compile(r"\d+(?:[.,_]\d+)*(?:[eE][+-]?\d+)?")
 
 
 @dataclass(frozen=True)
-class Fault:
+class RankFault:
     """What ended a rank: the name of the error's class, its message, and the exit code that the rank ends with."""
 
     kind: str
@@ -56,15 +56,15 @@ def find_attempt(environ: Mapping[str, str]) -> Attempt | None:
     return Attempt(Path(path))
 
 
-def describe_error(error: BaseException, *, out_of_memory: bool = False) -> Fault:
+def describe_error(error: BaseException, *, out_of_memory: bool = False) -> RankFault:
     """An error as a fault; one that is not Shardway's own counts as a defect."""
     if isinstance(error, ShardwayError):
-        return Fault(type(error).__name__, str(error), error.exit_code, out_of_memory)
+        return RankFault(type(error).__name__, str(error), error.exit_code, out_of_memory)
     name = type(error).__name__
-    return Fault(name, f"{name}: {error}" if str(error) else name, _UNNAMED_EXIT, out_of_memory)
+    return RankFault(name, f"{name}: {error}" if str(error) else name, _UNNAMED_EXIT, out_of_memory)
 
 
-def sign_failure(fault: Fault) -> str:
+def sign_failure(fault: RankFault) -> str:
     """A line that is the same for the same failure of another attempt: numbers, addresses and paths are left out.
 
     What a rank says that lost contact depends on how; only that it did is kept.
@@ -82,7 +82,9 @@ _STATES = {NodeLost.__name__: Ending.NODE_FAILURE}
 """Error -> how an attempt ends with it, where that is no crash."""
 
 
-def tell_fault(attempt: Attempt | None, by: str, fault: Fault, step: int = 0, patience_s: float = PATIENCE_S) -> bool:
+def tell_fault(
+    attempt: Attempt | None, by: str, fault: RankFault, step: int = 0, patience_s: float = PATIENCE_S
+) -> bool:
     """Write that the attempt crashed, ran out of memory or lost a node, unless somebody has said how it ended.
 
     `patience_s` is how long a rank that lost contact waits for somebody else's words. Whether these were taken;

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shardway.ranks.gate import find_released
-from shardway.rundir.attempts import Attempt, Started
+from shardway.rundir.attempts import Attempt, AttemptStart
 
 _STAT = Path("/proc/self/stat")
 _START_TIME = 19
@@ -44,7 +44,7 @@ def process_age_s() -> float:
         return 0.0
 
 
-def job_age_s(started: Started) -> float:
+def job_age_s(started: AttemptStart) -> float:
     """Seconds since a job began, by this host's clock; 0 for a job of another host, or where the clock was set."""
     if started.host != socket.gethostname() or not started.started:
         return 0.0

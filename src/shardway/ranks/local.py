@@ -45,7 +45,7 @@ where they hear no signal, as at the start of all, have nothing to say; torch wo
 
 
 @dataclass
-class Asked:
+class StopRequests:
     """What was asked for while the ranks run, by signals and by a stop that takes too long. `passes_on`: there can be
     no stop file, so the ranks get a signal, which they obey alike."""
 
@@ -81,7 +81,7 @@ def run_local(
     `start` gives the processes (`ranks.spares` may have some ready).
     """
     launch = replace(launch, log_folder=_find_log_folder(launch.log_folder))
-    asked = Asked(on_stop)
+    asked = StopRequests(on_stop)
     _silence_agent()
     oom_kills = count_oom_kills()
     with _meeting(launch) as seats, _stop_signals(asked), _late_stop_seen(launch, asked):
@@ -103,7 +103,7 @@ def _find_log_folder(wanted: Path) -> Path:
 
 
 def _await(
-    processes: PContext, launch: LocalLaunch, asked: Asked, on_look: Callable[[bool], bool]
+    processes: PContext, launch: LocalLaunch, asked: StopRequests, on_look: Callable[[bool], bool]
 ) -> list[RankFailure]:
     passed = False
     while True:
@@ -185,7 +185,7 @@ def _explain_late(launch: LocalLaunch) -> LateStop:
 
 
 @contextlib.contextmanager
-def _late_stop_seen(launch: LocalLaunch, asked: Asked) -> Iterator[None]:
+def _late_stop_seen(launch: LocalLaunch, asked: StopRequests) -> Iterator[None]:
     """While entered, a thread looks for the stop file (a file system may hang), and notes when time is up."""
     done = threading.Event()
 
@@ -208,7 +208,7 @@ def _late_stop_seen(launch: LocalLaunch, asked: Asked) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _stop_signals(asked: Asked) -> Iterator[None]:
+def _stop_signals(asked: StopRequests) -> Iterator[None]:
     before: dict[int, Any] = {number: signal.signal(number, asked.hear) for number in list_free(STOP_SIGNALS)}
     try:
         yield

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from shardway.errors import SiteError
-from shardway.ranks.agent.patience import Patience, Span
+from shardway.ranks.agent.patience import ActivitySpan, Patience
 from shardway.ranks.launcher import FT_LAUNCHER, Placement
 from shardway.ranks.progress import Activity
 
@@ -47,7 +47,7 @@ class Timeouts(Protocol):
     def subsequent(self) -> float | None: ...
 
 
-class Client(Protocol):
+class MonitorClient(Protocol):
     """As much of `RankMonitorClient` as is used here."""
 
     hb_timeouts: Timeouts
@@ -64,8 +64,8 @@ class MonitorPage:
     Until `watch` is called the monitor waits as long as ft_launcher was told to for the first heartbeat.
     """
 
-    def __init__(self, client: Client) -> None:
-        self._client: Client | None = client
+    def __init__(self, client: MonitorClient) -> None:
+        self._client: MonitorClient | None = client
         self._start_s = client.hb_timeouts.initial
         self._patience: Patience | None = None
         self._activity, self._step, self._since = Activity.START, 0, 0.0
@@ -99,10 +99,10 @@ class MonitorPage:
             self._beat_at = now
             self._beat()
 
-    def _span(self, activity: Activity) -> Span:
+    def _span(self, activity: Activity) -> ActivitySpan:
         """An activity now; the first step of a start and the one after it are its first."""
         early = self._first_step is None or self._step <= self._first_step + 1
-        return Span(activity, is_first=early and activity in _LOOP)
+        return ActivitySpan(activity, is_first=early and activity in _LOOP)
 
     def _limit_s(self) -> float | None:
         if self._patience is None:
@@ -127,7 +127,7 @@ class MonitorPage:
             if client is not None:
                 client.shutdown_workload_monitoring()
 
-    def _tell_limit(self, client: Client, limit_s: float | None) -> None:
+    def _tell_limit(self, client: MonitorClient, limit_s: float | None) -> None:
         told = self._told_s
         if limit_s == told or (limit_s is not None and told is not None and _MUCH_LESS * told <= limit_s <= told):
             return

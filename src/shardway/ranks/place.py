@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeSpec:
     """Addresses of the nodes, which of them this is, by which port they meet, and ranks on each."""
 
     addresses: tuple[str, ...]

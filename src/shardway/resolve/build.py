@@ -19,11 +19,11 @@ from shardway.resolve.rules import OF_WHAT_IS_DESCRIBED, RULES
 from shardway.resolve.rules.numbers import ceil_div
 from shardway.resolve.rules.run import a_run_without_a_name_is_called_after_its_file
 from shardway.resolve.rules.shares import accumulation_of, replicas_of
-from shardway.runfile.load import DEFAULT, Loaded
+from shardway.runfile.load import DEFAULT, LoadedRunFile
 from shardway.units import Scale, Span
 
 
-def resolve(loaded: Loaded, circumstances: Circumstances) -> Resolved:
+def resolve(loaded: LoadedRunFile, circumstances: Circumstances) -> Resolved:
     """Apply every rule in order. Raises UserError with all that cannot be."""
     draft = Draft(loaded, circumstances)
     for rule in (a_run_without_a_name_is_called_after_its_file(_name_of_file(loaded)), *RULES):
@@ -35,13 +35,13 @@ def resolve(loaded: Loaded, circumstances: Circumstances) -> Resolved:
     return spans.settle() if spans else cast(Resolved, resolved)
 
 
-def name_of_run(loaded: Loaded) -> str:
+def name_of_run(loaded: LoadedRunFile) -> str:
     """What a run is called: its run.name, or as its file."""
     name = loaded.values.run.name
     return name if name != "auto" else _name_of_file(loaded)
 
 
-def _name_of_file(loaded: Loaded) -> str:
+def _name_of_file(loaded: LoadedRunFile) -> str:
     return loaded.path.stem if loaded.path else "default"
 
 
@@ -163,5 +163,5 @@ def scale_of(resolved: Resolved, facts: DataFacts) -> Scale:
     return Scale(resolved.values.train.global_batch, facts.tokens_per_sample, facts.samples)
 
 
-def _title(loaded: Loaded) -> str:
+def _title(loaded: LoadedRunFile) -> str:
     return str(loaded.path) if loaded.path else "the run"

@@ -12,14 +12,14 @@ from typing import Any
 
 from shardway.errors import Problem
 from shardway.resolve.resolved import DERIVED, Circumstances, Derived, Resolved
-from shardway.runfile.load import DEFAULT, Loaded
+from shardway.runfile.load import DEFAULT, LoadedRunFile
 from shardway.runfile.schema import RunFile
 
 
 class Draft:
     """The state that rules work on: values by dotted key, origins, problems found so far."""
 
-    def __init__(self, loaded: Loaded, circumstances: Circumstances) -> None:
+    def __init__(self, loaded: LoadedRunFile, circumstances: Circumstances) -> None:
         self.circumstances = circumstances
         self.problems: list[Problem] = []
         self._values = loaded.values

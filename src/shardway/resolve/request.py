@@ -24,7 +24,7 @@ from shardway.resolve.build import name_of_run, resolve
 from shardway.resolve.device_defaults import KEYS as DEVICE_KEYS
 from shardway.resolve.resolved import Circumstances, Resolved
 from shardway.rundir.directory import RunDir
-from shardway.runfile.load import Loaded, is_text, load_run
+from shardway.runfile.load import LoadedRunFile, is_text, load_run
 from shardway.runfile.schema import RunFile
 from shardway.sites.find import UnknownSite
 from shardway.sites.load import load_site
@@ -41,7 +41,7 @@ _OVERRIDE = re.compile(r"[A-Za-z_]+\.[A-Za-z0-9_.]+\s*=")
 
 
 @dataclass(frozen=True)
-class Request:
+class ResolveRequest:
     """A run file (None: the default run), `key.path=value` overrides, the run directory (None: root/name).
 
     A script with its `own_model` is not held to what [model] and [data] say, and its directory is a default.
@@ -54,7 +54,7 @@ class Request:
     own_model: bool = False
 
 
-def parse_words(words: Sequence[str]) -> Request:
+def parse_words(words: Sequence[str]) -> ResolveRequest:
     """The request in words such as `run.toml train.steps=500`. Raises UserError where they name two run files."""
     overrides = tuple(word for word in words if _is_override(word))
     files = [word for word in words if not _is_override(word)]
@@ -63,7 +63,7 @@ def parse_words(words: Sequence[str]) -> Request:
             f"a run has one run file, and {len(files)} words could be one: {', '.join(files)}.\n"
             "  allowed: at most one path, and section.key=value for each key to set, such as train.steps=500"
         )
-    return Request(Path(files[0]) if files else None, overrides)
+    return ResolveRequest(Path(files[0]) if files else None, overrides)
 
 
 def _is_override(word: str) -> bool:
@@ -90,8 +90,8 @@ def find_folder(path: str | Path) -> Path:
 class Resolution:
     """A request, what was read for it, and what follows."""
 
-    request: Request
-    loaded: Loaded
+    request: ResolveRequest
+    loaded: LoadedRunFile
     resolved: Resolved
 
     @property
@@ -111,7 +111,7 @@ class Resolution:
         return replace(self, resolved=resolve(self.loaded, known))
 
 
-def check_variables(loaded: Loaded) -> None:
+def check_variables(loaded: LoadedRunFile) -> None:
     """Raise UserError for paths of a run that begins here, whose `$VARIABLES` are not set here."""
     problems = []
     for dotted in _PATHS:
@@ -131,14 +131,18 @@ _PATHS = (
 
 
 def resolve_request(
-    request: Request, ranks: int = 1, ranks_per_node: int = 1, planned: Machine | None = None
+    request: ResolveRequest, ranks: int = 1, ranks_per_node: int = 1, planned: Machine | None = None
 ) -> Resolution:
     """Read and resolve, for this machine or for one that is `planned`. Raises UserError with every problem."""
     return resolve_loaded(request, load_run(request.run_file, request.overrides), ranks, ranks_per_node, planned)
 
 
 def resolve_loaded(
-    request: Request, loaded: Loaded, ranks: int = 1, ranks_per_node: int = 1, planned: Machine | None = None
+    request: ResolveRequest,
+    loaded: LoadedRunFile,
+    ranks: int = 1,
+    ranks_per_node: int = 1,
+    planned: Machine | None = None,
 ) -> Resolution:
     """The same of what was read already."""
     if request.directory is not None:
@@ -180,12 +184,12 @@ def read_before(run: RunDir, values: RunFile) -> dict[str, Any]:
     return found
 
 
-def _list_devices(kind: str, machine: probe.Machine) -> tuple[DeviceFacts, ...]:
+def _list_devices(kind: str, machine: probe.LocalMachine) -> tuple[DeviceFacts, ...]:
     """What the accelerators of this machine can do, each kind once."""
     return tuple(dict.fromkeys(facts_of_found(each) for each in machine.accelerators)) if kind != "cpu" else ()
 
 
-def site_of(loaded: Loaded, machine: probe.Machine | None = None) -> SiteProfile:
+def site_of(loaded: LoadedRunFile, machine: probe.LocalMachine | None = None) -> SiteProfile:
     """The profile that a run names, seen from this machine. Raises UserError, for an unknown name with its origin."""
     try:
         return load_site(loaded.values.site.name, lambda: machine or probe.probe_machine())
@@ -210,7 +214,7 @@ def _shape_of(hf: str) -> Shape | None:
         return None
 
 
-def _planned_machine(site: SiteProfile, found: probe.Machine) -> Machine | None:
+def _planned_machine(site: SiteProfile, found: probe.LocalMachine) -> Machine | None:
     """The machine of the site, or, where its profile names no accelerator, nodes like this one."""
     if site.node.accelerator is None:
         own = load_site(LAPTOP, lambda: found).node
@@ -230,7 +234,7 @@ def machine_of_known(site: SiteProfile) -> Machine | None:
     return machine_of_site(site)
 
 
-def _place(loaded: Loaded, directory: Path, *, by_default: bool) -> Loaded:
+def _place(loaded: LoadedRunFile, directory: Path, *, by_default: bool) -> LoadedRunFile:
     """The run with a directory as its root and name, so that `resolved.toml` leads back to it.
 
     That of `--dir` wins over the keys; that of a script stands where nothing sets them.
@@ -246,6 +250,6 @@ def _place(loaded: Loaded, directory: Path, *, by_default: bool) -> Loaded:
         )
     origin = "shardway.start(directory=...)" if by_default else "--dir"
     for dotted, value in (("run.root", str(path.parent)), ("run.name", path.name)):
-        put: Callable[[str, str, str], Loaded] = loaded.with_default if by_default else loaded.with_value
+        put: Callable[[str, str, str], LoadedRunFile] = loaded.with_default if by_default else loaded.with_value
         loaded = put(dotted, value, origin)
     return loaded

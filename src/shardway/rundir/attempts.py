@@ -113,7 +113,7 @@ class Submission:
 
 
 @dataclass(frozen=True)
-class Started:
+class AttemptStart:
     """What the job said when it started; times are Unix seconds of its first node, `deadline` 0 for none."""
 
     job: str
@@ -233,11 +233,11 @@ class Attempt:
         """Replace what is known of the submission."""
         write_json(self.submission_path, {"format": FORMAT, **asdict(submission)})
 
-    def read_started(self) -> Started | None:
+    def read_started(self) -> AttemptStart | None:
         """What the job said when it started; None where it has not."""
         return parse_started(_read_text(self.started_path))
 
-    def write_started(self, started: Started) -> None:
+    def write_started(self, started: AttemptStart) -> None:
         """Say that it starts, for a job without a script."""
         write_json(self.path / "started.json", {"format": FORMAT, **asdict(started)})
 
@@ -265,9 +265,9 @@ def parse_result(text: str) -> Result | None:
     return Result(**{**asdict(found), "state": state})
 
 
-def parse_started(text: str) -> Started | None:
+def parse_started(text: str) -> AttemptStart | None:
     """The start from the text of `started.json`; None where it is empty or damaged."""
-    return _parse(Started, text)
+    return _parse(AttemptStart, text)
 
 
 def parse_submission(text: str) -> Submission | None:

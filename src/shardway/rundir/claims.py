@@ -32,7 +32,7 @@ _OF_EPOCH = re.compile(r"\.?(?:epoch-(\d{6,})\.json|(?:beat|silent)-(\d{6,}))(?:
 _CLAIM = re.compile(r"epoch-(\d{6,})\.json")
 
 
-class Files(Protocol):
+class ClaimFiles(Protocol):
     """The files of one folder. All methods raise OSError where the file system refuses."""
 
     def names(self) -> list[str]:
@@ -102,7 +102,7 @@ class Beat:
 
 
 @dataclass(frozen=True)
-class Standing:
+class ClaimState:
     """The newest epoch as it stands; `silent_at` is the beat at which somebody found it silent (None: nobody did)."""
 
     claim: Claim
@@ -115,12 +115,12 @@ class Standing:
         return self.beat.released or self.silent_at == self.beat.count
 
 
-def survey(files: Files) -> Standing | None:
+def survey(files: ClaimFiles) -> ClaimState | None:
     """The newest epoch; None where nobody has claimed any. Raises OSError."""
     epoch = newest_epoch(files.names())
     if epoch is None:
         return None
-    return Standing(read_claim(files, epoch), read_beat(files, epoch), _read_silent(files, epoch))
+    return ClaimState(read_claim(files, epoch), read_beat(files, epoch), _read_silent(files, epoch))
 
 
 def newest_epoch(names: Iterable[str]) -> int | None:
@@ -128,7 +128,7 @@ def newest_epoch(names: Iterable[str]) -> int | None:
     return max((int(match[1]) for match in map(_CLAIM.fullmatch, names) if match), default=None)
 
 
-def read_claim(files: Files, epoch: int) -> Claim:
+def read_claim(files: ClaimFiles, epoch: int) -> Claim:
     """Who has claimed an epoch; a claim of nobody known where that cannot be understood. Raises OSError."""
     table = _parse(files.read(_claim_name(epoch)))
     who = table.get("who")
@@ -137,7 +137,7 @@ def read_claim(files: Files, epoch: int) -> Claim:
     return Claim(epoch, who=identity or Identity(), **words)
 
 
-def write_claim(files: Files, claim: Claim) -> bool:
+def write_claim(files: ClaimFiles, claim: Claim) -> bool:
     """Claim an epoch; whether it is this claim's. Raises OSError where that is not known.
 
     A server may tell somebody whose request was repeated that the name is taken, by itself: the file says whose it is.
@@ -153,30 +153,30 @@ def write_claim(files: Files, claim: Claim) -> bool:
     return read_claim(files, claim.epoch).token == claim.token
 
 
-def read_beat(files: Files, epoch: int) -> Beat:
+def read_beat(files: ClaimFiles, epoch: int) -> Beat:
     """The last beat of an epoch. Raises OSError."""
     words = _read_words(files, beat_name(epoch))
     return Beat(_whole(words), "released" in words)
 
 
-def write_beat(files: Files, epoch: int, beat: Beat) -> None:
+def write_beat(files: ClaimFiles, epoch: int, beat: Beat) -> None:
     """Say that the holder of an epoch lives, or has released it. Raises OSError."""
     files.replace(beat_name(epoch), f"{beat.count}{' released' if beat.released else ''}\n")
 
 
-def write_silent(files: Files, standing: Standing) -> None:
+def write_silent(files: ClaimFiles, standing: ClaimState) -> None:
     """Say that a holder was watched for long enough and found silent; true until it beats again. Raises OSError."""
     files.replace(_silent_name(standing.claim.epoch), f"{standing.beat.count}\n")
 
 
-def remove_claim(files: Files, epoch: int) -> None:
+def remove_claim(files: ClaimFiles, epoch: int) -> None:
     """Take an epoch back, as if it had never been claimed. Raises OSError."""
     for name in (_claim_name(epoch), beat_name(epoch)):  # in this order: a claim without beats would be watched
         with contextlib.suppress(FileNotFoundError):
             files.remove(name)
 
 
-def remove_old(files: Files, epoch: int) -> None:
+def remove_old(files: ClaimFiles, epoch: int) -> None:
     """Remove what is left of epochs long before this one; what cannot be removed stays."""
     with contextlib.suppress(OSError):
         for name in files.names():
@@ -199,12 +199,12 @@ def _silent_name(epoch: int) -> str:
     return f"silent-{epoch:06d}"
 
 
-def _read_silent(files: Files, epoch: int) -> int | None:
+def _read_silent(files: ClaimFiles, epoch: int) -> int | None:
     words = _read_words(files, _silent_name(epoch))
     return _whole(words) if words else None
 
 
-def _read_words(files: Files, name: str) -> list[str]:
+def _read_words(files: ClaimFiles, name: str) -> list[str]:
     try:
         return files.read(name).split()
     except FileNotFoundError:

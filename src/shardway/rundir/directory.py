@@ -32,7 +32,7 @@ from shardway.rundir.events import (
 from shardway.rundir.fields import check_sections
 from shardway.rundir.lease import Follower, Means, Tenure
 from shardway.rundir.left_out import LeftOutFile
-from shardway.rundir.lock import Place, WriterLock, find_holder, find_holder_host, signal_holder
+from shardway.rundir.lock import LockPaths, WriterLock, find_holder, find_holder_host, signal_holder
 from shardway.rundir.look import is_seen, is_there, list_names
 from shardway.rundir.steps import list_partials, list_steps, partial_name, step_name
 
@@ -494,5 +494,5 @@ class RunDir:
         return self.path / "status.json"
 
     @property
-    def _place(self) -> Place:
-        return Place(self.path / "writer.lock", self.path / "lease")
+    def _place(self) -> LockPaths:
+        return LockPaths(self.path / "writer.lock", self.path / "lease")

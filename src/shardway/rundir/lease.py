@@ -19,8 +19,8 @@ from shardway.errors import Fenced, JobError, UserError
 from shardway.rundir.claims import (
     Beat,
     Claim,
-    Files,
-    Standing,
+    ClaimFiles,
+    ClaimState,
     newest_epoch,
     read_claim,
     remove_claim,
@@ -31,7 +31,7 @@ from shardway.rundir.claims import (
     write_silent,
 )
 from shardway.rundir.identity import Identity, is_gone, is_here, own_identity
-from shardway.rundir.watching import Clock, HostClock, Terms, Verdict, watch
+from shardway.rundir.watching import HostClock, LeaseClock, LeaseTimes, LeaseVerdict, watch
 
 TRIES = 20
 """How often somebody tries to claim an epoch while others are faster."""
@@ -66,8 +66,8 @@ class Means:
     is_gone: Callable[[Identity], bool] = is_gone
     make_token: Callable[[], str] = lambda: uuid.uuid4().hex
     make_mutex: Callable[[], contextlib.AbstractContextManager[Any]] = threading.Lock
-    clock: Clock = field(default_factory=HostClock)
-    terms: Terms = field(default_factory=Terms)
+    clock: LeaseClock = field(default_factory=HostClock)
+    terms: LeaseTimes = field(default_factory=LeaseTimes)
 
 
 class Lease:
@@ -76,7 +76,7 @@ class Lease:
     Whoever holds it calls `beat` every `terms.beat_s`, from any thread.
     """
 
-    def __init__(self, files: Files, where: str, means: Means | None = None) -> None:
+    def __init__(self, files: ClaimFiles, where: str, means: Means | None = None) -> None:
         self._files = files
         self._where = where
         self._means = means or Means()
@@ -120,16 +120,16 @@ class Lease:
         """
         self._await_free(tell)
 
-    def _await_free(self, tell: Tell) -> Standing | None:
+    def _await_free(self, tell: Tell) -> ClaimState | None:
         while True:
             standing = survey(self._files)
             if standing is None or standing.given_up or self._means.is_gone(standing.claim.who):
                 return standing
             tell(render_watch(standing.claim, self._terms))
             verdict = watch(self._files, self._clock, standing, self._terms)
-            if verdict is Verdict.LIVES:
+            if verdict is LeaseVerdict.LIVES:
                 raise UserError(render_held(self._where, render_holder(standing.claim)))
-            if verdict is Verdict.SILENT:
+            if verdict is LeaseVerdict.SILENT:
                 with contextlib.suppress(OSError):
                     write_silent(self._files, standing)
                 return standing
@@ -212,7 +212,7 @@ class Lease:
 class Follower:
     """A rank beside the one that holds: it writes in that epoch, and does not say that it lives."""
 
-    files: Files
+    files: ClaimFiles
     where: str
     epoch: int
 
@@ -248,7 +248,7 @@ def render_held(where: str, holder: str) -> str:
     )
 
 
-def render_watch(claim: Claim, terms: Terms) -> str:
+def render_watch(claim: Claim, terms: LeaseTimes) -> str:
     """What somebody who has to wait is told, in a line."""
     who = f"another host ({claim.who.host or 'unknown'})"
     if is_here(claim.who):

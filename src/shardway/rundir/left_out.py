@@ -24,7 +24,7 @@ MOST = 10**18
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class SkippedRange:
     """Positions from `start` up to before `end`, of which `samples` would have been trained on.
 
     The run went back to the checkpoint of step `back_to` after a spike from step `first` to step `last`, at `time`
@@ -56,7 +56,7 @@ class LeftOutFile:
 
     path: Path
 
-    def read(self) -> tuple[LeftOut, ...]:
+    def read(self) -> tuple[SkippedRange, ...]:
         """Those of the run, in the order in which it went back; none where there is no file. Raises JobError."""
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
@@ -72,7 +72,7 @@ class LeftOutFile:
                 "it away, since every checkpoint from after the last time that the run went back holds what it said."
             ) from None
 
-    def write(self, spans: Sequence[LeftOut]) -> None:
+    def write(self, spans: Sequence[SkippedRange]) -> None:
         """Replace the file; durable once this returns. Raises JobError."""
         try:
             write_json(self.path, {"format": FORMAT, "spans": [each.as_json() for each in spans]})
@@ -84,15 +84,15 @@ class LeftOutFile:
             ) from error
 
 
-def read_left_out(entries: Any) -> tuple[LeftOut, ...]:
+def read_left_out(entries: Any) -> tuple[SkippedRange, ...]:
     """Spans as they stand in a file or in a checkpoint. Raises ValueError where one is none."""
     if not isinstance(entries, list):
         raise ValueError("spans is no list")
-    spans = [read_fields(LeftOut, entry) for entry in entries]
+    spans = [read_fields(SkippedRange, entry) for entry in entries]
     if wrong := [entry for entry, span in zip(entries, spans, strict=True) if span is None or not _is_span(span)]:
         raise ValueError(f"{wrong[0]!r} is no span")
     return tuple(span for span in spans if span is not None)
 
 
-def _is_span(span: LeftOut) -> bool:
+def _is_span(span: SkippedRange) -> bool:
     return 0 <= span.start < span.end <= MOST and 0 <= span.back_to < span.first <= span.last

@@ -44,7 +44,7 @@ class Descent:
 
 
 @dataclass(frozen=True)
-class Line:
+class Lineage:
     """Where the run went on from, the newest last."""
 
     entries: tuple[Descent, ...] = ()
@@ -54,9 +54,9 @@ class Line:
         """Where it went on from last."""
         return self.entries[-1] if self.entries else None
 
-    def add(self, entry: Descent) -> Line:
+    def add(self, entry: Descent) -> Lineage:
         """The line with one entry more, and no more than `MOST`."""
-        return Line((*self.entries, entry)[-MOST:])
+        return Lineage((*self.entries, entry)[-MOST:])
 
     def why_off(self, name: str, step: int) -> str:
         """Why a checkpoint of that step, saved under the entry of that name, is not on the line; empty where it is."""
@@ -78,17 +78,17 @@ def has_line(run: Path) -> bool:
     return is_there(run / NAME)
 
 
-def read_line(run: Path) -> Line:
+def read_line(run: Path) -> Lineage:
     """The line of a run; without entries where there is none that can be read."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         content = json.loads((run / NAME).read_text(encoding="utf-8"))
         entries = [read_fields(Descent, entry) for entry in content["entries"]]
         if content["format"] == FORMAT and None not in entries:
-            return Line(tuple(entry for entry in entries if entry is not None))
-    return Line()
+            return Lineage(tuple(entry for entry in entries if entry is not None))
+    return Lineage()
 
 
-def write_line(run: Path, line: Line) -> None:
+def write_line(run: Path, line: Lineage) -> None:
     """Replace the line; durable once this returns. Called by whoever holds the run directory. Raises JobError."""
     try:
         write_json(run / NAME, {"format": FORMAT, "entries": [asdict(entry) for entry in line.entries]})

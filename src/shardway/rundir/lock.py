@@ -23,7 +23,7 @@ from pathlib import Path
 
 from shardway.errors import Fenced, UserError
 from shardway.refusals import find_remedy
-from shardway.rundir.claims import Claim, DiskFiles, Standing, beat_name, survey
+from shardway.rundir.claims import Claim, ClaimState, DiskFiles, beat_name, survey
 from shardway.rundir.identity import is_gone, is_seen_here
 from shardway.rundir.lease import Lease, Means, Tell, render_held, render_holder
 from shardway.rundir.look import is_there
@@ -37,7 +37,7 @@ SHOWN_S = 120.0
 
 
 @dataclass(frozen=True)
-class Place:
+class LockPaths:
     """Where a run directory keeps its lock and its lease."""
 
     lock: Path
@@ -57,7 +57,7 @@ class Place:
 class WriterLock:
     """The right to write one run directory, until `release` or the end of the process."""
 
-    def __init__(self, place: Place, means: Means | None = None) -> None:
+    def __init__(self, place: LockPaths, means: Means | None = None) -> None:
         self._place = place
         self._means = means or Means()
         self._descriptor = -1
@@ -163,7 +163,7 @@ class _Beats:
 # --- for those who only look
 
 
-def find_holder(place: Place, *, by_hand: bool = False) -> str | None:
+def find_holder(place: LockPaths, *, by_hand: bool = False) -> str | None:
     """Who holds the run ("process 4711 on host n1 since ..."), or None where nobody does, or a job does and only who
     trains `by_hand` is asked for.
 
@@ -176,13 +176,13 @@ def find_holder(place: Place, *, by_hand: bool = False) -> str | None:
     return render_holder(sight.claim) + (f", last seen {seen}" if seen else "")
 
 
-def find_holder_host(place: Place) -> str:
+def find_holder_host(place: LockPaths) -> str:
     """The host of whoever holds the run; empty where nobody does, or has not said so yet."""
     sight = _see(place)
     return sight.claim.who.host if sight is not None and sight.claim is not None else ""
 
 
-def signal_holder(place: Place, number: int) -> bool:
+def signal_holder(place: LockPaths, number: int) -> bool:
     """Send a signal to the process that holds the run; whether it is seen from here and may be signalled."""
     sight = _see(place)
     who = sight.claim.who if sight is not None and sight.claim is not None else None
@@ -203,7 +203,7 @@ class _Sight:
     beaten: float = 0.0
 
 
-def _see(place: Place) -> _Sight | None:
+def _see(place: LockPaths) -> _Sight | None:
     """The holder as it can be seen without a watch.
 
     Where no lock is seen, the date of the last beat is compared with this host's: good enough for words alone.
@@ -220,12 +220,12 @@ def _see(place: Place) -> _Sight | None:
     return _Sight(standing.claim, beaten) if time.time() - beaten < SHOWN_S else None
 
 
-def _is_left(standing: Standing | None) -> bool:
+def _is_left(standing: ClaimState | None) -> bool:
     """Whether a lock that is seen is what the children of a dead holder have left: they have its open file."""
     return standing is not None and not standing.given_up and is_gone(standing.claim.who)
 
 
-def _survey(place: Place) -> Standing | None:
+def _survey(place: LockPaths) -> ClaimState | None:
     try:
         return survey(place.files)
     except OSError:
@@ -270,7 +270,7 @@ _NO_FILE = "move away what stands there where it is no file"
 
 
 @contextlib.contextmanager
-def _refusals(place: Place) -> Iterator[None]:
+def _refusals(place: LockPaths) -> Iterator[None]:
     """Turn what the file system refuses into a UserError with what to do."""
     try:
         yield

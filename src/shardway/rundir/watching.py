@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from shardway.rundir.claims import Files, Standing, survey
+from shardway.rundir.claims import ClaimFiles, ClaimState, survey
 
 
-class Clock(Protocol):
+class LeaseClock(Protocol):
     """A clock of this host that never goes back, the way to wait on it, and the host's date for words alone."""
 
     def now(self) -> float:
@@ -45,7 +45,7 @@ class HostClock:
 
 
 @dataclass(frozen=True)
-class Terms:
+class LeaseTimes:
     """The times of a lease in seconds.
 
     A holder beats every `beat_s`. Whoever saw no beat for `ttl_s` may take over. A holder that could not beat for
@@ -60,7 +60,7 @@ class Terms:
     slack_s: float = 2.0
 
 
-class Verdict(Enum):
+class LeaseVerdict(Enum):
     """What a watch found: another beat; none for long enough; another epoch, or that it was released."""
 
     LIVES = "lives"
@@ -68,7 +68,7 @@ class Verdict(Enum):
     CHANGED = "changed"
 
 
-def watch(files: Files, clock: Clock, first: Standing, terms: Terms) -> Verdict:
+def watch(files: ClaimFiles, clock: LeaseClock, first: ClaimState, terms: LeaseTimes) -> LeaseVerdict:
     """Watch the holder of an epoch from now on, which was last seen as `first`.
 
     Raises OSError where the folder could not be read for as long as a watch takes.
@@ -87,10 +87,10 @@ def watch(files: Files, clock: Clock, first: Standing, terms: Terms) -> Verdict:
             continue
         seen_at = clock.now()
         if seen is None or seen.claim != first.claim or seen.beat.released:
-            return Verdict.CHANGED
+            return LeaseVerdict.CHANGED
         if seen.beat.count > first.beat.count:
-            return Verdict.LIVES
+            return LeaseVerdict.LIVES
         if began - asked > terms.look_s + terms.slack_s or seen_at - began > terms.slack_s:
             since = seen_at
         elif began - since >= terms.ttl_s:
-            return Verdict.SILENT
+            return LeaseVerdict.SILENT

@@ -37,7 +37,7 @@ class KeyDoc:
 
 
 @dataclass(frozen=True)
-class Found:
+class KeyMatches:
     """What a word led to: the docs of keys, and in a line each what other trainers call by it."""
 
     docs: list[KeyDoc]
@@ -48,25 +48,25 @@ class Found:
         return "\n\n".join([*(row.render() for row in self.peers), *(doc.render() for doc in self.docs)])
 
 
-def search_keys(word: str) -> Found:
+def search_keys(word: str) -> KeyMatches:
     """The key or section of that name; else what other trainers call so; else keys whose name or doc has the word.
 
     Raises UserError where there is none.
     """
     name = plain_name(word)
     if name in all_keys() or name in sections():
-        return Found(explain_key(name))
+        return KeyMatches(explain_key(name))
     if rows := find_peers(word):
         keys = dict.fromkeys(key for row in rows for key in row.keys)
-        return Found([doc for key in keys for doc in explain_key(key)], tuple(rows))
+        return KeyMatches([doc for key in keys for doc in explain_key(key)], tuple(rows))
     docs = [doc for section in sections() for doc in _explain_section(section)]
     by_name = [doc for doc in docs if name in doc.key]
     text = " ".join(word.lower().split())
     by_doc = [doc for doc in docs if doc not in by_name and len(text) > 1 and text in doc.doc.lower()]
     near = [row for row in PEERS if len(name) > 3 and name in row.name][:_MOST]
     if by_name or by_doc or near:
-        return Found([*by_name, *by_doc], tuple(near))
-    return Found(explain_key(word))
+        return KeyMatches([*by_name, *by_doc], tuple(near))
+    return KeyMatches(explain_key(word))
 
 
 def explain_key(name: str) -> list[KeyDoc]:

@@ -41,7 +41,7 @@ _EARLIER_VALUES = {("guard.on_spike", "tell"): "warn"}
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedRunFile:
     """A run file as asked for: its values, the origin of each key, the user's own text and file name."""
 
     values: RunFile
@@ -49,11 +49,11 @@ class Loaded:
     text: str
     path: Path | None = None
 
-    def with_default(self, dotted: str, value: Any, origin: str) -> Loaded:
+    def with_default(self, dotted: str, value: Any, origin: str) -> LoadedRunFile:
         """The same run where `value` stands in for a key that nobody set. Raises UserError for a wrong value."""
         return self if self.origins[dotted] != DEFAULT else self.with_value(dotted, value, origin)
 
-    def with_value(self, dotted: str, value: Any, origin: str) -> Loaded:
+    def with_value(self, dotted: str, value: Any, origin: str) -> LoadedRunFile:
         """The same run with another value of one key. Raises UserError for a wrong value."""
         section, name = dotted.split(".")
         raw = {**self.values.model_dump(mode="json")[section], name: value}
@@ -99,7 +99,7 @@ def _into_table(section: Mapping[str, Any], of: str, name: str, value: Any) -> t
     return key, {**held, entry: value}
 
 
-def load_run(path: Path | None, overrides: Sequence[str] = ()) -> Loaded:
+def load_run(path: Path | None, overrides: Sequence[str] = ()) -> LoadedRunFile:
     """The run of a file (None: all defaults) with `key.path=value` overrides laid over it.
 
     Raises UserError with every problem of the file, its parent and the overrides.
@@ -116,7 +116,7 @@ def load_run(path: Path | None, overrides: Sequence[str] = ()) -> Loaded:
         raise
     check_no_problems(title, problems)
     origins = {name: draft.origins.get(name, DEFAULT) for name in all_keys()}
-    return Loaded(values, MappingProxyType(origins), text, path)
+    return LoadedRunFile(values, MappingProxyType(origins), text, path)
 
 
 def _merge_file(draft: _Draft, path: Path) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardway.sites.schema import SiteProfile, Source
+from shardway.sites.schema import FactSource, SiteProfile
 from shardway.units import render_bytes, render_seconds
 
 GENERIC_SITES = ("dgx-slurm", "generic-pbs", "generic-slurm", "laptop")
@@ -21,13 +21,13 @@ _NOT_FACTS = {"format", "name", "title", "extends", "replaces", "sources"}
 
 
 @dataclass(frozen=True)
-class Fact:
+class SiteFact:
     """One thing that a profile states. `value` is in bytes or seconds where it is a size or a time; `source` is None
     where the profile gives none."""
 
     path: str
     value: Any
-    source: Source | None
+    source: FactSource | None
 
     @property
     def is_unsure(self) -> bool:
@@ -45,10 +45,10 @@ def list_facts(profile: SiteProfile) -> tuple[str, ...]:
     return tuple(_list_values(profile))
 
 
-def describe_facts(profile: SiteProfile) -> tuple[Fact, ...]:
+def describe_facts(profile: SiteProfile) -> tuple[SiteFact, ...]:
     """Everything that the profile states about its site, each with its source."""
     return tuple(
-        Fact(path, value, _find_source(path, profile.sources)) for path, value in _list_values(profile).items()
+        SiteFact(path, value, _find_source(path, profile.sources)) for path, value in _list_values(profile).items()
     )
 
 
@@ -78,7 +78,7 @@ def find_covering(fact: str, paths: Iterable[str]) -> str | None:
     return max((path for path in paths if _covers(path, fact)), key=len, default=None)
 
 
-def _find_source(fact: str, sources: Mapping[str, Source]) -> Source | None:
+def _find_source(fact: str, sources: Mapping[str, FactSource]) -> FactSource | None:
     covering = find_covering(fact, sources)
     return None if covering is None else sources[covering]
 

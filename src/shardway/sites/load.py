@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from shardway.errors import Problem, UserError, check_no_problems
 from shardway.hardware.catalogue import find_accelerator
-from shardway.hardware.probe import Machine, probe_machine
+from shardway.hardware.probe import LocalMachine, probe_machine
 from shardway.sites.extend import merge_tables
 from shardway.sites.find import ProfileFile, find_parent, find_profile, list_sites
 from shardway.sites.plausible import list_implausible, list_wrong_defaults
@@ -28,7 +28,7 @@ DETECT = "detect"
 """The value of a key of [node] that is to be read from the machine that loads the profile."""
 
 
-def load_site(name_or_path: str, machine_probe: Callable[[], Machine] = probe_machine) -> SiteProfile:
+def load_site(name_or_path: str, machine_probe: Callable[[], LocalMachine] = probe_machine) -> SiteProfile:
     """The profile of that name, or the profile in that file (a path has a "/" or ends in ".toml").
 
     A name is looked for in the user's own folder first (`find.own_folder`), then among the shipped profiles.
@@ -39,7 +39,7 @@ def load_site(name_or_path: str, machine_probe: Callable[[], Machine] = probe_ma
     return load_profile(find_profile(name_or_path), machine_probe)
 
 
-def load_profile(file: ProfileFile, machine_probe: Callable[[], Machine] = probe_machine) -> SiteProfile:
+def load_profile(file: ProfileFile, machine_probe: Callable[[], LocalMachine] = probe_machine) -> SiteProfile:
     """The checked profile in a file that `find` found. Raises UserError as `load_site` does."""
     table = _read_table(file, ())
     return _build_profile(file.title, _fill_detected(table, machine_probe))
@@ -52,7 +52,7 @@ def flatten_profile(name_or_path: str) -> dict[str, Any]:
     return {key: value for key, value in table.items() if key not in ("extends", "replaces", "sources")}
 
 
-def parse_profile(title: str, text: str, machine_probe: Callable[[], Machine] = probe_machine) -> SiteProfile:
+def parse_profile(title: str, text: str, machine_probe: Callable[[], LocalMachine] = probe_machine) -> SiteProfile:
     """The checked profile in a text, which `title` names in messages. Raises UserError with all that is wrong."""
     file = ProfileFile(title, "file")
     return _build_profile(file.title, _fill_detected(_extend(file, text, ()), machine_probe))
@@ -141,7 +141,7 @@ def _wanted(table: Mapping[str, Any]) -> list[str]:
     return [key for key in _DETECTORS if node.get(key) == DETECT] if isinstance(node, dict) else []
 
 
-def _fill_detected(table: dict[str, Any], machine_probe: Callable[[], Machine]) -> dict[str, Any]:
+def _fill_detected(table: dict[str, Any], machine_probe: Callable[[], LocalMachine]) -> dict[str, Any]:
     """The table with each "detect" of [node] replaced by what the probe found, None for unknown."""
     wanted = _wanted(table)
     if not wanted:
@@ -157,7 +157,7 @@ def _without_detected(table: dict[str, Any]) -> dict[str, Any]:
     return {**table, "node": {**table["node"], **dict.fromkeys(wanted)}} if wanted else table
 
 
-def _detect_accelerator(machine: Machine) -> str | None:
+def _detect_accelerator(machine: LocalMachine) -> str | None:
     """The catalogue's key; None for a part that it lacks and for a machine with different parts."""
     if not machine.accelerators:
         return CPU
@@ -166,7 +166,7 @@ def _detect_accelerator(machine: Machine) -> str | None:
     return keys.pop() if len(keys) == 1 else None
 
 
-_DETECTORS: Mapping[str, Callable[[Machine], int | str | None]] = {
+_DETECTORS: Mapping[str, Callable[[LocalMachine], int | str | None]] = {
     "cores": lambda machine: machine.usable_cores,
     "memory": lambda machine: machine.memory_bytes,
     "accelerator": _detect_accelerator,
@@ -178,7 +178,7 @@ _DETECTORS: Mapping[str, Callable[[Machine], int | str | None]] = {
 
 
 @dataclass(frozen=True)
-class _Attempt:
+class _ParsedProfile:
     """The profile of a table, or what is wrong with it and the profile of the rest where there is one."""
 
     profile: SiteProfile | None
@@ -200,21 +200,21 @@ def _build_profile(title: str, table: Mapping[str, Any]) -> SiteProfile:
     return attempt.profile if attempt.profile is not None else SiteProfile.model_validate(table)
 
 
-def _validate(table: Mapping[str, Any]) -> _Attempt:
+def _validate(table: Mapping[str, Any]) -> _ParsedProfile:
     """Validate a table; where that fails, the rest of it without the top-level keys that are wrong."""
     try:
-        return _Attempt(SiteProfile.model_validate(table), [])
+        return _ParsedProfile(SiteProfile.model_validate(table), [])
     except ValidationError as error:
         problems = list_problems(error)
         dropped = tuple({str(finding["loc"][0]) if finding["loc"] else "queues" for finding in error.errors()})
     required = {"format": FORMAT, "name": "?", "title": "?", "scheduler": "slurm"}
     rest = {key: value for key, value in table.items() if key not in dropped}
     if "scheduler" in dropped:
-        return _Attempt(None, problems, dropped)
+        return _ParsedProfile(None, problems, dropped)
     try:
-        return _Attempt(SiteProfile.model_validate({**required, **rest}), problems, dropped)
+        return _ParsedProfile(SiteProfile.model_validate({**required, **rest}), problems, dropped)
     except ValidationError:
-        return _Attempt(None, problems, dropped)
+        return _ParsedProfile(None, problems, dropped)
 
 
 def _is_about(where: str, dropped: Sequence[str]) -> bool:

@@ -264,7 +264,7 @@ class Storage(_Table):
     scratch: Place | None = Field(None, description="large, fast, and purged")
 
 
-class Source(_Table):
+class FactSource(_Table):
     """Where a fact comes from, and when it was read there."""
 
     source: Text = Field(description="document, command or person")
@@ -306,7 +306,7 @@ class SiteProfile(_Table):
     measured: Mapping[str, Rate] = Field(
         {}, description="what benchmarks and finished runs reached here, by the names of the planner's ceilings"
     )
-    sources: Mapping[str, Source] = Field({}, description="key path -> where the fact comes from")
+    sources: Mapping[str, FactSource] = Field({}, description="key path -> where the fact comes from")
 
     @model_validator(mode="after")
     def _check_queues_differ(self) -> SiteProfile:

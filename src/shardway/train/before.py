@@ -49,7 +49,7 @@ def find_generators() -> Generators:
 
 
 @dataclass(frozen=True)
-class _Buffer:
+class _SavedBuffer:
     """A buffer of a module as it was: the tensor itself, and a copy of its values."""
 
     owner: nn.Module
@@ -68,7 +68,7 @@ class Before:
     """The state before the passes of a step."""
 
     generators: Generators
-    buffers: tuple[_Buffer, ...]
+    buffers: tuple[_SavedBuffer, ...]
     compressions: tuple[CompressionBefore, ...]
     batch: tuple[tuple[torch.Tensor, int], ...]
 
@@ -106,7 +106,7 @@ class Changeable:
             for name, tensor in owner._buffers.items()
             if tensor is not None
         ]
-        buffers = tuple(_Buffer(owner, name, tensor, tensor.clone()) for owner, name, tensor in held)
+        buffers = tuple(_SavedBuffer(owner, name, tensor, tensor.clone()) for owner, name, tensor in held)
         compressions = tuple(each.remember() for each in self.compressions)
         return Before(find_generators(), buffers, compressions, tuple(_versions(list_leaves(batch))))
 

@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from shardway.checkpoint.shards.table import Table
+from shardway.checkpoint.shards.table import TensorTable
 from shardway.checkpoint.state import Tensors, WithoutFiles, make_room, needs_closure
 from shardway.data.batch_tree import count_rows, is_pair
 from shardway.data.loader import Batch
@@ -32,7 +32,7 @@ from shardway.errors import UserError
 from shardway.layout import needs_sharding
 from shardway.models.contract import held_by_rank
 from shardway.parallel.axes.balance import balance, find_routers, set_gradient_scale
-from shardway.parallel.axes.replicate import Copies, SummedGradients, sum_gradients
+from shardway.parallel.axes.replicate import ReplicatedModule, SummedGradients, sum_gradients
 from shardway.parallel.axes.tensor import sum_partial_gradients
 from shardway.parallel.formats.float8 import compute_scales
 from shardway.parallel.gradients import own_squares, scale_gradients
@@ -101,7 +101,7 @@ class GradientsByHand(WithoutFiles):
         """Whether the batch under way counts for nothing."""
         self._steps_alone, self._under_autocast, self._without_update = False, False, 0
         for model in held.models:
-            if isinstance(model.parallel.call, Copies):
+            if isinstance(model.parallel.call, ReplicatedModule):
                 model.parallel.call.by_hand = True
 
     # --- around a batch
@@ -248,7 +248,7 @@ class GradientsByHand(WithoutFiles):
         own = {name: grad.detach() for name, grad in grads.items() if leads or isinstance(grad, DTensor)}
         return {PART: own} if own else {}
 
-    def template(self, table: Table) -> Tensors:
+    def template(self, table: TensorTable) -> Tensors:
         """Room for what was saved."""
         room = make_room(table, f"{PART}.", {name: each for each, name in self._names.items()})
         return {PART: room} if room else {}

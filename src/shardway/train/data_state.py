@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from shardway.checkpoint.shards.table import Table
+from shardway.checkpoint.shards.table import TensorTable
 from shardway.checkpoint.state import Tensors, WithoutFiles, make_room, structure_name
 from shardway.checkpoint.structure import Parts, Unstorable, put_state_together, take_state_apart
 from shardway.data.loader import Batch
@@ -95,7 +95,7 @@ class StreamState(WithoutFiles):
         own = {part: dict(parts.tensors)} if parts.tensors else {}
         return {**own, structure_name(part): json.dumps(facts)}
 
-    def template(self, table: Table) -> Tensors:
+    def template(self, table: TensorTable) -> Tensors:
         """Room for this rank's state, where as many ranks have saved theirs."""
         self.begin, self._unused = None, ""
         self._facts = self._read(table)
@@ -120,7 +120,7 @@ class StreamState(WithoutFiles):
         counted = [snapshot for end, snapshot in self._seen if end <= position]
         return counted[-1] if counted else self.begin
 
-    def _read(self, table: Table) -> Mapping[str, Any]:
+    def _read(self, table: TensorTable) -> Mapping[str, Any]:
         first = structure_name(f"{STREAM}-0")
         if first not in table.values:
             return {}
@@ -173,7 +173,7 @@ class OrderState(WithoutFiles):
         own = {ORDER: dict(parts.tensors)} if parts.tensors else {}
         return {**own, structure_name(ORDER): parts.text}
 
-    def template(self, table: Table) -> Tensors:
+    def template(self, table: TensorTable) -> Tensors:
         """Room for what was saved."""
         name = structure_name(ORDER)
         self._text = json.loads(table.values[name]) if name in table.values else ""

@@ -20,7 +20,7 @@ _END_OF_WORD = re.compile(r"[\s:,]+")
 
 
 @dataclass(frozen=True)
-class End:
+class AttemptEnd:
     """How an attempt ends, and why in a sentence."""
 
     state: Ending
@@ -29,18 +29,18 @@ class End:
     """BY_SIGNAL where a signal was obeyed, whose meaning only the scheduler knows."""
 
 
-def find_end(decision: Decision, stop_file: str | None, deadline: str = "") -> End:
+def find_end(decision: Decision, stop_file: str | None, deadline: str = "") -> AttemptEnd:
     """The end that all ranks have agreed on, in the words of rank 0.
 
     `stop_file` is what the stop file says (None: there is none), `deadline` how the clock stands.
     """
     if stop_file is not None:
         if stop_file.startswith(f"{BY_SIGNAL} "):
-            return End(Ending.STOPPED, f"a {stop_file}", BY_SIGNAL)
+            return AttemptEnd(Ending.STOPPED, f"a {stop_file}", BY_SIGNAL)
         first, *rest = _END_OF_WORD.split(stop_file.strip(), maxsplit=1)
         if (state := _BY_SCRIPT.get(first.lower())) is not None:
-            return End(state, "".join(rest) or stop_file)
-        return End(Ending.STOPPED, stop_file or decision.stop_reason)
+            return AttemptEnd(state, "".join(rest) or stop_file)
+        return AttemptEnd(Ending.STOPPED, stop_file or decision.stop_reason)
     if decision.deadline:
-        return End(Ending.DEADLINE, deadline or decision.stop_reason)
-    return End(Ending.STOPPED, decision.stop_reason, BY_SIGNAL)
+        return AttemptEnd(Ending.DEADLINE, deadline or decision.stop_reason)
+    return AttemptEnd(Ending.STOPPED, decision.stop_reason, BY_SIGNAL)

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shardway.runfile.load import DEFAULT, Loaded, load_run
+from shardway.runfile.load import DEFAULT, LoadedRunFile, load_run
 
 _OF_TRAIN = ("micro_batch", "compile", "compile_cache")
 """Of [train], what says how and where."""
 
 
-def lay_evenly(asked: Loaded) -> Loaded:
+def lay_evenly(asked: LoadedRunFile) -> LoadedRunFile:
     """The same run with weights that all ranks share, on CPUs, and without what says how it is trained."""
     fresh = load_run(None).values
     narrow = asked.values.precision.weights == "bf16"

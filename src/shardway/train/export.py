@@ -17,7 +17,7 @@ from torch import nn
 from shardway.checkpoint.contents import find_tie, list_newest
 from shardway.checkpoint.export import save_weights
 from shardway.checkpoint.find import PassedOver, find_checkpoint, find_checkpoints, find_in_run
-from shardway.checkpoint.load import Loaded, load_from, load_latest, nothing_whole
+from shardway.checkpoint.load import LoadedCheckpoint, load_from, load_latest, nothing_whole
 from shardway.checkpoint.manifest import Damaged
 from shardway.checkpoint.state import Trained
 from shardway.checkpoint.state_dicts import find_models, no_weights, write_state_dicts
@@ -32,7 +32,7 @@ from shardway.parallel.formats.precision import read_precision
 from shardway.parallel.mesh import build_mesh
 from shardway.ranks.launcher import find_placement
 from shardway.ranks.start import Ranks, StartOptions, start_ranks
-from shardway.resolve.request import Request, Resolution, resolve_loaded
+from shardway.resolve.request import Resolution, ResolveRequest, resolve_loaded
 from shardway.rundir.directory import RunDir
 from shardway.runfile.load import load_run
 from shardway.runfile.schema import PrecisionSection, RunFile
@@ -110,7 +110,7 @@ def export_run(
     return exported
 
 
-def _load_chosen(run: RunDir, ranks: Ranks, state: Trained, step: int) -> Loaded:
+def _load_chosen(run: RunDir, ranks: Ranks, state: Trained, step: int) -> LoadedCheckpoint:
     loaded = load_from(SharedStock(find_in_run(run, step), ranks), ranks, state)
     if isinstance(loaded, PassedOver):
         raise _damaged(loaded)
@@ -167,7 +167,7 @@ def export_on(
 
 def _resolve(run: RunDir, ranks: int, ranks_per_node: int) -> Resolution:
     asked = lay_evenly(load_run(run.resolved_path))
-    return resolve_loaded(Request(run.resolved_path, directory=run.path), asked, ranks, ranks_per_node)
+    return resolve_loaded(ResolveRequest(run.resolved_path, directory=run.path), asked, ranks, ranks_per_node)
 
 
 def _find_form(model: nn.Module, max_positions: int) -> Form:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardway.checkpoint.state import State
+from shardway.checkpoint.state import CheckpointState
 from shardway.data.handover import describe_shortage
 from shardway.data.loader import (
     Batch,
@@ -29,10 +29,10 @@ from shardway.data.loader import (
     to_device,
     validation_batches,
 )
-from shardway.data.order import Order, position_share
+from shardway.data.order import SampleOrder, position_share
 from shardway.data.samplers import AnyOrder, BatchOrder, SamplerOrder, WholeBatches
 from shardway.data.skips import Skips
-from shardway.data.sources.base import Source
+from shardway.data.sources.base import DataSource
 from shardway.data.stream import StreamLoader, count_samples, digest_first, validation_stream
 from shardway.data.worker_room import fit_workers
 from shardway.errors import UserError
@@ -65,11 +65,11 @@ class Loader:
     @property
     def is_stream(self) -> bool:
         """Whether its samples have no numbers and are run through."""
-        return not isinstance(self.samples, Source) and not is_map_style(self.samples)
+        return not isinstance(self.samples, DataSource) and not is_map_style(self.samples)
 
 
 def training_batches(
-    session: Session, loader: Loader, state: State | None, position: int, skips: Sequence[Sequence[int]]
+    session: Session, loader: Loader, state: CheckpointState | None, position: int, skips: Sequence[Sequence[int]]
 ) -> Iterator[Batch]:
     """This rank's share of every global batch from `position` on, without end; `skips` as in `data.skip`. `state`:
     where the data go on from, as far as the position does not say that."""
@@ -84,7 +84,9 @@ def training_batches(
             return _on_device(reader.batches(position, Skips(skips)), session.ranks.device)
         batches = reader.batches(position, Skips(skips), state.begin)
         return _on_device(state.watched(batches), session.ranks.device)
-    order: AnyOrder | BatchOrder = loader.order or Order(len(loader.samples), values.train.seed, values.data.shuffle)
+    order: AnyOrder | BatchOrder = loader.order or SampleOrder(
+        len(loader.samples), values.train.seed, values.data.shuffle
+    )
     if loader.order is not None:
         _check_alike(session, loader, position)
     if loader.whole_batches and not isinstance(order, BatchOrder | WholeBatches):
@@ -141,7 +143,7 @@ def validation_data(session: Session, samples: Any, collate: Collate | None = No
     every rank."""
     most, share = _validation_share(session, samples)
     count = count_samples(samples, most)
-    if isinstance(samples, Source) or is_map_style(samples):
+    if isinstance(samples, DataSource) or is_map_style(samples):
         batches = validation_batches(samples, count, share, _options(session), collate)
     else:
         batches = validation_stream(samples, count, share, collate)

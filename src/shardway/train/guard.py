@@ -17,7 +17,7 @@ from shardway.data.loader import Batch
 from shardway.parallel.apply import ParallelModel
 from shardway.parallel.replicas import compare_replicas
 from shardway.runfile.guard import GuardSection
-from shardway.train.guards.repeat import Corruption, Watch, Watched
+from shardway.train.guards.repeat import Corruption, GuardChecks, Watched
 from shardway.train.guards.spike import Spikes, read_spikes
 from shardway.train.guards.words import (
     Mismatch,
@@ -127,14 +127,14 @@ class Guard:
         self.counters = GuardCounters(**{name: int(number) for name, number in numbers.get("guard", {}).items()})
         self.spikes = read_spikes(numbers.get("spikes", {}) if self.plan.back is not None else {})
 
-    def watch(self, step: int, *, scales_loss: bool) -> Watch | None:
+    def watch(self, step: int, *, scales_loss: bool) -> GuardChecks | None:
         """What to look at in the step to come. fp16 has a way of its own with gradients that overflow.
 
         The first passes of a process are not probed: they settle in which order DDP adds up.
         """
         probe = _is_due(self.plan.probe_every, step) and not self.is_new
         repeat = self.plan.repeats and not scales_loss
-        return Watch(repeat, probe) if repeat or probe else None
+        return GuardChecks(repeat, probe) if repeat or probe else None
 
     def look_at(self, step: int, result: StepResult, batch: Batch) -> None:
         """What a finished step says. Raises JobError on every rank where the run cannot go on."""

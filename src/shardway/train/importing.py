@@ -19,7 +19,7 @@ from torch import nn
 from shardway.checkpoint.copy import copy_checkpoint
 from shardway.checkpoint.place import shared_place
 from shardway.checkpoint.save import Content, write_checkpoint
-from shardway.checkpoint.sources.base import Source
+from shardway.checkpoint.sources.base import ForeignSource
 from shardway.checkpoint.sources.find import open_source
 from shardway.checkpoint.sources.match import Match, has_own_head, match_source
 from shardway.checkpoint.sources.own import OwnSource
@@ -38,7 +38,7 @@ from shardway.ranks.start import Ranks, StartOptions, start_ranks
 from shardway.refusals import find_remedy
 from shardway.resolve import Resolved, check_same_run, resolve_with_data
 from shardway.resolve.applies import WEIGHT_KEYS
-from shardway.resolve.request import Request, Resolution, resolve_loaded
+from shardway.resolve.request import Resolution, ResolveRequest, resolve_loaded
 from shardway.rundir.atomic import fsync_folder
 from shardway.rundir.directory import RunDir
 from shardway.rundir.run_id import ensure_run_id
@@ -49,7 +49,7 @@ from shardway.train.evenly import is_of_layout, lay_evenly
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ImportRequest:
     """What to import: a path, the step of a run (None: its newest), what stands before the names of the weights (None:
     found), and whether optimizer, position and random state come along (`full`)."""
 
@@ -77,7 +77,7 @@ class Imported:
     initial: tuple[str, ...]
 
 
-def import_run(request: Request, wanted: Wanted, environ: Mapping[str, str]) -> Imported:
+def import_run(request: ResolveRequest, wanted: ImportRequest, environ: Mapping[str, str]) -> Imported:
     """Prepare the run directory of a request. Raises UserError where the source does not fit or the directory exists,
     JobError where it cannot be written."""
     placement = find_placement(environ)
@@ -91,7 +91,7 @@ def import_run(request: Request, wanted: Wanted, environ: Mapping[str, str]) -> 
     return imported
 
 
-def resolve_import(request: Request, ranks: int, ranks_per_node: int) -> Resolution:
+def resolve_import(request: ResolveRequest, ranks: int, ranks_per_node: int) -> Resolution:
     """A request, with a layout that shares the weights evenly over the ranks of the import. Raises UserError."""
     asked = load_run(request.run_file, request.overrides)
     if (engine := asked.values.train.engine) != "torch":
@@ -102,7 +102,7 @@ def resolve_import(request: Request, ranks: int, ranks_per_node: int) -> Resolut
     return resolve_loaded(request, lay_evenly(asked), ranks, ranks_per_node)
 
 
-def import_on(ranks: Ranks, resolution: Resolution, wanted: Wanted) -> Imported:
+def import_on(ranks: Ranks, resolution: Resolution, wanted: ImportRequest) -> Imported:
     """The same on ranks that are there."""
     target = resolution.directory.path
     ranks.together(lambda: _check_free(target))
@@ -144,7 +144,7 @@ def _check_free(target: Path) -> None:
         )
 
 
-def _check_run(source: Source, resolved: Resolved, wanted: Wanted) -> None:
+def _check_run(source: ForeignSource, resolved: Resolved, wanted: ImportRequest) -> None:
     """Raise UserError where the source is of no use to this run, whatever its tensors are."""
     if wanted.full and not isinstance(source, OwnSource):
         raise UserError(
@@ -264,7 +264,7 @@ def _filler(match: Match, seed: int) -> Callable[[nn.Module], None]:
     return fill
 
 
-def _build(ranks: Ranks, values: RunFile, data: Data, source: Source) -> nn.Module:
+def _build(ranks: Ranks, values: RunFile, data: Data, source: ForeignSource) -> nn.Module:
     """The model of the run file on the meta device, as training builds it with the weights of this source."""
     section, facts = values.model, data.train.facts
     if not section.hf:

@@ -16,7 +16,7 @@ from typing import Any
 
 from shardway.errors import LateStop, UserError, render_reason
 from shardway.ranks.agent.hang import WORDS
-from shardway.ranks.attempt import Fault, tell_end, tell_fault
+from shardway.ranks.attempt import RankFault, tell_end, tell_fault
 from shardway.ranks.leave import leave_now
 from shardway.ranks.lookout import Duties
 from shardway.ranks.progress import Progress
@@ -82,7 +82,7 @@ class Speaker:
         stacks = [{"ranks": [self.rank], "frames": frames}]
         facts = {"rank": self.rank, "kind": kind, "exit_code": code, "message": message, "stacks": stacks}
         self._write("fault", "failed", facts, render_reason(message))
-        tell_fault(self.attempt, f"rank {self.rank}", Fault(kind, message, code), step)
+        tell_fault(self.attempt, f"rank {self.rank}", RankFault(kind, message, code), step)
         if self.attempt is None:  # the job script of an attempt wants to know that somebody asked
             self.directory.clear_stop()
 

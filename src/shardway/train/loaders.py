@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 from shardway.data.loader import is_map_style
 from shardway.data.samplers import BatchOrder, SamplerOrder
-from shardway.data.sources.base import Source
+from shardway.data.sources.base import DataSource
 from shardway.data.stateful import read_state
 from shardway.data.stream import HeldOutStream
 from shardway.errors import UserError
@@ -59,7 +59,7 @@ def make_loader(session: Session, given: LoaderArguments) -> Loader:
     if _is_loader(given.dataset):
         given = _take_over(given)
     dataset = given.dataset
-    if isinstance(dataset, Source):
+    if isinstance(dataset, DataSource):
         _refuse_beside(given, f"the source {type(dataset).__name__}, which gives whole batches in the run's own order")
         _set_defaults(session, given)
         return Loader(dataset, len(dataset), dataset.tokens_per_sample, dataset.facts.fingerprint)
@@ -249,7 +249,7 @@ def check_length(session: Session, loader: Loader, *, given: bool) -> None:
 def take_validation(dataset: Any, collate: Collate | None) -> tuple[Any, Collate | None]:
     """What is validated on, and how it is collated: of a DataLoader, the samples that its sampler gives."""
     if not _is_loader(dataset):
-        known = isinstance(dataset, Source) or is_map_style(dataset) or not hasattr(dataset, "__iter__")
+        known = isinstance(dataset, DataSource) or is_map_style(dataset) or not hasattr(dataset, "__iter__")
         return dataset if known else HeldOutStream(dataset), collate
     collate = collate or _own_collate(dataset)
     samples, sampler, batches = dataset.dataset, dataset.sampler, dataset.batch_sampler

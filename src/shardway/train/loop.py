@@ -15,51 +15,51 @@ from typing import Any
 import torch
 
 from shardway.checkpoint.savable import check_collects
-from shardway.checkpoint.state import Freezable, State, Together, Trained
+from shardway.checkpoint.state import CheckpointState, Freezable, Together, Trained
 from shardway.errors import Bug, UserError
 from shardway.parallel.axes.replicate import average_buffers
 from shardway.parallel.formats.float8 import compute_scales
 from shardway.ranks.progress import Activity
 from shardway.rundir.attempts import Ending
-from shardway.rundir.left_out import LeftOut
+from shardway.rundir.left_out import SkippedRange
 from shardway.rundir.line import LOCAL
 from shardway.train.before import Before, find_changeable, find_generators
 from shardway.train.by_hand import BackwardCall, check_awaits_backward, refuse_mixture
 from shardway.train.counters import Counters
 from shardway.train.device_defaults import describe_numerics
 from shardway.train.earlier import find_early_end
-from shardway.train.ending import End
+from shardway.train.ending import AttemptEnd
 from shardway.train.guard import BackPlan, Guard
 from shardway.train.intact import Intact
 from shardway.train.kept_buffers import average_kept_buffers
 from shardway.train.learning_rate import ScheduledLR
 from shardway.train.loop_plan import LoopParts, LoopPlan
-from shardway.train.machine import Facts, Phase, next_phase
+from shardway.train.machine import Facts, LoopPhase, next_phase
 from shardway.train.metrics import MetricLog, Values
 from shardway.train.monitoring import Monitoring
 from shardway.train.open_step import OpenStep, StepCall, TakenStep, check_taken, lr_of
 from shardway.train.saves.back import Spiked, all_skips, as_numbers, decide_back, set_undone_aside
 from shardway.train.saves.restore import Restored, restore, set_damaged_aside, settle_restored
-from shardway.train.saves.saving import Point, Saver
+from shardway.train.saves.saving import SavePoint, Saver
 from shardway.train.saves.tiers import open_tier
 from shardway.train.script_state import ScriptState
 from shardway.train.session import Session, machine_facts
 from shardway.train.several import evaluating, let_go
 from shardway.train.skipping import tell_late_spans, tell_skipped
 from shardway.train.step import Moment
-from shardway.train.stops.stopping import Stopping
+from shardway.train.stops.stopping import StopAgreement
 from shardway.train.stops.waiting import TrainingStream
 from shardway.train.validate import validate
 from shardway.train.validated import Validated, recall_validations
 
 _ACTIVITIES = {
-    Phase.RESTORE: Activity.LOAD,
-    Phase.STEP: Activity.DATA,
-    Phase.GO_BACK: Activity.LOAD,
-    Phase.VALIDATE: Activity.VALIDATE,
-    Phase.SAVE: Activity.SAVE,
-    Phase.STOP: Activity.END,
-    Phase.FINISH: Activity.END,
+    LoopPhase.RESTORE: Activity.LOAD,
+    LoopPhase.STEP: Activity.DATA,
+    LoopPhase.GO_BACK: Activity.LOAD,
+    LoopPhase.VALIDATE: Activity.VALIDATE,
+    LoopPhase.SAVE: Activity.SAVE,
+    LoopPhase.STOP: Activity.END,
+    LoopPhase.FINISH: Activity.END,
 }
 """What a rank does first in a phase; a step goes on once its batch is there."""
 
@@ -72,7 +72,7 @@ class Loop:
         self._plan = plan
         self._parts = parts
         self._counters = Counters()
-        self._stopping = Stopping(session)
+        self._stopping = StopAgreement(session)
         self._loss_scale = plan.loss_scale
         self._stream: TrainingStream | None = None
         self._lrs = ScheduledLR(session, plan, parts)
@@ -82,8 +82,8 @@ class Loop:
         of_script = (self._script, held.kept if held is not None else None, self._by_hand)
         self._kept = Freezable([each for each in of_script if each is not None])
         own = parts.engine.state
-        self._trained: State = held.trained() if held is not None and isinstance(own, Trained) else own
-        self._state: State = Together([self._trained, self._kept, *([parts.data] if parts.data else [])])
+        self._trained: CheckpointState = held.trained() if held is not None and isinstance(own, Trained) else own
+        self._state: CheckpointState = Together([self._trained, self._kept, *([parts.data] if parts.data else [])])
         self._finish_reason, self._finishes, self._adopts = "", False, held is not None
         self._last_call: StepCall | None = None
         self._tier = open_tier(session, plan.local)
@@ -92,21 +92,21 @@ class Loop:
         self._metrics = MetricLog(session.ranks, self._write_logged)
         self._monitoring = Monitoring(session, plan, parts.validation)
         self._guard = Guard(session, plan.guard, parts.parallels, self._saver.settle)
-        self._phase = Phase.RESTORE
+        self._phase = LoopPhase.RESTORE
         self._open_step: OpenStep | None = None
         self.intact = Intact(session.ranks)
         self._owes_validation, self._has_validated, self._began = False, False, 0
         self._rests = False
         """Whether there is nothing to do: the run was finished before."""
-        self._left_out: tuple[LeftOut, ...] = ()
+        self._left_out: tuple[SkippedRange, ...] = ()
         self._untrained: Before | None = None
-        self._actions: dict[Phase, Callable[[], None]] = {
-            Phase.RESTORE: self._restore,
-            Phase.GO_BACK: self._go_back,
-            Phase.VALIDATE: self._validate,
-            Phase.SAVE: self._save,
-            Phase.STOP: self._stop,
-            Phase.FINISH: self._finish,
+        self._actions: dict[LoopPhase, Callable[[], None]] = {
+            LoopPhase.RESTORE: self._restore,
+            LoopPhase.GO_BACK: self._go_back,
+            LoopPhase.VALIDATE: self._validate,
+            LoopPhase.SAVE: self._save,
+            LoopPhase.STOP: self._stop,
+            LoopPhase.FINISH: self._finish,
         }
 
     @property
@@ -116,26 +116,26 @@ class Loop:
 
     def batches(self) -> Iterator[Any]:
         """Yield the batch of each step that is left; what happens between two steps happens in here."""
-        while self._phase is not Phase.END:
+        while self._phase is not LoopPhase.END:
             self._session.progress.enter(_ACTIVITIES[self._phase], self._counters.step)
-            if self._phase is Phase.STEP:
+            if self._phase is LoopPhase.STEP:
                 yield from self._step()
-            if self._phase is Phase.END:
+            if self._phase is LoopPhase.END:
                 return  # the script has closed the run
-            with self.intact.held(apply=self._phase is not Phase.VALIDATE):
-                if self._phase is not Phase.STEP:
+            with self.intact.held(apply=self._phase is not LoopPhase.VALIDATE):
+                if self._phase is not LoopPhase.STEP:
                     self._actions[self._phase]()
-                self._phase = Phase.END if self._rests else next_phase(self._phase, self._facts())
+                self._phase = LoopPhase.END if self._rests else next_phase(self._phase, self._facts())
 
     @property
     def has_begun(self) -> bool:
         """Whether it is known where the run goes on from."""
-        return self._phase is not Phase.RESTORE
+        return self._phase is not LoopPhase.RESTORE
 
     @property
     def has_ended(self) -> bool:
         """Whether there is no further batch."""
-        return self._phase is Phase.END
+        return self._phase is LoopPhase.END
 
     def step(self, call: StepCall, batch: Any, look: Callable[[int | None], None]) -> float:
         """The update that the script asks for with the batch that it was handed; its loss.
@@ -213,14 +213,14 @@ class Loop:
 
     def leave(self) -> None:
         """End a walk that the script broke off: count the step that it took, save, and say so."""
-        if self._phase in (Phase.RESTORE, Phase.END):
+        if self._phase in (LoopPhase.RESTORE, LoopPhase.END):
             return
         with self.intact.held():
             if self.intact.is_broken():
-                self._end("stopped", End(Ending.STOPPED, self.intact.describe(self._counters.step)))
+                self._end("stopped", AttemptEnd(Ending.STOPPED, self.intact.describe(self._counters.step)))
             else:
                 self._leave()
-            self._phase = Phase.END
+            self._phase = LoopPhase.END
 
     def _leave(self) -> None:
         if self._open_step is not None and self._open_step.taken:
@@ -231,7 +231,7 @@ class Loop:
         if self._finishes:
             self._finish()
         else:
-            self._end("stopped", End(Ending.STOPPED, "the script left its loop"))
+            self._end("stopped", AttemptEnd(Ending.STOPPED, "the script left its loop"))
 
     def _moment(self, *, void: bool = False) -> Moment:
         """What the step to come needs to know of where the run stands."""
@@ -378,7 +378,7 @@ class Loop:
             session.directory.clear_stop()
         session.recorder.keep(step=step)
         reason = self._finish_reason or f"all {self._plan.total_steps} steps are done"
-        session.recorder.end("finished", End(Ending.FINISHED, reason))
+        session.recorder.end("finished", AttemptEnd(Ending.FINISHED, reason))
         self._rests = True
         return True
 
@@ -438,7 +438,7 @@ class Loop:
             if self._by_hand is not None:
                 self._by_hand.begin(batch, self._counters.position)
             yield batch.data
-            if self._phase is Phase.END:
+            if self._phase is LoopPhase.END:
                 return
         self._session.progress.enter(Activity.DATA, self._counters.step)
         if self._finish_reason and not self._open_step.taken and self._finish_without_step():
@@ -555,7 +555,7 @@ class Loop:
             numbers["loss_scale"] = self._loss_scale.as_numbers()
         step, plan = self._counters.step, self._plan
         asked = plan.saves_shared_after(step), plan.saves_local_after(step), *self._monitoring.take_save()
-        self._saver.save(Point(self._state, step, numbers, last, self._guard.in_spike, *asked))
+        self._saver.save(SavePoint(self._state, step, numbers, last, self._guard.in_spike, *asked))
 
     def _adopt_late(self) -> None:
         """Once: hold what the script has made since it trains. A name that is a guess must not cost a save."""
@@ -587,11 +587,11 @@ class Loop:
         if self._finishes:
             reason = self._agree_on_reason()
             self._session.recorder.keep(**self._monitoring.describe_finish(reason))
-        self._end("finished", End(Ending.FINISHED, reason))
+        self._end("finished", AttemptEnd(Ending.FINISHED, reason))
 
     # --- parts of states
 
-    def _end(self, event: str, end: End) -> None:
+    def _end(self, event: str, end: AttemptEnd) -> None:
         if self._stream is not None:
             self._stream.close()
         self._saver.settle()

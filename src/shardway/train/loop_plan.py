@@ -11,7 +11,7 @@ from typing import Any
 
 from shardway.best import LOSS, Monitor
 from shardway.checkpoint.retention import Keep
-from shardway.checkpoint.state import State
+from shardway.checkpoint.state import CheckpointState
 from shardway.data.loader import Batch
 from shardway.parallel.apply import ParallelModel
 from shardway.train.by_hand import GradientsByHand
@@ -82,7 +82,7 @@ class LoopParts:
     held: Holdings | None = None
     reading_draws: bool = True
     by_hand: GradientsByHand | None = None
-    data: State | None = None
+    data: CheckpointState | None = None
 
     @property
     def engines(self) -> tuple[Engine, ...]:

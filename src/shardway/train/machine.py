@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 
-class Phase(Enum):
+class LoopPhase(Enum):
     """What the loop does now."""
 
     RESTORE = auto()
@@ -53,20 +53,20 @@ class Facts:
     result_save_due: bool = False
 
 
-def next_phase(phase: Phase, facts: Facts) -> Phase:
+def next_phase(phase: LoopPhase, facts: Facts) -> LoopPhase:
     """The phase after `phase`."""
-    if phase in (Phase.STOP, Phase.FINISH, Phase.END):
-        return Phase.END
-    if phase in (Phase.RESTORE, Phase.STEP) and facts.goes_back:
-        return Phase.GO_BACK
-    if (phase is Phase.STEP or (phase is Phase.VALIDATE and facts.stop)) and facts.save_due:
-        return Phase.SAVE
-    if phase in (Phase.RESTORE, Phase.GO_BACK, Phase.VALIDATE) and facts.result_save_due:
-        return Phase.SAVE
-    if phase is Phase.RESTORE and facts.save_owed and (facts.done or facts.stop):
-        return Phase.SAVE
-    if phase is not Phase.VALIDATE and facts.validate_due and not facts.stop:
-        return Phase.VALIDATE
+    if phase in (LoopPhase.STOP, LoopPhase.FINISH, LoopPhase.END):
+        return LoopPhase.END
+    if phase in (LoopPhase.RESTORE, LoopPhase.STEP) and facts.goes_back:
+        return LoopPhase.GO_BACK
+    if (phase is LoopPhase.STEP or (phase is LoopPhase.VALIDATE and facts.stop)) and facts.save_due:
+        return LoopPhase.SAVE
+    if phase in (LoopPhase.RESTORE, LoopPhase.GO_BACK, LoopPhase.VALIDATE) and facts.result_save_due:
+        return LoopPhase.SAVE
+    if phase is LoopPhase.RESTORE and facts.save_owed and (facts.done or facts.stop):
+        return LoopPhase.SAVE
+    if phase is not LoopPhase.VALIDATE and facts.validate_due and not facts.stop:
+        return LoopPhase.VALIDATE
     if facts.stop and not (facts.done and not facts.validate_due):
-        return Phase.STOP
-    return Phase.FINISH if facts.done else Phase.STEP
+        return LoopPhase.STOP
+    return LoopPhase.FINISH if facts.done else LoopPhase.STEP

@@ -17,7 +17,7 @@ from shardway.checkpoint.contents import find_tie
 from shardway.data.open import Data, open_described, wants_of
 from shardway.hfconfig import locate_model
 from shardway.models.build import build_model
-from shardway.resolve.request import Request
+from shardway.resolve.request import ResolveRequest
 from shardway.train.loss import LossSum, class_cross_entropy, token_cross_entropy
 from shardway.train.optim import build_optimizer
 from shardway.train.run import Run, open_run
@@ -32,7 +32,7 @@ LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], LossSum]] = {
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """How a run ended: its directory, and the state and reason of its last event."""
 
     directory: str
@@ -41,7 +41,7 @@ class Outcome:
     step: int
 
 
-def train(request: Request) -> Outcome:
+def train(request: ResolveRequest) -> RunOutcome:
     """Train on this rank until the run is finished or asked to stop, then report. Raises ShardwayError."""
     with open_run(request) as run:
         outcome = train_run(run)
@@ -50,7 +50,7 @@ def train(request: Request) -> Outcome:
     return outcome
 
 
-def train_run(run: Run) -> Outcome:
+def train_run(run: Run) -> RunOutcome:
     """Train what the run file of an open run describes."""
     data = _open(run)
     values = run.resolved.values
@@ -62,7 +62,7 @@ def train_run(run: Run) -> Outcome:
     for batch in run.steps(run.loader(data.train), validation=validation):
         run.step(model, batch, LOSSES[wants])
     status = run.directory.read_status() if run.is_first else {}
-    return Outcome(
+    return RunOutcome(
         str(run.directory.path), status.get("state", ""), status.get("reason", ""), int(status.get("step", 0))
     )
 

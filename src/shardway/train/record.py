@@ -24,7 +24,7 @@ from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event, EventWriter
 from shardway.rundir.refusal import refusals, refused
 from shardway.train.earlier import read_earlier
-from shardway.train.ending import End
+from shardway.train.ending import AttemptEnd
 
 STATUS_EVERY_S = 1.0
 """A status is written to be read by people and schedulers: once a second is often enough."""
@@ -167,7 +167,7 @@ class Recorder:
         if began or (self._ranks.is_first and not self._directory.read_status()):
             self.status(now=True, state="failed", reason=reason)
 
-    def end(self, event: str, end: End, exit_code: int = 0) -> None:
+    def end(self, event: str, end: AttemptEnd, exit_code: int = 0) -> None:
         """How the run ended here: its last event, its status, and the result of the attempt."""
         if self.is_open:
             self._write_end(event, end)
@@ -176,7 +176,7 @@ class Recorder:
                 result = Result(end.state, end.reason, self.step_done, exit_code, end.failure, by="rank 0")
                 tell_end(self._attempt, result)
 
-    def _write_end(self, event: str, end: End) -> None:
+    def _write_end(self, event: str, end: AttemptEnd) -> None:
         step = self.step_done
         failure = {"failure": end.failure} if end.failure else {}
         self.event(event, step=step, reason=end.reason, ending=end.state, **failure)

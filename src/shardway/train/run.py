@@ -28,14 +28,14 @@ from torch import nn
 from shardway.checkpoint.kept import KeptObjects
 from shardway.checkpoint.retention import Keep
 from shardway.checkpoint.savable import check_savable
-from shardway.data.sources.base import Source
+from shardway.data.sources.base import DataSource
 from shardway.errors import UserError
 from shardway.parallel.apply import ApplyOptions, ParallelModel, apply_parallelism
 from shardway.parallel.compile import CompileOptions
 from shardway.plan.economy import GPU_MTBF_SECONDS
 from shardway.ranks.leave import tell_errors
 from shardway.resolve import DataFacts, Resolved, scale_of
-from shardway.resolve.request import Request, parse_words
+from shardway.resolve.request import ResolveRequest, parse_words
 from shardway.rundir.directory import RunDir
 from shardway.runfile.schema import PrecisionSection
 from shardway.train.by_hand import BackwardCall, GradientsByHand
@@ -294,7 +294,7 @@ class Run:
         `best` step and metrics of the best by `checkpoint.monitor`.
         `metrics` are metric objects by name, such as torchmetrics': each sees outputs and targets of every sample once.
         """
-        bytes_per_token = dataset.facts.bytes_per_token if isinstance(dataset, Source) else None
+        bytes_per_token = dataset.facts.bytes_per_token if isinstance(dataset, DataSource) else None
         samples, collate = take_validation(dataset, collate_fn)
         rows = partial(validation_rows, self._session, samples)
         objects = check_metrics(metrics) if metrics is not None else {}
@@ -334,7 +334,7 @@ class Run:
         held = self._held if self._session.own_model else None
         state = find_data_state(self._session, loader, self._find_position)
         batches = partial(training_batches, self._session, loader, state)
-        draws = self._session.own_model or not isinstance(loader.samples, Source)  # ours draw nothing
+        draws = self._session.own_model or not isinstance(loader.samples, DataSource)  # ours draw nothing
         self._by_hand = GradientsByHand(self._session, self._held, self._engines) if held is not None else None
         parts = LoopParts(first, batches, validation, on_step, tuple(others), held, draws, self._by_hand, state)
         self._loop = Loop(self._session, self._plan(loader), parts)
@@ -535,7 +535,7 @@ def start(*words: str | Path | None, directory: str | Path | None = None, fresh:
 
 
 @contextlib.contextmanager
-def open_run(request: Request) -> Iterator[Run]:
+def open_run(request: ResolveRequest) -> Iterator[Run]:
     """The run of a request, open on this rank."""
     with open_session(request, os.environ) as session:
         run = Run(session)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardway.checkpoint.shards.table import Table
+from shardway.checkpoint.shards.table import TensorTable
 from shardway.checkpoint.state import Tensors, WithoutFiles
 from shardway.checkpoint.structure import Unstorable, inline, read_inline
 from shardway.errors import UserError, list_some
@@ -102,7 +102,7 @@ class ScriptState(WithoutFiles):
         content = {"optimizers": optimizers, "schedulers": schedulers, "models": models}
         return {_value_of(self._stage): json.dumps(content)}
 
-    def prepare(self, table: Table) -> None:
+    def prepare(self, table: TensorTable) -> None:
         """Make groups that the run has added, and freeze what it has frozen. Raises UserError where a group cannot be
         made again."""
         self._saved = self._read(table)
@@ -115,7 +115,7 @@ class ScriptState(WithoutFiles):
             if (saved := self._saved.get("optimizers", {}).get(held.name)) is not None:
                 _add_groups(held, saved, parameters)
 
-    def template(self, table: Table) -> Tensors:
+    def template(self, table: TensorTable) -> Tensors:
         """Nothing: `prepare` has read it."""
         return {}
 
@@ -154,7 +154,7 @@ class ScriptState(WithoutFiles):
 
     # --- parts
 
-    def _read(self, table: Table) -> dict[str, Any]:
+    def _read(self, table: TensorTable) -> dict[str, Any]:
         """What was saved of this rank's stage; of all stages where there were others than today."""
         names = itertools.takewhile(lambda name: name in table.values, map(_value_of, itertools.count()))
         stages = [json.loads(json.loads(table.values[name])) for name in names]

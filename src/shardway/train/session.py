@@ -42,7 +42,7 @@ from shardway.ranks.signals import BREAK, STOP_SIGNALS, SignalWatch
 from shardway.ranks.start import Ranks, StartOptions, is_out_of_memory, start_ranks
 from shardway.resolve import DataFacts, Resolved, check_same_run, find_changes, resolve_with_data
 from shardway.resolve.device_defaults import TF32
-from shardway.resolve.request import Request, Resolution, check_variables, read_before, resolve_request
+from shardway.resolve.request import Resolution, ResolveRequest, check_variables, read_before, resolve_request
 from shardway.rundir.attempts import SECOND_SIGNAL, Attempt, Ending
 from shardway.rundir.directory import RunDir
 from shardway.rundir.lease import Tenure
@@ -50,7 +50,7 @@ from shardway.rundir.local import find_local_run
 from shardway.rundir.refusal import refusals
 from shardway.runfile.load import DEFAULT
 from shardway.train.device_defaults import agree, look_here
-from shardway.train.ending import End
+from shardway.train.ending import AttemptEnd
 from shardway.train.engines import ENGINES
 from shardway.train.hold import DirectoryHold, take_directory
 from shardway.train.last_words import KILLED, Speaker
@@ -161,7 +161,7 @@ class Session:
 
 
 @contextlib.contextmanager
-def open_session(request: Request, environ: Mapping[str, str]) -> Iterator[Session]:
+def open_session(request: ResolveRequest, environ: Mapping[str, str]) -> Iterator[Session]:
     """Resolve the request, join the ranks, take the run directory. Raises ShardwayError on every rank alike."""
     attempt = find_attempt(environ)
     placement = find_placement(environ)
@@ -183,12 +183,12 @@ def open_session(request: Request, environ: Mapping[str, str]) -> Iterator[Sessi
     ranks.end()
 
 
-def _placed(request: Request, attempt: Attempt | None) -> Request:
+def _placed(request: ResolveRequest, attempt: Attempt | None) -> ResolveRequest:
     """A script in a job trains into the run directory of its job, where a stop is asked for, unless it sets another."""
     return replace(request, directory=attempt.run_path) if attempt is not None and request.own_model else request
 
 
-def _join(request: Request, placement: Placement) -> tuple[Ranks, Resolution]:
+def _join(request: ResolveRequest, placement: Placement) -> tuple[Ranks, Resolution]:
     resolution = resolve_request(request, placement.world, placement.local_world)
     check_variables(resolution.loaded)
     run, engine = resolution.resolved.values.run, ENGINES[resolution.resolved.values.train.engine]
@@ -278,7 +278,7 @@ def _faults_recorded(recorder: Recorder, *, own_model: bool) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         with contextlib.suppress(JobError):
-            recorder.end("stopped", End(Ending.STOPPED, SECOND_SIGNAL), KILLED)
+            recorder.end("stopped", AttemptEnd(Ending.STOPPED, SECOND_SIGNAL), KILLED)
         raise
     except Exception as error:
         told = _named(error)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardway.rundir.left_out import LeftOut
+from shardway.rundir.left_out import SkippedRange
 from shardway.train.counters import Counters
 from shardway.train.session import Session
 
 
-def tell_skipped(session: Session, before: Counters, after: Counters, own: Sequence[LeftOut] = ()) -> None:
+def tell_skipped(session: Session, before: Counters, after: Counters, own: Sequence[SkippedRange] = ()) -> None:
     """An event where the step between these counters has left positions out; `own` are those of the run itself."""
     left_out = (after.position - before.position) - (after.samples - before.samples)
     if left_out:

@@ -28,7 +28,7 @@ from shardway.parallel.host import send
 from shardway.ranks.agreement import Decision, Wishes, read_decision
 from shardway.ranks.start import Ranks
 from shardway.train.before import Before, Changeable, find_changeable
-from shardway.train.guards.repeat import Tried, Watch, Watched, Work, run_watched
+from shardway.train.guards.repeat import GuardChecks, RepeatablePasses, Tried, Watched, run_watched
 from shardway.train.loss_scale import LossScale
 from shardway.train.passes import SUMS, Loss, Passes
 
@@ -103,7 +103,7 @@ class Moment:
     position: int = 0
     wishes: Wishes = field(default_factory=Wishes)
     loss_scale: LossScale | None = None
-    watch: Watch | None = None
+    watch: GuardChecks | None = None
     rows: int | None = None
     update: UpdateMark = field(default_factory=UpdateMark)
 
@@ -197,11 +197,15 @@ def _step_with_closure(parts: StepParts, run: Callable[[], Tried], loss: float) 
     parts.optimizer.step(evaluate)
 
 
-def _run_passes(parts: StepParts, run: Callable[[], Tried], batch: Any, watch: Watch | None, before: Before) -> Watched:
+def _run_passes(
+    parts: StepParts, run: Callable[[], Tried], batch: Any, watch: GuardChecks | None, before: Before
+) -> Watched:
     """The passes of a step, watched where somebody wants that."""
     if watch is None:
         return Watched(run())
-    return run_watched(Work(run, parts.clear_gradients, parts.gradients, parts.ranks, batch, SUMS), watch, before)
+    return run_watched(
+        RepeatablePasses(run, parts.clear_gradients, parts.gradients, parts.ranks, batch, SUMS), watch, before
+    )
 
 
 def _accumulate(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, moment: Moment) -> Tried:

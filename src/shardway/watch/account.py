@@ -33,7 +33,7 @@ _ROWS = {
 
 
 @dataclass(frozen=True)
-class Account:
+class TimeAccount:
     """Seconds of rank 0, by what they were for; together `wall_s`.
 
     `productive_s`: steps that hold, each counted once. `lost_s`: steps that a resume undid, and those that were never
@@ -79,12 +79,12 @@ class Account:
         return {"wall_s": self.wall_s, "productive_share": self.productive_share, **asdict(self)}
 
 
-ROW_NAMES = tuple(each.name for each in fields(Account) if each.name not in ("repeated_s", "undone_steps"))
+ROW_NAMES = tuple(each.name for each in fields(TimeAccount) if each.name not in ("repeated_s", "undone_steps"))
 """The fields of an account that add up, in the order in which they are shown."""
 
 
 @dataclass(frozen=True)
-class _Record:
+class _SpentAt:
     """What rank 0 had spent (seconds by activity) when `step` steps were done, at `time` (Unix seconds)."""
 
     time: float
@@ -111,7 +111,7 @@ class _Record:
 
 
 @dataclass
-class _Attempt:
+class _AttemptTime:
     """An attempt that went on from step `base` at `started` (Unix seconds); `step`, `last_time` are the last seen.
 
     What follows a way back within an attempt counts as one more: `before` is what rank 0 had spent until then.
@@ -122,7 +122,7 @@ class _Attempt:
     step: int
     last_time: float
     owner: tuple[Any, Any]
-    records: list[_Record] = field(default_factory=list)
+    records: list[_SpentAt] = field(default_factory=list)
     before: Mapping[str, float] = field(default_factory=dict)
 
     def begun(self) -> float:
@@ -158,7 +158,7 @@ class Book:
     """Fed with rank 0's events in the order written, it has the account ready."""
 
     def __init__(self) -> None:
-        self._attempts: list[_Attempt] = []
+        self._attempts: list[_AttemptTime] = []
 
     def update(self, event: Event) -> None:
         """Take one event into account, undone ones too."""
@@ -180,19 +180,19 @@ class Book:
             self._attempts[-1].add(before)
         base = whole(event, "step") or 0
         started = _time_of(event)
-        self._attempts.append(_Attempt(base, started, base, started, _owner(event)))
+        self._attempts.append(_AttemptTime(base, started, base, started, _owner(event)))
         self._attempts[-1].add(event)
 
-    def _go_back(self, attempt: _Attempt, event: Event) -> None:
+    def _go_back(self, attempt: _AttemptTime, event: Event) -> None:
         """The attempt ends at the step that it has reached, and goes on from the one that the event says."""
         base, at = whole(event, "step") or 0, _time_of(event)
         attempt.add({**event, "step": attempt.step})
         spent = event.get("spent")
         before = {str(name): number(spent, name) or 0.0 for name in spent} if isinstance(spent, Mapping) else {}
-        self._attempts.append(_Attempt(base, at, base, at, attempt.owner, before=before))
+        self._attempts.append(_AttemptTime(base, at, base, at, attempt.owner, before=before))
         self._attempts[-1].add(event)
 
-    def account(self, status: Mapping[str, Any], now: float | None = None) -> Account | None:
+    def account(self, status: Mapping[str, Any], now: float | None = None) -> TimeAccount | None:
         """The account with what the last status knows; to `now` (Unix seconds) where the run goes on.
 
         None where nobody has booked anything: the run never began, or was made before times were recorded.
@@ -206,7 +206,7 @@ class Book:
         return _add_up(attempts, now)
 
 
-def make_account(events: Iterable[Event], status: Mapping[str, Any], now: float | None = None) -> Account | None:
+def make_account(events: Iterable[Event], status: Mapping[str, Any], now: float | None = None) -> TimeAccount | None:
     """The account from every event of rank 0 and the last status; `Book` does the same as events come."""
     book = Book()
     for event in events:
@@ -214,7 +214,7 @@ def make_account(events: Iterable[Event], status: Mapping[str, Any], now: float 
     return book.account(status, now)
 
 
-def _add_up(attempts: Sequence[_Attempt], now: float | None) -> Account:
+def _add_up(attempts: Sequence[_AttemptTime], now: float | None) -> TimeAccount:
     rows = dict.fromkeys((*ROW_NAMES, "repeated_s"), 0.0)
     undone, end = 0, attempts[0].begun()
     for place, attempt in enumerate(attempts):
@@ -225,10 +225,10 @@ def _add_up(attempts: Sequence[_Attempt], now: float | None) -> Account:
         overlap = max(0.0, end - attempt.begun())
         end = _add_attempt(rows, attempt, keep, (end, now if is_last else None))
         rows["start_s"] -= min(overlap, attempt.records[0].spent.get("start", 0.0)) if attempt.records else 0.0
-    return Account(**rows, undone_steps=undone)
+    return TimeAccount(**rows, undone_steps=undone)
 
 
-def _add_attempt(rows: dict[str, float], attempt: _Attempt, keep: int, span: tuple[float, float | None]) -> float:
+def _add_attempt(rows: dict[str, float], attempt: _AttemptTime, keep: int, span: tuple[float, float | None]) -> float:
     """Add one attempt's times; when it ended. `span`: the end of the one before, and now where it goes on."""
     earliest, now = span
     end = max(attempt.last_time, now or 0.0, earliest)
@@ -256,7 +256,7 @@ def _owner(source: Mapping[str, Any]) -> tuple[Any, Any]:
     return whole(source, "pid"), text(source, "host")
 
 
-def _read_record(source: Mapping[str, Any], step: int) -> _Record | None:
+def _read_record(source: Mapping[str, Any], step: int) -> _SpentAt | None:
     """The times in an event or a status; None where there are none. `step` stands where none is said."""
     spent, at = source.get("spent"), seconds(source, "time")
     if not isinstance(spent, Mapping) or at is None:
@@ -266,4 +266,4 @@ def _read_record(source: Mapping[str, Any], step: int) -> _Record | None:
         return None
     unfinished_s = seconds(source, "unfinished_s") or 0.0
     said = whole(source, "step")
-    return _Record(at, step if said is None else said, times, unfinished_s if unfinished_s > 0 else 0.0)
+    return _SpentAt(at, step if said is None else said, times, unfinished_s if unfinished_s > 0 else 0.0)

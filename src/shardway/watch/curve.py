@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Point:
+class CurvePoint:
     """A value at a step; `value` may be NaN."""
 
     step: int
@@ -29,7 +29,7 @@ class GrowingCurve:
     def __init__(self, capacity: int = 256) -> None:
         self._capacity = capacity
         self._stride = 1
-        self._means: list[Point] = []
+        self._means: list[CurvePoint] = []
         self._pending: list[float] = []
 
     def add(self, step: int, value: float) -> None:
@@ -38,11 +38,11 @@ class GrowingCurve:
             return
         self._pending.append(value)
         if len(self._pending) == self._stride:
-            self._means.append(Point(step, _mean(self._pending)))
+            self._means.append(CurvePoint(step, _mean(self._pending)))
             self._pending.clear()
         if len(self._means) == self._capacity:
             pairs = zip(self._means[::2], self._means[1::2], strict=True)
-            self._means = [Point(right.step, _mean([left.value, right.value])) for left, right in pairs]
+            self._means = [CurvePoint(right.step, _mean([left.value, right.value])) for left, right in pairs]
             self._stride *= 2
 
     def undo_after(self, step: int) -> None:
@@ -56,7 +56,7 @@ class GrowingCurve:
         return [_mean(part) for part in _split(values, min(width, len(values)))]
 
 
-def thin(points: Sequence[Point], limit: int) -> list[Point]:
+def thin(points: Sequence[CurvePoint], limit: int) -> list[CurvePoint]:
     """At most `limit` + 2 points (limit even): first, last, and the extremes of limit/2 buckets.
 
     A bucket without a finite value leaves one NaN, so that a gap stays a gap.
@@ -69,7 +69,7 @@ def thin(points: Sequence[Point], limit: int) -> list[Point]:
     return first + kept + last
 
 
-def smooth(points: Sequence[Point], half_window: int) -> list[Point]:
+def smooth(points: Sequence[CurvePoint], half_window: int) -> list[CurvePoint]:
     """At each finite point the mean of it and of `half_window` finite ones on either side.
 
     Near the ends both sides shrink alike, so that the mean does not lag behind a slope. Points that are not finite
@@ -80,14 +80,14 @@ def smooth(points: Sequence[Point], half_window: int) -> list[Point]:
     means = []
     for index, point in enumerate(finite):
         reach = min(half_window, index, len(finite) - 1 - index)
-        means.append(Point(point.step, (sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1)))
+        means.append(CurvePoint(point.step, (sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1)))
     return means
 
 
-def _extremes(bucket: Sequence[Point]) -> list[Point]:
+def _extremes(bucket: Sequence[CurvePoint]) -> list[CurvePoint]:
     finite = [point for point in bucket if math.isfinite(point.value)]
     if not finite:
-        return [Point(bucket[0].step, math.nan)]
+        return [CurvePoint(bucket[0].step, math.nan)]
     low, high = min(finite, key=lambda point: point.value), max(finite, key=lambda point: point.value)
     return sorted({low, high}, key=lambda point: point.step)
 

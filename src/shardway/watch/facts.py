@@ -133,7 +133,7 @@ _NOT_METRICS = frozenset(("event", "time", "step", "seconds"))
 
 
 @dataclass(frozen=True)
-class Validation:
+class ValidatedEvent:
     """One validation; `loss` is NaN where it was not a number, the other metrics None where not measured. `metrics` has
     all of them by name, sums of the loss function too."""
 
@@ -154,9 +154,9 @@ class Validation:
 _KNOWN_METRICS = frozenset(("loss", "bits_per_byte", "accuracy"))
 
 
-def read_validation(event: Mapping[str, Any]) -> Validation:
+def read_validation(event: Mapping[str, Any]) -> ValidatedEvent:
     """The facts of a `validation` event."""
-    return Validation(
+    return ValidatedEvent(
         step=whole(event, "step") or 0,
         time=seconds(event, "time") or 0.0,
         loss=measured(event, "loss"),
@@ -224,7 +224,7 @@ def read_failed_save(event: Mapping[str, Any]) -> FailedSave:
 
 
 @dataclass(frozen=True)
-class SetAside:
+class QuarantinedEvent:
     """A damaged checkpoint and the name under which it is kept; empty for one on the disk of a node, which is not."""
 
     name: str
@@ -232,9 +232,9 @@ class SetAside:
     kept_as: str
 
 
-def read_set_aside(event: Mapping[str, Any]) -> SetAside:
+def read_set_aside(event: Mapping[str, Any]) -> QuarantinedEvent:
     """The facts of a `checkpoint_quarantined` event."""
-    return SetAside(text(event, "name"), text(event, "reason"), text(event, "kept_as"))
+    return QuarantinedEvent(text(event, "name"), text(event, "reason"), text(event, "kept_as"))
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def read_restart(event: Mapping[str, Any]) -> Restart:
 
 
 @dataclass(frozen=True)
-class Fault:
+class FaultEvent:
     """Something that went wrong; `kind` is the name of the error class."""
 
     step: int | None
@@ -262,9 +262,9 @@ class Fault:
     exit_code: int | None
 
 
-def read_fault(event: Mapping[str, Any]) -> Fault:
+def read_fault(event: Mapping[str, Any]) -> FaultEvent:
     """The facts of a `fault` event."""
-    return Fault(
+    return FaultEvent(
         step=whole(event, "step"),
         time=seconds(event, "time") or 0.0,
         kind=text(event, "kind") or "fault",
@@ -274,7 +274,7 @@ def read_fault(event: Mapping[str, Any]) -> Fault:
 
 
 @dataclass(frozen=True)
-class Ending:
+class EndedEvent:
     """How an attempt ended by itself: `state` is "finished", "stopped" or "failed"."""
 
     state: str
@@ -283,9 +283,9 @@ class Ending:
     reason: str
 
 
-def read_ending(event: Mapping[str, Any]) -> Ending:
+def read_ending(event: Mapping[str, Any]) -> EndedEvent:
     """The facts of a `finished`, `stopped` or `failed` event."""
-    return Ending(
+    return EndedEvent(
         state=text(event, "event"),
         step=whole(event, "step"),
         time=seconds(event, "time") or 0.0,

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardway.rundir.events import Event
-from shardway.watch.curve import Point, smooth, thin
-from shardway.watch.facts import Validation, measured, read_logged, whole
-from shardway.watch.progress import Progress
+from shardway.watch.curve import CurvePoint, smooth, thin
+from shardway.watch.facts import ValidatedEvent, measured, read_logged, whole
+from shardway.watch.progress import RunProgress
 from shardway.watch.words import render_unit
 
 POINTS = 2000
@@ -49,7 +49,7 @@ class Figure:
     percent: bool = False
 
 
-def make_figures(events: Sequence[Event], progress: Progress) -> list[Figure]:
+def make_figures(events: Sequence[Event], progress: RunProgress) -> list[Figure]:
     """Every picture that the events have data for."""
     steps = [event for event in events if event["event"] == "step"]
     unit = render_unit(progress.start)
@@ -64,21 +64,21 @@ def make_figures(events: Sequence[Event], progress: Progress) -> list[Figure]:
     return [figure for figure in (*candidates, *_named_figures(events, progress)) if figure.traces]
 
 
-def _named_figures(events: Sequence[Event], progress: Progress) -> list[Figure]:
+def _named_figures(events: Sequence[Event], progress: RunProgress) -> list[Figure]:
     """One for each name under which a script has logged values or returned them from a validation."""
     logged = [read_logged(event) for event in events if event["event"] == "logged"]
     values = (*(each.values for each in logged), *(each.others for each in progress.validations))
     figures = []
     for number, name in enumerate(list(dict.fromkeys(name for each in values for name in each))[:NAMED]):
-        trained = [Point(each.step, each.values[name]) for each in logged if name in each.values]
-        held_out = [Point(each.step, each.others[name]) for each in progress.validations if name in each.others]
+        trained = [CurvePoint(each.step, each.values[name]) for each in logged if name in each.values]
+        held_out = [CurvePoint(each.step, each.others[name]) for each in progress.validations if name in each.others]
         traces = [_line("train", trained, "train")] if trained else []
         dots = [_dots("validation", held_out)] if held_out else []
         figures.append(Figure(f"named{number}", name, [*traces, *dots]))
     return figures
 
 
-def find_marks(progress: Progress) -> list[Mark]:
+def find_marks(progress: RunProgress) -> list[Mark]:
     """Saves (evenly chosen where they are many), resumes and faults."""
     stride = -(-len(progress.saves) // SAVE_MARKS) or 1
     saves = [Mark("save", save.step) for save in progress.saves[::stride]]
@@ -96,9 +96,9 @@ def count_broken_losses(events: Sequence[Event]) -> int:
     return sum(1 for event in events if event["event"] == "step" and not math.isfinite(measured(event, "loss")))
 
 
-def _loss_traces(steps: Sequence[Event], validations: Sequence[Validation]) -> list[Trace]:
+def _loss_traces(steps: Sequence[Event], validations: Sequence[ValidatedEvent]) -> list[Trace]:
     traces = _noisy_traces(steps, "loss", "train", "train")
-    dots = _dots("validation", [Point(each.step, each.loss) for each in validations])
+    dots = _dots("validation", [CurvePoint(each.step, each.loss) for each in validations])
     return [*traces, dots] if dots["x"] else traces
 
 
@@ -117,28 +117,28 @@ def _step_traces(steps: Sequence[Event], key: str, name: str, colour: str) -> li
     return [_line(name, points, colour)] if points else []
 
 
-def _validation_traces(progress: Progress, pick: Callable[[Validation], float | None]) -> list[Trace]:
+def _validation_traces(progress: RunProgress, pick: Callable[[ValidatedEvent], float | None]) -> list[Trace]:
     picked = [(each.step, pick(each)) for each in progress.validations]
-    points = [Point(step, value) for step, value in picked if value is not None]
+    points = [CurvePoint(step, value) for step, value in picked if value is not None]
     return [_dots("validation", points)] if points else []
 
 
-def _points(steps: Sequence[Event], key: str) -> list[Point]:
+def _points(steps: Sequence[Event], key: str) -> list[CurvePoint]:
     """The values under `key`; a null is a gap, an absent key no point."""
     found = ((whole(event, "step"), event) for event in steps if key in event)
-    points = [Point(step, measured(event, key)) for step, event in found if step is not None]
+    points = [CurvePoint(step, measured(event, key)) for step, event in found if step is not None]
     return points if any(math.isfinite(point.value) for point in points) else []
 
 
-def _line(name: str, points: Sequence[Point], colour: str) -> Trace:
+def _line(name: str, points: Sequence[CurvePoint], colour: str) -> Trace:
     return {"name": name, "colour": colour, "mode": "lines", **_coordinates(points)}
 
 
-def _dots(name: str, points: Sequence[Point]) -> Trace:
+def _dots(name: str, points: Sequence[CurvePoint]) -> Trace:
     return {"name": name, "colour": "validation", "mode": "lines+markers", **_coordinates(points)}
 
 
-def _coordinates(points: Sequence[Point]) -> Trace:
+def _coordinates(points: Sequence[CurvePoint]) -> Trace:
     drawn = thin(points, POINTS)
     values = [point.value if math.isfinite(point.value) else None for point in drawn]
     return {"x": [point.step for point in drawn], "y": values}

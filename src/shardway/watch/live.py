@@ -19,11 +19,11 @@ from rich.text import Text
 
 from shardway.rundir.events import Event
 from shardway.watch.curve import GrowingCurve
-from shardway.watch.facts import Validation, measured, read_ending, read_start
+from shardway.watch.facts import ValidatedEvent, measured, read_ending, read_start
 from shardway.watch.guarded import render_guarded
 from shardway.watch.plain import PlainLines
-from shardway.watch.progress import Progress
-from shardway.watch.told import Weight, tell
+from shardway.watch.progress import RunProgress
+from shardway.watch.told import Severity, tell
 from shardway.watch.words import (
     one_line,
     render_ending,
@@ -46,7 +46,7 @@ Words = tuple[str, str]
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _ASCII_BLOCKS = "_.-:=+*#"
-_STYLES = {Weight.NEWS: "", Weight.WARNING: "yellow", Weight.ERROR: "red"}
+_STYLES = {Severity.NEWS: "", Severity.WARNING: "yellow", Severity.ERROR: "red"}
 _STATE_STYLES = {"starting": "dim", "running": "cyan", "finished": "green", "stopped": "yellow", "failed": "red"}
 
 
@@ -64,7 +64,7 @@ class Sparkline:
         yield Segment(row, Style.parse(self._style))
 
 
-class Row:
+class LiveRow:
     """One line: fixed text, a part that takes the room that is left, fixed text. A table would cost thrice the time."""
 
     def __init__(self, before: Text, flexible: RenderableType, after: Text) -> None:
@@ -96,12 +96,12 @@ class LiveView:
         name: str,
         directory: str,
         clock: Callable[[], float] = time.time,
-        validations: Sequence[Validation] = (),
+        validations: Sequence[ValidatedEvent] = (),
     ) -> None:
         self._name = one_line(name)
         self._directory = one_line(directory)
         self._clock = clock
-        self._progress = Progress(validations)
+        self._progress = RunProgress(validations)
         self._losses = GrowingCurve()
         self._messages: deque[Text] = deque(maxlen=_MESSAGES)
 
@@ -120,7 +120,7 @@ class LiveView:
                 self._say(render_ending(read_ending(event)), event, _STATE_STYLES[event["event"]])
             case "rolled_back":
                 self._losses.undo_after(self._progress.step)
-                self._say(render_guarded(event), event, _STYLES[Weight.WARNING])
+                self._say(render_guarded(event), event, _STYLES[Severity.WARNING])
             case _ if (told := tell(event)) is not None:
                 self._say(told.words, event, _STYLES[told.weight])
 
@@ -158,7 +158,7 @@ class LiveView:
         step, total = self._progress.step, self._progress.total_steps
         share = step / total if total else 0.0
         bar = ProgressBar(total=total or 1, completed=step, complete_style=style, finished_style="green")
-        return Row(Text(), bar, Text.assemble((f"  {step}/{total or '?'}", "bold"), f"  {share:4.0%}"))
+        return LiveRow(Text(), bar, Text.assemble((f"  {step}/{total or '?'}", "bold"), f"  {share:4.0%}"))
 
     def _facts(self) -> RenderableType:
         return Group(
@@ -172,7 +172,7 @@ class LiveView:
     def _loss(self) -> RenderableType:
         smooth, last = render_loss(self._progress.smooth_loss), render_loss(self._progress.loss)
         words = _fact("loss", (f"{smooth:<7}", "bold"), (f"  last {last:<7}  ", "dim"))
-        return Row(words, Sparkline(self._losses), Text())
+        return LiveRow(words, Sparkline(self._losses), Text())
 
     def _validation(self) -> list[Words]:
         validations, best = self._progress.validations, self._progress.best_validation

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from shardway.rundir.events import Event
-from shardway.watch.facts import Validation, read_ending, read_start, whole
-from shardway.watch.progress import Progress
-from shardway.watch.told import Place, tell
+from shardway.watch.facts import ValidatedEvent, read_ending, read_start, whole
+from shardway.watch.progress import RunProgress
+from shardway.watch.told import StepLabel, tell
 from shardway.watch.words import (
     render_ending,
     render_loss,
@@ -39,12 +39,12 @@ class PlainLines:
         self,
         clock: Callable[[], float] = time.monotonic,
         every_s: float = 5.0,
-        validations: Sequence[Validation] = (),
+        validations: Sequence[ValidatedEvent] = (),
         longest_s: float = 5.0,
     ) -> None:
         self._clock = clock
         self._every_s, self._longest_s = every_s, max(every_s, longest_s)
-        self._progress = Progress(validations)
+        self._progress = RunProgress(validations)
         self._began = self._next_line = clock()
         self._has_untold = False
 
@@ -72,9 +72,9 @@ class PlainLines:
         if told is None:
             return []
         places = {
-            Place.RUN: f"{self._place()}  ",
-            Place.EVENT: f"step {whole(event, 'step') or 0}  ",
-            Place.NONE: "",
+            StepLabel.RUN: f"{self._place()}  ",
+            StepLabel.EVENT: f"step {whole(event, 'step') or 0}  ",
+            StepLabel.NONE: "",
         }
         return [places[told.place] + told.words]
 

@@ -17,7 +17,7 @@ from shardway.errors import ShardwayError
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
 from shardway.runfile.schema import RunFile
-from shardway.watch.progress import Attempt
+from shardway.watch.progress import AttemptProgress
 
 FEWEST_STEPS = 10
 """Steps of an attempt, below which a median says little; the first ones compile and warm up."""
@@ -45,7 +45,7 @@ class Predicted:
         return self.low <= self.measured_seconds <= self.high
 
 
-def predict(run: RunDir, attempts: Sequence[Attempt], events: Sequence[Event]) -> Predicted | None:
+def predict(run: RunDir, attempts: Sequence[AttemptProgress], events: Sequence[Event]) -> Predicted | None:
     """Of the last attempt; None on a CPU, where no site names accelerators, and of a model that has no plan."""
     rate = _median_rate(events)
     if not attempts or attempts[-1].start.device.startswith("cpu") or rate is None:

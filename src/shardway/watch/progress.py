@@ -18,12 +18,12 @@ from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
 from shardway.watch.account import Book
 from shardway.watch.facts import (
-    Ending,
-    Fault,
+    EndedEvent,
+    FaultEvent,
     Logged,
     Save,
     Start,
-    Validation,
+    ValidatedEvent,
     measured,
     number,
     read_ending,
@@ -41,7 +41,7 @@ RECENT_STEPS = 20
 
 
 @dataclass
-class Attempt:
+class AttemptProgress:
     """One start of the run and what came of it: `step` is the last step done, `last_time` that of any event. `again`:
     the ranks started again in place, after a failure, as a part of the attempt before."""
 
@@ -51,9 +51,9 @@ class Attempt:
     first_step: int | None = None
     first_step_time: float = 0.0
     last_step_time: float = 0.0
-    ending: Ending | None = None
+    ending: EndedEvent | None = None
     again: bool = False
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[FaultEvent] = field(default_factory=list)
 
     @property
     def wall_s(self) -> float:
@@ -68,12 +68,12 @@ class Attempt:
         return max(0.0, self.last_step_time - self.first_step_time) / (self.step - self.first_step)
 
 
-class Progress:
+class RunProgress:
     """Fed with events in the order written, it knows where the run stands; `validations` are those of attempts before,
     for a reader that begins with the next one."""
 
-    def __init__(self, validations: Sequence[Validation] = ()) -> None:
-        self.attempts: list[Attempt] = []
+    def __init__(self, validations: Sequence[ValidatedEvent] = ()) -> None:
+        self.attempts: list[AttemptProgress] = []
         self.validations = list(validations)
         self.saves: list[Save] = []
         self.logged: Logged | None = None
@@ -88,7 +88,7 @@ class Progress:
             self._start(event)
         elif not self.attempts:  # the line of a start was lost, or is to come
             start = read_start({"time": event.get("time")})
-            self.attempts.append(Attempt(start, start.step, start.time))
+            self.attempts.append(AttemptProgress(start, start.step, start.time))
         attempt = self.attempts[-1]
         attempt.last_time = seconds(event, "time") or attempt.last_time
         match event["event"]:
@@ -113,11 +113,11 @@ class Progress:
         start, restarted = read_start(event), self._restarted
         # An attempt may end before the ranks that were to start again have; then the next one starts.
         again = bool(self.attempts) and restarted is not None and restarted.get("agent") == event.get("agent")
-        self.attempts.append(Attempt(start, start.step, start.time, again=again))
+        self.attempts.append(AttemptProgress(start, start.step, start.time, again=again))
         self._restarted = None
         self._undo_after(start.step)
 
-    def _go_back(self, attempt: Attempt, step: int) -> None:
+    def _go_back(self, attempt: AttemptProgress, step: int) -> None:
         attempt.step, attempt.first_step = step, None
         self._undo_after(step)
 
@@ -127,7 +127,7 @@ class Progress:
         self.saves = [save for save in self.saves if save.step <= step]
         self.logged = self.logged if self.logged is not None and self.logged.step <= step else None
 
-    def _add_step(self, attempt: Attempt, event: Event) -> None:
+    def _add_step(self, attempt: AttemptProgress, event: Event) -> None:
         attempt.step = whole(event, "step") or attempt.step
         attempt.last_step_time = attempt.last_time
         if attempt.first_step is None:
@@ -137,7 +137,7 @@ class Progress:
     # --- what is known now
 
     @property
-    def attempt(self) -> Attempt | None:
+    def attempt(self) -> AttemptProgress | None:
         """The attempt that runs now, or ran last."""
         return self.attempts[-1] if self.attempts else None
 
@@ -157,7 +157,7 @@ class Progress:
         return self.attempts[-1].start.total_steps if self.attempts else None
 
     @property
-    def ending(self) -> Ending | None:
+    def ending(self) -> EndedEvent | None:
         """How the last attempt ended, None while it goes on (or was killed)."""
         return self.attempts[-1].ending if self.attempts else None
 
@@ -192,11 +192,11 @@ class Progress:
         return self.attempts[-1].start.monitor if self.attempts else LOSS
 
     @property
-    def best_validation(self) -> Validation | None:
+    def best_validation(self) -> ValidatedEvent | None:
         """The best by `checkpoint.monitor` (the earliest of equals)."""
         return self.find_best()
 
-    def find_best(self, among: Collection[int] | None = None) -> Validation | None:
+    def find_best(self, among: Collection[int] | None = None) -> ValidatedEvent | None:
         """The best validation, or the best of those of some steps."""
         by_step = {each.step: each for each in self.validations if among is None or each.step in among}
         best = self.monitor.find_best({step: each.metrics for step, each in by_step.items()})
@@ -219,7 +219,7 @@ class Progress:
         return [value for value in values if value is not None and math.isfinite(value)]
 
 
-def read_validations(run: RunDir) -> list[Validation]:
+def read_validations(run: RunDir) -> list[ValidatedEvent]:
     """The validations of a run that hold."""
     return _read_validated(run).validations
 
@@ -240,16 +240,16 @@ def find_best_checkpoint(run: RunDir) -> BestCheckpoint | None:
     return BestCheckpoint(best.step, metric, best.metrics[metric]) if best is not None else None
 
 
-def _read_validated(run: RunDir) -> Progress:
-    progress = Progress()
+def _read_validated(run: RunDir) -> RunProgress:
+    progress = RunProgress()
     for event in run.all_events(names=("started", "validation", "rolled_back")):
         progress.update(event)
     return progress
 
 
-def read_progress(run: RunDir) -> Progress:
+def read_progress(run: RunDir) -> RunProgress:
     """Where a run stands, from every event of its first rank."""
-    progress = Progress()
+    progress = RunProgress()
     for event in run.all_events():
         progress.update(event)
     return progress

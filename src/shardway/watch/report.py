@@ -16,7 +16,7 @@ from typing import Any
 from shardway.errors import JobError
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
-from shardway.watch.facts import Fault
+from shardway.watch.facts import FaultEvent
 from shardway.watch.figures import Figure, count_broken_losses, find_marks, make_figures
 from shardway.watch.page import (
     SCRIPT,
@@ -28,7 +28,7 @@ from shardway.watch.page import (
     render_tile,
 )
 from shardway.watch.predicted import Predicted, predict
-from shardway.watch.progress import Attempt, Progress, read_progress
+from shardway.watch.progress import AttemptProgress, RunProgress, read_progress
 from shardway.watch.spent import render_spent
 from shardway.watch.summary import RunSummary, summarise_progress
 from shardway.watch.words import (
@@ -65,7 +65,7 @@ def render_report(run: RunDir) -> str:
     return render_page(f"{summary.name} - Shardway", body, _scripts(figures, progress) if figures else "")
 
 
-def _scripts(figures: Sequence[Figure], progress: Progress) -> str:
+def _scripts(figures: Sequence[Figure], progress: RunProgress) -> str:
     from plotly.offline import get_plotlyjs  # here, because it takes longer to import than all else together
 
     last = max((x for figure in figures for trace in figure.traces for x in trace["x"]), default=0)
@@ -126,7 +126,7 @@ def _validation_tile(summary: RunSummary) -> list[str]:
 # --- curves
 
 
-def _curves(figures: Sequence[Figure], progress: Progress, events: Sequence[Event]) -> str:
+def _curves(figures: Sequence[Figure], progress: RunProgress, events: Sequence[Event]) -> str:
     if not figures:
         return '<h2>Curves</h2><p class="soft">No step has been recorded yet.</p>'
     frames = "".join(render_figure(each.name, each.title, wide=each.wide, log=each.log) for each in figures)
@@ -142,7 +142,7 @@ def _broken_losses(events: Sequence[Event]) -> str:
     return f"<p>The loss of {render_plural(count, 'step')} was not a finite number: a gap.</p>" if count else ""
 
 
-def _key(progress: Progress) -> str:
+def _key(progress: RunProgress) -> str:
     kinds = sorted({mark.kind for mark in find_marks(progress)}, reverse=True)
     marks = "".join(f'<i class="{kind}"></i>{kind}' for kind in kinds)
     return f'<p class="key">{marks}</p>' if marks else ""
@@ -151,7 +151,7 @@ def _key(progress: Progress) -> str:
 # --- tables
 
 
-def _attempts(progress: Progress) -> str:
+def _attempts(progress: RunProgress) -> str:
     columns = ["attempt", "started", "steps", "ranks", "launcher", "device", "host", "torch", "Python", "time", "end"]
     numbers = accumulate(int(not attempt.again) for attempt in progress.attempts)
     rows = [_attempt_row(number, attempt) for number, attempt in zip(numbers, progress.attempts, strict=True)]
@@ -159,7 +159,7 @@ def _attempts(progress: Progress) -> str:
     return f"<h2>Attempts</h2>{table}"
 
 
-def _attempt_row(number: int, attempt: Attempt) -> list[str]:
+def _attempt_row(number: int, attempt: AttemptProgress) -> list[str]:
     start, ending = attempt.start, attempt.ending
     end = f"{ending.state}: {ending.reason}" if ending and ending.reason else ending.state if ending else "open"
     return [
@@ -207,14 +207,14 @@ def _more(found: Predicted) -> str:
     return f"{found.measured_seconds / found.seconds - 1:+.0%}{held}"
 
 
-def _faults(progress: Progress) -> str:
+def _faults(progress: RunProgress) -> str:
     faults = [fault for attempt in progress.attempts for fault in attempt.faults]
     if not faults:
         return ""
     return f"<h2>Faults</h2>{render_table(['step', 'time', 'kind', 'exit code', 'message'], map(_fault_row, faults))}"
 
 
-def _fault_row(fault: Fault) -> list[str]:
+def _fault_row(fault: FaultEvent) -> list[str]:
     step, code = (UNKNOWN if value is None else str(value) for value in (fault.step, fault.exit_code))
     return [step, _render_date(fault.time), fault.kind, code, fault.message]
 
@@ -237,7 +237,7 @@ def _section(name: str, section: dict[str, Any]) -> str:
     return render_pairs(name, ((key, _render_value(value)) for key, value in section.items()))
 
 
-def _machine(progress: Progress) -> str:
+def _machine(progress: RunProgress) -> str:
     start = progress.start
     if start is None or not start.machine:
         return '<h2>Machine</h2><p class="soft">Nothing was recorded about the machine.</p>'

@@ -9,7 +9,7 @@ from __future__ import annotations
 from html import escape
 
 from shardway.units import render_clock
-from shardway.watch.account import Account
+from shardway.watch.account import TimeAccount
 from shardway.watch.page import render_table
 from shardway.watch.words import ACCOUNT_WORDS, render_plural, render_share, render_time
 
@@ -40,7 +40,7 @@ _COLOURS = {
 """Row -> colour of the page."""
 
 
-def render_spent(account: Account | None) -> str:
+def render_spent(account: TimeAccount | None) -> str:
     """The share of productive time, a bar, and a table of what took any time."""
     if account is None:
         return f'<h2>{TITLE}</h2><p class="soft">It was not recorded.</p>'
@@ -66,7 +66,7 @@ def _bar(rows: dict[str, float], wall_s: float) -> str:
     return f'<div class="shares">{parts}</div>'
 
 
-def _note(name: str, account: Account) -> str:
+def _note(name: str, account: TimeAccount) -> str:
     if name != "lost_s":
         return _NOTES.get(name, "")
     again = f", {_render_seconds(account.repeated_s)} to do them again" if account.repeated_s else ""

@@ -16,10 +16,10 @@ from typing import Any
 
 from shardway.errors import JobError
 from shardway.rundir.directory import RunDir
-from shardway.rundir.left_out import LeftOut
-from shardway.watch.account import Account
-from shardway.watch.facts import Logged, Save, Validation, text, whole
-from shardway.watch.progress import Progress, read_progress
+from shardway.rundir.left_out import SkippedRange
+from shardway.watch.account import TimeAccount
+from shardway.watch.facts import Logged, Save, ValidatedEvent, text, whole
+from shardway.watch.progress import RunProgress, read_progress
 
 GONE = "the process is gone (killed?)"
 """Reason of a run whose status says running although nobody holds its lock."""
@@ -54,8 +54,8 @@ class RunSummary:
     tokens_per_s: float | None
     samples_per_s: float | None
     seconds_left: float | None
-    validation: Validation | None
-    best_validation: Validation | None
+    validation: ValidatedEvent | None
+    best_validation: ValidatedEvent | None
     last_save: Save | None
     checkpoints: tuple[int, ...]
     world: int | None
@@ -67,12 +67,12 @@ class RunSummary:
     wall_s: float
     attempts: int
     writer: str | None
-    account: Account | None
-    left_out: tuple[LeftOut, ...] = ()
+    account: TimeAccount | None
+    left_out: tuple[SkippedRange, ...] = ()
     local_checkpoints_ignored: int | None = None
     restarts: int = 0
     monitor: str = "loss"
-    best_checkpoint: Validation | None = None
+    best_checkpoint: ValidatedEvent | None = None
     logged: Logged | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def summarise(run: RunDir) -> RunSummary:
     return summarise_progress(run, read_progress(run))
 
 
-def summarise_progress(run: RunDir, progress: Progress) -> RunSummary:
+def summarise_progress(run: RunDir, progress: RunProgress) -> RunSummary:
     """Where the run stands, for a reader that has read its events already."""
     standing = _standing(run, progress)
     start, saved = progress.start, run.checkpoint_steps()
@@ -135,7 +135,7 @@ def summarise_progress(run: RunDir, progress: Progress) -> RunSummary:
     )
 
 
-def _left_out(run: RunDir) -> tuple[LeftOut, ...]:
+def _left_out(run: RunDir) -> tuple[SkippedRange, ...]:
     """Nothing where the file cannot be read: the run that goes on tells that."""
     with contextlib.suppress(JobError):
         return run.left_out.read()
@@ -159,7 +159,7 @@ class _Standing:
     writer: str | None
 
 
-def _standing(run: RunDir, progress: Progress) -> _Standing:
+def _standing(run: RunDir, progress: RunProgress) -> _Standing:
     """What status.json says, or where it is missing the events, checked against who holds the lock."""
     writer, status = run.find_writer(), run.read_status()
     ending = progress.ending

@@ -25,7 +25,7 @@ from shardway.watch.words import (
 )
 
 
-class Weight(Enum):
+class Severity(Enum):
     """How much a line matters."""
 
     NEWS = auto()
@@ -33,7 +33,7 @@ class Weight(Enum):
     ERROR = auto()
 
 
-class Place(Enum):
+class StepLabel(Enum):
     """Which step a line belongs to: that at which the run is when it is told, that of the event, none."""
 
     RUN = auto()
@@ -46,8 +46,8 @@ class Told:
     """A line, how much it matters, and the step it belongs to."""
 
     words: str
-    weight: Weight
-    place: Place
+    weight: Severity
+    place: StepLabel
 
 
 Words = Callable[[Mapping[str, Any]], str]
@@ -56,8 +56,8 @@ Words = Callable[[Mapping[str, Any]], str]
 @dataclass(frozen=True)
 class _Kind:
     words: Words
-    weight: Weight = Weight.WARNING
-    place: Place = Place.RUN
+    weight: Severity = Severity.WARNING
+    place: StepLabel = StepLabel.RUN
 
 
 def _reason(before: str = "") -> Words:
@@ -66,17 +66,17 @@ def _reason(before: str = "") -> Words:
 
 _KINDS: Mapping[str, _Kind] = MappingProxyType(
     {
-        "saved": _Kind(lambda event: render_save(read_save(event)), Weight.NEWS),
+        "saved": _Kind(lambda event: render_save(read_save(event)), Severity.NEWS),
         "save_failed": _Kind(lambda event: render_failed_save(read_failed_save(event))),
         "save_skipped": _Kind(lambda event: f"no save: that of step {whole(event, 'saving') or 0} is still written"),
-        "background_off": _Kind(_reason("saves are waited for: "), place=Place.NONE),
+        "background_off": _Kind(_reason("saves are waited for: "), place=StepLabel.NONE),
         "recorded_late": _Kind(_reason("events are written again; until now: ")),
-        "checkpoint_quarantined": _Kind(lambda event: render_set_aside(read_set_aside(event)), place=Place.NONE),
-        "local_checkpoints_ignored": _Kind(_reason("what the nodes have saved is left out: "), place=Place.NONE),
-        "restarted": _Kind(lambda event: render_restart(read_restart(event)), place=Place.NONE),
+        "checkpoint_quarantined": _Kind(lambda event: render_set_aside(read_set_aside(event)), place=StepLabel.NONE),
+        "local_checkpoints_ignored": _Kind(_reason("what the nodes have saved is left out: "), place=StepLabel.NONE),
+        "restarted": _Kind(lambda event: render_restart(read_restart(event)), place=StepLabel.NONE),
         "data_skipped": _Kind(_reason()),
         "skip_too_late": _Kind(_reason()),
-        "deadline": _Kind(_reason("stops in time: "), Weight.NEWS, Place.NONE),
+        "deadline": _Kind(_reason("stops in time: "), Severity.NEWS, StepLabel.NONE),
         "validation_skipped": _Kind(_reason("no validation, which would not end in time: ")),
         "validation_stopped": _Kind(_reason("the validation was broken off: ")),
         "validation_failed": _Kind(_reason("the validation failed: ")),
@@ -84,8 +84,8 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
         "gradients_by_hand": _Kind(_reason()),
         "data_order_noted": _Kind(_reason()),
         "step_discarded": _Kind(lambda event: "the step after it had no data in time and does not count"),
-        "fault": _Kind(lambda event: render_fault(read_fault(event)), Weight.ERROR, Place.NONE),
-        **{name: _Kind(render_guarded, place=Place.EVENT) for name in GUARDED},
+        "fault": _Kind(lambda event: render_fault(read_fault(event)), Severity.ERROR, StepLabel.NONE),
+        **{name: _Kind(render_guarded, place=StepLabel.EVENT) for name in GUARDED},
     }
 )
 

@@ -12,12 +12,22 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from shardway.rundir.left_out import LeftOut
+from shardway.rundir.left_out import SkippedRange
 from shardway.rundir.line import LOCAL
 from shardway.units import render_clock, render_count
-from shardway.watch.account import Account
-from shardway.watch.facts import Ending, FailedSave, Fault, Logged, Restart, Save, SetAside, Start, Validation
-from shardway.watch.progress import Progress
+from shardway.watch.account import TimeAccount
+from shardway.watch.facts import (
+    EndedEvent,
+    FailedSave,
+    FaultEvent,
+    Logged,
+    QuarantinedEvent,
+    Restart,
+    Save,
+    Start,
+    ValidatedEvent,
+)
+from shardway.watch.progress import RunProgress
 
 UNKNOWN = "n/a"
 
@@ -85,7 +95,7 @@ def render_unit(start: Start | None) -> str:
     return "tokens/s" if start and start.counts_tokens else "samples/s"
 
 
-def render_rate(progress: Progress) -> str:
+def render_rate(progress: RunProgress) -> str:
     """Typical speed of the last steps: "51.2k tokens/s"."""
     unit = render_unit(progress.start)
     return f"{render_total(progress.typical(unit.replace('/', '_per_')))} {unit}"
@@ -133,7 +143,7 @@ _NUMERICS: Mapping[str, Callable[[Any], str]] = MappingProxyType(
 """Key -> what its value is in words."""
 
 
-def render_validation(validation: Validation, metric: str = "loss") -> str:
+def render_validation(validation: ValidatedEvent, metric: str = "loss") -> str:
     """ "loss 2.4012  1.830 bits/byte  98.51 % correct  f1 0.8125": a script's own metrics come last, of these first the
     one that a best validation is found by."""
     parts = [f"loss {render_loss(validation.loss)}"]
@@ -166,7 +176,7 @@ def render_monitored(metric: str, value: float) -> str:
     return f"accuracy {value:.2%}" if metric == "accuracy" else f"{one_line(metric)} {render_loss(value)}"
 
 
-def render_account(account: Account) -> str:
+def render_account(account: TimeAccount) -> str:
     """ "93 % of 1:02:41, then saving (4 %); start-up 0:38": the productive share of the time after start-up, and where
     most of the rest went, with a remedy where one knows it; start-up by itself."""
     running_s = account.wall_s - account.start_s
@@ -196,7 +206,7 @@ def render_failed_save(failed: FailedSave) -> str:
     return f"not saved: {one_line(failed.reason)}; the next try is in {render_time(failed.retry_s)}"
 
 
-def render_set_aside(damaged: SetAside) -> str:
+def render_set_aside(damaged: QuarantinedEvent) -> str:
     """ "step-000000200 is damaged (a shard is missing) and kept as damaged-step-000000200"; on the disk of a node it is
     not kept."""
     if not damaged.kept_as:
@@ -205,7 +215,7 @@ def render_set_aside(damaged: SetAside) -> str:
     return one_line(f"{damaged.name} is {what} ({damaged.reason}) and kept as {damaged.kept_as}")
 
 
-def render_left_out(left_out: LeftOut) -> str:
+def render_left_out(left_out: SkippedRange) -> str:
     """ "8000 samples (positions 96000 to 104000), back to step 1200: a spike in steps 1298 to 1300"."""
     span = f"positions {left_out.start} to {left_out.end}"
     return one_line(f"{left_out.samples} samples ({span}), back to step {left_out.back_to}: {left_out.reason}")
@@ -225,12 +235,12 @@ def render_restart(restart: Restart) -> str:
     return one_line(f"starting again {base}{count}: {restart.reason}")
 
 
-def render_fault(fault: Fault) -> str:
+def render_fault(fault: FaultEvent) -> str:
     """ "fault UserError: the first sentence of what happened"."""
     return f"fault {one_line(fault.kind)}: {one_line(fault.message)}"
 
 
-def render_ending(ending: Ending) -> str:
+def render_ending(ending: EndedEvent) -> str:
     """ "stopped at step 120: SIGTERM"."""
     place = "" if ending.step is None else f" at step {ending.step}"
     return f"{ending.state}{place}" + (f": {one_line(ending.reason)}" if ending.reason else "")

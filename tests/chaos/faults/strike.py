@@ -22,7 +22,7 @@ import torch
 
 from commands import Command, Room, find_ranks
 from shardway.ranks.agent.folders import PAGES
-from shardway.ranks.agent.page import VARIABLE, Entry, page_path, read_page
+from shardway.ranks.agent.page import VARIABLE, HeartbeatEntry, page_path, read_page
 from shardway.rundir.directory import RunDir
 
 DEVICE = os.environ.get("SHARDWAY_CHAOS_DEVICE", "cpu")
@@ -133,7 +133,7 @@ def children(command: Command) -> dict[int, psutil.Process]:
     return find_ranks(psutil.Process(command.process.pid).children(recursive=False))
 
 
-def see(command: Command, rank: int) -> Entry | None:
+def see(command: Command, rank: int) -> HeartbeatEntry | None:
     """What a rank shows its agent."""
     page = _find_page(command, rank)
     return read_page(page) if page is not None else None
@@ -152,7 +152,7 @@ def _find_page(command: Command, rank: int) -> Path | None:
     return next((page for page in pages if (entry := read_page(page)) is not None and entry.pid == child.pid), None)
 
 
-def wait_for(command: Command, rank: int, holds: Callable[[Entry], bool]) -> None:
+def wait_for(command: Command, rank: int, holds: Callable[[HeartbeatEntry], bool]) -> None:
     """Until what a rank shows is so. Looks often, and only now and then whose page it is, which takes longer than many
     a phase of a step."""
     page: Path | None = None

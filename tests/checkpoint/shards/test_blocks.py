@@ -15,7 +15,7 @@ from shardway.checkpoint.manifest import Damaged, Manifest, write_manifest
 from shardway.checkpoint.seal import seal_bytes, seal_file
 from shardway.checkpoint.shards import blocks, table
 from shardway.checkpoint.shards.blocks import BlockReader
-from shardway.checkpoint.shards.table import Chunk, Row, Table
+from shardway.checkpoint.shards.table import Chunk, TensorRow, TensorTable
 from shardway.checkpoint.shards.write import write_tensors
 from shardway.checkpoint.tensors import TensorReader
 
@@ -62,18 +62,18 @@ def test_many_small_tensors_cost_one_reading_of_each_block(tmp_path: Path, read:
 def shared_over_files(folder: Path, files: int, tensors: int, rows: int) -> TensorReader:
     """Tensors [files, rows] of which each file has one row, as a sharded run writes them."""
     folder.mkdir()
-    made: dict[str, Row] = {}
+    made: dict[str, TensorRow] = {}
     data = {f"rank-{number:05d}.bin": bytearray() for number in range(files)}
     for index in range(tensors):
         chunks = []
         for number, (name, content) in enumerate(data.items()):
             chunks.append(Chunk(name, len(content), (number, 0), (1, rows)))
             content += (torch.arange(rows, dtype=torch.float32) + index * files + number).numpy().tobytes()
-        made[f"model.{index:03d}"] = Row("float32", (files, rows), tuple(chunks))
+        made[f"model.{index:03d}"] = TensorRow("float32", (files, rows), tuple(chunks))
     for name, content in data.items():
         (folder / name).write_bytes(content)
     seals = {name: seal_bytes(bytes(content)) for name, content in data.items()}
-    seals[table.NAME] = table.write_table(folder / table.NAME, Table(made, {}))
+    seals[table.NAME] = table.write_table(folder / table.NAME, TensorTable(made, {}))
     write_manifest(folder, Manifest(1, files, {}, seals))
     return TensorReader(folder)
 
@@ -118,7 +118,7 @@ def test_a_block_that_differs_hands_out_nothing(tmp_path: Path) -> None:
 def test_parts_that_are_not_the_whole_tensor_are_damage(tmp_path: Path) -> None:
     reader = shared_over_files(tmp_path / "a", 2, tensors=1, rows=3)
     row = reader._table.tensors["model.000"]
-    for changed in (Row(row.dtype, (3, 3), row.chunks), Row(row.dtype, (1, 6), row.chunks)):
-        reader._table = Table({"model.000": changed}, {})
+    for changed in (TensorRow(row.dtype, (3, 3), row.chunks), TensorRow(row.dtype, (1, 6), row.chunks)):
+        reader._table = TensorTable({"model.000": changed}, {})
         with pytest.raises(Damaged, match=r"its parts of model\.000 are not the whole of it"):
             reader.read("model.000")

@@ -11,7 +11,7 @@ import torch
 
 from runs import lone_rank
 from shardway.checkpoint.manifest import Manifest
-from shardway.checkpoint.shards.read import Source, read_tensors
+from shardway.checkpoint.shards.read import ShardSource, read_tensors
 from shardway.checkpoint.shards.special import put_together, take_apart
 from shardway.checkpoint.shards.table import NAME, Special, read_table
 from shardway.checkpoint.shards.write import write_tensors
@@ -30,10 +30,10 @@ DTYPES = (
 )
 
 
-def saved(folder: Path, state: dict[str, object]) -> Source:
+def saved(folder: Path, state: dict[str, object]) -> ShardSource:
     """A state on the disk."""
     seals = write_tensors(folder, lone_rank(), {"model": state})
-    return Source(folder, seals, read_table(folder, Manifest(1, 1, {}, seals)))
+    return ShardSource(folder, seals, read_table(folder, Manifest(1, 1, {}, seals)))
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from shardway.checkpoint.sources.base import Described, Source
+from shardway.checkpoint.sources.base import Described, ForeignSource
 from shardway.checkpoint.sources.find import open_source
 from shardway.checkpoint.sources.match import Match, match_source
 from shardway.errors import UserError
@@ -150,7 +150,7 @@ def test_thousands_of_tensors_are_matched_in_a_moment(tmp_path: Path) -> None:
 class Counted:
     """A source that counts how often it is asked what it holds."""
 
-    def __init__(self, source: Source, tensors: dict[str, Described]) -> None:
+    def __init__(self, source: ForeignSource, tensors: dict[str, Described]) -> None:
         self.kind, self.path, self.config, self.open = source.kind, source.path, None, source.open
         self._tensors, self.asked = tensors, 0
 

@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from runs import lone_rank
 from shardway.checkpoint.manifest import Manifest, write_manifest
 from shardway.checkpoint.shards.write import write_tensors
-from shardway.checkpoint.sources.base import Source
+from shardway.checkpoint.sources.base import ForeignSource
 from shardway.checkpoint.sources.find import open_source
 from shardway.errors import UserError
-from shardway.models.huggingface.pieces import Region
+from shardway.models.huggingface.pieces import TensorRegion
 
 WEIGHTS = {"a.weight": torch.arange(12.0).reshape(3, 4), "b": torch.tensor(7, dtype=torch.int64)}
 
@@ -64,9 +64,9 @@ FORMS: dict[str, tuple[Callable[[Path], Path], str]] = {
 }
 
 
-def read(source: Source, name: str, start: tuple[int, ...] = (), shape: tuple[int, ...] = ()) -> torch.Tensor:
+def read(source: ForeignSource, name: str, start: tuple[int, ...] = (), shape: tuple[int, ...] = ()) -> torch.Tensor:
     with source.open() as reader:
-        return reader.read(name, Region(start, shape)).clone()
+        return reader.read(name, TensorRegion(start, shape)).clone()
 
 
 @pytest.mark.parametrize("form", FORMS)

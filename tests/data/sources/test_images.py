@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shardway.data.sources.arrays import open_arrays
-from shardway.data.sources.base import Asked, Place
+from shardway.data.sources.base import DataPath, DataRequest
 from shardway.data.sources.idx import open_idx, open_idx_validation
 from shardway.data.sources.images import Images
 from shardway.errors import UserError
@@ -19,9 +19,9 @@ PIXELS = np.random.default_rng(0).integers(0, 256, (6, 5, 4), dtype=np.uint8)
 LABELS = np.array([0, 1, 2, 2, 1, 0], np.uint8)
 
 
-def asked(path: Path, classes: int | None = None, **keys: Any) -> tuple[Place, Asked]:
+def asked(path: Path, classes: int | None = None, **keys: Any) -> tuple[DataPath, DataRequest]:
     section = DataSection(kind="arrays", path=str(path), **keys)
-    return Place("data.path", str(path)), Asked(section, 0, "images", classes=classes)
+    return DataPath("data.path", str(path)), DataRequest(section, 0, "images", classes=classes)
 
 
 def save_npz(path: Path, **arrays: Any) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shardway.data.sources import cache, text
-from shardway.data.sources.base import Asked, Place
+from shardway.data.sources.base import DataPath, DataRequest
 from shardway.data.sources.text import list_text, open_text
 from shardway.data.sources.tokens import TokenWindows
 from shardway.errors import JobError, UserError
@@ -42,7 +42,7 @@ JOINED = b"first = 1\n\0second = \xff\n\0last = 1\n"
 
 def read(path: Path | str, vocab: int | None = None, **keys: Any) -> TokenWindows:
     section = DataSection(kind="text", path=str(path), **{"seq_len": 4, **keys})
-    return open_text(Place("data.path", str(path)), Asked(section, 0, "tokens", vocab))
+    return open_text(DataPath("data.path", str(path)), DataRequest(section, 0, "tokens", vocab))
 
 
 def refused(path: Path | str, vocab: int | None = None, **keys: Any) -> str:
@@ -138,7 +138,7 @@ def test_processes_that_prepare_at_once_agree(folder: Path, tmp_path: Path) -> N
 
 
 def test_the_standard_library_is_found(tmp_path: Path) -> None:
-    listed = list_text(Place("data.path", "python:stdlib"), "*.py")
+    listed = list_text(DataPath("data.path", "python:stdlib"), "*.py")
     names = {file.name for file in listed.files}
     assert {"argparse.py", "json/decoder.py"} <= names
     assert not any("site-packages" in name or "dist-packages" in name for name in names)

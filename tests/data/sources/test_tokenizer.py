@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardway.data.sources import tokenizer
-from shardway.data.sources.base import Asked, Place
+from shardway.data.sources.base import DataPath, DataRequest
 from shardway.data.sources.text import open_text
 from shardway.data.sources.tokenizer import open_tokenizer, split_pieces
 from shardway.data.sources.tokens import TokenWindows
@@ -32,7 +32,7 @@ def words(tmp_path: Path) -> Path:
 
 def read(path: Path, name: Path | str, **keys: Any) -> TokenWindows:
     section = DataSection(path=str(path), tokenizer=str(name), **{"seq_len": 2, "include": "*.txt", **keys})
-    return open_text(Place("data.path", str(path)), Asked(section, 0, "tokens"))
+    return open_text(DataPath("data.path", str(path)), DataRequest(section, 0, "tokens"))
 
 
 def refused(name: Path | str) -> str:

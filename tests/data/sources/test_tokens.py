@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardway.data.sources.base import Asked, Place
+from shardway.data.sources.base import DataPath, DataRequest
 from shardway.data.sources.tokens import TokenWindows, open_tokens
 from shardway.errors import UserError
 from shardway.runfile.schema import DataSection
@@ -15,7 +15,7 @@ from shardway.runfile.schema import DataSection
 
 def read(path: Path, vocab: int | None = None, **keys: Any) -> TokenWindows:
     section = DataSection(kind="tokens", path=str(path), **{"seq_len": 4, **keys})
-    return open_tokens(Place("data.path", str(path)), Asked(section, 0, "tokens", vocab))
+    return open_tokens(DataPath("data.path", str(path)), DataRequest(section, 0, "tokens", vocab))
 
 
 def save(path: Path, tokens: np.ndarray) -> Path:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardway.launch.hosts.connection import Surroundings
+from shardway.launch.hosts.connection import ConnectionContext
 
 _RUNS_HERE = """\
 #!/bin/sh
@@ -47,7 +47,7 @@ class FakeSsh:
     """A fake, and what it was called with."""
 
     folder: Path
-    surroundings: Surroundings
+    surroundings: ConnectionContext
     clock: Clock
 
     def calls(self, having: str = "") -> list[str]:
@@ -74,7 +74,7 @@ def make_fake(
     program.chmod(0o755)
     clock = Clock()
     private = folder / "private"
-    around = Surroundings((str(program),), private, terminal, lambda: clock.now, clock.sleep)
+    around = ConnectionContext((str(program),), private, terminal, lambda: clock.now, clock.sleep)
     return FakeSsh(folder, around, clock)
 
 

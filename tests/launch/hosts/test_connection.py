@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shardway.errors import SiteError
 from shardway.launch.hosts.base import HostUnreachable
 from shardway.launch.hosts.budget import GAP_S, LONGEST_GAP_S, Budget, read_budget, write_budget
-from shardway.launch.hosts.connection import Connection, Surroundings
+from shardway.launch.hosts.connection import Connection, ConnectionContext
 from shardway.launch.hosts.refusals import parse_refusal
 from shardway.launch.hosts.ssh import SshHost
 
@@ -132,14 +132,14 @@ def test_a_folder_that_others_can_reach_keeps_no_connection(tmp_path: Path, spoi
 
 def test_a_machine_without_ssh_is_told(tmp_path: Path) -> None:
     with pytest.raises(SiteError, match="no program '/none/ssh'"):
-        SshHost("there", Surroundings(("/none/ssh",), tmp_path / "private")).run(["true"])
+        SshHost("there", ConnectionContext(("/none/ssh",), tmp_path / "private")).run(["true"])
 
 
 def test_the_path_of_a_socket_is_short_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """sun_path holds 104 bytes on BSD; ssh binds a name that is 17 longer for a moment."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / ("deep" * 20)))
     fake = make_fake(tmp_path / "f")
-    connection = Connection("a" * 200 + ".example.org", Surroundings(fake.surroundings.program))
+    connection = Connection("a" * 200 + ".example.org", ConnectionContext(fake.surroundings.program))
     assert not connection.is_open()
     socket = fake.calls("-O check")[0].split("ControlPath=")[1].split()[0]
     assert len(socket) + 17 < 104

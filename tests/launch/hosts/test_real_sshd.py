@@ -11,7 +11,7 @@ import pytest
 from loopback_sshd import SHELLS, Sshd, find_sshd, kept_port, run_sshd
 
 from shardway.launch.hosts.base import MISSING, HostUnreachable
-from shardway.launch.hosts.connection import Surroundings
+from shardway.launch.hosts.connection import ConnectionContext
 from shardway.launch.hosts.ssh import SshHost
 
 pytestmark = [
@@ -29,20 +29,20 @@ def sshd() -> Iterator[Sshd]:
 
 
 @pytest.fixture
-def around(sshd: Sshd, tmp_path: Path) -> Iterator[Surroundings]:
+def around(sshd: Sshd, tmp_path: Path) -> Iterator[ConnectionContext]:
     """No terminal, and sockets of this test alone."""
     with tempfile.TemporaryDirectory(prefix="sw") as folder:
-        yield Surroundings(sshd.program, Path(folder) / "p", lambda: False, sleep=lambda _: None)
+        yield ConnectionContext(sshd.program, Path(folder) / "p", lambda: False, sleep=lambda _: None)
 
 
-def make_host(name: str, around: Surroundings) -> SshHost:
+def make_host(name: str, around: ConnectionContext) -> SshHost:
     if shutil.which(name) is None:
         pytest.skip(f"{name} is not installed")
     return SshHost(name, around)
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_any_login_shell_serves(sshd: Sshd, around: Surroundings, tmp_path: Path, shell: str) -> None:
+def test_any_login_shell_serves(sshd: Sshd, around: ConnectionContext, tmp_path: Path, shell: str) -> None:
     before = sshd.count_connections()
     host = make_host(shell, around)
     try:
@@ -68,13 +68,13 @@ def test_any_login_shell_serves(sshd: Sshd, around: Surroundings, tmp_path: Path
     assert sshd.count_connections() - before == 1
 
 
-def test_the_user_s_open_connection_is_ridden(sshd: Sshd, around: Surroundings) -> None:
+def test_the_user_s_open_connection_is_ridden(sshd: Sshd, around: ConnectionContext) -> None:
     """As after `ssh -MNf` with a ControlPath in ~/.ssh/config, in which %C is a hash that ssh makes."""
     assert around.folder is not None
     around.folder.mkdir(mode=0o700)
     config = sshd.folder / "config-with-path"
     config.write_text(f"ControlPath {around.folder}/mine-%C\n{(sshd.folder / 'config').read_text()}")
-    around = Surroundings(("ssh", "-F", str(config)), around.folder, lambda: False)
+    around = ConnectionContext(("ssh", "-F", str(config)), around.folder, lambda: False)
     before = sshd.count_connections() + 1
     subprocess.run([*around.program, "-MNf", "bash"], check=True, stderr=subprocess.DEVNULL)
     until = time.monotonic() + 60
@@ -89,7 +89,7 @@ def test_the_user_s_open_connection_is_ridden(sshd: Sshd, around: Surroundings) 
         host.connection.close()
 
 
-def test_a_connection_that_is_gone_is_never_replaced_by_accident(sshd: Sshd, around: Surroundings) -> None:
+def test_a_connection_that_is_gone_is_never_replaced_by_accident(sshd: Sshd, around: ConnectionContext) -> None:
     host = SshHost("bash", around)
     host.run(["true"])
     command = host.connection.command(["echo", "reached"])
@@ -104,14 +104,14 @@ def test_a_connection_that_is_gone_is_never_replaced_by_accident(sshd: Sshd, aro
         host.connection.close()
 
 
-def test_a_key_that_is_not_taken_needs_a_person(sshd: Sshd, around: Surroundings) -> None:
+def test_a_key_that_is_not_taken_needs_a_person(sshd: Sshd, around: ConnectionContext) -> None:
     stranger = (*sshd.program, "-o", "User=nobody-of-that-name")
     with pytest.raises(HostUnreachable, match="there is no terminal to ask on") as told:
-        SshHost("bash", Surroundings(stranger, around.folder, lambda: False)).run(["true"])
+        SshHost("bash", ConnectionContext(stranger, around.folder, lambda: False)).run(["true"])
     assert " -MNf -o ControlPath=" in str(told.value)
 
 
-def test_a_changed_host_key_is_told(sshd: Sshd, around: Surroundings, tmp_path: Path) -> None:
+def test_a_changed_host_key_is_told(sshd: Sshd, around: ConnectionContext, tmp_path: Path) -> None:
     known = tmp_path / "known"
     key = (sshd.folder / "user.pub").read_text().split()[:2]
     port = next(
@@ -120,7 +120,7 @@ def test_a_changed_host_key_is_told(sshd: Sshd, around: Surroundings, tmp_path: 
     known.write_text(f"[127.0.0.1]:{port} {' '.join(key)}\n")
     program = (*sshd.program, "-o", f"UserKnownHostsFile={known}")
     with pytest.raises(HostUnreachable, match="host key is not the one that was known"):
-        SshHost("bash", Surroundings(program, around.folder, lambda: False)).run(["true"])
+        SshHost("bash", ConnectionContext(program, around.folder, lambda: False)).run(["true"])
 
 
 @pytest.mark.parametrize(
@@ -131,13 +131,13 @@ def test_a_changed_host_key_is_told(sshd: Sshd, around: Surroundings, tmp_path: 
         ("NoSuchOption=1", "cannot read its configuration"),
     ],
 )
-def test_what_ssh_really_says_is_understood(sshd: Sshd, around: Surroundings, option: str, reason: str) -> None:
+def test_what_ssh_really_says_is_understood(sshd: Sshd, around: ConnectionContext, option: str, reason: str) -> None:
     with kept_port() as port, pytest.raises(HostUnreachable, match=reason):
         program = (*sshd.program, "-o", option.format(port=port))
-        SshHost("bash", Surroundings(program, around.folder, lambda: False)).run(["true"])
+        SshHost("bash", ConnectionContext(program, around.folder, lambda: False)).run(["true"])
 
 
-def test_a_server_that_dies_in_the_middle_is_no_end_of_the_log(sshd: Sshd, around: Surroundings) -> None:
+def test_a_server_that_dies_in_the_middle_is_no_end_of_the_log(sshd: Sshd, around: ConnectionContext) -> None:
     host = SshHost("bash", around)
     lines = host.follow(["sh", "-c", "echo first; sleep 30"])
     assert next(lines) == "first"

@@ -10,14 +10,14 @@ import os
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from shardway.launch.image.order import Ground, Order, Place, Way
+from shardway.launch.image.order import BuildFolder, Ground, ImageRequest, NetworkAccess
 from shardway.launch.image.recipe import parse_recipe
 from shardway.launch.image.uri import parse_uri
 
 GB = 10**9
 PYTORCH = "docker://nvcr.io#nvidia/pytorch:25.04-py3"
 DIGEST = f"sha256:{'0123456789abcdef' * 4}"
-PROXY = Way("proxy", "http://proxy.example.org:3128", "localhost,.example.org")
+PROXY = NetworkAccess("proxy", "http://proxy.example.org:3128", "localhost,.example.org")
 RECIPE = parse_recipe(
     ["libaio-dev", "git=1:2.39.5-0+deb12u2"],
     ["deepspeed==0.16.4", "torch >= 2.7, <3", "flash-attn --no-build-isolation"],
@@ -25,19 +25,19 @@ RECIPE = parse_recipe(
 )
 GROUND = Ground(
     target=PurePosixPath("/project/images/torch.sqsh"),
-    target_place=Place(PurePosixPath("/project/images"), 900 * GB, "lustre"),
-    scratch_places=(Place(PurePosixPath("/tmp"), 200 * GB, "ext4"),),
+    target_place=BuildFolder(PurePosixPath("/project/images"), 900 * GB, "lustre"),
+    scratch_places=(BuildFolder(PurePosixPath("/tmp"), 200 * GB, "ext4"),),
     architecture="x86_64",
 )
 
 
-def make_order(runtime: str, uri: str = PYTORCH, adds: bool = False, **changes: object) -> Order:
+def make_order(runtime: str, uri: str = PYTORCH, adds: bool = False, **changes: object) -> ImageRequest:
     """An order without a person's target, whose token is always the same."""
-    order = Order(parse_uri(uri), runtime, token="a1b2c3d4", **({"recipe": RECIPE} if adds else {}))
+    order = ImageRequest(parse_uri(uri), runtime, token="a1b2c3d4", **({"recipe": RECIPE} if adds else {}))
     return replace(order, **changes)  # type: ignore[arg-type]
 
 
-def ground_for(order: Order, **changes: object) -> Ground:
+def ground_for(order: ImageRequest, **changes: object) -> Ground:
     """The machine, with a target of the runtime's kind."""
     suffix = {"enroot": "sqsh", "apptainer": "sif"}[order.runtime]
     target = PurePosixPath(f"/project/images/torch.{suffix}")

@@ -4,27 +4,27 @@ import pytest
 
 from golden_files import Golden
 from shardway.errors import UserError
-from shardway.hardware.probe import Machine
+from shardway.hardware.probe import LocalMachine
 from shardway.launch.hosts import parse_target
-from shardway.launch.image.choose import Said, make_order
-from shardway.launch.image.order import Order, Way
+from shardway.launch.image.choose import ImageOptions, make_order
+from shardway.launch.image.order import ImageRequest, NetworkAccess
 from shardway.launch.image.recipe import Recipe
 from shardway.launch.image.uri import Reference
 from shardway.sites.load import list_sites, load_site, parse_profile
 
 IMAGE = Reference("nvidia/pytorch", "nvcr.io", "25.04-py3")
-MACHINE = Machine("laptop", None, 8, 8, 16 * 2**30, (), "3.11", "Linux")
+MACHINE = LocalMachine("laptop", None, 8, 8, 16 * 2**30, (), "3.11", "Linux")
 
 
-def order_for(on: str, said: Said | None = None) -> Order:
+def order_for(on: str, said: ImageOptions | None = None) -> ImageRequest:
     target = parse_target(on)
     profile = load_site(target.site, lambda: MACHINE)
-    return make_order(IMAGE, Recipe(), said or Said(), target, profile)
+    return make_order(IMAGE, Recipe(), said or ImageOptions(), target, profile)
 
 
-def order_with(profile: str, said: Said | None = None) -> Order:
+def order_with(profile: str, said: ImageOptions | None = None) -> ImageRequest:
     text = f'format = 1\nname = "x"\ntitle = "X"\nscheduler = "slurm"\n{profile}'
-    return make_order(IMAGE, Recipe(), said or Said(), parse_target("a@login:x"), parse_profile("x", text))
+    return make_order(IMAGE, Recipe(), said or ImageOptions(), parse_target("a@login:x"), parse_profile("x", text))
 
 
 def test_what_each_shipped_site_chooses(golden: Golden) -> None:
@@ -38,22 +38,22 @@ def test_what_each_shipped_site_chooses(golden: Golden) -> None:
 
 
 def test_what_is_said_wins_over_the_profile() -> None:
-    said = Said("enroot", "amd64", "http://p.example.org:3128", "/x.sqsh", "/raid")
+    said = ImageOptions("enroot", "amd64", "http://p.example.org:3128", "/x.sqsh", "/raid")
     order = order_for("jupiter", said)
     assert (order.runtime, order.command, order.architecture) == ("enroot", "", "x86_64")
-    assert order.way == Way("proxy", "http://p.example.org:3128")
+    assert order.way == NetworkAccess("proxy", "http://p.example.org:3128")
     assert (order.target, order.scratch) == ("/x.sqsh", "/raid")
 
 
 def test_a_proxy_counts_where_login_nodes_use_it() -> None:
     proxy = '[internet]\n{} = "proxy"\nproxy = "http://p:3128"\nno_proxy = ".x.org"\n'
-    assert order_with(proxy.format("login")).way == Way("proxy", "http://p:3128", ".x.org")
-    assert order_with(proxy.format("nodes")).way == Way()
+    assert order_with(proxy.format("login")).way == NetworkAccess("proxy", "http://p:3128", ".x.org")
+    assert order_with(proxy.format("nodes")).way == NetworkAccess()
 
 
 def test_without_a_site_nothing_is_known() -> None:
-    order = make_order(IMAGE, Recipe(), Said())
-    assert (order.runtime, order.architecture, order.way, order.door) == ("", None, Way(), "")
+    order = make_order(IMAGE, Recipe(), ImageOptions())
+    assert (order.runtime, order.architecture, order.way, order.door) == ("", None, NetworkAccess(), "")
 
 
 @pytest.mark.parametrize(
@@ -71,14 +71,14 @@ def test_files_come_in_by_the_transfer_node(on: str, door: str) -> None:
 @pytest.mark.parametrize(
     ("said", "what"),
     [
-        (Said(runtime="docker"), "Allowed: enroot, apptainer"),
-        (Said(runtime="podman"), "podman save"),
-        (Said(architecture="sparc"), "Allowed: x86_64, aarch64, amd64, arm64"),
-        (Said(proxy="http://me:secret@p:3128"), "without a user name or password"),
-        (Said(proxy="p:3128"), "http://HOST:PORT"),
+        (ImageOptions(runtime="docker"), "Allowed: enroot, apptainer"),
+        (ImageOptions(runtime="podman"), "podman save"),
+        (ImageOptions(architecture="sparc"), "Allowed: x86_64, aarch64, amd64, arm64"),
+        (ImageOptions(proxy="http://me:secret@p:3128"), "without a user name or password"),
+        (ImageOptions(proxy="p:3128"), "http://HOST:PORT"),
     ],
 )
-def test_what_cannot_be_is_explained(said: Said, what: str) -> None:
+def test_what_cannot_be_is_explained(said: ImageOptions, what: str) -> None:
     with pytest.raises(UserError, match="To do: ") as error:
         make_order(IMAGE, Recipe(), said)
     assert what in str(error.value)
@@ -88,4 +88,4 @@ def test_what_cannot_be_is_explained(said: Said, what: str) -> None:
 def test_a_site_whose_images_are_made_otherwise(container: str) -> None:
     with pytest.raises(UserError, match=f"with {container}, for which Shardway makes no images"):
         order_with(f'container = "{container}"\n')
-    assert order_with(f'container = "{container}"\n', Said(runtime="enroot")).runtime == "enroot"
+    assert order_with(f'container = "{container}"\n', ImageOptions(runtime="enroot")).runtime == "enroot"

@@ -10,7 +10,7 @@ from image_cases import PROXY, Fakes, make_order
 from shardway.errors import SiteError, UserError
 from shardway.launch.hosts import LocalHost
 from shardway.launch.image.make import Made, make_image
-from shardway.launch.image.order import Order
+from shardway.launch.image.order import ImageRequest
 from shardway.launch.image.plan import plan_image
 from shardway.launch.image.recipe import parse_recipe
 from shardway.launch.image.survey import find_runtime, parse_df, survey_host
@@ -28,7 +28,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
     return found
 
 
-def make(order: Order, tmp_path: Path, limit_s: float = 120.0) -> tuple[Made, list[str]]:
+def make(order: ImageRequest, tmp_path: Path, limit_s: float = 120.0) -> tuple[Made, list[str]]:
     """Make it in a folder with an odd name that does not exist yet."""
     suffix = {"enroot": "sqsh", "apptainer": "sif"}[order.runtime]
     order = replace(

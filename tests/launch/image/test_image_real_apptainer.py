@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 from image_cases import PROXY, make_order
 
-from shardway.launch.image.order import Ground, Order, Place
+from shardway.launch.image.order import BuildFolder, Ground, ImageRequest
 from shardway.launch.image.plan import plan_image
 from shardway.launch.image.recipe import parse_recipe
 
@@ -93,11 +93,13 @@ def make_base(folder: Path) -> None:
 
 def ground(home: Path, base: Path) -> Ground:
     target = PurePosixPath(home / "my images/it's.sif")
-    place = Place(target.parent)
-    return Ground(target, place, (Place(PurePosixPath(home / "scr atch")),), base=PurePosixPath(base), base_bytes=1)
+    place = BuildFolder(target.parent)
+    return Ground(
+        target, place, (BuildFolder(PurePosixPath(home / "scr atch")),), base=PurePosixPath(base), base_bytes=1
+    )
 
 
-def run_script(order: Order, where: Ground, home: Path) -> subprocess.CompletedProcess[str]:
+def run_script(order: ImageRequest, where: Ground, home: Path) -> subprocess.CompletedProcess[str]:
     script = home / "make.sh"
     script.write_text(plan_image(order, where).script)
     return as_user(home, "bash", str(script))

@@ -8,7 +8,7 @@ from image_cases import DIGEST, GB, GROUND, PROXY, PYTORCH, ground_for, make_ord
 
 from golden_files import Golden, golden_names
 from shardway.errors import UserError
-from shardway.launch.image.order import Ground, Order, Place, Way
+from shardway.launch.image.order import BuildFolder, Ground, ImageRequest, NetworkAccess
 from shardway.launch.image.plan import Making, default_name, plan_image
 from shell_lint import complaints
 
@@ -17,7 +17,7 @@ ON_BASE = {"base": BASE, "base_bytes": 8 * GB}
 USER = "docker://$oauthtoken@nvcr.io#org/team/private:1"
 
 
-def plan(order: Order, **changes: object) -> Making:
+def plan(order: ImageRequest, **changes: object) -> Making:
     return plan_image(order, ground_for(order, **changes))
 
 
@@ -89,11 +89,11 @@ def test_what_no_machine_could_make_is_explained(golden: Golden) -> None:
 
 def test_all_that_stands_in_the_way_is_told_at_once(golden: Golden) -> None:
     """And how it is made elsewhere, in words that can be pasted."""
-    way = Way("none")
+    way = NetworkAccess("none")
     order = make_order(
         "apptainer", USER, adds=True, architecture="aarch64", way=way, site="far", door="me@data.far.org"
     )
-    short = Place(PurePosixPath("/tmp"), 2 * GB, "ext4")
+    short = BuildFolder(PurePosixPath("/tmp"), 2 * GB, "ext4")
     making = plan(
         order,
         host="me@far",
@@ -128,22 +128,24 @@ TMP, TARGET = PurePosixPath("/tmp"), PurePosixPath("/project/images")
 @pytest.mark.parametrize(
     ("places", "chosen"),
     [
-        ([Place(TMP, 200 * GB, "ext4"), Place(TARGET, 900 * GB, "lustre")], TMP),
-        ([Place(TMP, 3 * GB, "ext4"), Place(TARGET, 900 * GB, "lustre")], TARGET),
-        ([Place(TMP, 200 * GB, "tmpfs"), Place(TARGET, 900 * GB, "lustre")], TARGET),
-        ([Place(TMP, 9 * GB, "ext4"), Place(TARGET, 3 * GB, "nfs")], TMP),
-        ([Place(TMP), Place(TARGET, 900 * GB, "lustre")], TMP),
-        ([Place(TMP, 200 * GB, "tmpfs")], TMP),
+        ([BuildFolder(TMP, 200 * GB, "ext4"), BuildFolder(TARGET, 900 * GB, "lustre")], TMP),
+        ([BuildFolder(TMP, 3 * GB, "ext4"), BuildFolder(TARGET, 900 * GB, "lustre")], TARGET),
+        ([BuildFolder(TMP, 200 * GB, "tmpfs"), BuildFolder(TARGET, 900 * GB, "lustre")], TARGET),
+        ([BuildFolder(TMP, 9 * GB, "ext4"), BuildFolder(TARGET, 3 * GB, "nfs")], TMP),
+        ([BuildFolder(TMP), BuildFolder(TARGET, 900 * GB, "lustre")], TMP),
+        ([BuildFolder(TMP, 200 * GB, "tmpfs")], TMP),
     ],
 )
-def test_it_is_made_where_there_is_room(places: list[Place], chosen: PurePosixPath) -> None:
+def test_it_is_made_where_there_is_room(places: list[BuildFolder], chosen: PurePosixPath) -> None:
     making = plan_image(make_order("enroot"), replace(GROUND, scratch_places=tuple(places)))
     assert making.work == chosen / "shardway-image-a1b2c3d4"
     assert making.part == TARGET / ".torch.sqsh.a1b2c3d4.tmp"
 
 
 def test_a_small_file_needs_little_room() -> None:
-    small = Ground(**{**vars(GROUND), "scratch_places": (Place(TMP, 3 * GB),), "base": BASE, "base_bytes": GB // 10})
+    small = Ground(
+        **{**vars(GROUND), "scratch_places": (BuildFolder(TMP, 3 * GB),), "base": BASE, "base_bytes": GB // 10}
+    )
     assert plan_image(make_order("enroot", str(BASE), adds=True), small).warnings == ()
 
 
@@ -155,5 +157,5 @@ def test_a_small_file_needs_little_room() -> None:
         (make_order("apptainer", "/images/torch.sqsh", adds=True), "torch-more.sif"),
     ],
 )
-def test_usual_name_of_an_image(order: Order, name: str) -> None:
+def test_usual_name_of_an_image(order: ImageRequest, name: str) -> None:
     assert default_name(order) == name

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from transcripts_of_probes import read
 
 from shardway.launch.probe import pbs
-from shardway.launch.probe.findings import Findings
+from shardway.launch.probe.findings import ProbedFacts
 
 QUEUES = read("pbs", "qstat-queues-server.Q.json")
 SERVER = read("pbs", "qstat-queues-server.B.json")
 NODES = read("pbs", "pbsnodes-states.a.json")
 
 
-def values(found: Findings) -> dict[str, object]:
+def values(found: ProbedFacts) -> dict[str, object]:
     return {".".join(fact.path): fact.value for fact in found.facts}
 
 
@@ -113,7 +113,7 @@ def test_what_is_no_answer_says_nothing(text: str) -> None:
     assert pbs.parse_queues(text) == []
     assert pbs.parse_nodes(text) == []
     assert pbs.parse_default_queue(text) == ""
-    assert pbs.describe_nodes([]) == Findings()
+    assert pbs.describe_nodes([]) == ProbedFacts()
 
 
 JSON = st.recursive(

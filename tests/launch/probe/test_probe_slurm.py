@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from transcripts_of_probes import SLURMS, said
 
 from shardway.launch.probe import slurm
-from shardway.launch.probe.findings import Findings, parse_time
+from shardway.launch.probe.findings import ProbedFacts, parse_time
 
 GIB = 2**30
 
@@ -26,7 +26,7 @@ def partitions(folder: str) -> list[slurm.Partition]:
     return slurm.parse_partitions(said(folder, "sinfo-partition", "scontrol show partition"))
 
 
-def values(found: Findings) -> dict[str, object]:
+def values(found: ProbedFacts) -> dict[str, object]:
     return {".".join(fact.path): fact.value for fact in found.facts}
 
 
@@ -85,7 +85,7 @@ def test_queues_are_those_that_this_user_can_send_jobs_to(folder: str) -> None:
 def test_one_account_is_the_default_and_qualities_of_service_are_told(folder: str) -> None:
     command = " ".join(slurm.accounts_command("alice"))
     accounts = slurm.parse_accounts(said(folder, "sinfo-partition", command))
-    assert accounts == [slurm.Account("test", ("gpulimit", "normal", "onejob", "short"))]
+    assert accounts == [slurm.SlurmAccount("test", ("gpulimit", "normal", "onejob", "short"))]
     found = slurm.describe_accounts(accounts, "alice")
     assert values(found) == {"defaults.account": "test"}
     assert found.notes == ("Qualities of service that you may ask for: gpulimit, normal, onejob, short.",)
@@ -151,7 +151,7 @@ def test_nodes_without_accelerators_are_of_the_kind_that_is_most_frequent() -> N
         "node.accelerator": "cpu",
         "node.accelerators_per_node": 0,
     }
-    assert slurm.describe_nodes([]) == Findings()
+    assert slurm.describe_nodes([]) == ProbedFacts()
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transcripts_of_probes import SLURMS, TalkingHost, read, said
 
-from shardway.hardware.probe import Device, Machine
+from shardway.hardware.probe import Device, LocalMachine
 from shardway.launch.hosts.base import Done
 from shardway.launch.probe import slurm, tools
-from shardway.launch.probe.findings import Finding, Findings
+from shardway.launch.probe.findings import ProbedFact, ProbedFacts
 from shardway.launch.probe.survey import name_site, survey
 from shardway.launch.probe.write import render_profile
 from shardway.sites.evidence import describe_facts, list_unsourced
 from shardway.sites.load import parse_profile
 
 DAY = datetime.date(2026, 11, 22)
-LOGIN = Machine("login1", "CPU", 8, 16, 64 * 2**30, (), "3.12.0", "Linux 6.1 x86_64")
+LOGIN = LocalMachine("login1", "CPU", 8, 16, 64 * 2**30, (), "3.12.0", "Linux 6.1 x86_64")
 H100 = Device("NVIDIA H100 80GB HBM3", 80 * 2**30)
 DF = """\
 Filesystem     Type  1024-blocks      Used Available Capacity Mounted on
@@ -66,7 +66,7 @@ def pbs_host() -> TalkingHost:
     )
 
 
-def values(found: Findings) -> dict[str, object]:
+def values(found: ProbedFacts) -> dict[str, object]:
     return {".".join(fact.path): fact.value for fact in found.facts if fact.path[0] != "queues"}
 
 
@@ -126,7 +126,7 @@ def test_of_two_schedulers_it_is_the_one_that_answers() -> None:
 
 def test_a_machine_without_a_scheduler_is_its_own_node() -> None:
     host = TalkingHost({tools.PROGRAMS: "/usr/bin/podman\n", **ANYWHERE})
-    found = survey(host, Machine(**{**vars(LOGIN), "accelerators": (H100, H100)}))
+    found = survey(host, LocalMachine(**{**vars(LOGIN), "accelerators": (H100, H100)}))
     profile = parse_profile("probed", render_profile("box", "Box", found, "box", DAY))
     assert (profile.scheduler, profile.node.cores, profile.node.accelerator) == ("local", 16, "h100-sxm5-80gb")
     assert (profile.node.accelerators_per_node, profile.node.local_disk) == (2, "/raid")
@@ -136,13 +136,13 @@ def test_a_machine_without_a_scheduler_is_its_own_node() -> None:
 
 @pytest.mark.parametrize(("count", "part"), [(4, "h100-sxm5-80gb"), (1, None)])
 def test_gpus_of_a_login_node_are_those_of_nodes_only_where_they_are_as_many(count: int, part: str | None) -> None:
-    found = survey(slurm_host("slurm"), Machine(**{**vars(LOGIN), "accelerators": (H100,) * count}))
+    found = survey(slurm_host("slurm"), LocalMachine(**{**vars(LOGIN), "accelerators": (H100,) * count}))
     assert values(found).get("node.accelerator") == part
     assert any("1 x h100-sxm5-80gb" in note for note in found.notes) == (part is None)
 
 
 def test_gpus_that_the_catalogue_lacks_are_told() -> None:
-    strange = Machine(**{**vars(LOGIN), "accelerators": (Device("NVIDIA Unheard 1", None),)})
+    strange = LocalMachine(**{**vars(LOGIN), "accelerators": (Device("NVIDIA Unheard 1", None),)})
     found = survey(slurm_host("slurm"), strange)
     assert "node.accelerator" not in values(found)
     assert "GPUs of this machine, which the catalogue lacks: NVIDIA Unheard 1." in found.notes
@@ -208,12 +208,12 @@ NAMES = st.text(min_size=1, max_size=12).filter(lambda name: not any(0xD800 <= o
 @settings(max_examples=15)
 @given(NAMES, NAMES, NAMES)
 def test_whatever_a_machine_calls_things_the_profile_loads(queue: str, account: str, note: str) -> None:
-    found = Findings(
+    found = ProbedFacts(
         (
-            Finding(("scheduler",), "slurm", f"echo {account}"),
-            Finding(("queues", queue, "name"), queue, "scontrol"),
-            Finding(("queues", queue, "max_walltime"), 5400.0, "scontrol"),
-            Finding(("defaults", "account"), account, "sacctmgr"),
+            ProbedFact(("scheduler",), "slurm", f"echo {account}"),
+            ProbedFact(("queues", queue, "name"), queue, "scontrol"),
+            ProbedFact(("queues", queue, "max_walltime"), 5400.0, "scontrol"),
+            ProbedFact(("defaults", "account"), account, "sacctmgr"),
         ),
         (note,),
     )

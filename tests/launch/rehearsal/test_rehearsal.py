@@ -11,14 +11,14 @@ import pytest
 
 from shardway.launch.rehearsal import rehearse as course
 from shardway.launch.rehearsal import trial as trials
-from shardway.launch.rehearsal.checks import Check, Verdict
-from shardway.launch.rehearsal.rehearse import Piece, rehearse
+from shardway.launch.rehearsal.checks import RehearsalCheck, RehearsalVerdict
+from shardway.launch.rehearsal.rehearse import RehearsedProgram, rehearse
 from shardway.launch.rehearsal.trial import Limits, run_trial
 from shardway.rundir.attempts import Ending
 from shardway.rundir.directory import RunDir
 
 TRAINER = str(Path(__file__).with_name("trainer.py"))
-OK, FAIL, UNKNOWN = Verdict.OK, Verdict.FAIL, Verdict.UNKNOWN
+OK, FAIL, UNKNOWN = RehearsalVerdict.OK, RehearsalVerdict.FAIL, RehearsalVerdict.UNKNOWN
 
 
 @pytest.fixture(autouse=True)
@@ -33,11 +33,11 @@ def words(*flaw: str, steps: int = 60, pace: float = 0.02) -> list[str]:
     return [sys.executable, TRAINER, str(steps), str(pace), *flaw]
 
 
-def checks_of(folder: Path, command: list[str], *, deadline: float = 60.0, whole: bool = True) -> list[Check]:
-    return list(rehearse(Piece(lambda run: command, deadline, whole), folder))
+def checks_of(folder: Path, command: list[str], *, deadline: float = 60.0, whole: bool = True) -> list[RehearsalCheck]:
+    return list(rehearse(RehearsedProgram(lambda run: command, deadline, whole), folder))
 
 
-def verdicts(checks: list[Check]) -> list[tuple[str, Verdict]]:
+def verdicts(checks: list[RehearsalCheck]) -> list[tuple[str, RehearsalVerdict]]:
     return [(check.name, check.verdict) for check in checks]
 
 
@@ -92,7 +92,7 @@ GOOD = ["trains", "attempt 1 stops in time", "attempt 1 saves", "attempt 2 resum
 TWICE = [*GOOD[:-1], "attempt 2 stops in time", "attempt 2 saves", "attempt 3 resumes", "same losses"]
 
 
-def check_names(checks: list[Check]) -> None:
+def check_names(checks: list[RehearsalCheck]) -> None:
     """All is well, whether one deadline cut it or two."""
     assert {check.verdict for check in checks} == {OK}, checks
     assert [check.name for check in checks] in (GOOD, TWICE)
@@ -155,7 +155,7 @@ def test_a_command_that_writes_no_events_is_seen_from_outside(tmp_path: Path) ->
 
 
 def test_a_command_that_obeys_nothing(tmp_path: Path) -> None:
-    checks = list(rehearse(Piece(lambda run: ["sleep", "300"], 0.2, patience_s=0.2), tmp_path))
+    checks = list(rehearse(RehearsedProgram(lambda run: ["sleep", "300"], 0.2, patience_s=0.2), tmp_path))
     assert verdicts(checks) == [("obeys the stop file", FAIL)]
     assert "stop` of the run directory" in checks[0].remedy
 

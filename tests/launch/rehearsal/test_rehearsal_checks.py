@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardway.launch.rehearsal.checks import (
-    Verdict,
+    RehearsalVerdict,
     check_losses,
     check_reference,
     check_resume,
@@ -16,10 +16,10 @@ from shardway.launch.rehearsal.checks import (
     check_stop,
 )
 from shardway.launch.rehearsal.script import check_deadline, check_second_start, check_stop_file
-from shardway.launch.rehearsal.trial import Trial
+from shardway.launch.rehearsal.trial import TrialOutcome
 from shardway.rundir.attempts import Attempt, Ending, Result
 
-OK, FAIL, UNKNOWN = Verdict.OK, Verdict.FAIL, Verdict.UNKNOWN
+OK, FAIL, UNKNOWN = RehearsalVerdict.OK, RehearsalVerdict.FAIL, RehearsalVerdict.UNKNOWN
 
 
 def steps(count: int, first: int = 1, **changed: Any) -> list[dict[str, Any]]:
@@ -29,10 +29,12 @@ def steps(count: int, first: int = 1, **changed: Any) -> list[dict[str, Any]]:
     ]
 
 
-def trial(*events: dict[str, Any], state: Ending | None = None, code: int = 0, number: int = 1, **facts: Any) -> Trial:
+def trial(
+    *events: dict[str, Any], state: Ending | None = None, code: int = 0, number: int = 1, **facts: Any
+) -> TrialOutcome:
     result = Result(state, "why") if state else None
     facts = {"seconds": 8.0, "killed": False, **facts}
-    return Trial(Attempt(Path(f"/nowhere/000{number}")), code, result=result, events=events, **facts)
+    return TrialOutcome(Attempt(Path(f"/nowhere/000{number}")), code, result=result, events=events, **facts)
 
 
 def started(step: int = 0) -> dict[str, Any]:
@@ -65,12 +67,12 @@ def test_a_stop_is_in_time_where_the_run_itself_says_deadline() -> None:
 
 
 @pytest.mark.parametrize(("saved", "verdict"), [([3], OK), ([1, 3], OK), ([], FAIL), ([2], FAIL), ([4], FAIL)])
-def test_the_step_of_the_stop_has_to_be_saved(saved: list[int], verdict: Verdict) -> None:
+def test_the_step_of_the_stop_has_to_be_saved(saved: list[int], verdict: RehearsalVerdict) -> None:
     assert check_save(trial(started(), *steps(3)), saved).verdict is verdict
 
 
 @pytest.mark.parametrize(("step", "verdict"), [(3, OK), (2, FAIL), (0, FAIL), (4, FAIL)])
-def test_the_next_attempt_has_to_go_on_where_the_last_one_stopped(step: int, verdict: Verdict) -> None:
+def test_the_next_attempt_has_to_go_on_where_the_last_one_stopped(step: int, verdict: RehearsalVerdict) -> None:
     before = trial(started(), *steps(3))
     assert check_resume(before, trial(started(step), *steps(2, step + 1), number=2)).verdict is verdict
     assert check_resume(before, trial(number=2)).verdict is FAIL

@@ -16,7 +16,7 @@ from shardway.launch.hosts.base import Done, HostUnreachable
 from shardway.launch.hosts.local import LocalHost
 from shardway.launch.runs import logs
 from shardway.launch.runs.logs import LeftLock, follow_output
-from shardway.rundir.attempts import Attempt, Ending, Result, Started, Submission
+from shardway.rundir.attempts import Attempt, AttemptStart, Ending, Result, Submission
 from shardway.rundir.directory import RunDir
 
 TICK = object()
@@ -71,7 +71,7 @@ def attempt(tmp_path: Path) -> Attempt:
     made = Attempt(tmp_path / "run/attempts/0001")
     made.make()
     made.write_submission(Submission("slurm", "a1b2c3", "17", submitted=1.0))
-    made.write_started(Started("17", "n1", "n1", 1.0, 0.0))
+    made.write_started(AttemptStart("17", "n1", "n1", 1.0, 0.0))
     return made
 
 

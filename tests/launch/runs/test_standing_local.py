@@ -11,13 +11,13 @@ from shardway.cli import status
 from shardway.errors import SiteError, UserError
 from shardway.launch.hosts.base import Done
 from shardway.launch.hosts.local import LocalHost
-from shardway.launch.runs.ledger import Entry, Ledger, read_ledger
+from shardway.launch.runs.ledger import Ledger, LedgerEntry, read_ledger
 from shardway.launch.runs.render import render_attempts
-from shardway.launch.runs.standing import Standing, read_standing
+from shardway.launch.runs.standing import JobStatus, read_standing
 from shardway.launch.runs.stop import Stopper
 from shardway.launch.schedulers.clients import find_client
 from shardway.launch.schedulers.local import query
-from shardway.rundir.attempts import Attempt, Ending, Result, Started, Submission
+from shardway.rundir.attempts import Attempt, AttemptStart, Ending, Result, Submission
 from shardway.rundir.directory import RunDir
 
 SLEEPS = """# local base.{number:04d}.x
@@ -47,7 +47,7 @@ def read(run: Path) -> Ledger:
     return read_ledger(LocalHost(), run)
 
 
-def stand(run: Path) -> list[Standing]:
+def stand(run: Path) -> list[JobStatus]:
     return read_standing(LocalHost(), read(run))
 
 
@@ -56,7 +56,7 @@ def chain(tmp_path: Path) -> Iterator[Path]:
     """A run whose first attempt runs and whose second waits for it."""
     run = tmp_path / "run"
     first = begin(run, 1)
-    first.write_started(Started(job_of(first), nodes="here", started=1.0))
+    first.write_started(AttemptStart(job_of(first), nodes="here", started=1.0))
     begin(run, 2, job_of(first))
     until = time.monotonic() + 60
     while stand(run)[1].word != "queued":  # it says who it is a moment before it is its script
@@ -157,7 +157,7 @@ def test_what_a_job_wrote_itself_stays(chain: Path) -> None:
 # --- how an attempt ended of which only its exit code is known
 
 
-def ended(run: Path, result: Result | None) -> Standing:
+def ended(run: Path, result: Result | None) -> JobStatus:
     """An attempt of this machine that is over."""
     attempt = RunDir(run).attempt(1)
     attempt.make()
@@ -240,7 +240,7 @@ def test_what_is_no_job_is_never_ended(tmp_path: Path, job: str, monkeypatch: py
     attempt.make()
     attempt.write_submission(Submission("slurm", "x", job))
     monkeypatch.setattr(LocalHost, "run_many", lambda self, words, **_: commands.extend(words) or [])
-    ledger = Ledger(RunDir(tmp_path), (Entry(attempt, attempt.read_submission()),))
+    ledger = Ledger(RunDir(tmp_path), (LedgerEntry(attempt, attempt.read_submission()),))
     if job:
         with pytest.raises(SiteError, match="is no id of a job, so no job was ended"):
             Stopper(LocalHost()).cancel(ledger)

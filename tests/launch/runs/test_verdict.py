@@ -7,16 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardway.launch.runs.verdict import decide
-from shardway.launch.schedulers.records import JobRecord, Phase, SchedulerEnding
+from shardway.launch.schedulers.records import JobPhase, JobRecord, SchedulerEnding
 from shardway.rundir.attempts import BY_SIGNAL, Ending, Result
 
 
 def ended(ending: SchedulerEnding, code: int | None = None, signal: int = 0) -> JobRecord:
-    return JobRecord("7", Phase.ENDED, ending=ending, exit_code=code, signal=signal, ended=50.0)
+    return JobRecord("7", JobPhase.ENDED, ending=ending, exit_code=code, signal=signal, ended=50.0)
 
 
-RUNNING, QUEUED = JobRecord("7", Phase.RUNNING), JobRecord("7", Phase.QUEUED)
-UNKNOWN = JobRecord("7", Phase.UNKNOWN)
+RUNNING, QUEUED = JobRecord("7", JobPhase.RUNNING), JobRecord("7", JobPhase.QUEUED)
+UNKNOWN = JobRecord("7", JobPhase.UNKNOWN)
 SCRIPT = Result(Ending.CRASHED, exit_code=137, failure="exit code 137", step=12, job="7", by="job script", ended=40.0)
 
 
@@ -120,7 +120,7 @@ def test_two_that_failed_alike_have_the_same_signature_and_a_lost_node_has_none(
 RECORDS = st.none() | st.builds(
     JobRecord,
     job=st.just("7"),
-    phase=st.sampled_from(Phase),
+    phase=st.sampled_from(JobPhase),
     ending=st.none() | st.sampled_from(SchedulerEnding),
     exit_code=st.none() | st.integers(0, 255),
     signal=st.integers(0, 31),
@@ -138,7 +138,7 @@ def test_every_pair_has_one_answer(result: Result | None, record: JobRecord | No
     if result is not None and result.by.startswith("rank"):
         assert decided is result
     if decided is None:
-        assert record is None or record.phase in (Phase.QUEUED, Phase.RUNNING)
+        assert record is None or record.phase in (JobPhase.QUEUED, JobPhase.RUNNING)
     else:
         assert decide(decided, record) is not None or decided.by == "job script"
     if result is None and decided is not None:

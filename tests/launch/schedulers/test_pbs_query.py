@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shardway.launch.hosts.base import Done
 from shardway.launch.schedulers.pbs.query import find_commands, parse_found, parse_records, query_commands
-from shardway.launch.schedulers.records import JobRecord, Phase, SchedulerEnding, SchedulerSilent
+from shardway.launch.schedulers.records import JobPhase, JobRecord, SchedulerEnding, SchedulerSilent
 from transcripts import TRANSCRIPTS, find, read_json
 
 JSON_FILES = sorted(path.stem for path in (TRANSCRIPTS / "pbs").glob("*.json"))
@@ -69,7 +69,7 @@ E = SchedulerEnding
 )
 def test_an_ending(name: str, ending: SchedulerEnding, code: int | None, signal: int) -> None:
     record = record_of(name)
-    assert (record.phase, record.ending) == (Phase.ENDED, ending)
+    assert (record.phase, record.ending) == (JobPhase.ENDED, ending)
     assert (record.exit_code, record.signal) == (code, signal)
     assert (record.started is None) == (record.nodes == "")
     assert record.ended is not None
@@ -78,23 +78,23 @@ def test_an_ending(name: str, ending: SchedulerEnding, code: int | None, signal:
 @pytest.mark.parametrize(
     ("name", "phase", "reason"),
     [
-        ("state-R", Phase.RUNNING, "Job run at Sat Nov 21 at 06:11 on (p2:ncpus=1)"),
-        ("state-R-program", Phase.RUNNING, "Job run at Thu Nov 26 at 07:29 on (p1:ncpus=1)"),
-        ("state-S", Phase.RUNNING, "Job run at Thu Nov 26 at 07:29 on (p1:ncpus=1)"),
-        ("state-E", Phase.RUNNING, "Job run at Sat Nov 21 at 06:13 on (p1:ncpus=1)"),
-        ("state-H-user-hold", Phase.QUEUED, "Hold_Types = u"),
-        ("qsub-depend.held", Phase.QUEUED, "Hold_Types = s, depend = afterany:26.pbshead@pbshead"),
-        ("qhold-qrls.system-hold", Phase.QUEUED, "Job held by root on Sat Nov 21 06:16:26 2026"),
-        ("state-Q-insufficient.two-nodes", Phase.QUEUED, "Not Running: Not enough free nodes available"),
+        ("state-R", JobPhase.RUNNING, "Job run at Sat Nov 21 at 06:11 on (p2:ncpus=1)"),
+        ("state-R-program", JobPhase.RUNNING, "Job run at Thu Nov 26 at 07:29 on (p1:ncpus=1)"),
+        ("state-S", JobPhase.RUNNING, "Job run at Thu Nov 26 at 07:29 on (p1:ncpus=1)"),
+        ("state-E", JobPhase.RUNNING, "Job run at Sat Nov 21 at 06:13 on (p1:ncpus=1)"),
+        ("state-H-user-hold", JobPhase.QUEUED, "Hold_Types = u"),
+        ("qsub-depend.held", JobPhase.QUEUED, "Hold_Types = s, depend = afterany:26.pbshead@pbshead"),
+        ("qhold-qrls.system-hold", JobPhase.QUEUED, "Job held by root on Sat Nov 21 06:16:26 2026"),
+        ("state-Q-insufficient.two-nodes", JobPhase.QUEUED, "Not Running: Not enough free nodes available"),
         (
             "node-crash-json.second-node-lost",
-            Phase.RUNNING,
+            JobPhase.RUNNING,
             "Job run at Sat Nov 21 at 06:36 on (p1:ncpus=1)+(p3:ncpus=1)",
         ),
-        ("json-attributes.comment-newline", Phase.QUEUED, "two lines and tab"),
+        ("json-attributes.comment-newline", JobPhase.QUEUED, "two lines and tab"),
     ],
 )
-def test_a_job_that_has_not_ended(name: str, phase: Phase, reason: str) -> None:
+def test_a_job_that_has_not_ended(name: str, phase: JobPhase, reason: str) -> None:
     record = record_of(name)
     assert (record.phase, record.reason, record.ending) == (phase, reason, None)
     assert (record.exit_code, record.ended) == (None, None)
@@ -102,8 +102,8 @@ def test_a_job_that_has_not_ended(name: str, phase: Phase, reason: str) -> None:
 
 def test_the_state_counts_before_an_exit_status_of_an_earlier_run() -> None:
     record = record_of("node-crash-json.rerunnable")
-    assert (record.phase, record.ending, record.restarts, record.started) == (Phase.QUEUED, None, 1, None)
-    assert record_of("prologue-fails-2").phase is Phase.QUEUED
+    assert (record.phase, record.ending, record.restarts, record.started) == (JobPhase.QUEUED, None, 1, None)
+    assert record_of("prologue-fails-2").phase is JobPhase.QUEUED
     assert record_of("requeue-qrerun.after").restarts == 1
 
 
@@ -137,13 +137,13 @@ def test_an_array_ended_as_its_first_task_that_did_not_complete(
     name: str, ending: SchedulerEnding, code: int | None
 ) -> None:
     record = record_of(name)
-    assert (record.phase, record.ending, record.exit_code) == (Phase.ENDED, ending, code)
+    assert (record.phase, record.ending, record.exit_code) == (JobPhase.ENDED, ending, code)
     assert record.job.endswith("[].pbshead")
 
 
 def test_an_array_runs_while_a_task_runs() -> None:
-    assert record_of("qsub-array.running-all").phase is Phase.RUNNING
-    assert record_of("array-exit-status.one-deleted").phase is Phase.RUNNING
+    assert record_of("qsub-array.running-all").phase is JobPhase.RUNNING
+    assert record_of("array-exit-status.one-deleted").phase is JobPhase.RUNNING
     assert record_of("qsub-array.finished-subjob-exit7").exit_code == 7
 
 
@@ -161,13 +161,13 @@ def test_one_job_is_asked_for_in_a_call_and_an_array_with_its_tasks() -> None:
 @pytest.mark.parametrize("command", ["qstat -f -F json 99999", "qstat -f -F json foo"])
 def test_an_unknown_job_is_an_answer(command: str) -> None:
     done = find("pbs/qstat-json-corner", command).done
-    assert parse_records(["99999"], [done])["99999"] == JobRecord("99999", Phase.UNKNOWN)
+    assert parse_records(["99999"], [done])["99999"] == JobRecord("99999", JobPhase.UNKNOWN)
 
 
 def test_a_job_that_a_routing_queue_dropped_is_unknown() -> None:
     done = find("pbs/qsub-routed-over-limit", "qstat -x -f").done
     assert done.code == 153
-    assert parse_records(["79.pbshead"], [done])["79.pbshead"].phase is Phase.UNKNOWN
+    assert parse_records(["79.pbshead"], [done])["79.pbshead"].phase is JobPhase.UNKNOWN
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_the_json_of_a_server_that_is_down_is_valid_and_empty() -> None:
 
 def test_a_job_that_may_not_be_seen_is_unknown_with_a_note() -> None:
     record = parse_records(["5.pbshead"], [answer_of("qstat-empty")])["5.pbshead"]
-    assert record.phase is Phase.UNKNOWN
+    assert record.phase is JobPhase.UNKNOWN
     assert "another user" in record.note
 
 
@@ -228,7 +228,7 @@ def test_a_server_without_history_is_asked_for_what_it_knows(tmp_path: Path) -> 
     job = first_job("state-R")
     (query,), (search,) = query_commands([job]), find_commands("a.0001.b")
     done, calls = ask_fake(query, tmp_path, f"{NO_HISTORY}cat {tmp_path}/answer")
-    assert parse_records([job], [done])[job].phase is Phase.RUNNING
+    assert parse_records([job], [done])[job].phase is JobPhase.RUNNING
     assert calls == [f"-x -f -F json {job}", f"-f -F json {job}"]
     done, _ = ask_fake(search, tmp_path, f"{NO_HISTORY}echo 7.pbshead")
     assert parse_found([done]) == ("7.pbshead",)
@@ -266,7 +266,7 @@ def test_every_recorded_answer_is_read_alike_from_json_and_from_its_lines(name: 
             json.loads(broken)
         whole, picked = (parse_records([job], [Done(("qstat",), 0, out, "")])[job] for out in (text, broken))
         assert whole == picked
-        assert whole.phase is not Phase.UNKNOWN
+        assert whole.phase is not JobPhase.UNKNOWN
 
 
 def test_an_answer_that_is_cut_off_keeps_what_it_said() -> None:
@@ -302,4 +302,4 @@ KEYS = (
 def test_attributes_of_any_type_are_read_without_an_error(table: dict[str, object]) -> None:
     out = json.dumps({"pbs_version": "23", "Jobs": {"1.s": table}})
     record = parse_records(["1.s"], [Done(("qstat",), 0, out, "")])["1.s"]
-    assert (record.ending is not None) == (record.phase is Phase.ENDED)
+    assert (record.ending is not None) == (record.phase is JobPhase.ENDED)

@@ -7,16 +7,16 @@ import pytest
 from shardway.launch.hosts.base import Done
 from shardway.launch.schedulers.explain import Explainer
 from shardway.launch.schedulers.pbs import query as pbs_query
-from shardway.launch.schedulers.records import Asked, Explanation, JobRecord, Phase, SchedulerEnding
+from shardway.launch.schedulers.records import Explanation, JobPhase, JobRecord, RequestedResources, SchedulerEnding
 from shardway.launch.schedulers.slurm import query as slurm_query
 from transcripts import TRANSCRIPTS, list_transcripts, read_json, read_transcript
 
 SLURM, PBS = Explainer("slurm"), Explainer("pbs")
-ASKED = Asked(queue="booster", account="hai_x", qos="long", walltime_s=5400.0, nodes=3, accelerators=4)
+ASKED = RequestedResources(queue="booster", account="hai_x", qos="long", walltime_s=5400.0, nodes=3, accelerators=4)
 
 
 def pending(reason: str, state: str = "PENDING") -> Explanation:
-    explanation = SLURM.explain_pending(JobRecord("1", Phase.QUEUED, state, reason), ASKED)
+    explanation = SLURM.explain_pending(JobRecord("1", JobPhase.QUEUED, state, reason), ASKED)
     assert explanation is not None
     return explanation
 
@@ -102,8 +102,8 @@ def test_an_unknown_reason_is_passed_on() -> None:
 
 
 def test_only_what_waits_waits_and_only_what_ended_ended() -> None:
-    running = JobRecord("1", Phase.RUNNING, "RUNNING")
-    ended = JobRecord("1", Phase.ENDED, "COMPLETED", ending=SchedulerEnding.COMPLETED)
+    running = JobRecord("1", JobPhase.RUNNING, "RUNNING")
+    ended = JobRecord("1", JobPhase.ENDED, "COMPLETED", ending=SchedulerEnding.COMPLETED)
     for explainer in (SLURM, PBS):
         assert explainer.explain_pending(running) is None
         assert explainer.explain_ending(running) is None
@@ -148,9 +148,9 @@ SOURCED_COMMENTS = [
 
 
 def test_every_pbs_job_that_waits_is_explained() -> None:
-    waiting = {name: record for name, record in pbs_records().items() if record.phase is Phase.QUEUED}
+    waiting = {name: record for name, record in pbs_records().items() if record.phase is JobPhase.QUEUED}
     comments = {*list_pbs_comments(), *SOURCED_COMMENTS}
-    waiting |= {comment: JobRecord("1", Phase.QUEUED, "Q", comment) for comment in comments}
+    waiting |= {comment: JobRecord("1", JobPhase.QUEUED, "Q", comment) for comment in comments}
     codes = {
         name: (PBS.explain_pending(record, ASKED) or Explanation("none", "", "")).code
         for name, record in waiting.items()
@@ -178,13 +178,15 @@ def test_every_pbs_job_that_waits_is_explained() -> None:
     ],
 )
 def test_a_comment_of_pbs_says_whether_waiting_helps(comment: str, code: str, hopeless: bool) -> None:
-    explanation = PBS.explain_pending(JobRecord("1", Phase.QUEUED, "Q", comment), ASKED)
+    explanation = PBS.explain_pending(JobRecord("1", JobPhase.QUEUED, "Q", comment), ASKED)
     assert explanation is not None
     assert (explanation.code, explanation.hopeless) == (code, hopeless)
 
 
 def test_numbers_of_a_comment_are_in_the_sentence() -> None:
-    record = JobRecord("1", Phase.QUEUED, "Q", "Not Running: Insufficient amount of resource: ngpus (R: 8 A: 4 T: 12)")
+    record = JobRecord(
+        "1", JobPhase.QUEUED, "Q", "Not Running: Insufficient amount of resource: ngpus (R: 8 A: 4 T: 12)"
+    )
     explanation = PBS.explain_pending(record)
     assert explanation is not None
     assert explanation.sentence == "The job waits for 8 of ngpus; 4 are free and the machine has 12 in all."
@@ -210,7 +212,7 @@ PBS_ENDINGS = {
 
 
 def test_every_ending_of_pbs_is_explained() -> None:
-    ended = {name: record for name, record in pbs_records().items() if record.phase is Phase.ENDED}
+    ended = {name: record for name, record in pbs_records().items() if record.phase is JobPhase.ENDED}
     found = {name: PBS.explain_ending(record, ASKED) for name, record in ended.items()}
     assert [name for name, explanation in found.items() if explanation is None or explanation.code == "ended"] == []
     by_case = {name.split()[0]: explanation.code for name, explanation in found.items() if explanation}

@@ -5,10 +5,10 @@ import pytest
 from shardway.launch.hosts.base import Done
 from shardway.launch.schedulers.clients import CLIENTS
 from shardway.launch.schedulers.explain import load_rules
-from shardway.launch.schedulers.records import Asked
+from shardway.launch.schedulers.records import RequestedResources
 from transcripts import Recorded, find, list_transcripts, read_transcript
 
-ASKED = Asked(
+ASKED = RequestedResources(
     name="my-run.0001.k3f9",
     queue="booster",
     account="hai_x",
@@ -112,7 +112,9 @@ def test_some_refusals_are_worth_another_try(done: Done, code: str) -> None:
 
 @pytest.mark.parametrize("program", ["sbatch", "qsub"])
 def test_an_unknown_refusal_is_passed_on_in_the_schedulers_words(program: str) -> None:
-    explanation = EXPLAIN[program](Done((program,), 9, "", "site hook: come\n back on Monday {x}\n"), Asked())
+    explanation = EXPLAIN[program](
+        Done((program,), 9, "", "site hook: come\n back on Monday {x}\n"), RequestedResources()
+    )
     assert (explanation.code, explanation.hopeless) == ("refused", True)
     assert f"{program} refused the job with exit code 9" in explanation.sentence
     assert "site hook: come back on Monday {x}" in explanation.sentence
@@ -120,7 +122,7 @@ def test_an_unknown_refusal_is_passed_on_in_the_schedulers_words(program: str) -
 
 @pytest.mark.parametrize("program", ["sbatch", "qsub"])
 def test_a_missing_program_is_told(program: str) -> None:
-    assert EXPLAIN[program](Done((program,), 127, "", ""), Asked()).code == "not_installed"
+    assert EXPLAIN[program](Done((program,), 127, "", ""), RequestedResources()).code == "not_installed"
 
 
 @pytest.mark.parametrize("host", ["", "alice@box"])
@@ -135,7 +137,7 @@ def test_a_missing_program_is_told(program: str) -> None:
 )
 def test_the_host_that_cannot_submit_is_named(program: str, done: Done, host: str) -> None:
     """Who came through ssh is not told to come through ssh."""
-    explanation = EXPLAIN[program](done, Asked(host=host))
+    explanation = EXPLAIN[program](done, RequestedResources(host=host))
     assert f" on {host or 'this machine'}." in explanation.sentence
     assert ("through ssh" in explanation.remedy) == (not host)
     assert "login node" in explanation.remedy
@@ -143,7 +145,7 @@ def test_the_host_that_cannot_submit_is_named(program: str, done: Done, host: st
 
 def test_what_was_not_asked_is_said_to_be_so() -> None:
     done = find("slurm/sbatch-refused-account-qos", "sbatch -A nosuch").done
-    assert "account (none was named)" in SLURM.explain_refusal(done, Asked()).sentence
+    assert "account (none was named)" in SLURM.explain_refusal(done, RequestedResources()).sentence
 
 
 @pytest.mark.parametrize("table", ["slurm/refusals", "pbs/refusals"])

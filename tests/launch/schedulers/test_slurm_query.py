@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardway.launch.hosts.base import Done
-from shardway.launch.schedulers.records import JobRecord, Phase, SchedulerEnding, SchedulerSilent
+from shardway.launch.schedulers.records import JobPhase, JobRecord, SchedulerEnding, SchedulerSilent
 from shardway.launch.schedulers.slurm.query import find_commands, parse_found, parse_records, query_commands
 from transcripts import find, read_transcript
 
@@ -67,7 +67,7 @@ def test_an_ending(case: str, job: str, ending: SchedulerEnding, code: int | Non
     jobs = {line.split("|")[0] for line in sacct_of(case).out.splitlines()}
     job = job if job in jobs else min(jobs, key=len)
     record = record_of(case, job)
-    assert (record.phase, record.ending) == (Phase.ENDED, ending)
+    assert (record.phase, record.ending) == (JobPhase.ENDED, ending)
     assert (record.exit_code, record.signal) == (code, signal)
     assert record.ended is not None
     assert (record.started is None) == ("CANCELLED-pending" in case)
@@ -81,7 +81,7 @@ def test_an_exit_code_that_slurm_folds_is_told() -> None:
 
 def test_a_lost_node_ends_the_job_that_may_not_run_again_and_not_the_one_that_may() -> None:
     assert record_of("slurm/state-NODE_FAIL", "77", 1).ending is SchedulerEnding.NODE_FAILURE
-    assert record_of("slurm/state-NODE_FAIL", "76", 0).phase is Phase.RUNNING  # squeue: COMPLETING
+    assert record_of("slurm/state-NODE_FAIL", "76", 0).phase is JobPhase.RUNNING  # squeue: COMPLETING
 
 
 def test_a_preempted_job_waits_for_its_next_run() -> None:
@@ -90,27 +90,27 @@ def test_a_preempted_job_waits_for_its_next_run() -> None:
         rows = squeue_of(case, -1)
         job = rows.out.split("|")[0]
         record = parse_records([job], [rows, sacct_of(case)])[job]
-        assert (record.phase, record.reason, record.restarts) == (Phase.QUEUED, "BeginTime", 1)
+        assert (record.phase, record.reason, record.restarts) == (JobPhase.QUEUED, "BeginTime", 1)
         assert record.ending is None
 
 
 def test_the_last_run_of_a_requeued_job_counts() -> None:
     case = "slurm/state-requeued"
     first, second = (parse_records(["73"], [squeue_of(case, nth), sacct_of(case)])["73"] for nth in (0, -1))
-    assert (first.phase, first.state, first.restarts) == (Phase.RUNNING, "COMPLETING", 1)
-    assert (second.phase, second.ending, second.restarts) == (Phase.ENDED, SchedulerEnding.COMPLETED, 1)
+    assert (first.phase, first.state, first.restarts) == (JobPhase.RUNNING, "COMPLETING", 1)
+    assert (second.phase, second.ending, second.restarts) == (JobPhase.ENDED, SchedulerEnding.COMPLETED, 1)
 
 
 def test_squeue_is_right_about_a_job_that_just_started() -> None:
     record = record_of("slurm/state-RUNNING", "68")  # sacct says PENDING of an "allocation"
-    assert (record.phase, record.state, record.nodes) == (Phase.RUNNING, "RUNNING", "n1")
-    assert record_of("slurm/state-SUSPENDED", "124").phase is Phase.RUNNING
+    assert (record.phase, record.state, record.nodes) == (JobPhase.RUNNING, "RUNNING", "n1")
+    assert record_of("slurm/state-SUSPENDED", "124").phase is JobPhase.RUNNING
 
 
 def test_a_held_job_is_queued_with_the_reason_in_slurms_words() -> None:
     for nth in (0, 1):
         records = parse_records(["124"], [squeue_of("slurm/state-held-requeuehold", nth), NOTHING])
-        assert records["124"].phase is Phase.QUEUED
+        assert records["124"].phase is JobPhase.QUEUED
         assert records["124"].reason == "job requeued in held state"
 
 
@@ -127,8 +127,8 @@ def test_many_jobs_are_read_from_one_pair_of_answers() -> None:
     assert [done.words for done in answers(0)] == list(query_commands(jobs))
     records = parse_records(jobs, answers(0))
     assert [records[job].phase for job in jobs] == [
-        *[Phase.ENDED] * 4,
-        *(Phase.RUNNING, Phase.QUEUED, Phase.RUNNING, Phase.UNKNOWN),
+        *[JobPhase.ENDED] * 4,
+        *(JobPhase.RUNNING, JobPhase.QUEUED, JobPhase.RUNNING, JobPhase.UNKNOWN),
     ]
     assert records["19"].started == 1795350995.0
     assert records["19"].ended == 1795350996.0
@@ -140,8 +140,8 @@ def test_tasks_of_an_array_are_jobs_too() -> None:
     records = parse_records(("22_0", "22_3", "25_0", "25_2", "30"), answers(0))
     assert records["22_0"].ending is SchedulerEnding.COMPLETED
     assert records["22_3"].exit_code == 3
-    assert records["25_0"].phase is Phase.RUNNING
-    assert (records["25_2"].phase, records["25_2"].reason) == (Phase.QUEUED, "JobArrayTaskLimit")
+    assert records["25_0"].phase is JobPhase.RUNNING
+    assert (records["25_2"].phase, records["25_2"].reason) == (JobPhase.QUEUED, "JobArrayTaskLimit")
     assert records["30"].exit_code == 2  # its raw id
 
 
@@ -150,17 +150,17 @@ def test_tasks_that_were_never_started_are_cancelled_in_one_line() -> None:
     records = parse_records(("25_0", "25_3", "25_4", "24"), [replace(squeue, out=""), sacct])
     assert [records[job].ending for job in ("25_0", "25_3", "24")] == [SchedulerEnding.CANCELLED] * 3
     assert records["25_3"].started is None
-    assert records["25_4"].phase is Phase.UNKNOWN
+    assert records["25_4"].phase is JobPhase.UNKNOWN
 
 
 def test_an_unknown_id_is_an_answer() -> None:
     assert answers(1)[0].code == 1
-    assert parse_records(["99999"], answers(1))["99999"] == JobRecord("99999", Phase.UNKNOWN)
+    assert parse_records(["99999"], answers(1))["99999"] == JobRecord("99999", JobPhase.UNKNOWN)
 
 
 def test_a_word_that_is_no_id_is_not_asked_for_and_hides_no_other() -> None:
     assert query_commands(["foo"]) == ()
-    assert parse_records(["foo"], [])["foo"].phase is Phase.UNKNOWN
+    assert parse_records(["foo"], [])["foo"].phase is JobPhase.UNKNOWN
     assert "19" in query_commands(["foo", "19"])[0]
 
 
@@ -211,14 +211,14 @@ def test_without_the_database_squeue_tells_what_it_remembers_and_nobody_the_rest
 
 def test_a_site_without_accounting_has_answered() -> None:
     disabled = Done(("sacct",), 1, "", "Slurm accounting storage is disabled\n")
-    assert parse_records(["99999"], [answers(1)[0], disabled])["99999"].phase is Phase.UNKNOWN
+    assert parse_records(["99999"], [answers(1)[0], disabled])["99999"].phase is JobPhase.UNKNOWN
 
 
 def test_an_end_that_sacct_does_not_know_yet_is_waited_for() -> None:
     squeue, sacct = answers(0)
     lagging = replace(sacct, out="19|19|RUNNING|0:0|1795350994|1795350995|Unknown|n1|None|allocation\n")
-    assert parse_records(["19"], [squeue, lagging])["19"].phase is Phase.RUNNING
-    assert parse_records(["19"], [squeue, sacct])["19"].phase is Phase.ENDED
+    assert parse_records(["19"], [squeue, lagging])["19"].phase is JobPhase.RUNNING
+    assert parse_records(["19"], [squeue, sacct])["19"].phase is JobPhase.ENDED
 
 
 @settings(max_examples=20)
@@ -236,4 +236,4 @@ def test_any_text_is_read_without_an_error(out: str, booked: str, code: int, lat
 def test_damaged_lines_are_left_out(parts: list[str]) -> None:
     line = "|".join([*parts, *[""] * 10])
     records = parse_records(["19"], [NOTHING, Done((), 0, line + "\n" + answers(0)[1].out, "")])
-    assert records["19"].phase in (Phase.ENDED, Phase.RUNNING)
+    assert records["19"].phase in (JobPhase.ENDED, JobPhase.RUNNING)

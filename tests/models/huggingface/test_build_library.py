@@ -13,10 +13,10 @@ from runs import lone_rank, read_named, train_tiny
 from shardway.errors import UserError
 from shardway.models.huggingface import build as build_module
 from shardway.models.huggingface.build import build_huggingface
-from shardway.resolve.request import Request
+from shardway.resolve.request import ResolveRequest
 from shardway.rundir.directory import RunDir
 from shardway.train.export import _resolve, export_on
-from shardway.train.importing import Wanted, import_on, resolve_import
+from shardway.train.importing import ImportRequest, import_on, resolve_import
 from tiny_hf import TOKENS, load_reference, save_tiny
 
 
@@ -219,8 +219,8 @@ def test_what_was_imported_and_exported_is_what_the_library_would_have_loaded(tm
     for number, head in enumerate((OTHER, EQUAL, None)):
         hub = write_head(save_tiny(tmp_path / f"hub-{number}", "llama", tie_word_embeddings=True), head)
         run = tmp_path / f"run-{number}"
-        request = Request(None, (*RUN, f"model.hf={hub}", "train.steps=1"), run)
-        import_on(lone_rank(), resolve_import(request, 1, 1), Wanted(hub))
+        request = ResolveRequest(None, (*RUN, f"model.hf={hub}", "train.steps=1"), run)
+        import_on(lone_rank(), resolve_import(request, 1, 1), ImportRequest(hub))
         out = export(run, tmp_path / f"out-{number}")
         expected, found = load_reference(hub).state_dict(), load_reference(out).state_dict()
         assert found.keys() == expected.keys()

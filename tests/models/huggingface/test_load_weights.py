@@ -21,9 +21,9 @@ from pool import ranks
 from shardway.errors import UserError
 from shardway.models.huggingface import files as files_module
 from shardway.models.huggingface.experts import ExpertNames
-from shardway.models.huggingface.files import Reader, WeightFiles, find_weights
+from shardway.models.huggingface.files import RegionReader, WeightFiles, find_weights
 from shardway.models.huggingface.load import fit_weights, load_weights
-from shardway.models.huggingface.pieces import Region, keep_names
+from shardway.models.huggingface.pieces import TensorRegion, keep_names
 
 
 class Small(nn.Module):
@@ -173,9 +173,9 @@ class Counting:
     """Counts the values that are read, in place of `Reader.read`."""
 
     def __init__(self) -> None:
-        self.read, self.elements, self.largest = Reader.read, 0, 0
+        self.read, self.elements, self.largest = RegionReader.read, 0, 0
 
-    def __call__(self, reader: Reader, name: str, region: Region) -> torch.Tensor:
+    def __call__(self, reader: RegionReader, name: str, region: TensorRegion) -> torch.Tensor:
         tensor = self.read(reader, name, region)
         self.elements += tensor.numel()
         self.largest = max(self.largest, tensor.numel())
@@ -184,7 +184,7 @@ class Counting:
 
 def count_reads() -> tuple[Counting, pytest.MonkeyPatch]:
     counting, patch = Counting(), pytest.MonkeyPatch()
-    patch.setattr(Reader, "read", lambda reader, name, region: counting(reader, name, region))
+    patch.setattr(RegionReader, "read", lambda reader, name, region: counting(reader, name, region))
     return counting, patch
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardway.models.huggingface.experts import ExpertNames
-from shardway.models.huggingface.pieces import Arrangement, Region, Shape, keep_name, part_of, stack
+from shardway.models.huggingface.pieces import Arrangement, Shape, TensorRegion, keep_name, part_of, stack
 
 SIZES = st.integers(1, 5)
 
@@ -29,9 +29,11 @@ def arrangements(draw: st.DrawFn) -> tuple[Shape, Arrangement]:
 
 
 @st.composite
-def regions(draw: st.DrawFn, shape: Shape) -> Region:
+def regions(draw: st.DrawFn, shape: Shape) -> TensorRegion:
     start = tuple(draw(st.integers(0, size)) for size in shape)
-    return Region(start, tuple(draw(st.integers(0, size - first)) for size, first in zip(shape, start, strict=True)))
+    return TensorRegion(
+        start, tuple(draw(st.integers(0, size - first)) for size, first in zip(shape, start, strict=True))
+    )
 
 
 def in_files(values: np.ndarray, arrangement: Sequence) -> dict[str, np.ndarray]:

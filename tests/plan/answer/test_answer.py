@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from shardway.errors import UserError
-from shardway.plan.answer.answer import Answer, answer, answer_curve
-from shardway.plan.answer.said import Said, ask, parse_layout
-from shardway.plan.answer.terms import Terms
+from shardway.plan.answer.answer import PlanAnswer, answer, answer_curve
+from shardway.plan.answer.said import PlanOptions, ask, parse_layout
+from shardway.plan.answer.terms import JobTerms
 from shardway.plan.economy import Price
 from shardway.plan.machine import Machine
 from shardway.plan.search.changes import list_changes
@@ -30,8 +30,8 @@ def small() -> Architecture:
     return shape
 
 
-def plan(terms: Terms | None = None, **said: object) -> Answer:
-    return answer(ask(Said(**said), small(), machine()), terms)  # type: ignore[arg-type]
+def plan(terms: JobTerms | None = None, **said: object) -> PlanAnswer:
+    return answer(ask(PlanOptions(**said), small(), machine()), terms)  # type: ignore[arg-type]
 
 
 def test_what_was_said_is_kept() -> None:
@@ -52,13 +52,13 @@ def test_what_was_not_said_is_told() -> None:
 
 def test_several_formats_are_tried() -> None:
     shape, h100 = small(), machine_of_part("h100-sxm5-80gb")
-    both = answer(ask(Said(precisions=("bf16", "fp8")), shape, h100))
-    alone = [answer(ask(Said(precisions=(each,)), shape, h100)).shown for each in ("bf16", "fp8")]
+    both = answer(ask(PlanOptions(precisions=("bf16", "fp8")), shape, h100))
+    alone = [answer(ask(PlanOptions(precisions=(each,)), shape, h100)).shown for each in ("bf16", "fp8")]
     assert both.shown.time.seconds == pytest.approx(min(each.time.seconds for each in alone))
 
 
 def test_the_run_is_cut_into_jobs_of_the_queue() -> None:
-    terms = Terms(queue="day", wall_seconds=86400, most_nodes=1, price=Price(per_gpu_hour=2, currency="EUR"))
+    terms = JobTerms(queue="day", wall_seconds=86400, most_nodes=1, price=Price(per_gpu_hour=2, currency="EUR"))
     found = plan(terms, nodes=2, length=Span(1e12, "tokens"))
     assert found.run is not None
     assert found.run.steps == -(-(10**12) // found.shown.case.tokens_per_step)
@@ -69,7 +69,7 @@ def test_the_run_is_cut_into_jobs_of_the_queue() -> None:
 
 
 def test_half_the_wall_time_gives_twice_the_jobs() -> None:
-    runs = [plan(Terms(wall_seconds=seconds), length=Span(1e12, "tokens")).run for seconds in (86400.0, 43200.0)]
+    runs = [plan(JobTerms(wall_seconds=seconds), length=Span(1e12, "tokens")).run for seconds in (86400.0, 43200.0)]
     assert runs[0] is not None
     assert runs[1] is not None
     assert runs[1].slots == pytest.approx(2 * runs[0].slots, rel=0.05)
@@ -79,7 +79,9 @@ def test_each_change_helps_by_itself() -> None:
     shape = find_named("llama3-70b")
     assert isinstance(shape, Architecture)
     asked = ask(
-        Said(offload=False, layout={"tp": 8}, micro_batch=64, recompute="none", global_batch=512), shape, machine()
+        PlanOptions(offload=False, layout={"tp": 8}, micro_batch=64, recompute="none", global_batch=512),
+        shape,
+        machine(),
     )
     found = answer(asked)
     assert not found.fits
@@ -94,7 +96,7 @@ def test_each_change_helps_by_itself() -> None:
 def test_each_setting_that_helps_is_offered() -> None:
     shape = find_named("gpt2-xl")
     assert isinstance(shape, Architecture)
-    said = Said(offload=False, micro_batch=32, recompute="none", global_batch=512, layout={"dp_shard": 8})
+    said = PlanOptions(offload=False, micro_batch=32, recompute="none", global_batch=512, layout={"dp_shard": 8})
     found = answer(ask(said, shape, machine()))
     assert not found.fits
     told = [change.what for change in found.changes]
@@ -112,7 +114,7 @@ def test_the_curve_keeps_the_batch() -> None:
 
 
 def test_a_point_where_nothing_runs_says_why() -> None:
-    question = ask(Said(global_batch=3, layout={"dp_replicate": 1}), small(), machine()).question
+    question = ask(PlanOptions(global_batch=3, layout={"dp_replicate": 1}), small(), machine()).question
     loose = replace(question, fixed=frozenset({"tp", "pp", "cp", "ep"}))
     (point,) = scaling_curve(loose, (2,))
     assert point.best is None

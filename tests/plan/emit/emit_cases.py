@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from shardway.plan.case import Case, Degrees, divisors
 from shardway.plan.engines import find_engine
 from shardway.plan.shapes.architecture import Architecture, LayerRun
-from shardway.plan.shapes.layer import Attention, Experts, Latent, LayerShape
+from shardway.plan.shapes.layer import AttentionShape, ExpertsShape, Latent, LayerShape
 
 
 def decoder(name: str, hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int) -> Architecture:
-    attention = Attention(heads=heads, kv_heads=kv_heads, head_dim=hidden // heads)
+    attention = AttentionShape(heads=heads, kv_heads=kv_heads, head_dim=hidden // heads)
     layer = LayerShape(hidden=hidden, attention=attention, ffn=ffn)
     return Architecture(
         name=name, hidden=hidden, runs=(LayerRun(layer, layers),), vocab=vocab, tied=False, final_norm_parameters=hidden
@@ -26,9 +26,9 @@ LLAMA_405B = decoder("llama-3.1-405b", 16384, 126, 128, 8, 53248, 128256)
 
 def _mixture() -> Architecture:
     latent = Latent(kv_rank=512, q_rank=0, rope_dim=64, value_dim=128)
-    attention = Attention(heads=16, kv_heads=16, head_dim=128, latent=latent)
+    attention = AttentionShape(heads=16, kv_heads=16, head_dim=128, latent=latent)
     dense = LayerShape(hidden=2048, attention=attention, ffn=10944)
-    experts = Experts(count=64, per_token=6, dim=1408, shared_dim=2816)
+    experts = ExpertsShape(count=64, per_token=6, dim=1408, shared_dim=2816)
     mixed = LayerShape(hidden=2048, attention=attention, ffn=10944, experts=experts)
     runs = (LayerRun(dense, 1), LayerRun(mixed, 26))
     return Architecture(name="deepseek-v2-lite", hidden=2048, runs=runs, vocab=102400, tied=False)

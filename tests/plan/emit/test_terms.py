@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardway.plan.case import Case, Degrees
-from shardway.plan.emit.emitted import Head, gather
+from shardway.plan.emit.emitted import EmittedHeader, gather
 from shardway.plan.emit.flavors import Flavor, find_flavor
 from shardway.plan.emit.pipeline import name_schedule, render_layout, schedule_of
 from shardway.plan.emit.sizes import read_sizes, render_pattern, tell_irregular
@@ -108,7 +108,7 @@ def test_stages_of_a_rank_make_a_schedule_interleaved(schedule: str, stages: int
 
 def test_the_head_is_wrapped_and_says_each_sentence_once() -> None:
     sentences = gather(["first " * 30, "second", "second"])
-    head = Head(DENSE, ["predicted"], {"dp": 32}, sentences)
+    head = EmittedHeader(DENSE, ["predicted"], {"dp": 32}, sentences)
     lines = head.comment().splitlines()
     assert lines[:3] == [
         "# predicted",

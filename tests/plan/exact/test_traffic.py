@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from shardway.errors import Bug
 from shardway.layout import layout_of
-from shardway.plan.exact.traffic import WORLD, Message, Work, estimate_sent_bytes, estimate_traffic
+from shardway.plan.exact.traffic import WORLD, Message, StepWork, estimate_sent_bytes, estimate_traffic
 from shardway.plan.exact.weights import transformer_weights
 from shardway.runfile.schema import ModelSection, ParallelSection
 
 MODEL = ModelSection(dim=64, layers=4, heads=8, kv_heads=4, head_dim=8, ffn_dim=128, vocab=256, tied=False, experts=0)
-WORK = Work(MODEL, seq_len=128, rows=2, blocks=(4,))
+WORK = StepWork(MODEL, seq_len=128, rows=2, blocks=(4,))
 ELEMENTS = sum(weight.elements for weight in transformer_weights(MODEL))
 BLOCKS = sum(weight.elements for weight in transformer_weights(MODEL) if weight.block is not None)
 STREAM = 2 * 128 * 64 * 4
@@ -23,7 +23,7 @@ def section(**keys: object) -> ParallelSection:
     return ParallelSection(**{"dp_replicate": 1, **keys})  # type: ignore[arg-type]
 
 
-def sent_over(dim: str, parallel: ParallelSection, work: Work = WORK, what: str = "") -> float:
+def sent_over(dim: str, parallel: ParallelSection, work: StepWork = WORK, what: str = "") -> float:
     """Bytes on the wire over one dim, of the messages whose name starts with `what`."""
     ranks = layout_of(parallel).degree(dim)
     messages = [each for each in estimate_traffic(work, parallel) if each.dim == dim and each.what.startswith(what)]
@@ -66,7 +66,7 @@ def test_a_ring_brings_the_keys_and_values_of_all_others(ranks: int) -> None:
 def test_experts_send_each_choice_there_and_back() -> None:
     """Twice forwards and twice backwards, top-k rows of the stream (GShard, section 3.2)."""
     model = MODEL.model_copy(update={"experts": 8, "experts_per_token": 3, "expert_dim": 16, "dense_layers": 1})
-    work = Work(model, seq_len=128, rows=2, blocks=(4,))
+    work = StepWork(model, seq_len=128, rows=2, blocks=(4,))
     tokens = [m for m in estimate_traffic(work, section(dp_shard=4, ep=4)) if m.what == "tokens"]
     assert [each.payload_bytes for each in tokens] == [3 * 4 * 3 * STREAM]
 
@@ -81,7 +81,7 @@ def test_whatever_a_stage_sends_another_receives(schedule: tuple[str, int], tp: 
     parallel = section(pp=ranks, tp=tp, pp_schedule=name, pp_stages_per_rank=per_rank)
     blocks = [1] * (ranks * per_rank)
     model = MODEL.model_copy(update={"layers": len(blocks)})
-    work = Work(model, seq_len=128, rows=2, blocks=tuple(blocks), micro_batches=4, per_pass=4)
+    work = StepWork(model, seq_len=128, rows=2, blocks=tuple(blocks), micro_batches=4, per_pass=4)
     messages = [each for rank in range(ranks * tp) for each in estimate_traffic(work, parallel, rank)]
     boundaries = ranks * per_rank - 1 - (name == "zbv")
     for what in ("activations", "gradients of activations"):

@@ -8,7 +8,7 @@ import torch
 from shardway.errors import Bug
 from shardway.layout import AXES, Layout
 from shardway.models.build import build_model
-from shardway.plan.exact.weights import Weight, held_elements, transformer_weights, weights_of_rank
+from shardway.plan.exact.weights import WeightShape, held_elements, transformer_weights, weights_of_rank
 from shardway.runfile.schema import ModelSection, ParallelSection
 
 SIZES = {"dim": 16, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 4, "ffn_dim": 32, "vocab": 40}
@@ -69,7 +69,7 @@ def test_a_v_gives_a_rank_both_ends() -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_shards_are_the_chunks_of_torch(rows: int, ranks: int) -> None:
     layout = Layout({**dict.fromkeys(AXES, 1), "dp_shard": ranks})
-    weight, tensor = Weight("w", (rows, 3)), torch.empty(rows, 3)
+    weight, tensor = WeightShape("w", (rows, 3)), torch.empty(rows, 3)
     chunks = [chunk.numel() for chunk in tensor.chunk(ranks)]
     chunks += [0] * (ranks - len(chunks))
     assert [held_elements(weight, layout, rank) for rank in range(ranks)] == chunks

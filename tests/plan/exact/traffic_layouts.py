@@ -11,7 +11,7 @@ from typing import Any
 
 from runs import COMMON, open_tiny, pool_ranks
 from shardway.layout import layout_of
-from shardway.plan.exact.traffic import WORLD, Message, Work, estimate_traffic
+from shardway.plan.exact.traffic import WORLD, Message, StepWork, estimate_traffic
 from shardway.resolve import Resolved
 from shardway.train.recipe import train_run
 from traffic_tracer import CollectiveTracer, Sent
@@ -125,10 +125,10 @@ def _expect(resolved: Resolved, rank: int) -> tuple[tuple[Sent, Message], ...]:
     return tuple((Sent(each.kind, ranks), each) for each, ranks in zip(messages, groups, strict=True))
 
 
-def work_of(resolved: Resolved) -> Work:
+def work_of(resolved: Resolved) -> StepWork:
     """The work of a step of a resolved run in fp32."""
     values, derived = resolved.values, resolved.derived
-    return Work(
+    return StepWork(
         model=values.model,
         seq_len=values.data.seq_len,
         rows=int(values.train.micro_batch),

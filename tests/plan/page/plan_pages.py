@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
-from shardway.plan.answer.answer import Answer, answer, answer_curve
-from shardway.plan.answer.said import Said, ask
+from shardway.plan.answer.answer import PlanAnswer, answer, answer_curve
+from shardway.plan.answer.said import PlanOptions, ask
 from shardway.plan.machine import Machine
 from shardway.plan.page.page import render_page
-from shardway.plan.search.curve import Point
+from shardway.plan.search.curve import ScalingPoint
 from shardway.plan.shapes.named import find_named
 from shardway.plan.site import machine_of_part, machine_of_site
 from shardway.sites.load import load_site
@@ -23,8 +23,8 @@ H100 = "h100-sxm5-80gb"
 class Page:
     """A plan with its page."""
 
-    answer: Answer
-    curve: tuple[Point, ...]
+    answer: PlanAnswer
+    curve: tuple[ScalingPoint, ...]
 
     @cached_property
     def text(self) -> str:
@@ -73,7 +73,7 @@ def machine(name: str = "") -> Machine:
     return machine_of_site(load_site(name)) if name else machine_of_part(H100)
 
 
-def make(said: Said, model: str, on: Machine, **of_machine: Any) -> Page:
+def make(said: PlanOptions, model: str, on: Machine, **of_machine: Any) -> Page:
     found = answer(ask(said, find_named(model), replace(on, **of_machine)))
     return Page(found, answer_curve(found))
 
@@ -82,14 +82,14 @@ def make(said: Said, model: str, on: Machine, **of_machine: Any) -> Page:
 def page(name: str) -> Page:
     """A plan by name, made once."""
     if name == "one node":
-        return make(Said(nodes=1, seq_len=2048), "llama3-8b", machine("leonardo-booster"))
+        return make(PlanOptions(nodes=1, seq_len=2048), "llama3-8b", machine("leonardo-booster"))
     if name == "does not fit":
-        return make(Said(nodes=1, layout={"pp": 4}, offload=False), "llama3-70b", machine("leonardo-booster"))
+        return make(PlanOptions(nodes=1, layout={"pp": 4}, offload=False), "llama3-70b", machine("leonardo-booster"))
     if name == "large":
-        said = Said(gpus=16384, global_batch=2048, seq_len=8192, layout={"tp": 8, "pp": 16})
+        said = PlanOptions(gpus=16384, global_batch=2048, seq_len=8192, layout={"tp": 8, "pp": 16})
         return make(said, "llama3-405b", machine())
     if name == "few micro-batches":
-        said = Said(gpus=16, global_batch=8, layout={"pp": 8, "dp_shard": 2}, schedule="gpipe", micro_batch=1)
+        said = PlanOptions(gpus=16, global_batch=8, layout={"pp": 8, "dp_shard": 2}, schedule="gpipe", micro_batch=1)
         return make(said, "llama3-8b", machine())
     raise LookupError(name)
 

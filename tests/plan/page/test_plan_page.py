@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_pages import NAMES, Page, machine, number, page
 
-from shardway.plan.answer.answer import Terms, answer
-from shardway.plan.answer.said import Said, ask
+from shardway.plan.answer.answer import JobTerms, answer
+from shardway.plan.answer.said import PlanOptions, ask
 from shardway.plan.economy import Price
 from shardway.plan.page.memory import pick_ranks
 from shardway.plan.page.page import render_page
@@ -368,13 +368,15 @@ def test_assumptions_and_warnings_are_told(any_page: Page) -> None:
 def test_where_the_rates_come_from() -> None:
     assert "nothing was measured on this site" in page("one node").words
     measured = replace(machine("leonardo-booster"), measured=MappingProxyType({"matmul": 0.5123}))
-    found = answer(ask(Said(nodes=1, seq_len=2048, micro_batch=1), find_named("llama3-8b"), measured))
+    found = answer(ask(PlanOptions(nodes=1, seq_len=2048, micro_batch=1), find_named("llama3-8b"), measured))
     assert "Measured on this site: matmul 0.5123." in render_page(found, ())
 
 
 def test_the_whole_run() -> None:
-    said = Said(gpus=16, global_batch=8, length=Span(1e9, "tokens"), layout={"pp": 8, "dp_shard": 2}, micro_batch=1)
-    terms = Terms(queue="night", wall_seconds=86400, cores_per_node=32, price=Price(per_gpu_hour=2, currency="EUR"))
+    said = PlanOptions(
+        gpus=16, global_batch=8, length=Span(1e9, "tokens"), layout={"pp": 8, "dp_shard": 2}, micro_batch=1
+    )
+    terms = JobTerms(queue="night", wall_seconds=86400, cores_per_node=32, price=Price(per_gpu_hour=2, currency="EUR"))
     found = answer(ask(said, find_named("llama3-8b"), machine()), terms)
     run = found.run
     assert run

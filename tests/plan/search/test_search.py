@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from plan_cases import case_of, expert_model, h100s, llama_layer, model_of
 from shardway.plan.case import Degrees, divisors
 from shardway.plan.estimate import estimate
-from shardway.plan.search.best import NEAR, Found, search
+from shardway.plan.search.best import NEAR, SearchResult, search
 from shardway.plan.search.space import Question, list_degrees
 from shardway.plan.shapes.named import find_named
 
@@ -29,7 +29,7 @@ LLAMA = case_of(find_named("llama3-405b"), "megatron", seq_len=8192, global_batc
 class Timed:
     """A search, and the CPU seconds that it took."""
 
-    found: Found
+    found: SearchResult
     seconds: float
 
 
@@ -78,7 +78,7 @@ def test_the_published_layout_is_as_fast_as_published() -> None:
 # --- what is offered
 
 
-def all_found(timed: Timed) -> Iterator[Found]:
+def all_found(timed: Timed) -> Iterator[SearchResult]:
     yield timed.found
     yield search(question())
     yield search(question(world=8, model=expert_model(8, 8), seq_len=2048))

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from shardway.plan.shapes.architecture import Architecture, LayerRun
-from shardway.plan.shapes.layer import Attention, Experts, LayerShape, Matrix
+from shardway.plan.shapes.layer import AttentionShape, ExpertsShape, LayerShape, Matrix
 
-ATTENTION = Attention(heads=4, kv_heads=2, head_dim=8)
+ATTENTION = AttentionShape(heads=4, kv_heads=2, head_dim=8)
 LAYER = LayerShape(hidden=16, attention=ATTENTION, ffn=24)
 MODEL = Architecture(name="m", hidden=16, runs=(LayerRun(LAYER, 2),), vocab=50)
 
@@ -21,9 +21,9 @@ def test_norms_of_queries_and_keys() -> None:
 
 
 def test_biases_of_experts_and_a_gate_of_the_shared_ones() -> None:
-    plain = replace(LAYER, experts=Experts(count=6, per_token=2, dim=8, shared_dim=8))
-    biased = replace(LAYER, experts=Experts(count=6, per_token=2, dim=8, shared_dim=8, bias=True))
-    gated = replace(LAYER, experts=Experts(count=6, per_token=2, dim=8, shared_dim=8, shared_gate=True))
+    plain = replace(LAYER, experts=ExpertsShape(count=6, per_token=2, dim=8, shared_dim=8))
+    biased = replace(LAYER, experts=ExpertsShape(count=6, per_token=2, dim=8, shared_dim=8, bias=True))
+    gated = replace(LAYER, experts=ExpertsShape(count=6, per_token=2, dim=8, shared_dim=8, shared_gate=True))
     assert biased.parameters - plain.parameters == 6 + 6 * (2 * 8 + 16)
     assert biased.active_parameters - plain.active_parameters == 6 + 2 * (2 * 8 + 16)
     assert gated.parameters - plain.parameters == 16
@@ -41,7 +41,7 @@ def test_ends() -> None:
 
 def test_an_encoder_of_another_length() -> None:
     """By hand: a layer of the encoder on 8 positions, and one of the decoder on 4 that looks at those 8."""
-    own = Attention(heads=2, kv_heads=2, head_dim=8, causal=False)
+    own = AttentionShape(heads=2, kv_heads=2, head_dim=8, causal=False)
     encoder = LayerShape(hidden=16, attention=own, ffn=24, gated=False)
     decoder = replace(encoder, attention=replace(own, causal=True), cross=replace(own, cross=True))
     runs = (LayerRun(encoder, 1, "encoder"), LayerRun(decoder, 1))
@@ -58,7 +58,7 @@ def test_an_encoder_of_another_length() -> None:
 
 
 def test_equal_lengths_need_not_be_named() -> None:
-    own = Attention(heads=2, kv_heads=2, head_dim=8, causal=False)
+    own = AttentionShape(heads=2, kv_heads=2, head_dim=8, causal=False)
     decoder = LayerShape(hidden=16, attention=own, cross=replace(own, cross=True), ffn=24)
     encoder = replace(decoder, cross=None)
     runs = (LayerRun(encoder, 1, "encoder"), LayerRun(decoder, 1))

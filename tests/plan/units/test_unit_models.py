@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardway.errors import UserError
-from shardway.plan.answer.terms import Terms
+from shardway.plan.answer.terms import JobTerms
 from shardway.plan.machine import Machine
 from shardway.plan.render.units import render_units, unit_facts
 from shardway.plan.shapes.measured import Measured, Unit
@@ -73,7 +73,7 @@ def test_a_batch_that_does_not_split_is_told() -> None:
 def ask(size: int, world: int = 8, **changes: object) -> UnitAnswer:
     case = UnitCase(model=model(size), global_batch=64 * world)
     question = UnitQuestion(case, machine(), world, Span(1e6, "samples"))
-    return answer_units(replace(question, **changes), Terms())  # type: ignore[arg-type]
+    return answer_units(replace(question, **changes), JobTerms())  # type: ignore[arg-type]
 
 
 def test_copies_where_they_fit_and_shards_where_not() -> None:

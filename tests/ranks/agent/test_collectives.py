@@ -19,7 +19,7 @@ from shardway.ranks.agent.collectives import (
     merge_heard,
     render_ranks,
 )
-from shardway.ranks.agent.record import Call, Line, Record, Team, make_team
+from shardway.ranks.agent.record import Call, CallTimeline, Record, Team, make_team
 
 ALL = make_team("gloo", "0", "", (0, 1, 2, 3))
 LEFT, RIGHT = make_team("gloo", "1", "tp", (0, 1)), make_team("gloo", "2", "tp", (2, 3))
@@ -42,7 +42,7 @@ def inside(last: int) -> list[Call]:
 
 def hear(ranks: Mapping[int, Mapping[Team, Sequence[Call]]], *silent: int, whole: bool = True) -> Heard:
     records = (
-        Record(rank, tuple(Line(team, tuple(calls)) for team, calls in lines.items()), whole)
+        Record(rank, tuple(CallTimeline(team, tuple(calls)) for team, calls in lines.items()), whole)
         for rank, lines in ranks.items()
     )
     return Heard(tuple(records), silent)
@@ -254,7 +254,7 @@ class World:
         for index, team in enumerate(entered):
             calls = counts.setdefault(team, [])
             calls.append(call(len(calls) + 1, ended=index < len(entered) - 1 or self.is_free(rank)))
-        return Record(rank, tuple(Line(team, tuple(calls)) for team, calls in counts.items()))
+        return Record(rank, tuple(CallTimeline(team, tuple(calls)) for team, calls in counts.items()))
 
 
 @st.composite

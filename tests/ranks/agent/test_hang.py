@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardway.ranks.agent.hang import NOBODY, Behind, Hang, HangFinder, Sighting, Stopped, find_behind, merge_behind
-from shardway.ranks.agent.page import Entry
-from shardway.ranks.agent.patience import Patience, Span
+from shardway.ranks.agent.page import HeartbeatEntry
+from shardway.ranks.agent.patience import ActivitySpan, Patience
 from shardway.ranks.progress import Activity
 
 LOOK_S = 0.25
@@ -23,7 +23,7 @@ class Ranks:
         self.now = 1000.0
         self.patience = Patience(start_s=600.0)
         self.finder = HangFinder(self.patience, longest_tick_s=2 * LOOK_S)
-        self.pages = {rank: Entry(1, 10 + rank, Activity.START, 0, self.now) for rank in range(count)}
+        self.pages = {rank: HeartbeatEntry(1, 10 + rank, Activity.START, 0, self.now) for rank in range(count)}
         self.stopped: dict[int, Stopped] = {}
         self.elsewhere = NOBODY
 
@@ -79,7 +79,7 @@ def test_who_waits_for_one_with_more_patience_does_not_hang() -> None:
     """Data may be late for a minute; that the others are in their step meanwhile is no hang of theirs."""
     ranks = Ranks(2)
     for _ in range(5):
-        ranks.patience.observe(Span(Activity.DATA), 0.1)
+        ranks.patience.observe(ActivitySpan(Activity.DATA), 0.1)
     ranks.train(10)
     ranks.enter(Activity.DATA, 10)
     ranks.enter(Activity.STEP, 10, 0)

@@ -12,7 +12,7 @@ import pytest
 
 from shardway.ranks.agent.page import (
     VARIABLE,
-    Entry,
+    HeartbeatEntry,
     PageWriter,
     open_page,
     page_path,
@@ -26,7 +26,7 @@ def test_a_reader_gets_what_was_written_last(tmp_path: Path) -> None:
     assert read_page(tmp_path / "rank-0") is None
     page.write(Activity.LOAD, 0, 1.5)
     page.write(Activity.STEP, 7, 2.5)
-    assert read_page(tmp_path / "rank-0") == Entry(2, os.getpid(), Activity.STEP, 7, 2.5)
+    assert read_page(tmp_path / "rank-0") == HeartbeatEntry(2, os.getpid(), Activity.STEP, 7, 2.5)
 
 
 def test_a_page_that_is_opened_again_goes_on(tmp_path: Path) -> None:

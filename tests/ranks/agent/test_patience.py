@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardway.ranks.agent.patience import Patience, Span, read_patience
+from shardway.ranks.agent.patience import ActivitySpan, Patience, read_patience
 from shardway.ranks.progress import Activity
 from shardway.runfile.machine import RunSection
 
-STEP, SAVE = Span(Activity.STEP), Span(Activity.SAVE)
+STEP, SAVE = ActivitySpan(Activity.STEP), ActivitySpan(Activity.SAVE)
 
 
-def learnt(span: Span, *seconds: float) -> Patience:
+def learnt(span: ActivitySpan, *seconds: float) -> Patience:
     patience = Patience(start_s=600.0)
     for each in seconds:
         patience.observe(span, each)
@@ -39,18 +39,18 @@ def test_what_is_unknown_has_the_patience_of_a_start() -> None:
     assert patience.limit_s(STEP, stopped=False) == 600.0
     patience.observe(STEP, 1.0)
     assert patience.limit_s(STEP, stopped=False) == 8.0
-    assert patience.limit_s(Span(Activity.START), stopped=False) == 600.0
+    assert patience.limit_s(ActivitySpan(Activity.START), stopped=False) == 600.0
 
 
 def test_the_first_step_teaches_nothing_and_is_not_judged_by_others() -> None:
-    patience = learnt(Span(Activity.STEP, is_first=True), 90.0, 90.0, 90.0)
+    patience = learnt(ActivitySpan(Activity.STEP, is_first=True), 90.0, 90.0, 90.0)
     assert patience.usual_s(Activity.STEP) is None
     patience = learnt(STEP, 1.0, 1.0, 1.0)
-    assert patience.limit_s(Span(Activity.STEP, is_first=True), stopped=False) == 600.0
+    assert patience.limit_s(ActivitySpan(Activity.STEP, is_first=True), stopped=False) == 600.0
 
 
 def test_a_step_that_is_repeated_is_a_step() -> None:
-    patience = learnt(Span(Activity.REPEAT), 1.0, 1.0, 1.0)
+    patience = learnt(ActivitySpan(Activity.REPEAT), 1.0, 1.0, 1.0)
     assert patience.limit_s(STEP, stopped=False) == 8.0
     assert patience.as_facts() == {"step": 1.0}
 
@@ -59,14 +59,14 @@ def test_a_step_that_is_repeated_is_a_step() -> None:
 def test_a_fixed_limit_is_kept(activity: Activity) -> None:
     patience = Patience(600.0, fixed_s=30.0)
     for _ in range(5):
-        patience.observe(Span(activity), 100.0)
-    assert patience.limit_s(Span(activity), stopped=False) == 30.0
-    assert patience.limit_s(Span(Activity.START), stopped=False) == 600.0
+        patience.observe(ActivitySpan(activity), 100.0)
+    assert patience.limit_s(ActivitySpan(activity), stopped=False) == 30.0
+    assert patience.limit_s(ActivitySpan(Activity.START), stopped=False) == 600.0
 
 
 @given(st.lists(st.floats(0, 1e5), max_size=50), st.sampled_from(list(Activity)), st.booleans())
 def test_never_less_than_the_margin(times: list[float], activity: Activity, stopped: bool) -> None:
-    assert learnt(Span(activity), *times).limit_s(Span(activity), stopped=stopped) >= 5.0
+    assert learnt(ActivitySpan(activity), *times).limit_s(ActivitySpan(activity), stopped=stopped) >= 5.0
 
 
 def test_a_run_file_says_how_patient_one_is() -> None:
@@ -74,6 +74,6 @@ def test_a_run_file_says_how_patient_one_is() -> None:
     for word in ("4s", "auto"):
         patience = read_patience(RunSection(hang_timeout=word, start_timeout="100s"))
         assert patience is not None
-        limits[word] = [patience.limit_s(Span(each), stopped=False) for each in (Activity.LOAD, Activity.STEP)]
+        limits[word] = [patience.limit_s(ActivitySpan(each), stopped=False) for each in (Activity.LOAD, Activity.STEP)]
     assert limits == {"4s": [100.0, 4.0], "auto": [100.0, 100.0]}
     assert read_patience(RunSection(hang_timeout="off")) is None

@@ -17,9 +17,9 @@ import warm
 from shardway.ranks.agent import recorder, stacks
 from shardway.ranks.agent.hang import Hang, Sighting, Stopped
 from shardway.ranks.agent.page import VARIABLE, page_path, read_page
-from shardway.ranks.agent.patience import Patience, Span
-from shardway.ranks.agent.stacks import Group, ask_for_stacks, group_stacks, read_crash
-from shardway.ranks.agent.watch import Seen, Unwatched, Watch, watched
+from shardway.ranks.agent.patience import ActivitySpan, Patience
+from shardway.ranks.agent.stacks import StackGroup, ask_for_stacks, group_stacks, read_crash
+from shardway.ranks.agent.watch import HeartbeatWatch, Seen, Unwatched, watched
 from shardway.ranks.progress import Activity
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
@@ -108,12 +108,12 @@ class Node:
         """One that knows how long steps take."""
         patience = Patience(start_s=60.0, fixed_s=1.5)
         for _ in range(5):
-            patience.observe(Span(Activity.STEP), 0.02)
+            patience.observe(ActivitySpan(Activity.STEP), 0.02)
         return patience
 
-    def watch(self) -> Watch:
+    def watch(self) -> HeartbeatWatch:
         """A watch over these ranks."""
-        return Watch(self.folder, len(self.ranks), self.patience(), self.woken.append)
+        return HeartbeatWatch(self.folder, len(self.ranks), self.patience(), self.woken.append)
 
 
 @pytest.fixture(autouse=True)
@@ -172,7 +172,7 @@ def test_a_loader_process_that_is_stopped_is_told_to_go_on(node: Node) -> None:
 def test_ranks_are_asked_where_one_of_another_node_hangs_and_go_on(node: Node) -> None:
     node.start(NEVER, 20)
     node.wait_for_step(20)
-    with Watch(node.folder, 2, Patience(start_s=60.0, fixed_s=60.0), node.woken.append) as watch:
+    with HeartbeatWatch(node.folder, 2, Patience(start_s=60.0, fixed_s=60.0), node.woken.append) as watch:
         watch.is_asked = True
         wait_until(lambda: watch.seen is not None)
         before = node.step(0)
@@ -183,7 +183,7 @@ def test_ranks_are_asked_where_one_of_another_node_hangs_and_go_on(node: Node) -
     assert (watch.found, watch.has_hang) == (None, False)
 
 
-class Stamped(Watch):
+class Stamped(HeartbeatWatch):
     """Says when the ranks had been asked, and whether the hang was known to others by then."""
 
     asked_at = float("inf")
@@ -224,7 +224,7 @@ def test_a_process_of_somebody_else_is_never_touched(node: Node) -> None:
             node.wait_for(1, 20)
             grandchild = read_page(page_path(node.folder, 1))
             assert grandchild is not None
-            with Watch(node.folder, 2, node.patience(), node.woken.append):
+            with HeartbeatWatch(node.folder, 2, node.patience(), node.woken.append):
                 assert node.ranks[0].wait(timeout=PATIENCE_S) == -signal.SIGKILL
             os.kill(grandchild.pid, 0)
         finally:
@@ -234,7 +234,7 @@ def test_a_process_of_somebody_else_is_never_touched(node: Node) -> None:
 def test_stacks_are_grouped_and_the_lonely_come_first(node: Node) -> None:
     node.start(20, 20, NEVER)
     node.wait_for_step(20)
-    groups: list[Group] = []
+    groups: list[StackGroup] = []
 
     def have_come_to_their_wait() -> bool:
         """A page is there a moment before its rank waits."""
@@ -282,7 +282,7 @@ def test_stacks_are_read_once_they_are_whole(tmp_path: Path) -> None:
             answers = ask_for_stacks(tmp_path, {3: rank.pid})
         finally:
             rank.kill()
-    assert group_stacks(answers) == [Group((3,), ("wait (a.py:2)", "<module> (a.py:9)"))]
+    assert group_stacks(answers) == [StackGroup((3,), ("wait (a.py:2)", "<module> (a.py:9)"))]
 
 
 def test_nobody_looks_where_nobody_shall() -> None:

@@ -13,11 +13,11 @@ from shardway.ranks.crew.board import Unreachable
 from shardway.ranks.crew.follow import Follow
 from shardway.ranks.crew.lead import Lead
 from shardway.ranks.crew.member import Member
-from shardway.ranks.crew.notes import News, Note, Outcome, State, read_news, read_note, render
+from shardway.ranks.crew.notes import AgentState, News, NodeOutcome, Note, read_news, read_note, render
 from shardway.ranks.crew.roll import LOST_S, Roll
 from shardway.ranks.failure import RankFailure
 
-KILLED = Outcome((RankFailure(1, 4711, -9),))
+KILLED = NodeOutcome((RankFailure(1, 4711, -9),))
 
 
 @dataclass
@@ -75,11 +75,13 @@ class Scene:
         """Begin a start in which all nodes run their ranks; its number."""
         news = self.lead.begin(nodes, port=1)
         for node in nodes:
-            self.say(node, State.RUNNING, news.start)
+            self.say(node, AgentState.RUNNING, news.start)
         self.pass_time(1)
         return news.start
 
-    def say(self, node: int, state: State, start: int, outcome: Outcome | None = None, behind: Behind = NOBODY) -> None:
+    def say(
+        self, node: int, state: AgentState, start: int, outcome: NodeOutcome | None = None, behind: Behind = NOBODY
+    ) -> None:
         (self.lead if node == 0 else self.others[node]).say(state, start, behind, outcome)
 
 
@@ -92,10 +94,10 @@ def scene() -> Scene:
 
 def test_those_that_are_there_and_have_no_ranks_are_gathered(scene: Scene) -> None:
     assert scene.lead.gather(10.0, lambda: False) == (0, 1, 2, 3)
-    scene.say(2, State.RUNNING, 1)
+    scene.say(2, AgentState.RUNNING, 1)
     scene.pass_time(1)
     assert scene.lead.find_free() == (0, 1, 3)
-    scene.say(2, State.ENDED, 1)
+    scene.say(2, AgentState.ENDED, 1)
     scene.pass_time(1)
     assert scene.lead.find_free() == (0, 1, 2, 3)
 
@@ -124,7 +126,7 @@ def test_a_failure_on_one_node_ends_the_start_on_all(scene: Scene) -> None:
     start = scene.run_ranks(0, 1, 2, 3)
     members: list[Member] = [scene.lead, *scene.others.values()]
     assert not any(member.is_over(start) for member in members)
-    scene.say(2, State.FAILED, start)
+    scene.say(2, AgentState.FAILED, start)
     scene.pass_time(1)
     assert all(member.is_over(start) for member in members)
 
@@ -132,12 +134,12 @@ def test_a_failure_on_one_node_ends_the_start_on_all(scene: Scene) -> None:
 def test_a_hang_on_one_node_has_all_asked_and_ends_nothing_yet(scene: Scene) -> None:
     start = scene.run_ranks(0, 1, 2, 3)
     members: list[Member] = [scene.lead, *scene.others.values()]
-    scene.say(2, State.HANGS, start, behind=Behind((7, 1)))
+    scene.say(2, AgentState.HANGS, start, behind=Behind((7, 1)))
     assert not any(member.is_asked(start) for member in members)
     scene.pass_time(1)
     assert all(member.is_asked(start) and not member.is_over(start) for member in members)
     assert scene.lead.elsewhere == Behind((7, 1))
-    scene.say(2, State.FAILED, start)
+    scene.say(2, AgentState.FAILED, start)
     scene.pass_time(1)
     assert all(member.is_asked(start) and member.is_over(start) for member in members)
     again = scene.run_ranks(0, 1)
@@ -146,22 +148,22 @@ def test_a_hang_on_one_node_has_all_asked_and_ends_nothing_yet(scene: Scene) -> 
 
 def test_ranks_that_end_well_end_nothing(scene: Scene) -> None:
     start = scene.run_ranks(0, 1)
-    scene.say(1, State.ENDED, start, Outcome())
+    scene.say(1, AgentState.ENDED, start, NodeOutcome())
     scene.pass_time(1)
     assert not scene.lead.is_over(start)
-    scene.say(0, State.ENDED, start, Outcome())
+    scene.say(0, AgentState.ENDED, start, NodeOutcome())
     scene.pass_time(1)
-    assert scene.lead.await_end().outcomes == {0: Outcome(), 1: Outcome()}
+    assert scene.lead.await_end().outcomes == {0: NodeOutcome(), 1: NodeOutcome()}
 
 
 def test_how_each_node_ended_is_told_and_who_was_lost(scene: Scene) -> None:
     start = scene.run_ranks(0, 1, 2)
     scene.awake = {0, 1}
-    scene.say(1, State.ENDED, start, KILLED)
-    scene.say(0, State.ENDED, start, Outcome())
+    scene.say(1, AgentState.ENDED, start, KILLED)
+    scene.say(0, AgentState.ENDED, start, NodeOutcome())
     scene.pass_time(LOST_S + 1)
     ends = scene.lead.await_end()
-    assert ends.outcomes == {0: Outcome(), 1: KILLED, 2: None}
+    assert ends.outcomes == {0: NodeOutcome(), 1: KILLED, 2: None}
     assert ends.lost == (2,)
 
 
@@ -198,8 +200,8 @@ def test_all_hear_the_exit_code(scene: Scene) -> None:
 
 def test_the_hindmost_rank_of_all_nodes_is_known_to_all(scene: Scene) -> None:
     start = scene.run_ranks(0, 1)
-    scene.say(0, State.RUNNING, start, behind=Behind((7, 2)))
-    scene.say(1, State.RUNNING, start, behind=Behind((7, 1), stopped=True))
+    scene.say(0, AgentState.RUNNING, start, behind=Behind((7, 2)))
+    scene.say(1, AgentState.RUNNING, start, behind=Behind((7, 1), stopped=True))
     scene.pass_time(1)
     scene.pass_time(0.5)
     assert scene.others[1].elsewhere == scene.lead.elsewhere == Behind((7, 1), stopped=True)
@@ -239,9 +241,9 @@ def test_whatever_the_others_do_a_start_comes_to_an_end(acts: list[tuple[str, in
         elif act == "wake":
             scene.awake.add(node)
         elif act == "fail":
-            scene.say(node, State.ENDED, start, KILLED)
+            scene.say(node, AgentState.ENDED, start, KILLED)
         elif act == "end":
-            scene.say(node, State.ENDED, start, Outcome())
+            scene.say(node, AgentState.ENDED, start, NodeOutcome())
         scene.pass_time(halves / 2)
         assert scene.lead.is_over(start) or not was_over
         was_over = scene.lead.is_over(start)
@@ -249,7 +251,7 @@ def test_whatever_the_others_do_a_start_comes_to_an_end(acts: list[tuple[str, in
             scene.pass_time(0.5)  # the others hear it at their next look
             assert all(scene.others[each].is_over(start) for each in scene.awake - {0})
     for node in range(4):
-        scene.say(node, State.ENDED, start, Outcome())
+        scene.say(node, AgentState.ENDED, start, NodeOutcome())
     scene.pass_time(LOST_S + 2)
     ends = scene.lead.await_end()
     assert set(ends.lost) <= {0, 1, 2, 3} - scene.awake

@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 
 from shardway.ranks.agent.collectives import Heard
 from shardway.ranks.agent.hang import Behind, Hang, Sighting, Stopped
-from shardway.ranks.agent.page import Entry
-from shardway.ranks.agent.record import Call, Line, Record, Team
-from shardway.ranks.agent.stacks import Group
+from shardway.ranks.agent.page import HeartbeatEntry
+from shardway.ranks.agent.record import Call, CallTimeline, Record, Team
+from shardway.ranks.agent.stacks import StackGroup
 from shardway.ranks.agent.watch import Seen
-from shardway.ranks.crew.notes import News, Note, Outcome, State, read_news, read_note, render
+from shardway.ranks.crew.notes import AgentState, News, NodeOutcome, Note, read_news, read_note, render
 from shardway.ranks.failure import RankFailure
 from shardway.ranks.progress import Activity
 
 WHOLE = st.integers(0, 9999)
 RANKS = st.lists(WHOLE, max_size=3).map(tuple)
 BEHIND = st.builds(Behind, st.none() | st.tuples(WHOLE, WHOLE), st.booleans())
-ENTRIES = st.builds(Entry, WHOLE, WHOLE, st.sampled_from(list(Activity)), WHOLE, st.floats(0, 1e9))
+ENTRIES = st.builds(HeartbeatEntry, WHOLE, WHOLE, st.sampled_from(list(Activity)), WHOLE, st.floats(0, 1e9))
 HANGS = st.builds(
     Hang,
     RANKS,
@@ -31,25 +31,25 @@ HANGS = st.builds(
     st.builds(Sighting, ENTRIES, st.sampled_from(Stopped)),
     st.booleans(),
 )
-GROUPS = st.lists(st.builds(Group, RANKS, st.lists(st.text(max_size=9), max_size=2).map(tuple)), max_size=2)
+GROUPS = st.lists(st.builds(StackGroup, RANKS, st.lists(st.text(max_size=9), max_size=2).map(tuple)), max_size=2)
 CALLS = st.builds(Call, WHOLE, st.text(max_size=9), WHOLE, st.text(max_size=9), st.text(max_size=9), st.booleans())
 SPANS = st.lists(st.tuples(WHOLE, WHOLE, WHOLE), max_size=2).map(tuple)
 TEAMS = st.builds(Team, st.text(max_size=4), st.text(max_size=4), st.text(max_size=4), SPANS)
-LINES = st.lists(st.builds(Line, TEAMS, st.lists(CALLS, max_size=2).map(tuple)), max_size=2).map(tuple)
+LINES = st.lists(st.builds(CallTimeline, TEAMS, st.lists(CALLS, max_size=2).map(tuple)), max_size=2).map(tuple)
 RECORDS = st.lists(st.builds(Record, WHOLE, LINES, st.booleans(), st.text(max_size=9)), max_size=2).map(tuple)
 SEEN = st.builds(Seen, GROUPS.map(tuple), st.builds(Heard, RECORDS, RANKS))
 PRINTED = st.just((Path("a b/stderr.log"),))
 FLAGS = {"by_agent": st.booleans(), "for_memory": st.booleans()}
 FAILURES = st.builds(RankFailure, WHOLE, WHOLE, st.integers(-64, 255), PRINTED, **FLAGS)
 OUTCOMES = st.builds(
-    Outcome,
+    NodeOutcome,
     st.lists(FAILURES, max_size=2).map(tuple),
     st.none() | HANGS,
     SEEN,
     st.booleans(),
     st.booleans(),
 )
-NOTES = st.builds(Note, WHOLE, WHOLE, st.sampled_from(list(State)), BEHIND, st.none() | OUTCOMES)
+NOTES = st.builds(Note, WHOLE, WHOLE, st.sampled_from(list(AgentState)), BEHIND, st.none() | OUTCOMES)
 NEWS = st.builds(
     News, WHOLE, WHOLE, RANKS, WHOLE, RANKS, st.booleans(), st.booleans(), BEHIND, st.none() | st.integers(0, 255)
 )

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from shardway.hardware.nvidia import NvidiaState
-from shardway.ranks.doctor.finding import Finding, Verdict
-from shardway.ranks.doctor.surroundings import Surroundings, Wanted
+from shardway.ranks.doctor.finding import CheckResult, CheckVerdict
+from shardway.ranks.doctor.surroundings import MachineNeeds, MachineView
 from shardway.ranks.launcher import Placement
 from shardway.sites.schema import SiteProfile
 
@@ -42,24 +42,24 @@ def make_nvidia(count: int = 4, **columns: tuple[str, ...]) -> NvidiaState:
     return NvidiaState("ok", "", ("NVIDIA A100-SXM4-40GB",) * count, 0, columns)
 
 
-def make(site: SiteProfile | None = None, environ: dict[str, str] | None = None, **changes: Any) -> Surroundings:
+def make(site: SiteProfile | None = None, environ: dict[str, str] | None = None, **changes: Any) -> MachineView:
     """The first rank of eight on two nodes of a Slurm job."""
-    base = Surroundings(
+    base = MachineView(
         environ={"SLURM_JOB_ID": "77", **(environ or {})},
         site=site or make_site(),
         placement=make_placement(),
         host="n1",
-        wanted=Wanted(),
+        wanted=MachineNeeds(),
         usable_cores=16,
         machine_cores=64,
     )
     return replace(base, **changes)
 
 
-def check(finding: Finding, verdict: str, *words: str) -> None:
+def check(finding: CheckResult, verdict: str, *words: str) -> None:
     """A finding has this verdict, these words in what it found or in its remedy, and a remedy where it needs one."""
     assert finding.verdict == verdict, finding
     text = f"{finding.found} | {finding.remedy}"
     for word in words:
         assert word in text, (word, text)
-    assert bool(finding.remedy) == (finding.verdict in (Verdict.WARN, Verdict.FAIL)), finding
+    assert bool(finding.remedy) == (finding.verdict in (CheckVerdict.WARN, CheckVerdict.FAIL)), finding

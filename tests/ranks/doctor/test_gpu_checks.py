@@ -7,7 +7,7 @@ from made_machines import GPU_NODE, check, make, make_nvidia, make_placement, ma
 
 from shardway.hardware.nvidia import NvidiaState
 from shardway.ranks.doctor.checks import gpu
-from shardway.ranks.doctor.surroundings import Wanted
+from shardway.ranks.doctor.surroundings import MachineNeeds
 
 WITH_GPUS = make_site(node=GPU_NODE, request={"accelerators": "gres", "whole_nodes": True})
 
@@ -32,13 +32,13 @@ def test_the_driver_answers(nvidia: NvidiaState, device_files: bool, verdict: st
         (4, {}, "ok", ("4 x NVIDIA A100", "in the profile of made-up")),
         (3, {}, "fail", ("3 x", "4 are in the profile", "--gres=gpu:4", "--exclude=n1")),
         (0, {}, "fail", ("no GPU",)),
-        (0, {"wanted": Wanted(device="cpu")}, "ok", ("none",)),
+        (0, {"wanted": MachineNeeds(device="cpu")}, "ok", ("none",)),
         (2, {"environ": {"SLURM_JOB_ID": "1", "SLURM_GPUS_ON_NODE": "2"}}, "ok", ("what the scheduler gave",)),
         (1, {"environ": {"SLURM_JOB_ID": "1", "SLURM_GPUS_ON_NODE": "2"}}, "fail", ("2 are what the scheduler gave",)),
         (2, {"site": make_site(node=GPU_NODE, request={"whole_nodes": False})}, "ok", ("2 x",)),
         (
             2,
-            {"site": make_site(), "wanted": Wanted(device="cuda")},
+            {"site": make_site(), "wanted": MachineNeeds(device="cuda")},
             "fail",
             ("4 are what the ranks of this node need",),
         ),
@@ -87,7 +87,7 @@ def test_each_rank_sees_the_gpus_of_its_node(environ: dict[str, str], verdict: s
 
 
 def test_a_run_on_cpus_may_hide_gpus() -> None:
-    around = make(WITH_GPUS, {"CUDA_VISIBLE_DEVICES": ""}, wanted=Wanted(device="cpu"))
+    around = make(WITH_GPUS, {"CUDA_VISIBLE_DEVICES": ""}, wanted=MachineNeeds(device="cpu"))
     check(gpu.check_visible(around), "ok")
 
 

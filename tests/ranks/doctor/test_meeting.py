@@ -23,17 +23,25 @@ from commands import free_port
 from shardway.ranks.doctor import examine as visit
 from shardway.ranks.doctor import wire as wire_module
 from shardway.ranks.doctor.examine import Diagnosis, examine
-from shardway.ranks.doctor.finding import Finding, Report
-from shardway.ranks.doctor.rollcall import Attendance, Point, PortTaken, RollCall, attend, explain_error, find_point
-from shardway.ranks.doctor.surroundings import Surroundings, Wanted
+from shardway.ranks.doctor.finding import CheckResult, Report
+from shardway.ranks.doctor.rollcall import (
+    Attendance,
+    CheckPortTaken,
+    MeetingPoint,
+    RollCall,
+    attend,
+    explain_error,
+    find_point,
+)
+from shardway.ranks.doctor.surroundings import MachineNeeds, MachineView
 from shardway.ranks.doctor.wire import Wire
 from shardway.ranks.doctor.world import judge_attendance, judge_meeting, list_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
 
-def at(port: int) -> Point:
-    return Point("127.0.0.1", port, "launch")
+def at(port: int) -> MeetingPoint:
+    return MeetingPoint("127.0.0.1", port, "launch")
 
 
 @contextmanager
@@ -149,7 +157,7 @@ def test_strangers_are_let_go_and_ranks_of_other_launches_too() -> None:
                 return
             time.sleep(0.02)
 
-    other = Point(point.address, point.port, "another launch")
+    other = MeetingPoint(point.address, point.port, "another launch")
     told: list[bytes] = []
     found: list[Attendance] = []
 
@@ -211,7 +219,7 @@ def test_the_doctor_avoids_a_port_that_is_held_as_training_does() -> None:
     with (
         socket.create_server(("", point.port)),
         socket.create_server(("", point.further[0])),
-        pytest.raises(PortTaken, match="in use"),
+        pytest.raises(CheckPortTaken, match="in use"),
     ):
         RollCall(point, 2).gather(5.0)
 
@@ -224,17 +232,17 @@ def test_ranks_in_short(ranks: list[int], text: str) -> None:
 # --- the whole visit
 
 
-def rank_of(number: int, port: int, folder: Path | None, world: int = 2) -> Surroundings:
+def rank_of(number: int, port: int, folder: Path | None, world: int = 2) -> MachineView:
     placement = make_placement(rank=number, world=world, per_node=1, master_addr="127.0.0.1", master_port=port)
-    wanted = Wanted(folder=folder, device="cpu")
+    wanted = MachineNeeds(folder=folder, device="cpu")
     return make(make_site(), placement=placement, host=f"n{number}", wanted=wanted)
 
 
-def together(diagnosis: Diagnosis) -> dict[str, Finding]:
+def together(diagnosis: Diagnosis) -> dict[str, CheckResult]:
     return {finding.check: finding for finding in diagnosis.together}
 
 
-def visit_all(ranks: list[Surroundings], **options: Any) -> list[Diagnosis]:
+def visit_all(ranks: list[MachineView], **options: Any) -> list[Diagnosis]:
     found: dict[int, Diagnosis] = {}
     with alongside(
         *(lambda around=around: found.update({around.rank: examine(around, **options)}) for around in ranks)

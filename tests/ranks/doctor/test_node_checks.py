@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_machines import check, make, make_placement, make_site
 
-from shardway.hardware.command import Answer
+from shardway.hardware.command import CommandResult
 from shardway.hardware.limits import TaskLimit
 from shardway.hardware.links import Interface, Port
-from shardway.hardware.mounts import Mount
+from shardway.hardware.mounts import MountedFileSystem
 from shardway.ranks.doctor.checks import host, network, software, storage
-from shardway.ranks.doctor.surroundings import Wanted
+from shardway.ranks.doctor.surroundings import MachineNeeds
 from shardway.ranks.interface import look_up
 
 GIB = 2**30
@@ -204,15 +204,15 @@ def test_infiniband(
     ],
 )
 def test_room_for_checkpoints(free: float, inodes: int | None, size: float | None, verdict: str) -> None:
-    wanted = Wanted(checkpoint_bytes=size and size * GIB, keep=3)
+    wanted = MachineNeeds(checkpoint_bytes=size and size * GIB, keep=3)
     check(storage.judge_space(make(wanted=wanted), "/scratch", int(free * GIB), inodes), verdict, "/scratch")
 
 
 def test_writing_leaves_nothing_behind(tmp_path: Path) -> None:
-    around = make(wanted=Wanted(folder=tmp_path / "runs/not/yet/there"))
+    around = make(wanted=MachineNeeds(folder=tmp_path / "runs/not/yet/there"))
     check(storage.check_write(around), "ok", str(tmp_path))
     assert list(tmp_path.iterdir()) == []
-    gone = make(wanted=Wanted(folder=Path("/proc/nowhere/run")))
+    gone = make(wanted=MachineNeeds(folder=Path("/proc/nowhere/run")))
     check(storage.check_write(gone), "fail", "/proc", "--dir")
     check(storage.check_write(make()), "n/a")
 
@@ -222,7 +222,7 @@ def test_file_systems_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     around = make(make_site(storage=tables), {"HOME": str(tmp_path), "S": "/no/such"})
     assert storage.list_places(around) == [str(tmp_path), "/no/such/a"]
     check(storage.check_mounts(around), "warn", "not there: /no/such/a")
-    monkeypatch.setattr(storage, "run_commands", lambda words, limit: [Answer(-9, hung=True) for _ in words])
+    monkeypatch.setattr(storage, "run_commands", lambda words, limit: [CommandResult(-9, hung=True) for _ in words])
     check(storage.check_mounts(around), "fail", "did not answer", "--exclude=n1")
     check(storage.check_mounts(make()), "n/a")
 
@@ -234,8 +234,8 @@ def test_caches_and_python() -> None:
     check(storage.check_caches(make(site, there)), "ok")
     check(storage.check_caches(make(site, {**there, "TRITON_CACHE_DIR": "/home/a/t"})), "warn", "TRITON_CACHE_DIR")
     check(storage.check_caches(make(LOCAL, there)), "n/a")
-    check(storage.check_python(make(mounts=(Mount(PurePosixPath("/"), "lustre", "x"),))), "warn", "lustre")
-    check(storage.check_python(make(mounts=(Mount(PurePosixPath("/"), "ext4", "x"),))), "ok")
+    check(storage.check_python(make(mounts=(MountedFileSystem(PurePosixPath("/"), "lustre", "x"),))), "warn", "lustre")
+    check(storage.check_python(make(mounts=(MountedFileSystem(PurePosixPath("/"), "ext4", "x"),))), "ok")
 
 
 OFFLINE = make_site(internet={"nodes": "none"})
@@ -249,9 +249,17 @@ TOLD = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
         ({"site": make_site(internet={"nodes": "direct"})}, "ok", ()),
         ({"site": OFFLINE, "environ": TOLD}, "ok", ()),
         ({"site": OFFLINE}, "warn", ("export HF_HUB_OFFLINE=1 WANDB_MODE=offline",)),
-        ({"site": OFFLINE, "wanted": Wanted(uses_hub=True)}, "fail", ("HF_HUB_OFFLINE",)),
-        ({"site": OFFLINE, "wanted": Wanted(uses_hub=True), "environ": {**TOLD, "HF_HUB_OFFLINE": "0"}}, "fail", ()),
-        ({"site": OFFLINE, "wanted": Wanted(uses_hub=True), "environ": {"HF_HUB_OFFLINE": "1"}}, "warn", ("WANDB",)),
+        ({"site": OFFLINE, "wanted": MachineNeeds(uses_hub=True)}, "fail", ("HF_HUB_OFFLINE",)),
+        (
+            {"site": OFFLINE, "wanted": MachineNeeds(uses_hub=True), "environ": {**TOLD, "HF_HUB_OFFLINE": "0"}},
+            "fail",
+            (),
+        ),
+        (
+            {"site": OFFLINE, "wanted": MachineNeeds(uses_hub=True), "environ": {"HF_HUB_OFFLINE": "1"}},
+            "warn",
+            ("WANDB",),
+        ),
     ],
 )
 def test_libraries_know_of_no_internet(changes: dict[str, Any], verdict: str, words: tuple[str, ...]) -> None:
@@ -274,22 +282,27 @@ def test_containers(tmp_path: Path) -> None:
     ):
         check(software.check_container(make(environ=environ, root=tmp_path)), "ok", f"inside {name}")
     check(software.check_container(make(root=tmp_path)), "ok", "no container")
-    wanted = Wanted(container="pyxis")
+    wanted = MachineNeeds(container="pyxis")
     check(software.check_container(make(root=tmp_path, wanted=wanted)), "fail", "pyxis")
-    enroot = (Mount(PurePosixPath("/"), "ext4", "x"), Mount(PurePosixPath("/.lock"), "ext4", "x"))
+    enroot = (
+        MountedFileSystem(PurePosixPath("/"), "ext4", "x"),
+        MountedFileSystem(PurePosixPath("/.lock"), "ext4", "x"),
+    )
     check(software.check_container(make(root=tmp_path, wanted=wanted, mounts=enroot)), "ok", "inside enroot")
-    overlay = (Mount(PurePosixPath("/"), "overlay", "overlay"),)
+    overlay = (MountedFileSystem(PurePosixPath("/"), "overlay", "overlay"),)
     check(software.check_container(make(root=tmp_path, wanted=wanted, mounts=overlay)), "ok", "a container")
 
 
 def test_the_scheduler_and_the_account() -> None:
-    check(software.judge_scheduler("slurm", Answer(0, "gpu\n")), "ok")
-    check(software.judge_scheduler("slurm", Answer(1, "", "Unable to contact slurm controller")), "fail", "Unable")
-    check(software.judge_scheduler("pbs", Answer(-9, hung=True)), "fail", "qstat -Q", "did not answer")
-    check(software.judge_account("Proj1", Answer(0, "proj1\nproj2\nproj1\n")), "ok")
-    check(software.judge_account("proj3", Answer(0, "proj1\nproj2\n")), "fail", "proj1, proj2")
-    check(software.judge_account("proj3", Answer(0, "")), "n/a")
-    check(software.judge_account("proj3", Answer(127, err="No such file")), "n/a", "No such file")
+    check(software.judge_scheduler("slurm", CommandResult(0, "gpu\n")), "ok")
+    check(
+        software.judge_scheduler("slurm", CommandResult(1, "", "Unable to contact slurm controller")), "fail", "Unable"
+    )
+    check(software.judge_scheduler("pbs", CommandResult(-9, hung=True)), "fail", "qstat -Q", "did not answer")
+    check(software.judge_account("Proj1", CommandResult(0, "proj1\nproj2\nproj1\n")), "ok")
+    check(software.judge_account("proj3", CommandResult(0, "proj1\nproj2\n")), "fail", "proj1, proj2")
+    check(software.judge_account("proj3", CommandResult(0, "")), "n/a")
+    check(software.judge_account("proj3", CommandResult(127, err="No such file")), "n/a", "No such file")
     needed = make_site(request={"account": "required", "account_command": "jutil user projects"})
     check(software.check_account(make(needed)), "warn", "jutil user projects")
     check(software.check_account(make()), "n/a")

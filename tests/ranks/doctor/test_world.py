@@ -11,21 +11,21 @@ from made_machines import check, make, make_placement, make_site
 
 from shardway.ranks.doctor.examine import Diagnosis, run_preflight
 from shardway.ranks.doctor.finding import (
-    Check,
-    Finding,
+    CheckResult,
+    CheckScope,
+    CheckVerdict,
+    DoctorCheck,
     Report,
-    Verdict,
-    Where,
     bad,
     good,
     parse_finding,
     poor,
     unknown,
 )
-from shardway.ranks.doctor.rollcall import Clock
+from shardway.ranks.doctor.rollcall import ClockOffset
 from shardway.ranks.doctor.runner import run_checks
 from shardway.ranks.doctor.summary import as_json, judge, list_rows, render
-from shardway.ranks.doctor.surroundings import Surroundings, look_around
+from shardway.ranks.doctor.surroundings import MachineView, look_around
 from shardway.ranks.doctor.table import CHECKS, WORLD_CHECKS, list_names
 from shardway.ranks.doctor.torch_verdicts import judge_import, judge_matmul, judge_peers, judge_start, judge_sum
 from shardway.ranks.doctor.world import (
@@ -82,7 +82,7 @@ def test_nodes_are_compared_with_their_peers() -> None:
     ],
 )
 def test_clocks(ahead: float, error: float, verdict: str, words: str) -> None:
-    check(judge_clocks({"n1": Clock(ahead, error)}), verdict, words)
+    check(judge_clocks({"n1": ClockOffset(ahead, error)}), verdict, words)
     check(judge_clocks({}), "n/a")
 
 
@@ -137,9 +137,9 @@ def test_gpus_that_do_not_reach_each_other() -> None:
 
 
 def run_one(
-    examine: Any, around: Surroundings | None = None, where: Where = Where.NODE, limit_s: float = 60.0
-) -> list[Finding]:
-    return run_checks({"x": Check("is it so", where, examine, quick=True, limit_s=limit_s)}, around or make())
+    examine: Any, around: MachineView | None = None, where: CheckScope = CheckScope.NODE, limit_s: float = 60.0
+) -> list[CheckResult]:
+    return run_checks({"x": DoctorCheck("is it so", where, examine, quick=True, limit_s=limit_s)}, around or make())
 
 
 def test_a_check_that_hangs_is_left_behind() -> None:
@@ -152,7 +152,7 @@ def test_a_check_that_hangs_is_left_behind() -> None:
 
 
 def test_a_check_that_is_wrong_ends_nothing() -> None:
-    def wrong(around: Surroundings) -> Finding:
+    def wrong(around: MachineView) -> CheckResult:
         raise ZeroDivisionError("division by zero")
 
     (found,) = run_one(wrong)
@@ -163,17 +163,17 @@ def test_a_check_that_is_wrong_ends_nothing() -> None:
 @pytest.mark.parametrize(
     ("where", "changes", "verdict"),
     [
-        (Where.NODE, {}, ["ok"]),
-        (Where.NODE, {"placement": make_placement(rank=1)}, []),
-        (Where.RANK, {"placement": make_placement(rank=1)}, ["ok"]),
-        (Where.MACHINE, {"placement": make_placement(rank=4)}, ["ok"]),
-        (Where.LOGIN, {}, ["n/a"]),
-        (Where.NODE, {"placement": make_placement(world=1, per_node=1, launcher="none"), "environ": {}}, ["n/a"]),
-        (Where.LOGIN, {"placement": make_placement(world=1, per_node=1, launcher="none"), "environ": {}}, ["ok"]),
+        (CheckScope.NODE, {}, ["ok"]),
+        (CheckScope.NODE, {"placement": make_placement(rank=1)}, []),
+        (CheckScope.RANK, {"placement": make_placement(rank=1)}, ["ok"]),
+        (CheckScope.MACHINE, {"placement": make_placement(rank=4)}, ["ok"]),
+        (CheckScope.LOGIN, {}, ["n/a"]),
+        (CheckScope.NODE, {"placement": make_placement(world=1, per_node=1, launcher="none"), "environ": {}}, ["n/a"]),
+        (CheckScope.LOGIN, {"placement": make_placement(world=1, per_node=1, launcher="none"), "environ": {}}, ["ok"]),
     ],
 )
-def test_where_a_check_is_asked(where: Where, changes: dict[str, Any], verdict: list[str]) -> None:
-    around = Surroundings(**{**vars(make()), **changes})
+def test_where_a_check_is_asked(where: CheckScope, changes: dict[str, Any], verdict: list[str]) -> None:
+    around = MachineView(**{**vars(make()), **changes})
     assert [found.verdict for found in run_one(lambda around: good("x"), around, where=where)] == verdict
 
 
@@ -197,7 +197,7 @@ def test_variables_that_contradict_each_other_are_a_finding() -> None:
 
 
 def test_a_row_is_the_worst_of_all_nodes() -> None:
-    def told(rank: int, finding: Finding) -> Report:
+    def told(rank: int, finding: CheckResult) -> Report:
         return Report(rank, f"n{rank}", (parse_finding({**finding.as_json(), "check": "gpu.count"}),))
 
     diagnosis = Diagnosis(
@@ -206,10 +206,10 @@ def test_a_row_is_the_worst_of_all_nodes() -> None:
     )
     rows = list_rows(diagnosis)
     assert [(row.check, row.verdict, row.found, row.hosts) for row in rows] == [
-        ("gpu.count", Verdict.FAIL, "3", ("n1", "n3")),
-        ("world.clock", Verdict.NA, "none", ()),
+        ("gpu.count", CheckVerdict.FAIL, "3", ("n1", "n3")),
+        ("world.clock", CheckVerdict.NA, "none", ()),
     ]
-    assert judge(rows) is Verdict.FAIL
+    assert judge(rows) is CheckVerdict.FAIL
     assert render(rows) == (
         "fail  gpu.count        3  [n1, n3]\n                       To do: do\nn/a   world.clock\n1 fail, 0 warn, 0 ok"
     )

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardway.ranks.agreement import Decision, Wishes, read_decision
-from shardway.rundir.attempts import BY_SIGNAL, Attempt, Ending, Started
-from shardway.train.ending import End, find_end
+from shardway.rundir.attempts import BY_SIGNAL, Attempt, AttemptStart, Ending
+from shardway.train.ending import AttemptEnd, find_end
 from shardway.train.stops.deadline import ESTIMATED_BYTES, ESTIMATED_RATE, Deadline, Pace, find_deadline, read_pace
 
 SECONDS = st.floats(0.0, 1e4)
@@ -116,9 +116,9 @@ def test_the_job_says_when_it_ends(tmp_path: Path) -> None:
     attempt.make()
     assert find_deadline(None, None, Pace()) is None
     assert find_deadline(attempt, None, Pace()) is None
-    attempt.write_started(Started("7", started=1000.0, deadline=0.0))
+    attempt.write_started(AttemptStart("7", started=1000.0, deadline=0.0))
     assert find_deadline(attempt, None, Pace()) is None
-    attempt.write_started(Started("7", started=1000.0, deadline=1060.0))
+    attempt.write_started(AttemptStart("7", started=1000.0, deadline=1060.0))
     assert json.loads((attempt.path / "started.json").read_text())["deadline"] == 1060.0
     deadline = find_deadline(attempt, None, Pace(save_s=0.0))
     assert deadline is not None
@@ -136,22 +136,22 @@ FILE = Decision("the stop file asked for a stop")
 @pytest.mark.parametrize(
     ("decision", "stop_file", "end"),
     [
-        (CLOCK, None, End(Ending.DEADLINE, "deadline in 9 s")),
-        (SIGNAL, None, End(Ending.STOPPED, SIGNAL.stop_reason, BY_SIGNAL)),
-        (FILE, "", End(Ending.STOPPED, FILE.stop_reason)),
-        (FILE, "signal came: SIGTERM", End(Ending.STOPPED, "a signal came: SIGTERM", BY_SIGNAL)),
-        (FILE, "too slow", End(Ending.STOPPED, "too slow")),
-        (FILE, "deadline: USR2", End(Ending.DEADLINE, "USR2")),
-        (FILE, "preempted", End(Ending.PREEMPTED, "preempted")),
-        (FILE, "stop before the deadline", End(Ending.STOPPED, "stop before the deadline")),
-        (FILE, "deadlines: two", End(Ending.STOPPED, "deadlines: two")),
-        (FILE, "preempted by one: another, larger", End(Ending.PREEMPTED, "by one: another, larger")),
+        (CLOCK, None, AttemptEnd(Ending.DEADLINE, "deadline in 9 s")),
+        (SIGNAL, None, AttemptEnd(Ending.STOPPED, SIGNAL.stop_reason, BY_SIGNAL)),
+        (FILE, "", AttemptEnd(Ending.STOPPED, FILE.stop_reason)),
+        (FILE, "signal came: SIGTERM", AttemptEnd(Ending.STOPPED, "a signal came: SIGTERM", BY_SIGNAL)),
+        (FILE, "too slow", AttemptEnd(Ending.STOPPED, "too slow")),
+        (FILE, "deadline: USR2", AttemptEnd(Ending.DEADLINE, "USR2")),
+        (FILE, "preempted", AttemptEnd(Ending.PREEMPTED, "preempted")),
+        (FILE, "stop before the deadline", AttemptEnd(Ending.STOPPED, "stop before the deadline")),
+        (FILE, "deadlines: two", AttemptEnd(Ending.STOPPED, "deadlines: two")),
+        (FILE, "preempted by one: another, larger", AttemptEnd(Ending.PREEMPTED, "by one: another, larger")),
         # Of two at once: what a person asked for holds the chain, and a job script knows why a signal came.
-        (CLOCK, "enough", End(Ending.STOPPED, "enough")),
-        (SIGNAL, "Preempted, by a larger job", End(Ending.PREEMPTED, "by a larger job")),
+        (CLOCK, "enough", AttemptEnd(Ending.STOPPED, "enough")),
+        (SIGNAL, "Preempted, by a larger job", AttemptEnd(Ending.PREEMPTED, "by a larger job")),
     ],
 )
-def test_an_end_has_one_name(decision: Decision, stop_file: str | None, end: End) -> None:
+def test_an_end_has_one_name(decision: Decision, stop_file: str | None, end: AttemptEnd) -> None:
     assert find_end(decision, stop_file, "deadline in 9 s") == end
 
 

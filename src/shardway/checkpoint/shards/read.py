@@ -28,23 +28,23 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from shardway.checkpoint.seal import Seal, say_unreadable
 from shardway.checkpoint.shards.ranges import Range, read_ranges
 from shardway.checkpoint.shards.special import find_dtype, put_together
-from shardway.checkpoint.shards.table import Chunk, Shape, Special, Table
+from shardway.checkpoint.shards.table import Chunk, Shape, Special, TensorTable
 from shardway.checkpoint.shards.values import LoadPlanner
 from shardway.checkpoint.state import Tensors
 
 
 @dataclass(frozen=True)
-class Source:
+class ShardSource:
     """The files of a checkpoint: their folder, seals and table. `whole`: those that are read from first to last, so
     that they are compared whatever is wanted of them."""
 
     folder: Path
     seals: Mapping[str, Seal]
-    table: Table
+    table: TensorTable
     whole: Collection[str] = ()
 
 
-def read_tensors(source: Source, tensors: Tensors) -> list[str]:
+def read_tensors(source: ShardSource, tensors: Tensors) -> list[str]:
     """Read a nested state, each rank for itself; what is damaged (empty: it was read).
 
     Raises what torch raises where the state does not fit (RuntimeError, KeyError, ValueError).
@@ -65,25 +65,25 @@ def read_tensors(source: Source, tensors: Tensors) -> list[str]:
     return [damage for name in sorted(wanted) if (damage := _read_file(source, name, wanted[name]))]
 
 
-def list_wanted(table: Table, tensors: Tensors) -> set[str]:
+def list_wanted(table: TensorTable, tensors: Tensors) -> set[str]:
     """The files that `read_tensors` would read for this state. Raises as it does."""
     items, chunks = _plan(table, tensors).create_local_plan().items, _chunks(table)
     places = ((item.storage_index.fqn, tuple(item.storage_index.offset or ())) for item in items)
     return {chunks[place].file for place in places if place in chunks}
 
 
-def _plan(table: Table, tensors: Tensors) -> LoadPlanner:
+def _plan(table: TensorTable, tensors: Tensors) -> LoadPlanner:
     planner = LoadPlanner()
     planner.set_up_planner(tensors, _describe(table))
     return planner
 
 
-def _chunks(table: Table) -> dict[tuple[str, Shape], Chunk]:
+def _chunks(table: TensorTable) -> dict[tuple[str, Shape], Chunk]:
     """By tensor and where they begin in it."""
     return {(name, chunk.offsets): chunk for name, row in table.tensors.items() for chunk in row.chunks}
 
 
-def _read_file(source: Source, name: str, wanted: Sequence[Range]) -> str | None:
+def _read_file(source: ShardSource, name: str, wanted: Sequence[Range]) -> str | None:
     seal = source.seals.get(name)
     if seal is None:
         return f"{name} is not in the manifest"
@@ -121,7 +121,7 @@ def _ranges(chunk: Chunk, wishes: Sequence[_Wish]) -> Iterator[Range]:
         memory = _memory(wishes[0].target)
         yield Range(at, length, lambda: memory)
         return
-    buffer = _Buffer(((end - first, *chunk.sizes[1:]) if chunk.sizes else (), dtype))
+    buffer = _ReadBuffer(((end - first, *chunk.sizes[1:]) if chunk.sizes else (), dtype))
 
     def copy_on() -> None:
         rows = buffer.take()
@@ -136,7 +136,7 @@ def _ranges(chunk: Chunk, wishes: Sequence[_Wish]) -> Iterator[Range]:
 
 def _special_ranges(chunk: Chunk, special: Special, wishes: Sequence[_Wish]) -> Iterator[Range]:
     """The parts of a tensor of a special class, which is put together when the last was read."""
-    buffers = [_Buffer((part.shape, find_dtype(part.dtype))) for part in special.parts]
+    buffers = [_ReadBuffer((part.shape, find_dtype(part.dtype))) for part in special.parts]
 
     def copy_on() -> None:
         whole = put_together(special, [buffer.take() for buffer in buffers])
@@ -150,7 +150,7 @@ def _special_ranges(chunk: Chunk, special: Special, wishes: Sequence[_Wish]) -> 
         at += buffer.bytes
 
 
-class _Buffer:
+class _ReadBuffer:
     """Memory that is made when it is first needed, and let go of when its tensor is taken."""
 
     def __init__(self, form: tuple[Sequence[int], torch.dtype]) -> None:
@@ -186,7 +186,7 @@ def _rows(wishes: Sequence[_Wish]) -> tuple[int, int]:
     return min(firsts), max(first + wish.item.lengths[0] for first, wish in zip(firsts, wishes, strict=True))
 
 
-def _describe(found: Table) -> Metadata:
+def _describe(found: TensorTable) -> Metadata:
     """The table in torch's words."""
     entries: dict[str, Any] = {name: BytesStorageMetadata() for name in found.values}
     for name, row in found.tensors.items():

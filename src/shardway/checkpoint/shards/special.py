@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from shardway.checkpoint.shards.table import Part, Special
+from shardway.checkpoint.shards.table import Special, TensorPart
 from shardway.errors import Bug, SiteError
 
 _MODULES: Mapping[str, str] = MappingProxyType({"OptimState8bit": "torchao.optim.subclass_8bit"})
@@ -51,7 +51,7 @@ def take_apart(tensor: torch.Tensor) -> tuple[Special | None, list[torch.Tensor]
     names, context = tensor.__tensor_flatten__()
     plain = [getattr(tensor, name) for name in names]
     pairs = zip(names, plain, strict=True)
-    parts = tuple(Part(name, dtype_name(part.dtype), tuple(part.shape)) for name, part in pairs)
+    parts = tuple(TensorPart(name, dtype_name(part.dtype), tuple(part.shape)) for name, part in pairs)
     return Special(kind, [_pack(each) for each in context], parts), plain
 
 

@@ -34,7 +34,7 @@ def is_shard(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A plain tensor that a tensor of a special class is made of: the attribute, its format and shape."""
 
     attribute: str
@@ -48,7 +48,7 @@ class Special:
 
     kind: str
     context: Any
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Row:
+class TensorRow:
     """One tensor, whole."""
 
     dtype: str
@@ -75,14 +75,14 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Table:
+class TensorTable:
     """By name: tensors, and values that are none, each as JSON of its own (so that one that is not finite survives)."""
 
-    tensors: Mapping[str, Row]
+    tensors: Mapping[str, TensorRow]
     values: Mapping[str, str]
 
 
-def write_table(path: Path, table: Table) -> Seal:
+def write_table(path: Path, table: TensorTable) -> Seal:
     """Write a table; the seal of its file. The caller makes it durable."""
     files = sorted({chunk.file for row in table.tensors.values() for chunk in row.chunks})
     numbers = {name: number for number, name in enumerate(files)}
@@ -96,7 +96,7 @@ def write_table(path: Path, table: Table) -> Seal:
     return seal_bytes(data)
 
 
-def read_table(folder: Path, manifest: Manifest) -> Table:
+def read_table(folder: Path, manifest: Manifest) -> TensorTable:
     """The table of a checkpoint, compared with its seal. Raises Damaged."""
     seal = manifest.files.get(NAME)
     if seal is None:
@@ -107,7 +107,7 @@ def read_table(folder: Path, manifest: Manifest) -> Table:
         content = json.loads((folder / NAME).read_bytes())
         files = content["files"]
         rows = {name: _read_row(row, files) for name, row in content["tensors"].items()}
-        return Table(rows, {name: str(value) for name, value in content["values"].items()})
+        return TensorTable(rows, {name: str(value) for name, value in content["values"].items()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, LookupError) as error:
         check_answers(folder / NAME, error)
         raise Damaged(folder, [f"{NAME} cannot be read ({error})"]) from None
@@ -122,15 +122,15 @@ def _pack(chunk: Chunk, numbers: Mapping[str, int]) -> list[Any]:
     return packed
 
 
-def _read_row(row: Mapping[str, Any], files: list[str]) -> Row:
+def _read_row(row: Mapping[str, Any], files: list[str]) -> TensorRow:
     chunks = tuple(_unpack(chunk, files) for chunk in row["chunks"])
-    return Row(str(row["dtype"]), tuple(row["shape"]), chunks)
+    return TensorRow(str(row["dtype"]), tuple(row["shape"]), chunks)
 
 
 def _unpack(packed: list[Any], files: list[str]) -> Chunk:
     number, at, offsets, sizes, *rest = packed
     special = None
     if rest:
-        parts = tuple(Part(attribute, dtype, tuple(shape)) for attribute, dtype, shape in rest[0]["parts"])
+        parts = tuple(TensorPart(attribute, dtype, tuple(shape)) for attribute, dtype, shape in rest[0]["parts"])
         special = Special(rest[0]["kind"], rest[0]["context"], parts)
     return Chunk(files[number], int(at), tuple(offsets), tuple(sizes), special)

@@ -23,7 +23,7 @@ from torch.futures import Future
 from shardway.checkpoint.seal import STEP, Seal, Sealer
 from shardway.checkpoint.shards import table
 from shardway.checkpoint.shards.special import dtype_name, take_apart
-from shardway.checkpoint.shards.table import Chunk, Row, Table, shard_name
+from shardway.checkpoint.shards.table import Chunk, TensorRow, TensorTable, shard_name
 from shardway.checkpoint.shards.values import SavePlanner
 from shardway.checkpoint.state import Tensors
 from shardway.ranks.start import Ranks
@@ -34,7 +34,7 @@ def write_tensors(folder: Path, ranks: Ranks, tensors: Tensors) -> dict[str, Sea
 
     Raises CheckpointException (a BaseException) on every rank where one fails.
     """
-    writer = _Writer(folder, ranks.rank)
+    writer = _ShardWriter(folder, ranks.rank)
     # That a process without a group saves alone is meant. The filter stays: to put filters back is for a process with
     # one thread, and this may be another than that of training.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -55,7 +55,7 @@ class _Value:
     text: str
 
 
-class _Writer(StorageWriter):
+class _ShardWriter(StorageWriter):
     """What torch.distributed.checkpoint writes through, on one rank."""
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -142,7 +142,7 @@ def _text(data: Any) -> str:
     return bytes(data.getbuffer()).decode()
 
 
-def _make_table(metadata: Metadata, written: list[WriteResult]) -> Table:
+def _make_table(metadata: Metadata, written: list[WriteResult]) -> TensorTable:
     chunks: dict[str, list[Chunk]] = {}
     values: dict[str, str] = {}
     for result in written:
@@ -152,8 +152,8 @@ def _make_table(metadata: Metadata, written: list[WriteResult]) -> Table:
             chunks.setdefault(result.index.fqn, []).append(result.storage_data)
     tensors = {name: entry for name, entry in metadata.state_dict_metadata.items() if name in chunks}
     rows = {
-        name: Row(dtype_name(entry.properties.dtype), tuple(entry.size), tuple(chunks[name]))
+        name: TensorRow(dtype_name(entry.properties.dtype), tuple(entry.size), tuple(chunks[name]))
         for name, entry in tensors.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    return Table(rows, values)
+    return TensorTable(rows, values)

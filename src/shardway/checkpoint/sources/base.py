@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from shardway.errors import UserError
-from shardway.models.huggingface.pieces import Region, Shape
+from shardway.models.huggingface.pieces import Shape, TensorRegion
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,15 @@ class Described:
     dtype: str
 
 
-class Reader(Protocol):
+class SourceReader(Protocol):
     """Reads tensors of a source."""
 
-    def read(self, name: str, region: Region) -> torch.Tensor:
+    def read(self, name: str, region: TensorRegion) -> torch.Tensor:
         """A region of a tensor, on the CPU, in the format of the source. Raises UserError, Damaged."""
         ...
 
 
-class Source(Protocol):
+class ForeignSource(Protocol):
     """Tensors that somebody else has written."""
 
     @property
@@ -57,7 +57,7 @@ class Source(Protocol):
         """What its config.json says, where it has one."""
         ...
 
-    def open(self) -> AbstractContextManager[Reader]:
+    def open(self) -> AbstractContextManager[SourceReader]:
         """A reader; files stay open until it is closed."""
         ...
 
@@ -70,7 +70,7 @@ class WholeTensors:
         self._name: str | None = None
         self._tensor = torch.empty(0)
 
-    def read(self, name: str, region: Region) -> torch.Tensor:
+    def read(self, name: str, region: TensorRegion) -> torch.Tensor:
         """A view of a region."""
         if name != self._name:
             self._tensor = torch.empty(0)  # let go of the last one first

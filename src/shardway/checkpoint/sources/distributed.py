@@ -23,7 +23,7 @@ import torch
 
 from shardway.checkpoint.shards.special import dtype_name, find_dtype
 from shardway.checkpoint.sources.base import Described, WholeTensors, source_error
-from shardway.models.huggingface.pieces import Region, Shape
+from shardway.models.huggingface.pieces import Shape, TensorRegion
 
 METADATA = ".metadata"
 
@@ -51,7 +51,7 @@ _RECORDS = frozenset(
 class _Box:
     """A part of a tensor, and where torch.save has written it."""
 
-    region: Region
+    region: TensorRegion
     file: str
     at: int
     length: int
@@ -119,7 +119,7 @@ def open_distributed(folder: Path) -> DistributedSource:
 
 
 def _read_place(name: str, chunk: Any, places: Mapping[Any, Any]) -> _Box:
-    region = Region(_sizes(chunk.offsets), _sizes(chunk.sizes))
+    region = TensorRegion(_sizes(chunk.offsets), _sizes(chunk.sizes))
     info = places[name, region.start]
     if getattr(info, "transform_descriptors", None):
         raise ValueError(f"{name} is compressed")
@@ -150,7 +150,7 @@ def _sizes(value: Any) -> Shape:
 
 def _is_covered(shape: Shape, boxes: Sequence[_Box]) -> bool:
     """Whether boxes lie within a tensor and have as many elements as it (torch's own check of a save)."""
-    whole = Region((0,) * len(shape), shape)
+    whole = TensorRegion((0,) * len(shape), shape)
     inside = all(len(box.region.shape) == len(shape) and whole.meet(box.region) == box.region for box in boxes)
     return inside and sum(math.prod(box.region.shape) for box in boxes) == math.prod(shape)
 
@@ -179,7 +179,7 @@ def _damaged(folder: Path, what: str) -> Exception:
 # --- the pickle
 
 
-class _Record:
+class _StandIn:
     """Stands in for an object of the metadata: holds what it was made with and its state, and runs nothing."""
 
     def __init__(self, *values: Any) -> None:
@@ -202,13 +202,13 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """A stand-in, made anew each time: what a pickle does to it, it does to nobody else."""
         if (module, name) in _RECORDS:
-            return type("_Record", (_Record,), {})
+            return type("_Record", (_StandIn,), {})
         if (module, name) == ("torch", "Size"):
             return type("_Sizes", (tuple,), {})
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         if (module, name) == ("builtins", "getattr"):  # how some Pythons write a member of an enumeration
-            return type("_Record", (_Record,), {})
+            return type("_Record", (_StandIn,), {})
         raise _Refused(f"{module}.{name}")
 
 

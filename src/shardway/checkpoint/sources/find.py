@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shardway.checkpoint.find import find_checkpoint
 from shardway.checkpoint.manifest import NAME
-from shardway.checkpoint.sources.base import Source, source_error
+from shardway.checkpoint.sources.base import ForeignSource, source_error
 from shardway.checkpoint.sources.distributed import METADATA, open_distributed
 from shardway.checkpoint.sources.hub import HubSource
 from shardway.checkpoint.sources.own import OwnSource
@@ -27,7 +27,7 @@ _KNOWN = (
 )
 
 
-def open_source(path: Path, step: int | None = None) -> Source:
+def open_source(path: Path, step: int | None = None) -> ForeignSource:
     """The source at a path; `step` chooses among the checkpoints of a run. Raises UserError where it is none, or is
     damaged; Damaged for a checkpoint of Shardway's."""
     if path.is_dir() and is_own(path):
@@ -51,7 +51,7 @@ def is_own(path: Path) -> bool:
     return has_manifest or step_of_checkpoint(path) is not None or bool(RunDir(path).checkpoint_steps())
 
 
-def _open_folder(path: Path) -> Source:
+def _open_folder(path: Path) -> ForeignSource:
     if (path / METADATA).is_file():
         return open_distributed(path)
     files = find_weights(path)
@@ -60,7 +60,7 @@ def _open_folder(path: Path) -> Source:
     return HubSource(path, files)
 
 
-def _open_file(path: Path, head: bytes) -> Source:
+def _open_file(path: Path, head: bytes) -> ForeignSource:
     if head.startswith(_ZIP):
         return open_torch_file(path)
     if head[8:9] == b"{":  # after eight bytes with the length of the header

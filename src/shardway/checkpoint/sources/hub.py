@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from shardway.checkpoint.sources.base import Described, Reader
+from shardway.checkpoint.sources.base import Described, SourceReader
 from shardway.hfconfig import CONFIG, read_config
 from shardway.models.huggingface.files import WeightFiles
 
@@ -46,7 +46,7 @@ class HubSource:
         folder = self.files.folder
         return read_config(folder) if (folder / CONFIG).is_file() else None
 
-    def open(self) -> AbstractContextManager[Reader]:
+    def open(self) -> AbstractContextManager[SourceReader]:
         """Reads regions."""
         return self.files.open()
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shardway.checkpoint.sources.base import Described, Reader, Source
+from shardway.checkpoint.sources.base import Described, ForeignSource, SourceReader
 from shardway.checkpoint.sources.own import OwnSource
 from shardway.checkpoint.sources.settings import is_tied, list_setting_problems
 from shardway.errors import Problem, UserError, check_no_problems, list_some
@@ -24,7 +24,7 @@ from shardway.models.huggingface.families import EMBEDDING, FAMILIES, HEAD, SPAR
 from shardway.models.huggingface.load import Fit, are_equal, find_fit, find_misfit, load_weights
 from shardway.models.huggingface.model import HuggingFaceModel
 from shardway.models.huggingface.own import names_of_transformer
-from shardway.models.huggingface.pieces import Arrangement, Names, Piece, Region, Shape, keep_names
+from shardway.models.huggingface.pieces import Arrangement, Names, Shape, TensorRegion, WeightPiece, keep_names
 from shardway.models.transformer import Transformer
 
 LISTED = 40
@@ -37,7 +37,7 @@ _WEIGHT_FORMATS = ("float64", "float32", "float16", "bfloat16")
 class View:
     """Tensors of a source under other names: short name -> name there, and what is there."""
 
-    source: Source
+    source: ForeignSource
     names: Mapping[str, str]
     tensors: Mapping[str, Described]
     shapes: Mapping[str, Shape]
@@ -58,10 +58,10 @@ class View:
 class Renaming:
     """A reader that takes other names."""
 
-    reader: Reader
+    reader: SourceReader
     names: Mapping[str, str]
 
-    def read(self, name: str, region: Region) -> torch.Tensor:
+    def read(self, name: str, region: TensorRegion) -> torch.Tensor:
         """A region of a tensor."""
         return self.reader.read(self.names[name], region)
 
@@ -84,7 +84,7 @@ class Match:
         with self.view.open() as reader, torch.no_grad():
             for name, buffer in model.named_buffers():
                 if (short := canonical_name(name)) in self.buffers:
-                    whole = Region((0,) * buffer.dim(), tuple(buffer.shape))
+                    whole = TensorRegion((0,) * buffer.dim(), tuple(buffer.shape))
                     buffer.copy_(reader.read(short, whole))
 
     def count_conversions(self, model: nn.Module) -> dict[str, int]:
@@ -98,7 +98,7 @@ class Match:
         return {f"{before} to {after}": count for (before, after), count in sorted(pairs.items()) if before != after}
 
 
-def match_source(source: Source, model: nn.Module, prefix: str | None = None) -> Match:
+def match_source(source: ForeignSource, model: nn.Module, prefix: str | None = None) -> Match:
     """Find every tensor of a whole model (the meta device will do) in a source.
 
     `prefix`: what stands before its names there; None finds it. Raises UserError that names all that does not fit.
@@ -123,7 +123,7 @@ def match_source(source: Source, model: nn.Module, prefix: str | None = None) ->
     return Match(view, fit, known, tuple(name for name in buffers if name not in view.names), found, dict(unused))
 
 
-def _look_under(source: Source, prefix: str) -> View:
+def _look_under(source: ForeignSource, prefix: str) -> View:
     """What of a source has names that begin so, by the rest of these."""
     described = source.tensors
     names = {canonical_name(name).removeprefix(prefix): name for name in described if _starts(name, prefix)}
@@ -143,7 +143,7 @@ def _list_names(model: nn.Module) -> list[Names]:
     return [keep_names]
 
 
-def _all(names: Names, name: str, shape: Shape) -> Iterator[Piece]:
+def _all(names: Names, name: str, shape: Shape) -> Iterator[WeightPiece]:
     for arrangement in names(name, shape):
         yield from arrangement
 
@@ -165,7 +165,7 @@ def _starts(name: str, prefix: str) -> bool:
     return canonical_name(name).startswith(prefix)
 
 
-def _find_prefix(source: Source, expected: set[str]) -> str:
+def _find_prefix(source: ForeignSource, expected: set[str]) -> str:
     """What stands before most names that the model knows. Raises UserError where that is not one thing."""
     if isinstance(source, OwnSource):
         return "model."
@@ -228,7 +228,7 @@ def _check_head(view: View, model: nn.Module) -> None:
     )
 
 
-def has_own_head(source: Source) -> bool:
+def has_own_head(source: ForeignSource) -> bool:
     """Whether a source holds an output layer in the library's names that is not the embedding beside it."""
     for name in source.tensors:
         prefix = canonical_name(name).removesuffix(HEAD)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shardway.checkpoint.contents import VALUE
-from shardway.checkpoint.find import Found
+from shardway.checkpoint.find import FoundCheckpoint
 from shardway.checkpoint.sources.base import Described, WholeTensors
 from shardway.checkpoint.tensors import TensorReader
 from shardway.rundir.directory import RunDir
@@ -24,7 +24,7 @@ from shardway.rundir.directory import RunDir
 class OwnSource:
     """One checkpoint in Shardway's form."""
 
-    found: Found
+    found: FoundCheckpoint
     reader: TensorReader
 
     @property

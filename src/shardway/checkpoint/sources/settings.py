@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from shardway.checkpoint.sources.base import Source
+from shardway.checkpoint.sources.base import ForeignSource
 from shardway.errors import Problem
 from shardway.models.huggingface.model import HuggingFaceModel
 from shardway.models.huggingface.own import to_transformer_shape
@@ -32,7 +32,7 @@ def is_tied(model: nn.Module) -> bool:
     return isinstance(model, Transformer) and model.shape.tied
 
 
-def list_setting_problems(source: Source, model: nn.Module) -> list[Problem]:
+def list_setting_problems(source: ForeignSource, model: nn.Module) -> list[Problem]:
     """Settings in which a source's config.json and the model differ. Raises UserError for a family that Shardway's
     transformer does not compute."""
     config = source.config

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardway.data.sources.base import Asked, Place, data_error
+from shardway.data.sources.base import DataPath, DataRequest, data_error
 from shardway.data.sources.images import Images, make_images
 
 
@@ -25,7 +25,7 @@ class _Archive:
     found: npt.NDArray[Any] | None
 
 
-def open_arrays(place: Place, asked: Asked) -> Images:
+def open_arrays(place: DataPath, asked: DataRequest) -> Images:
     """The samples of the arrays data.inputs and data.targets of a .npz file."""
     if not place.path.is_file():
         raise place.error("does not exist", allowed="a .npz file")
@@ -35,7 +35,7 @@ def open_arrays(place: Place, asked: Asked) -> Images:
     return make_images(inputs, labels, place, asked, f"arrays {section.inputs} and {section.targets} of {place.path}")
 
 
-def _read_array(place: Place, key: str, name: str) -> npt.NDArray[Any]:
+def _read_array(place: DataPath, key: str, name: str) -> npt.NDArray[Any]:
     arrays = _read_named(place, name)
     if arrays.found is not None:
         return arrays.found
@@ -48,7 +48,7 @@ def _read_array(place: Place, key: str, name: str) -> npt.NDArray[Any]:
     )
 
 
-def _read_named(place: Place, name: str) -> _Archive:
+def _read_named(place: DataPath, name: str) -> _Archive:
     try:
         # A ZipFile of our own, because np.load also takes bare arrays and pickles.
         with zipfile.ZipFile(place.path), np.load(place.path, allow_pickle=False) as arrays:

@@ -42,7 +42,7 @@ class SourceFacts:
 
 
 @runtime_checkable
-class Source(Protocol):
+class DataSource(Protocol):
     """Numbered samples; `batch` gathers many at once.
 
     `batch(ids)` returns "inputs" and "targets" with the samples along the first axis; no ids give arrays of length
@@ -64,7 +64,7 @@ class Source(Protocol):
 class Slice:
     """Samples start .. stop of another source, without a copy."""
 
-    whole: Source
+    whole: DataSource
     start: int
     stop: int
 
@@ -89,7 +89,7 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Place:
+class DataPath:
     """A path as the person wrote it and the key that holds it, for messages that name both."""
 
     key: str
@@ -105,7 +105,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Asked:
+class DataRequest:
     """What the run wants from its data: the [data] section, train.seed and what the model takes.
 
     `vocab` and `classes` are those of the model, None where it takes what the data has.

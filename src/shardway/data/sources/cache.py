@@ -17,7 +17,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from shardway.data.sources.base import Place, data_error
+from shardway.data.sources.base import DataPath, data_error
 from shardway.data.sources.tokens import TokenFile, read_npy
 from shardway.errors import Bug, JobError, UserError
 from shardway.places import expand_place, find_own_folder
@@ -55,12 +55,12 @@ def prepare_tokens(folder: Path, name: str, dtype: np.dtype[Any], tokens: Callab
             folder.mkdir(parents=True, exist_ok=True)
             _remove_stale(folder)
             _write_tokens(target, dtype, tokens())
-    return read_npy(Place("data.cache", str(target)))
+    return read_npy(DataPath("data.cache", str(target)))
 
 
 def _is_whole(target: Path) -> bool:
     try:
-        return target.is_file() and read_npy(Place("data.cache", str(target))).tokens >= 0
+        return target.is_file() and read_npy(DataPath("data.cache", str(target))).tokens >= 0
     except UserError:
         return False
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from shardway.data.sources.base import Asked, Place
+from shardway.data.sources.base import DataPath, DataRequest
 from shardway.data.sources.images import Images, make_images
 
 TRAIN, TEST = "train", "t10k"
@@ -27,7 +27,7 @@ _UNSIGNED_BYTE = 0x08
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
-def open_idx(place: Place, asked: Asked, part: str = TRAIN) -> Images:
+def open_idx(place: DataPath, asked: DataRequest, part: str = TRAIN) -> Images:
     """The images and labels of one part ("train" or "t10k") of a folder."""
     if not place.path.is_dir():
         raise place.error("is not a folder", allowed="the folder that holds the idx files")
@@ -36,17 +36,17 @@ def open_idx(place: Place, asked: Asked, part: str = TRAIN) -> Images:
     return make_images(pixels, classes, place, asked, f"{images.name} in {place.path}")
 
 
-def open_idx_validation(place: Place, asked: Asked) -> Images:
+def open_idx_validation(place: DataPath, asked: DataRequest) -> Images:
     """The t10k part of a folder, or its train part where it has no t10k files."""
     return open_idx(place, asked, TEST if has_part(place, TEST) else TRAIN)
 
 
-def has_part(place: Place, part: str) -> bool:
+def has_part(place: DataPath, part: str) -> bool:
     """Whether the folder holds the images of this part."""
     return any(path.is_file() for path in _candidates(place, f"{part}-images-idx3-ubyte"))
 
 
-def read_idx(place: Place, path: Path, dims: int) -> npt.NDArray[np.uint8]:
+def read_idx(place: DataPath, path: Path, dims: int) -> npt.NDArray[np.uint8]:
     """The unsigned bytes of an idx file with `dims` dimensions; UserError for any other content."""
     content = _read_plain(place, path)
     expected = bytes([0, 0, _UNSIGNED_BYTE, dims])
@@ -67,18 +67,18 @@ def read_idx(place: Place, path: Path, dims: int) -> npt.NDArray[np.uint8]:
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 
-def _candidates(place: Place, name: str) -> list[Path]:
+def _candidates(place: DataPath, name: str) -> list[Path]:
     return [place.path / f"{name}{suffix}" for suffix in ("", ".gz")]
 
 
-def _find(place: Place, name: str) -> Path:
+def _find(place: DataPath, name: str) -> Path:
     for path in _candidates(place, name):
         if path.is_file():
             return path
     raise place.error(f"has no file {name} or {name}.gz")
 
 
-def _read_plain(place: Place, path: Path) -> bytes:
+def _read_plain(place: DataPath, path: Path) -> bytes:
     """The content, decompressed where it is gzip whatever its name says (a browser may have unpacked it)."""
     content = path.read_bytes()
     if content[:2] != _GZIP_MAGIC:

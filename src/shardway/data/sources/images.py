@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardway.data.sources.base import Arrays, Asked, Ids, Place, SourceFacts, fingerprint_arrays
+from shardway.data.sources.base import Arrays, DataPath, DataRequest, Ids, SourceFacts, fingerprint_arrays
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class Images:
 
 
 def make_images(
-    inputs: npt.NDArray[Any], labels: npt.NDArray[Any], place: Place, asked: Asked, description: str
+    inputs: npt.NDArray[Any], labels: npt.NDArray[Any], place: DataPath, asked: DataRequest, description: str
 ) -> Images:
     """The samples of an input and a label array; UserError where they do not fit each other or the model.
 
@@ -60,7 +60,7 @@ def make_images(
     return Images(shaped, labels.astype(np.int64), section.mean, section.std, facts)
 
 
-def _check_arrays(inputs: npt.NDArray[Any], labels: npt.NDArray[Any], place: Place) -> None:
+def _check_arrays(inputs: npt.NDArray[Any], labels: npt.NDArray[Any], place: DataPath) -> None:
     if inputs.dtype != np.uint8 and inputs.dtype.kind != "f":
         raise place.error(f"has inputs of type {inputs.dtype}", allowed="uint8, or a floating type")
     if inputs.ndim not in (2, 3, 4):
@@ -73,7 +73,7 @@ def _check_arrays(inputs: npt.NDArray[Any], labels: npt.NDArray[Any], place: Pla
         raise place.error("has no samples")
 
 
-def _check_labels(labels: npt.NDArray[Any], place: Place, classes: int | None) -> int:
+def _check_labels(labels: npt.NDArray[Any], place: DataPath, classes: int | None) -> int:
     lowest, highest = int(labels.min()), int(labels.max())
     if lowest < 0:
         raise place.error(f"has the target {lowest}", allowed="0 and above")

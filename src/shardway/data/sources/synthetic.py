@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shardway.data.order import Order, Words, derive_keys
-from shardway.data.sources.base import Arrays, Asked, Ids, SourceFacts, data_error, fingerprint
+from shardway.data.order import SampleOrder, Words, derive_keys
+from shardway.data.sources.base import Arrays, DataRequest, Ids, SourceFacts, data_error, fingerprint
 
 NOISE = 0.1
 """Part of the tokens that are drawn at random instead of following the successor table."""
@@ -76,12 +76,12 @@ class SyntheticImages:
         return {"inputs": self.patterns[labels] + noise.astype(np.float32), "targets": labels}
 
 
-def open_synthetic(asked: Asked) -> SyntheticTokens | SyntheticImages:
+def open_synthetic(asked: DataRequest) -> SyntheticTokens | SyntheticImages:
     """data.samples made-up samples of what the model takes."""
     return _make_tokens(asked) if asked.wants == "tokens" else _make_images(asked)
 
 
-def _make_tokens(asked: Asked) -> SyntheticTokens:
+def _make_tokens(asked: DataRequest) -> SyntheticTokens:
     if asked.vocab is None:
         raise data_error(
             "data.kind", '"synthetic" has no vocabulary of its own', remedy="set model.vocab to a number of tokens"
@@ -93,11 +93,11 @@ def _make_tokens(asked: Asked) -> SyntheticTokens:
         sample_shape=(seq_len,),
         vocab=asked.vocab,
     )
-    cycle = Order(asked.vocab, asked.seed).ids(np.arange(asked.vocab))
+    cycle = SampleOrder(asked.vocab, asked.seed).ids(np.arange(asked.vocab))
     return SyntheticTokens(samples, asked.seed, seq_len, cycle, facts)
 
 
-def _make_images(asked: Asked) -> SyntheticImages:
+def _make_images(asked: DataRequest) -> SyntheticImages:
     if asked.classes is None:
         raise data_error("data.kind", '"synthetic" has no classes of its own', remedy="set model.classes")
     samples, shape, classes = asked.section.samples, tuple(asked.section.shape), asked.classes

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from shardway.data.sources.base import Asked, Place, SourceFacts, data_error, fingerprint
+from shardway.data.sources.base import DataPath, DataRequest, SourceFacts, data_error, fingerprint
 from shardway.data.sources.cache import Tokens, cache_folder, prepare_tokens
 from shardway.data.sources.tokenizer import Tokenizer, identify_tokenizer, open_tokenizer, split_pieces
 from shardway.data.sources.tokens import TokenFile, TokenWindows, make_windows
@@ -52,7 +52,7 @@ class Text:
         return sum(file.size for file in self.files)
 
 
-def open_text(place: Place, asked: Asked) -> TokenWindows:
+def open_text(place: DataPath, asked: DataRequest) -> TokenWindows:
     """The samples of a text file, or of the files of a folder whose name matches data.include.
 
     A single file read as bytes is mapped where it lies. Otherwise the files, sorted by their path below the folder
@@ -65,7 +65,7 @@ def open_text(place: Place, asked: Asked) -> TokenWindows:
     return _open_tokenized(place, asked, text)
 
 
-def list_text(place: Place, include: str) -> Text:
+def list_text(place: DataPath, include: str) -> Text:
     """The documents at a place; raises UserError where there is none or one may not be read."""
     root = Path(sysconfig.get_path("stdlib")) if place.text == STDLIB else place.path
     if root.is_file():
@@ -96,7 +96,7 @@ def _describe(path: Path, name: str) -> TextFile:
     return TextFile(name, stat.st_size, stat.st_mtime_ns)
 
 
-def _check_text(place: Place, text: Text, include: str) -> None:
+def _check_text(place: DataPath, text: Text, include: str) -> None:
     if not text.files:
         raise place.error(f'has no file that matches "{include}"', remedy="set data.include to a glob on file names")
     denied = [file.name for file in text.files if not os.access(text.root / file.name, os.R_OK)]
@@ -108,7 +108,7 @@ def _check_text(place: Place, text: Text, include: str) -> None:
         raise place.error("is empty" if len(text.files) == 1 else f"has {len(text.files)} files, all of them empty")
 
 
-def _open_bytes(place: Place, asked: Asked, text: Text) -> TokenWindows:
+def _open_bytes(place: DataPath, asked: DataRequest, text: Text) -> TokenWindows:
     _check_vocab(asked, 256, "bytes")
     file = text.files[0]
     if len(text.files) == 1:
@@ -119,7 +119,7 @@ def _open_bytes(place: Place, asked: Asked, text: Text) -> TokenWindows:
     return make_windows(tokens, place, asked, facts)
 
 
-def _open_tokenized(place: Place, asked: Asked, text: Text) -> TokenWindows:
+def _open_tokenized(place: DataPath, asked: DataRequest, text: Text) -> TokenWindows:
     name = asked.section.tokenizer
     tokenizer = open_tokenizer(name)
     _check_vocab(asked, tokenizer.vocab, name)
@@ -135,7 +135,7 @@ def _open_tokenized(place: Place, asked: Asked, text: Text) -> TokenWindows:
     return make_windows(tokens, place, asked, facts)
 
 
-def _check_vocab(asked: Asked, vocab: int, tokenizer: str) -> None:
+def _check_vocab(asked: DataRequest, vocab: int, tokenizer: str) -> None:
     if asked.vocab is not None and asked.vocab < vocab:
         raise data_error(
             "model.vocab",
@@ -149,7 +149,7 @@ def _summarise(text: Text) -> str:
     return f"{text.size / 1e6:.1f} MB of text, {files} in {text.root}"
 
 
-def _prepare(asked: Asked, text: Text, dtype: np.dtype[Any], tokens: Callable[[], Iterator[Tokens]]) -> TokenFile:
+def _prepare(asked: DataRequest, text: Text, dtype: np.dtype[Any], tokens: Callable[[], Iterator[Tokens]]) -> TokenFile:
     """The token file of this text and tokenizer in the cache, made now where it is not there yet."""
     tokenizer = identify_tokenizer(asked.section.tokenizer)
     listed = ((file.name, file.size, file.mtime_ns) for file in text.files)

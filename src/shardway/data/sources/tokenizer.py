@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from shardway.data.sources.base import Place, fingerprint
+from shardway.data.sources.base import DataPath, fingerprint
 from shardway.errors import UserError
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
@@ -76,7 +76,7 @@ class SentencePiece:
 
 def open_tokenizer(name: str) -> Tokenizer:
     """The tokenizer of a .json or .model file; UserError where it is missing, damaged or its package is."""
-    place = Place("data.tokenizer", name)
+    place = DataPath("data.tokenizer", name)
     openers = {".json": _open_json, ".model": _open_sentencepiece}
     if place.path.suffix not in openers:
         raise place.error("is not a tokenizer", allowed='"bytes", a tokenizer.json file or a .model file')
@@ -92,7 +92,7 @@ def open_tokenizer(name: str) -> Tokenizer:
 
 def identify_tokenizer(name: str) -> str:
     """A fingerprint of the tokenizer's content; "bytes" stays itself."""
-    return name if name == "bytes" else fingerprint(Place("data.tokenizer", name).path.read_bytes().hex())
+    return name if name == "bytes" else fingerprint(DataPath("data.tokenizer", name).path.read_bytes().hex())
 
 
 def split_pieces(text: str) -> Iterator[str]:

@@ -14,7 +14,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardway.data.sources.base import Arrays, Asked, Ids, Place, SourceFacts, fingerprint_arrays, sample_blocks
+from shardway.data.sources.base import (
+    Arrays,
+    DataPath,
+    DataRequest,
+    Ids,
+    SourceFacts,
+    fingerprint_arrays,
+    sample_blocks,
+)
 from shardway.units import render_count
 
 _HEADER_READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
@@ -47,7 +55,7 @@ class TokenWindows:
 
     file: TokenFile
     seq_len: int
-    place: Place
+    place: DataPath
     facts: SourceFacts
     _windows: npt.NDArray[Any] | None = field(default=None, repr=False)
 
@@ -75,7 +83,7 @@ class TokenWindows:
         return np.lib.stride_tricks.as_strided(tokens, shape, strides, writeable=False)
 
 
-def check_tokens(tokens: npt.NDArray[Any], vocab: int | None, place: Place) -> None:
+def check_tokens(tokens: npt.NDArray[Any], vocab: int | None, place: DataPath) -> None:
     """Raise UserError where a token is negative or not below `vocab` (None: any is allowed)."""
     if tokens.size == 0:
         return
@@ -91,7 +99,7 @@ def check_tokens(tokens: npt.NDArray[Any], vocab: int | None, place: Place) -> N
         )
 
 
-def make_windows(file: TokenFile, place: Place, asked: Asked, facts: SourceFacts) -> TokenWindows:
+def make_windows(file: TokenFile, place: DataPath, asked: DataRequest, facts: SourceFacts) -> TokenWindows:
     """The samples of a token file; the fingerprint of `facts` is what made the tokens, and the tokens are added.
 
     Raises UserError where there are too few tokens for one sample, or where sampled tokens exceed the vocabulary.
@@ -110,7 +118,7 @@ def make_windows(file: TokenFile, place: Place, asked: Asked, facts: SourceFacts
     return TokenWindows(file, seq_len, place, complete)
 
 
-def open_tokens(place: Place, asked: Asked) -> TokenWindows:
+def open_tokens(place: DataPath, asked: DataRequest) -> TokenWindows:
     """The samples of a .npy or raw .bin token file; their vocabulary is the model's, where that is given."""
     readers = {".npy": read_npy, ".bin": lambda place: read_raw(place, asked.section.token_dtype)}
     path = place.path
@@ -127,7 +135,7 @@ def open_tokens(place: Place, asked: Asked) -> TokenWindows:
     return make_windows(file, place, asked, SourceFacts(description, "", (asked.section.seq_len,), vocab=asked.vocab))
 
 
-def read_raw(place: Place, dtype: str) -> TokenFile:
+def read_raw(place: DataPath, dtype: str) -> TokenFile:
     """A file that is nothing but tokens; its size must be a whole number of them."""
     size, width = place.path.stat().st_size, np.dtype(dtype).itemsize
     if size == 0:
@@ -140,7 +148,7 @@ def read_raw(place: Place, dtype: str) -> TokenFile:
     return TokenFile(place.path, dtype, 0, size // width)
 
 
-def read_npy(place: Place) -> TokenFile:
+def read_npy(place: DataPath) -> TokenFile:
     """A NumPy file with one row of integers; its size must be what its header says."""
     size = place.path.stat().st_size
     shape, dtype, offset_bytes = _read_npy_header(place)
@@ -155,7 +163,7 @@ def read_npy(place: Place) -> TokenFile:
     return TokenFile(place.path, dtype.str, offset_bytes, shape[0])
 
 
-def _read_npy_header(place: Place) -> tuple[tuple[int, ...], np.dtype[Any], int]:
+def _read_npy_header(place: DataPath) -> tuple[tuple[int, ...], np.dtype[Any], int]:
     try:
         with place.path.open("rb") as stream:
             version = np.lib.format.read_magic(stream)

@@ -15,9 +15,9 @@ Sources: enroot's documentation, "enroot create", "enroot start" (--root, --rw, 
 from __future__ import annotations
 
 from shardway.launch.containers.base import HOST_NAMES, Runtime, all_mounts, command_of
-from shardway.launch.job import Job, Mount
+from shardway.launch.job import ContainerMount, Job
 from shardway.launch.schedulers.base import SchedulerScript
-from shardway.launch.script import Line, quote, quote_expanding, quote_place, quote_shell, wrap_command
+from shardway.launch.script import ScriptLine, quote, quote_expanding, quote_place, quote_shell, wrap_command
 
 _PLACE = '[ -w "${XDG_RUNTIME_DIR:-/run}" ] || export XDG_RUNTIME_DIR=${TMPDIR:-/tmp}/$0\n'
 """$HOSTNAME may be another node's, whose environment srun handed on, and so may XDG_RUNTIME_DIR be, which PBS does not
@@ -63,7 +63,7 @@ def _wrap(job: Job, scheduler: SchedulerScript) -> tuple[str, ...]:
     )
 
 
-def _render(mount: Mount) -> str:
+def _render(mount: ContainerMount) -> str:
     """A line of enroot's fstab with colons; what is not named there makes no mount point."""
     return f"{mount.source}:{mount.target}:x-create=auto,rbind{',ro' if mount.read_only else ''}"
 
@@ -86,27 +86,31 @@ def _in_folder(job: Job) -> tuple[str, ...]:
     return ("bash", "-c", quote('cd "$0" && exec "$@"'), quote(str(job.around.workdir)))
 
 
-def _setup(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
+def _setup(job: Job, scheduler: SchedulerScript) -> tuple[ScriptLine, ...]:
     rules = job.container.rules
     lines = []
     if rules.data_path:
         path = quote_expanding(rules.data_path)
-        lines.append(Line(f"export ENROOT_DATA_PATH={path}", "where this job's containers are, on the node's own disk"))
+        lines.append(
+            ScriptLine(f"export ENROOT_DATA_PATH={path}", "where this job's containers are, on the node's own disk")
+        )
     if not rules.by_scheduler:
         lines.append(
-            Line(f"named={quote_shell(_PLACE + _NAMED)}", "adds the container's name, of this job and of the node")
+            ScriptLine(
+                f"named={quote_shell(_PLACE + _NAMED)}", "adds the container's name, of this job and of the node"
+            )
         )
         each_node = scheduler.each_node(job).words
         words = _enroot(job, "create --name", "--", quote_place(job.container.image))
         if scheduler.own_jobs:
             lines.append(
-                Line(f"cleared={quote_shell(_PLACE + _CLEARED)}", "removes those of earlier jobs that are over")
+                ScriptLine(f"cleared={quote_shell(_PLACE + _CLEARED)}", "removes those of earlier jobs that are over")
             )
-            lines.append(Line(f"alive=$({scheduler.own_jobs} | tr -cs 0-9 ' ')"))
+            lines.append(ScriptLine(f"alive=$({scheduler.own_jobs} | tr -cs 0-9 ' ')"))
             words = ("bash -c \"alive='$alive';$cleared$named\"", *words[1:])
         create = wrap_command((*each_node, *words))
         lines.append(
-            Line(
+            ScriptLine(
                 f"{create} || fail 'the container could not be created' create",
                 "the container of this job, on every node",
             )
@@ -114,11 +118,13 @@ def _setup(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
     return tuple(lines)
 
 
-def _teardown(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
+def _teardown(job: Job, scheduler: SchedulerScript) -> tuple[ScriptLine, ...]:
     if job.container.rules.by_scheduler:
         return ()
     words = _enroot(job, "remove --force", "--")
-    return (Line(wrap_command((*scheduler.each_node(job).words, *words)), "the container is not needed any more"),)
+    return (
+        ScriptLine(wrap_command((*scheduler.each_node(job).words, *words)), "the container is not needed any more"),
+    )
 
 
 ENROOT = Runtime(wrap=_wrap, setup=_setup, teardown=_teardown, images="a .sqsh file")

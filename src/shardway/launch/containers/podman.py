@@ -12,7 +12,7 @@ from __future__ import annotations
 from shardway.launch.containers.base import HOST_NAMES, Runtime, all_mounts, command_of
 from shardway.launch.job import Job
 from shardway.launch.schedulers.base import SchedulerScript
-from shardway.launch.script import Line, quote, quote_place
+from shardway.launch.script import ScriptLine, quote, quote_place
 
 _ACCELERATORS = {
     "nvidia": ("--device nvidia.com/gpu=all",),
@@ -21,11 +21,13 @@ _ACCELERATORS = {
 _LAUNCHERS = ("OMPI_*", "PMIX_*", "PMI_*")
 
 
-def _setup(job: Job, scheduler: SchedulerScript) -> tuple[Line, ...]:
+def _setup(job: Job, scheduler: SchedulerScript) -> tuple[ScriptLine, ...]:
     """`--ipc=host` also mounts the node's message queues, and fails where the node has none."""
     return (
-        Line("ipc=(--ipc=host)", "ranks share memory of the node; its /dev/shm alone where it has no message queues"),
-        Line("[ -e /dev/mqueue ] || ipc=(--ipc=private --volume=/dev/shm:/dev/shm)"),
+        ScriptLine(
+            "ipc=(--ipc=host)", "ranks share memory of the node; its /dev/shm alone where it has no message queues"
+        ),
+        ScriptLine("[ -e /dev/mqueue ] || ipc=(--ipc=private --volume=/dev/shm:/dev/shm)"),
     )
 
 

@@ -50,7 +50,7 @@ def has_terminal() -> bool:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ConnectionContext:
     """What a connection takes from the world; tests give their own. `folder` None: the user's private one."""
 
     program: tuple[str, ...] = ("ssh",)
@@ -63,7 +63,7 @@ class Surroundings:
 class Connection:
     """The shared connection to one host: found where it is open, else opened."""
 
-    def __init__(self, host: str, surroundings: Surroundings) -> None:
+    def __init__(self, host: str, surroundings: ConnectionContext) -> None:
         self.host = host
         self._around = surroundings
         self._socket: Path | None = None

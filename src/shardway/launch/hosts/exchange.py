@@ -51,7 +51,7 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Ended:
+class ScriptCommandResult:
     """How one command of a script ended; `whole` is False where its end never came back."""
 
     code: int
@@ -80,7 +80,7 @@ class Exchange:
         )
         return "\n".join([prologue + "{", *lines, "exit 0", "}", ""]).encode("utf-8", "surrogateescape")
 
-    def parse(self, out: bytes, err: bytes) -> list[Ended] | None:
+    def parse(self, out: bytes, err: bytes) -> list[ScriptCommandResult] | None:
         """How each command ended, as far as the outputs reach; None where the script was never begun."""
         outs, errs = parse_marked(self.mark, out), parse_marked(self.mark, err)
         if not outs.ends:
@@ -89,15 +89,15 @@ class Exchange:
         for number in range(1, len(outs.ends)):
             end = outs.ends[number]
             late = end.code in _KILLED and end.seconds >= math.ceil(self.limit_s)
-            found.append(Ended(end.code, outs.text(number), errs.text(number), timed_out=late))
+            found.append(ScriptCommandResult(end.code, outs.text(number), errs.text(number), timed_out=late))
         if len(found) < len(self.commands):
             number = len(found) + 1
-            found.append(Ended(-1, outs.text(number), errs.text(number), whole=False))
+            found.append(ScriptCommandResult(-1, outs.text(number), errs.text(number), whole=False))
         return found
 
 
 @dataclass(frozen=True)
-class End:
+class CommandEnd:
     """One mark in an output: exit code, and seconds that the command took."""
 
     code: int
@@ -109,7 +109,7 @@ class Marked:
     """An output cut at its marks: `texts[0]` is what stood before the first, `texts[i]` belongs to command i."""
 
     texts: tuple[bytes, ...]
-    ends: tuple[End, ...]
+    ends: tuple[CommandEnd, ...]
 
     def text(self, number: int) -> bytes:
         """The output of a command, empty where there is none."""
@@ -119,7 +119,7 @@ class Marked:
 def parse_marked(mark: str, output: bytes) -> Marked:
     """Cut an output at the marks that `ends` of a script printed."""
     pieces = re.split(re.escape(mark.encode()) + rb":\d+:(\d+):(\d+):", output)
-    ends = tuple(End(int(code), int(s)) for code, s in zip(pieces[1::3], pieces[2::3], strict=True))
+    ends = tuple(CommandEnd(int(code), int(s)) for code, s in zip(pieces[1::3], pieces[2::3], strict=True))
     return Marked(tuple(pieces[::3]), ends)
 
 

@@ -21,12 +21,12 @@ from typing import IO
 
 from shardway.errors import UserError
 from shardway.launch.hosts.base import Done, HostUnreachable
-from shardway.launch.hosts.connection import Connection, Surroundings
+from shardway.launch.hosts.connection import Connection, ConnectionContext
 from shardway.launch.hosts.exchange import (
     BOOTSTRAP,
     Command,
-    Ended,
     Exchange,
+    ScriptCommandResult,
     follow_command,
     options_command,
     run_command,
@@ -46,9 +46,9 @@ _EXISTS = 17
 class SshHost:
     """A machine as ssh knows it: "alice@login.example.org", or a name of ~/.ssh/config."""
 
-    def __init__(self, name: str, surroundings: Surroundings | None = None) -> None:
+    def __init__(self, name: str, surroundings: ConnectionContext | None = None) -> None:
         self.name = name
-        self.connection = Connection(name, surroundings or Surroundings())
+        self.connection = Connection(name, surroundings or ConnectionContext())
 
     def run(self, words: Sequence[str], *, timeout_s: float = 30.0, stdin: str = "") -> Done:
         """Run a command to its end, or for `timeout_s` seconds. Raises HostUnreachable."""
@@ -129,7 +129,7 @@ class SshHost:
         timeout_s: float,
         payload: Callable[[IO[bytes]], None] | None = None,
         keep_late: bool = False,
-    ) -> list[Ended]:
+    ) -> list[ScriptCommandResult]:
         """Send one script and take its answer apart; `keep_late`: what came back in time is worth something.
 
         Raises HostUnreachable where the script was not begun, or its end did not come back.
@@ -229,7 +229,7 @@ def _say(exchange: Exchange, err: bytes) -> str:
     return _text(re.sub(re.escape(exchange.mark.encode()) + rb":\d+:\d+:\d+:", b"", err))
 
 
-def _reason(ended: Ended) -> str:
+def _reason(ended: ScriptCommandResult) -> str:
     """Why a command failed: the end of the first line that it printed ("... : No space left on device")."""
     lines = [line for line in _text(ended.err).splitlines() if line.strip()]
     reason = lines[0].rpartition(": ")[2].strip() if lines else f"code {ended.code}"

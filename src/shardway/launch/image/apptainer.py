@@ -16,43 +16,43 @@ from textwrap import indent
 
 from shardway.errors import Problem
 from shardway.launch.image.base import PART, Tool, arch_words, say_source, write_file
-from shardway.launch.image.order import Ground, Order
+from shardway.launch.image.order import Ground, ImageRequest
 from shardway.launch.image.recipe import render_recipe
 from shardway.launch.image.uri import ImageFile, Reference, render_docker
-from shardway.launch.script import Line, quote, wrap_command
+from shardway.launch.script import ScriptLine, quote, wrap_command
 
 
-def _steps(order: Order, ground: Ground) -> Iterator[Line]:
+def _steps(order: ImageRequest, ground: Ground) -> Iterator[ScriptLine]:
     command, prefix = quote(order.command or "apptainer"), _prefix(order)
-    yield Line(f'export {prefix}_TMPDIR="$work/tmp"', "all that is unpacked is removed at the end")
+    yield ScriptLine(f'export {prefix}_TMPDIR="$work/tmp"', "all that is unpacked is removed at the end")
     if not ground.own_cache:
-        yield Line(f'export {prefix}_CACHEDIR="$work/cache"')
+        yield ScriptLine(f'export {prefix}_CACHEDIR="$work/cache"')
     arch = arch_words(order, ground) if order.source.is_remote else ()
     if not order.adds:
         verb, spec = _import_words(order, ground)
-        yield Line(
+        yield ScriptLine(
             wrap_command((f"{command} {verb}", *arch, PART, quote(spec))), "fetch the image and make one file of it"
         )
         return
-    yield Line(write_file('"$work/image.def"', render_definition(order, ground)), "what is built")
+    yield ScriptLine(write_file('"$work/image.def"', render_definition(order, ground)), "what is built")
     root = () if ground.is_root else ("--fakeroot",)
-    yield Line(wrap_command((f"{command} build", *root, *arch, PART, '"$work/image.def"')), "build it")
+    yield ScriptLine(wrap_command((f"{command} build", *root, *arch, PART, '"$work/image.def"')), "build it")
 
 
-def render_definition(order: Order, ground: Ground) -> str:
+def render_definition(order: ImageRequest, ground: Ground) -> str:
     """The definition file: the base, and what is added to it."""
     bootstrap, origin = _bootstrap(order, ground)
     return f"Bootstrap: {bootstrap}\nFrom: {origin}\n\n%post\n{indent(render_recipe(order.recipe), '    ')}"
 
 
-def _bootstrap(order: Order, ground: Ground) -> tuple[str, str]:
+def _bootstrap(order: ImageRequest, ground: Ground) -> tuple[str, str]:
     if isinstance(order.source, ImageFile):
         return "localimage", str(ground.base)
     agent = "docker-daemon" if order.source.transport == "dockerd" else order.source.transport
     return agent, render_docker(order.source)
 
 
-def _import_words(order: Order, ground: Ground) -> tuple[str, str]:
+def _import_words(order: ImageRequest, ground: Ground) -> tuple[str, str]:
     """`pull` is for registries; the rest is built."""
     bootstrap, origin = _bootstrap(order, ground)
     if bootstrap == "localimage":
@@ -60,12 +60,12 @@ def _import_words(order: Order, ground: Ground) -> tuple[str, str]:
     return ("pull", f"{bootstrap}://{origin}") if order.source.is_remote else ("build", f"{bootstrap}:{origin}")
 
 
-def _prefix(order: Order) -> str:
+def _prefix(order: ImageRequest) -> str:
     """Each of the two reads variables of its own name first."""
     return "SINGULARITY" if PurePosixPath(order.command).name.startswith("singularity") else "APPTAINER"
 
 
-def _problems(order: Order) -> Iterator[Problem]:
+def _problems(order: ImageRequest) -> Iterator[Problem]:
     source, shown = order.source, say_source(order.source)
     if isinstance(source, Reference) and source.transport == "podman":
         what = f"{shown}: Apptainer does not read podman's images"

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from shardway.errors import Problem
-from shardway.launch.image.order import DEBIAN_NAMES, Ground, Order
+from shardway.launch.image.order import DEBIAN_NAMES, Ground, ImageRequest
 from shardway.launch.image.uri import ImageFile, Source, render_docker, render_enroot
-from shardway.launch.script import Line
+from shardway.launch.script import ScriptLine
 
 PART = '"$part"'
 """The image while it is made: another name in its folder."""
@@ -26,13 +26,13 @@ class Tool:
 
     name: str
     suffixes: tuple[str, ...]
-    steps: Callable[[Order, Ground], Iterator[Line]]
-    problems: Callable[[Order], Iterator[Problem]]
-    cache_variable: Callable[[Order], str]
+    steps: Callable[[ImageRequest, Ground], Iterator[ScriptLine]]
+    problems: Callable[[ImageRequest], Iterator[Problem]]
+    cache_variable: Callable[[ImageRequest], str]
     folders: tuple[str, ...]
 
 
-def arch_words(order: Order, ground: Ground) -> tuple[str, ...]:
+def arch_words(order: ImageRequest, ground: Ground) -> tuple[str, ...]:
     """The option for an image of another architecture than this machine's; older runtimes do not have it."""
     wanted = order.architecture
     return () if wanted is None or wanted == ground.architecture else ("--arch", DEBIAN_NAMES[wanted])

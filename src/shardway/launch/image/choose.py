@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from shardway.errors import UserError
 from shardway.launch.hosts.target import Target
-from shardway.launch.image.order import DEBIAN_NAMES, Architecture, Order, Way
+from shardway.launch.image.order import DEBIAN_NAMES, Architecture, ImageRequest, NetworkAccess
 from shardway.launch.image.plan import TOOLS
 from shardway.launch.image.recipe import Recipe
 from shardway.launch.image.uri import Source
@@ -29,7 +29,7 @@ _INSTEAD = {
 
 
 @dataclass(frozen=True)
-class Said:
+class ImageOptions:
     """Options as a person wrote them; empty where nothing was said."""
 
     runtime: str = ""
@@ -40,8 +40,8 @@ class Said:
 
 
 def make_order(
-    source: Source, recipe: Recipe, said: Said, target: Target | None = None, profile: SiteProfile | None = None
-) -> Order:
+    source: Source, recipe: Recipe, said: ImageOptions, target: Target | None = None, profile: SiteProfile | None = None
+) -> ImageRequest:
     """The order; `runtime` is empty where neither the person nor the profile names one.
 
     Raises UserError for a runtime or an architecture that is not known, a proxy with a password, and a site whose
@@ -50,7 +50,7 @@ def make_order(
     rules = profile.internet if profile else Internet()
     runtime = _choose_runtime(said.runtime, profile)
     usual = profile is not None and _MAKERS.get(profile.container or "") == runtime == profile.container
-    return Order(
+    return ImageRequest(
         source=source,
         runtime=runtime,
         recipe=recipe,
@@ -91,7 +91,7 @@ def _parse_architecture(text: str) -> Architecture | None:
     return None
 
 
-def _choose_way(proxy: str, rules: Internet) -> Way:
+def _choose_way(proxy: str, rules: Internet) -> NetworkAccess:
     """The profile's proxy counts where login nodes use it; what is said always."""
     if proxy:
         try:
@@ -99,10 +99,10 @@ def _choose_way(proxy: str, rules: Internet) -> Way:
         except ValidationError as error:
             reason = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
             raise UserError(f"--proxy: {reason}.\n  To do: ask the site which proxy asks for no password.") from None
-        return Way("proxy", proxy, rules.no_proxy or "")
+        return NetworkAccess("proxy", proxy, rules.no_proxy or "")
     if rules.login == "proxy" and rules.proxy:
-        return Way("proxy", rules.proxy, rules.no_proxy or "")
-    return Way(rules.login)
+        return NetworkAccess("proxy", rules.proxy, rules.no_proxy or "")
+    return NetworkAccess(rules.login)
 
 
 def _find_door(target: Target | None, profile: SiteProfile | None) -> str:

@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 from shardway.errors import SiteError, check_no_problems
 from shardway.launch.hosts.base import Host, HostUnreachable
 from shardway.launch.image.failures import parse_failure
-from shardway.launch.image.order import Order
+from shardway.launch.image.order import ImageRequest
 from shardway.launch.image.plan import Making, ended_mark
 
 _KEPT_LINES = 400
@@ -36,7 +36,7 @@ class Made:
     bytes: int = 0
 
 
-def make_image(host: Host, order: Order, making: Making, limit_s: float, tell: Tell) -> Made:
+def make_image(host: Host, order: ImageRequest, making: Making, limit_s: float, tell: Tell) -> Made:
     """Make it, and hand each line that is printed to `tell`.
 
     Raises UserError where it cannot be made there, SiteError where a command failed or its time (seconds) was over,
@@ -84,7 +84,7 @@ def _clean(host: Host, making: Making) -> None:
         raise HostUnreachable(f"{error}\n  Half-made files may be left there: {work} and {part}.") from None
 
 
-def _say_failure(order: Order, making: Making, code: int | None, lines: list[str], limit_s: float) -> str:
+def _say_failure(order: ImageRequest, making: Making, code: int | None, lines: list[str], limit_s: float) -> str:
     printed = [line for line in lines if line.strip()][-_SHOWN_LINES:]
     shown = "".join(f"\n    {line}" for line in printed) or "\n    It printed nothing."
     if code == _TIMED_OUT:

@@ -20,7 +20,7 @@ DEBIAN_NAMES: dict[str, str] = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 @dataclass(frozen=True)
-class Way:
+class NetworkAccess:
     """How the machine that makes the image reaches others: itself, through a proxy, or not at all (None: unknown)."""
 
     internet: Literal["none", "proxy", "direct"] | None = None
@@ -29,7 +29,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Order:
+class ImageRequest:
     """`recipe`: what is added to it; empty for an image that is only fetched. `target`, `scratch`: as a person wrote
     them, empty where nothing was said. `command`: the runtime's, where the site has another name for it."""
 
@@ -40,7 +40,7 @@ class Order:
     scratch: str = ""
     architecture: Architecture | None = None
     command: str = ""
-    way: Way = Way()
+    way: NetworkAccess = NetworkAccess()
     site: str = ""
     door: str = ""
     """Where files are copied to the site, as rsync takes it: "data.example.org"; empty where that is not known."""
@@ -53,7 +53,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Place:
+class BuildFolder:
     """A folder (or the first one above it that is there), the room in its file system, and of what kind that is."""
 
     path: PurePosixPath
@@ -70,8 +70,8 @@ class Ground:
     """
 
     target: PurePosixPath
-    target_place: Place
-    scratch_places: tuple[Place, ...]
+    target_place: BuildFolder
+    scratch_places: tuple[BuildFolder, ...]
     host: str = ""
     architecture: str = ""
     is_root: bool = False

@@ -15,9 +15,9 @@ from shardway.errors import Problem, check_no_problems
 from shardway.launch.image.apptainer import APPTAINER
 from shardway.launch.image.base import Tool, path_of, say_source
 from shardway.launch.image.enroot import ENROOT
-from shardway.launch.image.order import Ground, Order, Place
+from shardway.launch.image.order import BuildFolder, Ground, ImageRequest
 from shardway.launch.image.uri import ImageFile, Reference, say_credentials
-from shardway.launch.script import Line, Part, quote, quote_all, render_script, wrap_command
+from shardway.launch.script import ScriptLine, ScriptSection, quote, quote_all, render_script, wrap_command
 
 TOOLS: dict[str, Tool] = {tool.name: tool for tool in (ENROOT, APPTAINER)}
 
@@ -41,13 +41,13 @@ class Making:
     warnings: tuple[str, ...]
 
 
-def default_name(order: Order) -> str:
+def default_name(order: ImageRequest) -> str:
     """A name for the image where the person gave none: "pytorch-25.04-py3.sqsh"; one that was added to says so."""
     more = "-more" if order.adds else ""
     return f"{order.source.stem}{more}{TOOLS[order.runtime].suffixes[0]}"
 
 
-def check_order(order: Order) -> None:
+def check_order(order: ImageRequest) -> None:
     """Raise UserError with all that no machine could make."""
     tool = TOOLS[order.runtime]
     problems = list(tool.problems(order))
@@ -62,7 +62,7 @@ def check_order(order: Order) -> None:
     check_no_problems(f"the image {say_source(order.source)}", problems)
 
 
-def plan_image(order: Order, ground: Ground) -> Making:
+def plan_image(order: ImageRequest, ground: Ground) -> Making:
     """The script that makes the image on that machine. Raises UserError as `check_order` does."""
     check_order(order)
     target, scratch = ground.target, choose_scratch(order, ground)
@@ -84,7 +84,7 @@ def ended_mark(token: str) -> str:
     return f"shardway-image-{token} ended with "
 
 
-def choose_scratch(order: Order, ground: Ground) -> Place:
+def choose_scratch(order: ImageRequest, ground: Ground) -> BuildFolder:
     """The folder for layers and unpacked files: the first with room that is not in memory, else the roomiest."""
     places = [place for place in ground.scratch_places if place.kind not in _MEMORY] or list(ground.scratch_places)
     need = _room_needed(order, ground)
@@ -95,31 +95,31 @@ def choose_scratch(order: Order, ground: Ground) -> Place:
 # --- the script
 
 
-def _parts(order: Order, ground: Ground, work: PurePosixPath, part: PurePosixPath) -> tuple[Part, ...]:
+def _parts(order: ImageRequest, ground: Ground, work: PurePosixPath, part: PurePosixPath) -> tuple[ScriptSection, ...]:
     tool, target = TOOLS[order.runtime], quote(str(ground.target))
     folders = " ".join(f'"$work/{name}"' for name in tool.folders)
     head = (
-        Line("#!/bin/bash"),
-        Line("set -euo pipefail", f"Makes {_plain(str(ground.target))} from {_plain(say_source(order.source))}."),
-        Line("exec 2>&1"),
-        Line(f"work={quote(str(work))}", "for everything but the image, and the image until it is whole"),
-        Line(f"part={quote(str(part))}"),
-        Line(_CLEAN.format(mark=ended_mark(order.token)), "at the end both are removed, however it ends"),
-        Line("trap clean EXIT"),
-        Line("trap 'exit 143' HUP INT TERM"),
-        Line(wrap_command(("mkdir -p --", quote(str(ground.target.parent)), '"$work"')), "places"),
-        Line('chmod 700 -- "$work"'),
-        Line(f"mkdir -p -- {folders}"),
+        ScriptLine("#!/bin/bash"),
+        ScriptLine("set -euo pipefail", f"Makes {_plain(str(ground.target))} from {_plain(say_source(order.source))}."),
+        ScriptLine("exec 2>&1"),
+        ScriptLine(f"work={quote(str(work))}", "for everything but the image, and the image until it is whole"),
+        ScriptLine(f"part={quote(str(part))}"),
+        ScriptLine(_CLEAN.format(mark=ended_mark(order.token)), "at the end both are removed, however it ends"),
+        ScriptLine("trap clean EXIT"),
+        ScriptLine("trap 'exit 143' HUP INT TERM"),
+        ScriptLine(wrap_command(("mkdir -p --", quote(str(ground.target.parent)), '"$work"')), "places"),
+        ScriptLine('chmod 700 -- "$work"'),
+        ScriptLine(f"mkdir -p -- {folders}"),
         *_proxy_lines(order),
     )
     exists = quote(f"{ground.target} exists")
     name = (
-        Line(
+        ScriptLine(
             f'mv -n -- "$part" {target}', "the image gets its name when it is whole; a file of that name stays as it is"
         ),
-        Line(f'[ ! -e "$part" ] || {{ echo {exists}; exit 17; }}'),
+        ScriptLine(f'[ ! -e "$part" ] || {{ echo {exists}; exit 17; }}'),
     )
-    return Part("", head), Part("", tuple(tool.steps(order, ground))), Part("", name)
+    return ScriptSection("", head), ScriptSection("", tuple(tool.steps(order, ground))), ScriptSection("", name)
 
 
 _CLEAN = """\
@@ -137,7 +137,7 @@ def _plain(text: str) -> str:
     return re.sub(r"[\x00-\x1f\x7f]", "?", text)
 
 
-def _proxy_lines(order: Order) -> Iterator[Line]:
+def _proxy_lines(order: ImageRequest) -> Iterator[ScriptLine]:
     way = order.way
     if way.proxy:
         words = [
@@ -145,13 +145,13 @@ def _proxy_lines(order: Order) -> Iterator[Line]:
             f"https_proxy={way.proxy}",
             *([f"no_proxy={way.no_proxy}"] if way.no_proxy else []),
         ]
-        yield Line(f"export {quote_all(words)}", "the way out")
+        yield ScriptLine(f"export {quote_all(words)}", "the way out")
 
 
 # --- what speaks against it
 
 
-def _list_hindrances(order: Order, ground: Ground) -> Iterator[Problem]:
+def _list_hindrances(order: ImageRequest, ground: Ground) -> Iterator[Problem]:
     where = ground.host or "this machine"
     command = order.command or order.runtime
     if not ground.has_command:
@@ -174,7 +174,7 @@ def _list_hindrances(order: Order, ground: Ground) -> Iterator[Problem]:
         yield Problem("the internet", what, f"profile of {order.site}", remedy=_say_elsewhere(order, ground))
 
 
-def _say_elsewhere(order: Order, ground: Ground) -> str:
+def _say_elsewhere(order: ImageRequest, ground: Ground) -> str:
     """How to make it on another machine, and to bring it over."""
     name = ground.target.name
     words = [
@@ -197,7 +197,7 @@ def _say_elsewhere(order: Order, ground: Ground) -> str:
     )
 
 
-def _list_warnings(order: Order, ground: Ground, scratch: Place) -> Iterator[str]:
+def _list_warnings(order: ImageRequest, ground: Ground, scratch: BuildFolder) -> Iterator[str]:
     need, where = _room_needed(order, ground), ground.host or "this machine"
     if scratch.free_bytes is not None and scratch.free_bytes < need:
         yield (
@@ -226,7 +226,7 @@ def _say_gb(count: int) -> str:
     return f"{count / 1e9:.1f} GB"
 
 
-def _room_needed(order: Order, ground: Ground) -> int:
+def _room_needed(order: ImageRequest, ground: Ground) -> int:
     """Bytes; of a file its size says something, of a folder or a name nothing does."""
     is_file = isinstance(order.source, ImageFile) and order.source.kind != "folder"
     return _TIMES_A_FILE * ground.base_bytes if is_file and ground.base_bytes is not None else _ROOM

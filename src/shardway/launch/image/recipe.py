@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shardway.errors import Problem, check_no_problems
-from shardway.launch.script import Line, Part, quote, quote_all, render_script, wrap_command
+from shardway.launch.script import ScriptLine, ScriptSection, quote, quote_all, render_script, wrap_command
 
 REQUIREMENTS = "/tmp/shardway-requirements.txt"
 """Where the requirements are while they are installed."""
@@ -69,27 +69,27 @@ def split_pip_line(line: str) -> tuple[str, ...]:
 
 def render_recipe(recipe: Recipe) -> str:
     """The script for `sh` inside the image, run as its root. It ends at the first command that fails."""
-    return render_script((Part("", tuple(_lines(recipe))),))
+    return render_script((ScriptSection("", tuple(_lines(recipe))),))
 
 
-def _lines(recipe: Recipe) -> Iterator[Line]:
-    yield Line("set -eu", "nothing goes on after a command that failed")
+def _lines(recipe: Recipe) -> Iterator[ScriptLine]:
+    yield ScriptLine("set -eu", "nothing goes on after a command that failed")
     if recipe.apt:
-        yield Line("export DEBIAN_FRONTEND=noninteractive", "packages of the image's own system; nobody is asked")
-        yield Line(f"{_APT} update")
+        yield ScriptLine("export DEBIAN_FRONTEND=noninteractive", "packages of the image's own system; nobody is asked")
+        yield ScriptLine(f"{_APT} update")
         install = f"{_APT} install --yes --no-install-recommends --"
-        yield Line(wrap_command((install, *map(quote, recipe.apt))))
-        yield Line("rm -rf /var/lib/apt/lists/*")
+        yield ScriptLine(wrap_command((install, *map(quote, recipe.apt))))
+        yield ScriptLine("rm -rf /var/lib/apt/lists/*")
     if recipe.pip or recipe.requirements:
-        yield Line("export PIP_BREAK_SYSTEM_PACKAGES=1", "packages of Python, for the image's own Python")
-        yield Line("export PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1")
+        yield ScriptLine("export PIP_BREAK_SYSTEM_PACKAGES=1", "packages of Python, for the image's own Python")
+        yield ScriptLine("export PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1")
     if recipe.requirements:
         words = ("printf '%s\\n'", *map(quote, filter(_is_needed, recipe.requirements)), f">{REQUIREMENTS}")
-        yield Line(wrap_command(words))
-        yield Line(f"{_PIP} --requirement {REQUIREMENTS}")
-        yield Line(f"rm {REQUIREMENTS}")
+        yield ScriptLine(wrap_command(words))
+        yield ScriptLine(f"{_PIP} --requirement {REQUIREMENTS}")
+        yield ScriptLine(f"rm {REQUIREMENTS}")
     for line in recipe.pip:
-        yield Line(f"{_PIP} {quote_all(split_pip_line(line))}")
+        yield ScriptLine(f"{_PIP} {quote_all(split_pip_line(line))}")
 
 
 _APT = "apt-get -o APT::Sandbox::User=root"

@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 
 from shardway.errors import UserError
 from shardway.launch.hosts.base import Done, Host
-from shardway.launch.image.order import Ground, Order, Place
+from shardway.launch.image.order import BuildFolder, Ground, ImageRequest
 from shardway.launch.image.plan import TOOLS, default_name
 from shardway.launch.image.uri import ImageFile
 
@@ -25,7 +25,7 @@ _DF = re.compile(r"\s(?P<kind>\S+)\s+\d+\s+\d+\s+(?P<free>\d+)\s+\d+%\s")
 _KIB = 1024
 
 
-def find_runtime(order: Order, host: Host) -> Order:
+def find_runtime(order: ImageRequest, host: Host) -> ImageRequest:
     """The order with the first runtime that the machine has. Raises UserError where it has none."""
     found = host.run_many([_has_command(command or name) for name, command in RUNTIMES])
     for (name, command), done in zip(RUNTIMES, found, strict=True):
@@ -38,7 +38,7 @@ def find_runtime(order: Order, host: Host) -> Order:
     )
 
 
-def survey_host(order: Order, host: Host) -> Ground:
+def survey_host(order: ImageRequest, host: Host) -> Ground:
     """Look at the machine. Raises UserError for a path that cannot be filled in, HostUnreachable."""
     tool = TOOLS[order.runtime]
     target = host.expand(order.target or default_name(order))
@@ -78,15 +78,15 @@ def parse_df(text: str) -> tuple[int | None, str]:
     return (int(match["free"]) * _KIB, match["kind"]) if match else (None, "")
 
 
-def _measure(host: Host, folders: Sequence[PurePosixPath]) -> list[Place]:
+def _measure(host: Host, folders: Sequence[PurePosixPath]) -> list[BuildFolder]:
     """The room of each folder, or of the first one above it that is there."""
     asked = [(folder, above) for folder in folders for above in (folder, *folder.parents)]
     answers = host.run_many([["df", "-P", "-k", "-T", "--", str(above)] for _, above in asked])
-    found: dict[PurePosixPath, Place] = {}
+    found: dict[PurePosixPath, BuildFolder] = {}
     for (folder, _), done in zip(asked, answers, strict=True):
         if done.ok and folder not in found:
-            found[folder] = Place(folder, *parse_df(done.out))
-    return [found.get(folder, Place(folder)) for folder in folders]
+            found[folder] = BuildFolder(folder, *parse_df(done.out))
+    return [found.get(folder, BuildFolder(folder)) for folder in folders]
 
 
 def _has_command(command: str) -> list[str]:

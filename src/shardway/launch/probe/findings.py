@@ -21,7 +21,7 @@ _DAY_S = 86400.0
 
 
 @dataclass(frozen=True)
-class Finding:
+class ProbedFact:
     """One fact of a profile, in bytes or seconds where it is a size or a time, and the command that said it."""
 
     path: KeyPath
@@ -30,24 +30,24 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Findings:
+class ProbedFacts:
     """What was found, and what a person should know besides: each note is a sentence or two."""
 
-    facts: tuple[Finding, ...] = ()
+    facts: tuple[ProbedFact, ...] = ()
     notes: tuple[str, ...] = ()
 
     def get(self, *path: str) -> Any:
         """The value at a path; None where nothing was found."""
         return next((fact.value for fact in self.facts if fact.path == path), None)
 
-    def __add__(self, other: Findings) -> Findings:
-        return Findings(self.facts + other.facts, self.notes + other.notes)
+    def __add__(self, other: ProbedFacts) -> ProbedFacts:
+        return ProbedFacts(self.facts + other.facts, self.notes + other.notes)
 
 
-def collect(facts: Iterable[tuple[KeyPath, Any, str]], notes: Iterable[str] = ()) -> Findings:
+def collect(facts: Iterable[tuple[KeyPath, Any, str]], notes: Iterable[str] = ()) -> ProbedFacts:
     """Findings of those facts whose value is known (not None)."""
-    known = (Finding(path, value, command) for path, value, command in facts if value is not None)
-    return Findings(tuple(known), tuple(notes))
+    known = (ProbedFact(path, value, command) for path, value, command in facts if value is not None)
+    return ProbedFacts(tuple(known), tuple(notes))
 
 
 def parse_time(value: Any) -> float | None:

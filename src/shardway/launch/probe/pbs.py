@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardway.errors import list_some
-from shardway.launch.probe.findings import Findings, collect, parse_time
+from shardway.launch.probe.findings import ProbedFacts, collect, parse_time
 from shardway.sites.schema import CPU
 from shardway.units import parse_bytes
 
@@ -89,10 +89,10 @@ def parse_size(value: Any) -> int | None:
     return None
 
 
-def describe_nodes(nodes: Sequence[PbsNode]) -> Findings:
+def describe_nodes(nodes: Sequence[PbsNode]) -> ProbedFacts:
     """The most frequent kind of node, with accelerators before those without."""
     if not nodes:
-        return Findings()
+        return ProbedFacts()
     shapes = [node.shape for node in nodes]
     gpus, cores = max(shapes, key=lambda shape: (shape[0] > 0, shapes.count(shape)))
     alike = [node for node in nodes if node.shape == (gpus, cores)]
@@ -111,7 +111,7 @@ def describe_nodes(nodes: Sequence[PbsNode]) -> Findings:
     )
 
 
-def describe_queues(queues: Sequence[PbsQueue], default: str) -> Findings:
+def describe_queues(queues: Sequence[PbsQueue], default: str) -> ProbedFacts:
     """Queues that jobs can be sent to, the default one first."""
     usable = sorted((queue for queue in queues if not queue.closed), key=lambda queue: queue.name != default)
     facts = [fact for queue in usable for fact in _queue_facts(queue)]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardway.errors import list_some
-from shardway.launch.probe.findings import Findings, collect, parse_time
+from shardway.launch.probe.findings import ProbedFacts, collect, parse_time
 from shardway.sites.schema import CPU
 
 SINFO = ("sinfo", "-h", "-o", "%P|%a|%l|%D|%t|%N|%G|%c|%m|%f|%z")
@@ -64,7 +64,7 @@ class Partition:
 
 
 @dataclass(frozen=True)
-class Account:
+class SlurmAccount:
     """One account that a user may charge, with the qualities of service that come with it."""
 
     name: str
@@ -115,14 +115,14 @@ def parse_config(text: str) -> dict[str, str]:
     return {key.strip(): value.strip() for key, value in pairs}
 
 
-def parse_accounts(text: str) -> list[Account]:
+def parse_accounts(text: str) -> list[SlurmAccount]:
     """Accounts from `accounts_command`: cluster|account|user|qos|default qos."""
     rows = [line.split("|") for line in text.splitlines()]
     qos: dict[str, set[str]] = {}
     for row in rows:
         if len(row) >= 4 and row[1]:
             qos.setdefault(row[1], set()).update(filter(None, row[3].split(",")))
-    return [Account(name, tuple(sorted(names))) for name, names in qos.items()]
+    return [SlurmAccount(name, tuple(sorted(names))) for name, names in qos.items()]
 
 
 def parse_architecture(text: str) -> str | None:
@@ -153,11 +153,11 @@ def choose_kind(kinds: Sequence[NodeKind]) -> NodeKind | None:
     return max(kinds, key=lambda kind: (kind.gpus > 0, sizes[kind.shape]), default=None)
 
 
-def describe_nodes(kinds: Sequence[NodeKind]) -> Findings:
+def describe_nodes(kinds: Sequence[NodeKind]) -> ProbedFacts:
     """What sinfo says of the nodes that the profile describes, and how a job asks for their accelerators."""
     chosen, command = choose_kind(kinds), "sinfo"
     if chosen is None:
-        return Findings()
+        return ProbedFacts()
     memories = [kind.memory for kind in kinds if _alike(kind, chosen) and kind.memory]
     facts = (
         (("node", "cores"), chosen.cores, command),
@@ -175,8 +175,8 @@ def describe_nodes(kinds: Sequence[NodeKind]) -> Findings:
 
 
 def describe_queues(
-    partitions: Sequence[Partition], kinds: Sequence[NodeKind], accounts: Sequence[Account]
-) -> Findings:
+    partitions: Sequence[Partition], kinds: Sequence[NodeKind], accounts: Sequence[SlurmAccount]
+) -> ProbedFacts:
     """Partitions with the nodes that the profile describes, the default one first."""
     chosen, command = choose_kind(kinds), "scontrol show partition"
     having = {kind.partition for kind in kinds if chosen is None or _alike(kind, chosen)}
@@ -191,7 +191,7 @@ def describe_queues(
     return collect(facts, [f"Partition {name} is left out: {why}." for name, why in reasons.items() if why])
 
 
-def describe_accounts(accounts: Sequence[Account], user: str) -> Findings:
+def describe_accounts(accounts: Sequence[SlurmAccount], user: str) -> ProbedFacts:
     """What this user may charge: the default of the runs where it is one, a note where there are several."""
     command = " ".join(accounts_command(user))
     qos = sorted({name for account in accounts for name in account.qos})
@@ -201,14 +201,14 @@ def describe_accounts(accounts: Sequence[Account], user: str) -> Findings:
     if accounts:
         names = ", ".join(account.name for account in accounts)
         notes.append(f"Accounts that you may charge: {names}. Name one in the run file, or here under [defaults].")
-    return Findings((), tuple(notes))
+    return ProbedFacts((), tuple(notes))
 
 
 def _alike(one: NodeKind, other: NodeKind) -> bool:
     return one.shape == other.shape
 
 
-def _why_not(partition: Partition, having: set[str], accounts: Sequence[Account]) -> str:
+def _why_not(partition: Partition, having: set[str], accounts: Sequence[SlurmAccount]) -> str:
     """Why a partition is no queue of the profile; empty where it is one."""
     if partition.state != "UP":
         return f"its state is {partition.state}"

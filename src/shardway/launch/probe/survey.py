@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardway.errors import render_reason
-from shardway.hardware.probe import Machine
+from shardway.hardware.probe import LocalMachine
 from shardway.launch.hosts.base import Host
 from shardway.launch.probe import pbs, slurm, tools
-from shardway.launch.probe.findings import Findings, collect
+from shardway.launch.probe.findings import ProbedFacts, collect
 
 _PATIENCE_S = 15.0
 """Seconds for one command: a client of Slurm without a configuration tries for a minute."""
@@ -42,12 +42,12 @@ class _Asker:
         done = self.host.run(words, timeout_s=_PATIENCE_S)
         return done.ok and bool(done.out.strip())
 
-    def notes(self) -> Findings:
+    def notes(self) -> ProbedFacts:
         """The commands that gave no answer."""
-        return Findings((), tuple(self.silent))
+        return ProbedFacts((), tuple(self.silent))
 
 
-def survey(host: Host, machine: Machine | None = None) -> Findings:
+def survey(host: Host, machine: LocalMachine | None = None) -> ProbedFacts:
     """Everything that a host says of its site; `machine` is its hardware where it is this machine.
 
     The first finding is always the scheduler. Raises HostUnreachable.
@@ -74,12 +74,12 @@ def name_site(host: Host) -> str:
     return cluster or host.run(("hostname", "-s"), timeout_s=_PATIENCE_S).out.strip()
 
 
-def _ask_scheduler(asker: _Asker, programs: frozenset[str]) -> Findings:
+def _ask_scheduler(asker: _Asker, programs: frozenset[str]) -> ProbedFacts:
     """Slurm where it is installed (it may bring a qstat of its own), else PBS, else none; of both, who answers."""
     both = {"sinfo", "qstat"} <= programs
     if both and not asker.answers(slurm.SINFO) and asker.answers(pbs.SERVER):
         note = "sinfo is installed here and does not answer; PBS does."
-        return collect([(("scheduler",), "pbs", "qstat -Bf")]) + _ask_pbs(asker) + Findings((), (note,))
+        return collect([(("scheduler",), "pbs", "qstat -Bf")]) + _ask_pbs(asker) + ProbedFacts((), (note,))
     if "sinfo" in programs:
         return collect([(("scheduler",), "slurm", "command -v sinfo")]) + _ask_slurm(asker)
     if "qstat" in programs:
@@ -87,10 +87,10 @@ def _ask_scheduler(asker: _Asker, programs: frozenset[str]) -> Findings:
     return collect([(("scheduler",), "local", "command -v sinfo qstat")])
 
 
-def _ask_slurm(asker: _Asker) -> Findings:
+def _ask_slurm(asker: _Asker) -> ProbedFacts:
     kinds = slurm.parse_sinfo(asker.ask(slurm.SINFO))
     if not kinds:
-        return Findings((), ("sinfo names no nodes: nothing is known of nodes and partitions.",))
+        return ProbedFacts((), ("sinfo names no nodes: nothing is known of nodes and partitions.",))
     user = asker.ask(("id", "-un")).strip()
     accounts = slurm.parse_accounts(asker.ask(slurm.accounts_command(user), quiet=True))
     partitions = slurm.parse_partitions(asker.ask(slurm.PARTITIONS))
@@ -103,7 +103,7 @@ def _ask_slurm(asker: _Asker) -> Findings:
     return found + collect([(("node", "architecture"), architecture, " ".join(words))])
 
 
-def _ask_pbs(asker: _Asker) -> Findings:
+def _ask_pbs(asker: _Asker) -> ProbedFacts:
     nodes = pbs.describe_nodes(pbs.parse_nodes(asker.ask(pbs.NODES)))
     default = pbs.parse_default_queue(asker.ask(pbs.SERVER))
     return nodes + pbs.describe_queues(pbs.parse_queues(asker.ask(pbs.QUEUES)), default)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from shardway.hardware.catalogue import find_accelerator
-from shardway.hardware.probe import Device, Machine
-from shardway.launch.probe.findings import Findings, collect
+from shardway.hardware.probe import Device, LocalMachine
+from shardway.launch.probe.findings import ProbedFacts, collect
 from shardway.sites.schema import CPU
 
 _RUNTIMES = {"enroot": "enroot", "apptainer": "apptainer", "singularity": "apptainer"}
@@ -46,13 +46,13 @@ def parse_programs(text: str) -> frozenset[str]:
     return frozenset(PurePosixPath(line.strip()).name for line in text.splitlines() if line.strip())
 
 
-def describe_containers(programs: frozenset[str], srun_help: str) -> Findings:
+def describe_containers(programs: frozenset[str], srun_help: str) -> ProbedFacts:
     """The container runtime: Pyxis where srun knows its options, else the first that is found."""
     if "--container-image" in srun_help:
         return collect([(("container",), "pyxis", "srun --help")])
     found = [program for program in _RUNTIMES if program in programs]
     if not found:
-        return Findings()
+        return ProbedFacts()
     command = f"command -v {found[0]}"
     alias = found[0] if found[0] == "singularity" else None
     facts = ((("container",), _RUNTIMES[found[0]], command), (("containers", "command"), alias, command))
@@ -60,13 +60,13 @@ def describe_containers(programs: frozenset[str], srun_help: str) -> Findings:
     return collect(facts, [f"There are other container runtimes too: {', '.join(rest)}."] if rest else [])
 
 
-def describe_modules(text: str) -> Findings:
+def describe_modules(text: str) -> ProbedFacts:
     """A note where environment modules are there: which ones a run needs, no command says."""
     note = "Environment modules are there (`module avail`): name those of every job in [modules] load = [...]."
-    return Findings((), (note,)) if text.strip() == "yes" else Findings()
+    return ProbedFacts((), (note,)) if text.strip() == "yes" else ProbedFacts()
 
 
-def parse_folders(text: str) -> Findings:
+def parse_folders(text: str) -> ProbedFacts:
     """Shared folders from `FOLDERS`, by the variables that the site sets for them."""
     names = text.split()
     facts = []
@@ -83,37 +83,37 @@ def parse_disks(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(mounts))
 
 
-def describe_disks(text: str, is_node: bool) -> Findings:
+def describe_disks(text: str, is_node: bool) -> ProbedFacts:
     """A disk of the machine's own: a fact where jobs run on this machine, else a note on where to look."""
     disks = parse_disks(text)
     if not disks:
-        return Findings()
+        return ProbedFacts()
     if is_node:
         return collect([(("node", "local_disk"), disks[0], "df -T")])
     note = f"This machine has disks of its own at {', '.join(disks)}; compute nodes may have the same (local_disk)."
-    return Findings((), (note,))
+    return ProbedFacts((), (note,))
 
 
-def parse_internet(text: str, is_node: bool) -> Findings:
+def parse_internet(text: str, is_node: bool) -> ProbedFacts:
     """What can be reached from here, from `INTERNET`. A proxy's address with a password in it is not repeated."""
     lines = text.splitlines()
     if len(lines) < 3:
-        return Findings()
+        return ProbedFacts()
     proxy, no_proxy, code = (line.strip() for line in (lines[0], lines[1], lines[-1]))
     command, key = "curl https://pypi.org", "nodes" if is_node else "login"
     if code in _UNREACHABLE:
         return collect([(("internet", key), "none", command)])
     if code != "0":
-        return Findings()
+        return ProbedFacts()
     if not proxy:
         return collect([(("internet", key), "direct", command)])
     if not _PROXY.fullmatch(proxy):
-        return Findings((), ("The way out is a proxy, whose address is not written down: it may hold a password.",))
+        return ProbedFacts((), ("The way out is a proxy, whose address is not written down: it may hold a password.",))
     facts = ((("internet", key), "proxy", command), (("internet", "proxy"), proxy, "echo $https_proxy"))
     return collect([*facts, (("internet", "no_proxy"), no_proxy or None, "echo $no_proxy")])
 
 
-def describe_machine(machine: Machine) -> Findings:
+def describe_machine(machine: LocalMachine) -> ProbedFacts:
     """A machine without a scheduler, as its own compute node."""
     command, words = "shardway sites probe", machine.os.split()
     keys = _accelerator_keys(machine)
@@ -129,24 +129,24 @@ def describe_machine(machine: Machine) -> Findings:
     return collect(facts)
 
 
-def describe_part(machine: Machine, per_node: int | None) -> Findings:
+def describe_part(machine: LocalMachine, per_node: int | None) -> ProbedFacts:
     """Which accelerators the nodes have, from those of this machine: a fact where it has as many as a node (it is one,
     as far as one can tell), else a note."""
     keys = _accelerator_keys(machine)
     part = next(iter(keys), None) if len(keys) == 1 else None
     if part is None:
         found = _list_names(machine.accelerators)
-        return Findings((), (f"GPUs of this machine, which the catalogue lacks: {found}.",) if found else ())
+        return ProbedFacts((), (f"GPUs of this machine, which the catalogue lacks: {found}.",) if found else ())
     if per_node == len(machine.accelerators):
         return collect([(("node", "accelerator"), part, "the driver's list of GPUs")])
     note = f"This machine has {len(machine.accelerators)} x {part}; where the nodes have the same: accelerator."
-    return Findings((), (note,))
+    return ProbedFacts((), (note,))
 
 
 def _list_names(devices: Sequence[Device]) -> str:
     return ", ".join(sorted({device.name for device in devices}))
 
 
-def _accelerator_keys(machine: Machine) -> set[str | None]:
+def _accelerator_keys(machine: LocalMachine) -> set[str | None]:
     parts = [find_accelerator(device.name) for device in machine.accelerators]
     return {part.key if part else None for part in parts}

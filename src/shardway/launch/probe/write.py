@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from shardway.launch.probe.findings import Finding, Findings
+from shardway.launch.probe.findings import ProbedFact, ProbedFacts
 from shardway.runfile.write import render_value
 from shardway.sites.schema import FORMAT, SiteProfile
 from shardway.units import render_bytes, render_seconds
@@ -20,7 +20,7 @@ _PARENTS = {"slurm": "generic-slurm", "pbs": "generic-pbs", "local": "laptop"}
 _WIDTH = 118
 
 
-def render_profile(name: str, title: str, found: Findings, where: str, day: datetime.date) -> str:
+def render_profile(name: str, title: str, found: ProbedFacts, where: str, day: datetime.date) -> str:
     """The text of a profile called `name`; `where` is the machine that was asked."""
     parent = _PARENTS[str(found.get("scheduler"))]
     head = [
@@ -43,32 +43,32 @@ def render_profile(name: str, title: str, found: Findings, where: str, day: date
     return "\n".join([*lines, "", "[sources]", *_sources(found, where, day)]) + "\n"
 
 
-def _tables(found: Findings) -> list[str]:
+def _tables(found: ProbedFacts) -> list[str]:
     """Tables that have something in them, in the order of the schema."""
     used = {fact.path[0] for fact in found.facts if len(fact.path) > 1}
     return [key for key in SiteProfile.model_fields if key in used]
 
 
-def _table(name: str, found: Findings) -> list[str]:
+def _table(name: str, found: ProbedFacts) -> list[str]:
     return ["", f"[{name}]", *(_line(fact) for fact in found.facts if fact.path[0] == name)]
 
 
-def _queues(found: Findings) -> list[str]:
+def _queues(found: ProbedFacts) -> list[str]:
     lines = []
     for facts in _by_queue(found).values():
         lines += ["", "[[queues]]", *(_line(fact) for fact in facts)]
     return lines
 
 
-def _by_queue(found: Findings) -> Mapping[str, list[Finding]]:
-    queues: dict[str, list[Finding]] = {}
+def _by_queue(found: ProbedFacts) -> Mapping[str, list[ProbedFact]]:
+    queues: dict[str, list[ProbedFact]] = {}
     for fact in found.facts:
         if fact.path[0] == "queues":
             queues.setdefault(fact.path[1], []).append(fact)
     return queues
 
 
-def _line(fact: Finding) -> str:
+def _line(fact: ProbedFact) -> str:
     return f"{fact.path[-1]} = {render_value(_with_unit(fact.path, fact.value))}"
 
 
@@ -78,9 +78,9 @@ def _with_unit(path: Sequence[str], value: Any) -> Any:
     return render_seconds(value) if path[-1].endswith("_walltime") else value
 
 
-def _sources(found: Findings, where: str, day: datetime.date) -> Iterator[str]:
+def _sources(found: ProbedFacts, where: str, day: datetime.date) -> Iterator[str]:
     """One source for a table that one command told all of, else one a fact."""
-    groups: dict[str, list[Finding]] = {}
+    groups: dict[str, list[ProbedFact]] = {}
     for fact in found.facts:
         groups.setdefault(fact.path[0], []).append(fact)
     for key, facts in groups.items():

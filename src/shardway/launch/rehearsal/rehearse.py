@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardway.launch.rehearsal.checks import (
-    Check,
-    Verdict,
+    RehearsalCheck,
+    RehearsalVerdict,
     check_losses,
     check_reference,
     check_resume,
@@ -21,7 +21,7 @@ from shardway.launch.rehearsal.checks import (
     check_stop,
 )
 from shardway.launch.rehearsal.script import rehearse_foreign
-from shardway.launch.rehearsal.trial import Limits, Trial, run_trial
+from shardway.launch.rehearsal.trial import Limits, TrialOutcome, run_trial
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
 
@@ -35,7 +35,7 @@ RESERVE_S, RESERVE_PART = 4.0, 0.1
 
 
 @dataclass(frozen=True)
-class Piece:
+class RehearsedProgram:
     """What is rehearsed: the words that start it in a run directory, the deadline of an attempt in seconds.
 
     `whole`: the run without a break goes on to its own end; else it is stopped after as long as the deadline, which
@@ -50,7 +50,7 @@ class Piece:
     """The folder in which a run directory's attempts work; None for the one that rehearses."""
 
 
-def rehearse(piece: Piece, folder: Path) -> Iterator[Check]:
+def rehearse(piece: RehearsedProgram, folder: Path) -> Iterator[RehearsalCheck]:
     """Rehearse in a folder that is there and empty; each check as soon as it is known, the first failure the last.
 
     Raises OSError where the command cannot be started.
@@ -64,14 +64,14 @@ def rehearse(piece: Piece, folder: Path) -> Iterator[Check]:
         return
     for check in _rehearse(piece, folder, reference):
         yield check
-        if check.verdict is Verdict.FAIL:
+        if check.verdict is RehearsalVerdict.FAIL:
             return
 
 
-def _rehearse(piece: Piece, folder: Path, reference: Trial) -> Iterator[Check]:
+def _rehearse(piece: RehearsedProgram, folder: Path, reference: TrialOutcome) -> Iterator[RehearsalCheck]:
     checked = check_reference(reference)
     yield checked
-    if checked.verdict is Verdict.FAIL:
+    if checked.verdict is RehearsalVerdict.FAIL:
         return  # there is nothing to time a deadline by
     last = reference.last_step
     cut, before, deadline = _cut_once(piece, folder, reference)
@@ -89,7 +89,7 @@ def _rehearse(piece: Piece, folder: Path, reference: Trial) -> Iterator[Check]:
     yield check_losses(_steps(RunDir(folder / "through")), _steps(cut))
 
 
-def _cut_once(piece: Piece, folder: Path, reference: Trial) -> tuple[RunDir, Trial, float]:
+def _cut_once(piece: RehearsedProgram, folder: Path, reference: TrialOutcome) -> tuple[RunDir, TrialOutcome, float]:
     """A first attempt that a deadline cuts, its run, and the deadline in seconds.
 
     How fast a machine starts ranks varies, so that a deadline may fall before or after a short run: it is moved then.
@@ -122,7 +122,7 @@ class _Timing:
     middle_s: float
 
 
-def _read_timing(trial: Trial) -> _Timing:
+def _read_timing(trial: TrialOutcome) -> _Timing:
     """From an attempt that took steps."""
     steps, started = trial.named("step"), trial.attempt.read_started()
     begun = started.started if started is not None else 0.0
@@ -133,7 +133,7 @@ def _read_timing(trial: Trial) -> _Timing:
     return _Timing(*(seconds / (1 - RESERVE_PART) for seconds in needed))
 
 
-def _longest(trial: Trial, name: str) -> float:
+def _longest(trial: TrialOutcome, name: str) -> float:
     return max((float(event.get("seconds", 0.0)) for event in trial.named(name)), default=0.0)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from shardway.rundir.attempts import VARIABLE, Attempt, Ending, Result, Started
+from shardway.rundir.attempts import VARIABLE, Attempt, AttemptStart, Ending, Result
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
 
@@ -45,7 +45,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Trial:
+class TrialOutcome:
     """What came of one attempt.
 
     `code` is the exit code of its command, negative for a signal; times are in seconds. `killed`: it did not end by
@@ -96,7 +96,7 @@ class Trial:
         return "\n".join(said.rstrip().splitlines()[-LAST_LINES:])
 
 
-def run_trial(words: Sequence[str], run: RunDir, limits: Limits, where: Path | None = None) -> Trial:
+def run_trial(words: Sequence[str], run: RunDir, limits: Limits, where: Path | None = None) -> TrialOutcome:
     """Run a command as the next attempt of `run`, in the folder `where`, until it ends.
 
     Raises OSError where it cannot be started.
@@ -106,7 +106,7 @@ def run_trial(words: Sequence[str], run: RunDir, limits: Limits, where: Path | N
     follower = run.follow_events(0, from_end=True)
     now = time.time()
     deadline = now + limits.deadline_s if limits.deadline_s is not None else 0.0
-    attempt.write_started(Started(f"{JOB}-{attempt.number}", socket.gethostname(), started=now, deadline=deadline))
+    attempt.write_started(AttemptStart(f"{JOB}-{attempt.number}", socket.gethostname(), started=now, deadline=deadline))
     events: list[Event] = []
     asked, killed, began = None, False, time.monotonic()
     with _started(words, attempt, where) as process:
@@ -123,7 +123,7 @@ def run_trial(words: Sequence[str], run: RunDir, limits: Limits, where: Path | N
         seconds = time.monotonic() - began
     events += follower.new_events()
     left = limits.deadline_s - seconds if limits.deadline_s is not None else None
-    return Trial(attempt, process.returncode, seconds, killed, attempt.read_result(), tuple(events), asked, left)
+    return TrialOutcome(attempt, process.returncode, seconds, killed, attempt.read_result(), tuple(events), asked, left)
 
 
 def _is_overdue(limits: Limits, seconds: float, asked: float | None) -> bool:

@@ -31,7 +31,7 @@ def trains_a_run_file(run: RunDir) -> bool:
 
 
 @dataclass(frozen=True)
-class Look:
+class SchedulerSnapshot:
     """What a look at the scheduler gave: attempts that wait or run for all that is known, and how the last one ended,
     in a sentence that is empty while it has not."""
 
@@ -72,10 +72,10 @@ class Beginning:
                     break
         return look.end
 
-    def _look(self) -> Look:
+    def _look(self) -> SchedulerSnapshot:
         standings = read_standing(self.host, read_ledger(self.host, self.run.path))
         active = tuple(standing.entry.attempt for standing in standings if standing.is_active)
-        return Look(active, render_end(standings[-1]) if standings and not active else "")
+        return SchedulerSnapshot(active, render_end(standings[-1]) if standings and not active else "")
 
 
 @dataclass
@@ -86,7 +86,7 @@ class _Questions:
     gap_s: float = 0.0
     gone: int = 0
 
-    def note(self, look: Look, now: float) -> None:
+    def note(self, look: SchedulerSnapshot, now: float) -> None:
         self.gone = 0 if look.active else self.gone + 1
         self.gap_s = min(2 * self.gap_s, LONGEST_GAP_S) if look.active and self.gap_s else FIRST_GAP_S
         self.next_s = now + self.gap_s

@@ -12,7 +12,7 @@ from pathlib import Path
 from shardway.errors import UserError
 from shardway.launch.hosts.base import Host
 from shardway.launch.runs.ledger import Ledger, read_ledger
-from shardway.launch.runs.standing import Standing, describe_active, read_standing
+from shardway.launch.runs.standing import JobStatus, describe_active, read_standing
 
 
 def check_free_for_job(host: Host, ledger: Ledger, tell: Callable[[str], None]) -> None:
@@ -47,11 +47,11 @@ def check_free_for_hand(host: Host, run: Path, tell: Callable[[str], None]) -> N
         tell(f"whether {_list_jobs(active)} of {run} still waits or runs is not known here; it is trained all the same")
 
 
-def _is_unknown(standing: Standing) -> bool:
+def _is_unknown(standing: JobStatus) -> bool:
     return standing.word == "unknown"
 
 
-def _list_jobs(standings: Sequence[Standing]) -> str:
+def _list_jobs(standings: Sequence[JobStatus]) -> str:
     return ", ".join(f"job {standing.entry.job}" for standing in standings)
 
 

@@ -16,8 +16,8 @@ from shardway.launch.hosts.base import Host
 from shardway.rundir.attempts import (
     FORMAT,
     Attempt,
+    AttemptStart,
     Result,
-    Started,
     Submission,
     parse_result,
     parse_started,
@@ -27,12 +27,12 @@ from shardway.rundir.directory import RunDir
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     """One attempt: how it was submitted, what its job said when it started, how it ended."""
 
     attempt: Attempt
     submission: Submission | None = None
-    started: Started | None = None
+    started: AttemptStart | None = None
     result: Result | None = None
 
     @property
@@ -56,11 +56,11 @@ class Ledger:
     """All attempts of a run, oldest first, and its status.json."""
 
     run: RunDir
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[LedgerEntry, ...] = ()
     status: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def last(self) -> Entry | None:
+    def last(self) -> LedgerEntry | None:
         """The newest attempt."""
         return self.entries[-1] if self.entries else None
 
@@ -95,7 +95,7 @@ def read_ledgers(host: Host, runs: Sequence[Path]) -> list[Ledger]:
     ]
 
 
-def read_again(host: Host, entry: Entry) -> Entry:
+def read_again(host: Host, entry: LedgerEntry) -> LedgerEntry:
     """The same attempt as it stands now. Raises HostUnreachable."""
     return _entry(entry.attempt, host.read_files([PurePosixPath(path) for path in entry.attempt.record_paths]))
 
@@ -110,8 +110,8 @@ def render_submission(submission: Submission) -> str:
     return json.dumps({"format": FORMAT, **asdict(submission)}, indent=1) + "\n"
 
 
-def _entry(attempt: Attempt, texts: Mapping[Any, str]) -> Entry:
-    return Entry(
+def _entry(attempt: Attempt, texts: Mapping[Any, str]) -> LedgerEntry:
+    return LedgerEntry(
         attempt,
         parse_submission(texts.get(attempt.submission_path, "")),
         parse_started(texts.get(attempt.started_path, "")),

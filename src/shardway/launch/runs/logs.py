@@ -19,8 +19,8 @@ from pathlib import Path
 
 from shardway.errors import UserError, list_some
 from shardway.launch.hosts.base import Host, HostUnreachable
-from shardway.launch.runs.ledger import Entry, Ledger, read_ledger
-from shardway.launch.runs.standing import Standing, read_standing
+from shardway.launch.runs.ledger import Ledger, LedgerEntry, read_ledger
+from shardway.launch.runs.standing import JobStatus, read_standing
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
 
@@ -46,7 +46,7 @@ _MOST_RANKS = 16
 _RANK = re.compile(r"\s*(?:(?P<rank>\d+): |\[\d+,(?P<mpi>\d+)\]<std\w+>:)")
 
 
-def choose_attempt(ledger: Ledger, number: int | None) -> Entry:
+def choose_attempt(ledger: Ledger, number: int | None) -> LedgerEntry:
     """The attempt of that number, or the newest that has begun. Raises UserError where there is none."""
     begun = [entry for entry in ledger.entries if entry.started is not None] or list(ledger.entries)
     chosen = [entry for entry in ledger.entries if entry.number == number] if number else begun[-1:]
@@ -81,14 +81,14 @@ def follow_output(host: Host, attempt: Attempt, node: int | None, tell: Callable
 
 
 @dataclass(frozen=True)
-class _End:
+class _LoggedEnd:
     """How an attempt ended, in a sentence, and whether its folder says so."""
 
     why: str
     written: bool
 
 
-def _find_end(host: Host, attempt: Attempt) -> _End | None:
+def _find_end(host: Host, attempt: Attempt) -> _LoggedEnd | None:
     """How an attempt ended; None while it may go on for all that is known."""
     try:
         standings = read_standing(host, read_ledger(host, attempt.run_path))
@@ -96,11 +96,11 @@ def _find_end(host: Host, attempt: Attempt) -> _End | None:
         return None
     for standing in standings:
         if standing.entry.number == attempt.number and not standing.is_active:
-            return _End(render_end(standing), standing.entry.result is not None)
+            return _LoggedEnd(render_end(standing), standing.entry.result is not None)
     return None
 
 
-def render_end(standing: Standing) -> str:
+def render_end(standing: JobStatus) -> str:
     """How an attempt that is over ended, in a sentence."""
     entry = standing.entry
     if standing.result is None:
@@ -115,11 +115,11 @@ class _Follower:
     longer the more often it has asked; all counts are in ticks."""
 
     tick: str
-    find_end: Callable[[], _End | None]
+    find_end: Callable[[], _LoggedEnd | None]
     waited: int = 0
     gap: int = _FIRST_GAP
     left: int = 0
-    end: _End | None = None
+    end: _LoggedEnd | None = None
 
     def lines(self, lines: Iterable[str], tell: Callable[[str], None]) -> Iterator[str]:
         """The lines without the ticks; `tell` gets how the attempt ended where no line does."""
@@ -191,7 +191,7 @@ class LeftLock:
         return render_end(theirs[-1]) if theirs and not any(each.is_active for each in standings) else ""
 
 
-def _nodes(standing: Standing) -> list[str]:
+def _nodes(standing: JobStatus) -> list[str]:
     started = standing.entry.started
     return [_short(name) for name in (started.host, *started.nodes.split())] if started else []
 

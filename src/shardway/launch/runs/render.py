@@ -9,11 +9,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from shardway.launch.runs.standing import Standing
+from shardway.launch.runs.standing import JobStatus
 from shardway.units import render_clock
 
 
-def render_attempts(standings: Sequence[Standing]) -> list[str]:
+def render_attempts(standings: Sequence[JobStatus]) -> list[str]:
     """One line an attempt, oldest first, and under it why it waits or how it ended."""
     lines = []
     for standing in standings:
@@ -22,7 +22,7 @@ def render_attempts(standings: Sequence[Standing]) -> list[str]:
     return lines
 
 
-def _render_facts(standing: Standing) -> str:
+def _render_facts(standing: JobStatus) -> str:
     entry, result = standing.entry, standing.result
     facts = [f"job {entry.job}" if entry.job else ""]
     if result is None and entry.started is not None:
@@ -36,7 +36,7 @@ def _render_facts(standing: Standing) -> str:
     return "  ".join(fact for fact in facts if fact)
 
 
-def _render_why(standing: Standing) -> list[str]:
+def _render_why(standing: JobStatus) -> list[str]:
     lines = []
     if standing.result is not None and standing.result.reason:
         lines.append(standing.result.reason)
@@ -48,12 +48,12 @@ def _render_why(standing: Standing) -> list[str]:
     return lines
 
 
-def attempts_as_json(standings: Sequence[Standing]) -> list[dict[str, Any]]:
+def attempts_as_json(standings: Sequence[JobStatus]) -> list[dict[str, Any]]:
     """Plain data, with stable keys."""
     return [_as_json(standing) for standing in standings]
 
 
-def _as_json(standing: Standing) -> dict[str, Any]:
+def _as_json(standing: JobStatus) -> dict[str, Any]:
     entry, result, record = standing.entry, standing.result, standing.record
     return {
         "attempt": entry.number,

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 
 from shardway.launch.hosts.base import Host, HostUnreachable
 from shardway.launch.runs.find import render_known
-from shardway.launch.runs.ledger import Entry, Ledger
+from shardway.launch.runs.ledger import Ledger, LedgerEntry
 from shardway.launch.runs.registry import Known
 from shardway.launch.runs.verdict import CONSEQUENCES, decide
 from shardway.launch.schedulers.clients import CLIENTS, find_client, is_job_id
 from shardway.launch.schedulers.explain import explain_result
-from shardway.launch.schedulers.records import Asked, Explanation, JobRecord, Phase, SchedulerSilent
+from shardway.launch.schedulers.records import Explanation, JobPhase, JobRecord, RequestedResources, SchedulerSilent
 from shardway.rundir.attempts import BY_AGENT, Ending, Result
 from shardway.rundir.fields import read_fields
 
@@ -24,11 +24,11 @@ _TOLD_BY_CODE = frozenset((Ending.CRASHED, Ending.UNKNOWN))
 
 
 @dataclass(frozen=True)
-class Standing:
+class JobStatus:
     """One attempt now. `record` is None where the scheduler was not asked or did not answer (`silence` says why);
     `result` is how it ended, None while it has not; `why` explains its waiting or its end."""
 
-    entry: Entry
+    entry: LedgerEntry
     record: JobRecord | None = None
     result: Result | None = None
     why: Explanation | None = None
@@ -41,7 +41,7 @@ class Standing:
             return str(self.result.state)
         if self.entry.is_unsent:
             return "prepared"
-        if self.record is None or self.record.phase is Phase.UNKNOWN:
+        if self.record is None or self.record.phase is JobPhase.UNKNOWN:
             return "unknown"
         return str(self.record.phase)
 
@@ -51,12 +51,12 @@ class Standing:
         return self.result is None and not self.entry.is_unsent
 
 
-def read_standing(host: Host, ledger: Ledger) -> list[Standing]:
+def read_standing(host: Host, ledger: Ledger) -> list[JobStatus]:
     """The attempts of one run, oldest first; the scheduler is asked once, and only of those that are open."""
     return read_standings(host, [ledger])[0]
 
 
-def read_standings(host: Host, ledgers: Sequence[Ledger]) -> list[list[Standing]]:
+def read_standings(host: Host, ledgers: Sequence[Ledger]) -> list[list[JobStatus]]:
     """The attempts of several runs on one host; each scheduler is asked once."""
     wanted: dict[str, list[str]] = {}
     for ledger in ledgers:
@@ -67,13 +67,13 @@ def read_standings(host: Host, ledgers: Sequence[Ledger]) -> list[list[Standing]
     return [[_stand(entry, answers, _asked(host, ledger, entry)) for entry in ledger.entries] for ledger in ledgers]
 
 
-def describe_active(standings: Sequence[Standing]) -> str:
+def describe_active(standings: Sequence[JobStatus]) -> str:
     """What still waits or runs: "attempt 2 queued as job 17"; empty for nothing."""
     active = [standing for standing in standings if standing.is_active]
     return ", ".join(f"attempt {entry.entry.number} {entry.word} as job {entry.entry.job}" for entry in active)
 
 
-def _is_open(entry: Entry) -> bool:
+def _is_open(entry: LedgerEntry) -> bool:
     """Whether the scheduler has something to add: nobody wrote how it ended, or who did could not know why."""
     result = entry.result
     if result is None or result.failure.startswith(CONSEQUENCES):
@@ -95,17 +95,17 @@ def _ask(host: Host, scheduler: str, jobs: Sequence[str]) -> _Answer:
         return _Answer({}, str(error).splitlines()[0])
 
 
-def _asked(host: Host, ledger: Ledger, entry: Entry) -> Asked:
+def _asked(host: Host, ledger: Ledger, entry: LedgerEntry) -> RequestedResources:
     """What an attempt asked for; of a link that a job submitted, what the one before it did."""
     run = render_known(Known(str(ledger.run.path), host.name))
     for earlier in reversed(ledger.entries):
         asked = earlier.submission.asked if earlier.submission else None
         if asked and earlier.number <= entry.number:
-            return replace(read_fields(Asked, asked) or Asked(), run=run)
-    return Asked(run=run)
+            return replace(read_fields(RequestedResources, asked) or RequestedResources(), run=run)
+    return RequestedResources(run=run)
 
 
-def _stand(entry: Entry, answers: dict[str, _Answer], asked: Asked) -> Standing:
+def _stand(entry: LedgerEntry, answers: dict[str, _Answer], asked: RequestedResources) -> JobStatus:
     scheduler = entry.submission.scheduler if entry.submission else ""
     answer = answers.get(scheduler, _Answer({}))
     record = answer.records.get(entry.job)
@@ -118,7 +118,7 @@ def _stand(entry: Entry, answers: dict[str, _Answer], asked: Asked) -> Standing:
         why = client.explain_pending(record, asked) or ending
     if why is None and result is not None and _leaves_open(result):
         why = explain_result(result.state, result.exit_code, asked, result.reason)
-    return Standing(entry, record, result, why, answer.silence if record is None else "")
+    return JobStatus(entry, record, result, why, answer.silence if record is None else "")
 
 
 def _leaves_open(result: Result) -> bool:

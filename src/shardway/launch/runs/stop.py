@@ -20,10 +20,10 @@ from pathlib import PurePosixPath
 
 from shardway.errors import SiteError, UserError
 from shardway.launch.hosts.base import Host
-from shardway.launch.runs.ledger import Entry, Ledger, read_ledger
-from shardway.launch.runs.standing import Standing, read_standing
+from shardway.launch.runs.ledger import Ledger, LedgerEntry, read_ledger
+from shardway.launch.runs.standing import JobStatus, read_standing
 from shardway.launch.schedulers.clients import find_client, is_job_id
-from shardway.launch.schedulers.records import Phase
+from shardway.launch.schedulers.records import JobPhase
 from shardway.rundir.attempts import Ending, Result, render_result
 
 _GONE = re.compile(
@@ -51,13 +51,13 @@ def is_of_its_time(words: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Stopping:
+class StopReport:
     """What a stop did: which attempts were asked, and which jobs left the queue or were killed. `writer` is who
     trains by hand ("process 4711 on host n1"), who can be asked and not killed; empty for nobody. `unwritten` is why
     the stop file could not be written, so that a signal asked; empty where it was."""
 
-    asked: tuple[Entry, ...] = ()
-    cancelled: tuple[Entry, ...] = ()
+    asked: tuple[LedgerEntry, ...] = ()
+    cancelled: tuple[LedgerEntry, ...] = ()
     writer: str = ""
     unwritten: str = ""
 
@@ -69,7 +69,7 @@ class Stopper:
     host: Host
     pause: Callable[[float], None] = field(default=time.sleep)
 
-    def ask(self, ledger: Ledger) -> Stopping:
+    def ask(self, ledger: Ledger) -> StopReport:
         """Touch the stop file of a run, which whoever trains it by hand on this machine obeys too, and take what waits
         out of the queue. Raises SiteError where that is refused."""
         running, waiting = self._find_active(ledger)
@@ -83,29 +83,29 @@ class Stopper:
                 unwritten = str(error).splitlines()[0]
         self._cancel(waiting)
         self._note(ledger, waiting, "taken out of the queue by `shardway stop`")
-        return Stopping(running, waiting, writer, unwritten)
+        return StopReport(running, waiting, writer, unwritten)
 
-    def find_running(self, ledger: Ledger) -> tuple[Entry, ...]:
+    def find_running(self, ledger: Ledger) -> tuple[LedgerEntry, ...]:
         """The attempts whose jobs run, so that there are ranks to lose."""
         running, _ = self._find_active(ledger)
         return running
 
-    def _find_active(self, ledger: Ledger) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
+    def _find_active(self, ledger: Ledger) -> tuple[tuple[LedgerEntry, ...], tuple[LedgerEntry, ...]]:
         """The attempts whose jobs run, and those whose jobs wait."""
         active = [standing for standing in read_standing(self.host, ledger) if standing.is_active]
         running = tuple(standing.entry for standing in active if not _waits(standing))
         return running, tuple(standing.entry for standing in active if _waits(standing))
 
-    def cancel(self, ledger: Ledger) -> Stopping:
+    def cancel(self, ledger: Ledger) -> StopReport:
         """Kill every job of the run that waits or runs. Raises SiteError where the scheduler refuses."""
         active = tuple(standing.entry for standing in read_standing(self.host, ledger) if standing.is_active)
         writer = self._find_writer(ledger)
         with self._word_for_ranks(ledger) if not writer and any(map(_says_no_more, active)) else nullcontext():
             self._cancel(tuple(reversed(active)))  # successors first, else they would start
         self._note(ledger, active, "killed by `shardway stop --now`")
-        return Stopping(cancelled=active, writer=writer)
+        return StopReport(cancelled=active, writer=writer)
 
-    def wait(self, ledger: Ledger, timeout_s: float) -> list[Standing]:
+    def wait(self, ledger: Ledger, timeout_s: float) -> list[JobStatus]:
         """The attempts once none of them is active and nobody trains by hand here, or when the time is over."""
         end, polls = time.monotonic() + timeout_s, iter(POLLS_S)
         pause = POLLS_S[0]
@@ -147,7 +147,7 @@ class Stopper:
                 "`shardway stop --now` kills its jobs; a run without a job stops by Ctrl-C where it was started."
             ) from None
 
-    def _warn(self, ledger: Ledger, running: Sequence[Entry], writer: str) -> bool:
+    def _warn(self, ledger: Ledger, running: Sequence[LedgerEntry], writer: str) -> bool:
         """Ask the ranks of a training by a signal, which other programs may not outlive; whether all were asked."""
         if ledger.status.get("state") != "running":
             return False
@@ -159,7 +159,7 @@ class Stopper:
             return False
         return ledger.run.signal_writer(signal.SIGTERM) if writer else bool(commands)
 
-    def _note(self, ledger: Ledger, entries: Sequence[Entry], reason: str) -> None:
+    def _note(self, ledger: Ledger, entries: Sequence[LedgerEntry], reason: str) -> None:
         """Say how attempts ended of which neither their jobs can say it any more nor the scheduler."""
         mute = [entry for entry in entries if _is_forgotten(entry)]
         written = self.host.read_files([PurePosixPath(entry.attempt.result_path) for entry in mute])
@@ -172,7 +172,7 @@ class Stopper:
                 with suppress(UserError):  # a full file system: they have ended all the same
                     self.host.write_files({path: render_result(result)})
 
-    def _cancel(self, entries: Sequence[Entry]) -> None:
+    def _cancel(self, entries: Sequence[LedgerEntry]) -> None:
         for scheduler in dict.fromkeys(entry.submission.scheduler for entry in entries if entry.submission):
             jobs = [entry.job for entry in entries if entry.submission and entry.submission.scheduler == scheduler]
             _check_job_ids(jobs)
@@ -184,18 +184,18 @@ class Stopper:
                     )
 
 
-def _says_no_more(entry: Entry) -> bool:
+def _says_no_more(entry: LedgerEntry) -> bool:
     """Whether a job runs of which its scheduler will not say that it was cancelled; its end is waited for."""
     return entry.started is not None and _is_forgotten(entry)
 
 
-def _is_forgotten(entry: Entry) -> bool:
+def _is_forgotten(entry: LedgerEntry) -> bool:
     """Whether the scheduler of a job does not say that it was cancelled."""
     return entry.submission is not None and find_client(entry.submission.scheduler).forgets
 
 
-def _waits(standing: Standing) -> bool:
-    return standing.record is not None and standing.record.phase is Phase.QUEUED
+def _waits(standing: JobStatus) -> bool:
+    return standing.record is not None and standing.record.phase is JobPhase.QUEUED
 
 
 def _check_job_ids(jobs: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardway.launch.schedulers.records import JobRecord, Phase, SchedulerEnding
+from shardway.launch.schedulers.records import JobPhase, JobRecord, SchedulerEnding
 from shardway.rundir.attempts import BY_SIGNAL, Ending, Result
 
 _ENDINGS = {
@@ -78,7 +78,7 @@ def decide(result: Result | None, record: JobRecord | None, deadline: float = 0.
     signalled = result.failure.startswith(CONSEQUENCES)
     if record is None or not (signalled or (result.by == _SCRIPT and result.state in _UNSURE)):
         return result
-    if record.phase in (Phase.QUEUED, Phase.RUNNING):
+    if record.phase in (JobPhase.QUEUED, JobPhase.RUNNING):
         return result if signalled else None
     if result.failure == BY_SIGNAL and _made_room(record, deadline):
         return replace(result, state=Ending.PREEMPTED, reason=_LEFT_IN_TIME, failure="", by="scheduler")
@@ -94,9 +94,9 @@ def _made_room(record: JobRecord, deadline: float) -> bool:
 
 
 def _from_scheduler(record: JobRecord | None) -> Result | None:
-    if record is None or record.phase in (Phase.QUEUED, Phase.RUNNING):
+    if record is None or record.phase in (JobPhase.QUEUED, JobPhase.RUNNING):
         return None
-    if record.phase is Phase.UNKNOWN:
+    if record.phase is JobPhase.UNKNOWN:
         reason = "the scheduler does not know the job (any more), and it wrote no result"
         return Result(Ending.UNKNOWN, reason=reason, job=record.job, by="scheduler")
     ending = record.ending or SchedulerEnding.UNCLEAR

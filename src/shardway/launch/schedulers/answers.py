@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from shardway.launch.hosts.base import MISSING, Done
-from shardway.launch.schedulers.records import JobRecord, Phase, SchedulerEnding
+from shardway.launch.schedulers.records import JobPhase, JobRecord, SchedulerEnding
 
 _LINES = 2
 
@@ -30,11 +30,11 @@ def merge_tasks(job: str, tasks: Sequence[JobRecord]) -> JobRecord:
     """One record for an array: it runs while a task runs, it waits while none has run, and it ended as its first task
     that did not complete."""
     phases = {task.phase for task in tasks}
-    if phases == {Phase.ENDED}:
+    if phases == {JobPhase.ENDED}:
         first = next((task for task in tasks if task.ending is not SchedulerEnding.COMPLETED), tasks[0])
         ended = _latest(task.ended for task in tasks)
         return replace(first, job=job, started=_earliest(task.started for task in tasks), ended=ended)
-    phase = Phase.RUNNING if phases & {Phase.RUNNING, Phase.ENDED} else Phase.QUEUED
+    phase = JobPhase.RUNNING if phases & {JobPhase.RUNNING, JobPhase.ENDED} else JobPhase.QUEUED
     first = next((task for task in tasks if task.phase is phase), tasks[0])
     started = _earliest(task.started for task in tasks)
     return replace(first, job=job, phase=phase, ending=None, exit_code=None, signal=0, started=started, ended=None)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardway.launch.job import Job
-from shardway.launch.script import Line
+from shardway.launch.script import ScriptLine
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class SchedulerScript:
     ids of the person's jobs that wait or run, one a line; "" where none was tried.
     """
 
-    directives: Callable[[Job], tuple[Line, ...]]
+    directives: Callable[[Job], tuple[ScriptLine, ...]]
     shell: str
     functions: Callable[[Job], tuple[str, ...]]
     each_node: Callable[[Job], EachNode]

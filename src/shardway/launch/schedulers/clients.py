@@ -16,7 +16,7 @@ from shardway.launch.hosts.base import Done
 from shardway.launch.schedulers.explain import Explainer
 from shardway.launch.schedulers.local import query as local
 from shardway.launch.schedulers.pbs import query as pbs
-from shardway.launch.schedulers.records import Asked, Explanation, JobRecord, SchedulerSilent
+from shardway.launch.schedulers.records import Explanation, JobRecord, RequestedResources, SchedulerSilent
 from shardway.launch.schedulers.slurm import query as slurm
 
 Words = tuple[str, ...]
@@ -31,7 +31,7 @@ _TAKEN_BY_QSUB = re.compile(r"^(\d+(?:\[\])?(?:\.[\w.-]+)?)\s*$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Client:
+class SchedulerClient:
     """The functions of one scheduler.
 
     `submit(script, log, after)` are the words that submit a script, to start when the job `after` has ended ("": at
@@ -49,9 +49,9 @@ class Client:
     find: Callable[[str], tuple[Words, ...]]
     read_found: Callable[[Sequence[Done]], tuple[str, ...]]
     read_job_id: Callable[[str], str]
-    explain_refusal: Callable[[Done, Asked], Explanation]
-    explain_pending: Callable[[JobRecord, Asked], Explanation | None]
-    explain_ending: Callable[[JobRecord, Asked], Explanation | None]
+    explain_refusal: Callable[[Done, RequestedResources], Explanation]
+    explain_pending: Callable[[JobRecord, RequestedResources], Explanation | None]
+    explain_ending: Callable[[JobRecord, RequestedResources], Explanation | None]
     forgets: bool = False
 
 
@@ -70,9 +70,9 @@ def _parse_job_id(pattern: re.Pattern[str], text: str) -> str:
     return found[-1] if found else ""
 
 
-CLIENTS: Mapping[str, Client] = MappingProxyType(
+CLIENTS: Mapping[str, SchedulerClient] = MappingProxyType(
     {
-        "slurm": Client(
+        "slurm": SchedulerClient(
             submit=_sbatch,
             cancel=lambda jobs: (("scancel", *jobs),),
             warn=lambda jobs: (("scancel", "--full", "--signal=USR1", *jobs),),
@@ -85,7 +85,7 @@ CLIENTS: Mapping[str, Client] = MappingProxyType(
             explain_pending=_SLURM.explain_pending,
             explain_ending=_SLURM.explain_ending,
         ),
-        "pbs": Client(
+        "pbs": SchedulerClient(
             submit=_qsub,
             cancel=lambda jobs: tuple(("qdel", job) for job in jobs),
             warn=lambda jobs: tuple(("qsig", "-s", "SIGUSR1", job) for job in jobs),
@@ -98,7 +98,7 @@ CLIENTS: Mapping[str, Client] = MappingProxyType(
             explain_pending=_PBS.explain_pending,
             explain_ending=_PBS.explain_ending,
         ),
-        "local": Client(
+        "local": SchedulerClient(
             submit=local.submit_command,
             cancel=local.cancel_commands,
             warn=local.warn_commands,
@@ -124,7 +124,7 @@ def is_job_id(job: str) -> bool:
     return _JOB_ID.fullmatch(job) is not None
 
 
-def find_client(scheduler: str) -> Client:
+def find_client(scheduler: str) -> SchedulerClient:
     """The functions of a scheduler. Raises SchedulerSilent for a name that is none's, as in a damaged record."""
     if scheduler not in CLIENTS:
         raise SchedulerSilent(f'"{scheduler}" is no scheduler that Shardway knows; allowed: {", ".join(CLIENTS)}.')

@@ -16,7 +16,7 @@ from functools import cache
 from importlib.resources import files
 
 from shardway.launch.hosts.base import Done
-from shardway.launch.schedulers.records import Asked, Explanation, JobRecord, Phase
+from shardway.launch.schedulers.records import Explanation, JobPhase, JobRecord, RequestedResources
 from shardway.units import render_bytes, render_seconds
 
 _UNNAMED, _NO_AMOUNT = "(none was named)", "no stated"
@@ -24,7 +24,7 @@ _TRY_AGAIN = "wait: the submission is tried again, after a look whether the job 
 _ASK_ABOUT_WAIT = "wait, or ask the site's support with these words"
 _READ_LOG = "read the end of the job's output: shardway logs"
 _ASK_SITE = "read the job script with --dry-run, and ask the site's support with these words"
-_NOTHING = Asked()
+_NOTHING = RequestedResources()
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def _parse_rule(entry: Mapping[str, str | bool]) -> Rule:
     )
 
 
-def explain(rules: Sequence[Rule], text: str, asked: Asked, said: str = "") -> Explanation | None:
+def explain(rules: Sequence[Rule], text: str, asked: RequestedResources, said: str = "") -> Explanation | None:
     """The sentence for a text, or None where no rule is for it. `said` is the text without what was put around it."""
     for rule in rules:
         if match := rule.when.search(text):
@@ -82,7 +82,7 @@ def _fill(text: str, values: Mapping[str, str]) -> str:
     return filled
 
 
-def name_values(asked: Asked) -> dict[str, str]:
+def name_values(asked: RequestedResources) -> dict[str, str]:
     """What was asked for as words of a sentence; "(none was named)", or "no stated" memory, for what was not."""
     texts = {
         "name": asked.name,
@@ -108,7 +108,7 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def explain_result(state: str, exit_code: int | None, asked: Asked, said: str = "") -> Explanation | None:
+def explain_result(state: str, exit_code: int | None, asked: RequestedResources, said: str = "") -> Explanation | None:
     """How an attempt ended of which only its job script tells, or nobody: by the rules that hold for all schedulers,
     for the lines "ended STATE" and "exit N"; `said` is the reason that is known."""
     facts = [f"ended {state}", *([f"exit {exit_code}"] if exit_code is not None else [])]
@@ -121,7 +121,7 @@ class Explainer:
 
     scheduler: str
 
-    def explain_refusal(self, done: Done, asked: Asked = _NOTHING) -> Explanation:
+    def explain_refusal(self, done: Done, asked: RequestedResources = _NOTHING) -> Explanation:
         """Why a submission failed: by the rule for "exit CODE" and what was printed below it, or in its own words.
 
         One that is not `hopeless` may be taken later, or hides a job that was taken: whoever tries again looks for it
@@ -137,23 +137,23 @@ class Explainer:
         sentence = f"{program} refused the job with exit code {done.code} and said: {said}"
         return found or Explanation("refused", sentence, _ASK_SITE, hopeless=True)
 
-    def explain_pending(self, record: JobRecord, asked: Asked = _NOTHING) -> Explanation | None:
+    def explain_pending(self, record: JobRecord, asked: RequestedResources = _NOTHING) -> Explanation | None:
         """Why a job waits: by the rule for "STATE REASON", or in the scheduler's own words; `hopeless` where it will
         never start as it is. None for one that does not wait."""
-        if record.phase is not Phase.QUEUED:
+        if record.phase is not JobPhase.QUEUED:
             return None
         said = record.reason or record.state
         rules = load_rules(f"{self.scheduler}/reasons", "pending")
         found = explain(rules, f"{record.state} {record.reason}", asked, said)
         return found or Explanation("pending", f"The scheduler lets the job wait and says: {said}", _ASK_ABOUT_WAIT)
 
-    def explain_ending(self, record: JobRecord, asked: Asked = _NOTHING) -> Explanation | None:
+    def explain_ending(self, record: JobRecord, asked: RequestedResources = _NOTHING) -> Explanation | None:
         """How a job ended: by the rules of the scheduler, then by those that hold for all; None for one that has not.
 
         The text that is searched has "STATE EXIT_TEXT", "ending ...", "exit N", "signal N" and the reason in a line
         each.
         """
-        if record.phase is not Phase.ENDED or record.ending is None:
+        if record.phase is not JobPhase.ENDED or record.ending is None:
             return None
         facts = [f"{record.state} {record.exit_text}", f"ending {record.ending}"]
         facts += [f"exit {record.exit_code}"] if record.exit_code is not None else []

@@ -16,7 +16,7 @@ class SchedulerSilent(SiteError):
     """The scheduler gave no answer that can be used; nothing is known of any job, least of all that there is none."""
 
 
-class Phase(StrEnum):
+class JobPhase(StrEnum):
     """Where a job is in its life."""
 
     QUEUED = "queued"
@@ -56,7 +56,7 @@ class JobRecord:
     """
 
     job: str
-    phase: Phase
+    phase: JobPhase
     state: str = ""
     reason: str = ""
     ending: SchedulerEnding | None = None
@@ -72,7 +72,7 @@ class JobRecord:
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestedResources:
     """What a job asked of a scheduler, for sentences about it; empty or None is what it did not ask for.
 
     `queue` is a PBS queue or a Slurm partition, `account` a PBS project or a Slurm account. `walltime_s` is in

@@ -9,7 +9,7 @@ from shardway.launch.snapshot.plan import plan_snapshot
 from shardway.launch.snapshot.take import take_snapshot
 from shardway.launch.snapshot.values import (
     CopiedFile,
-    LeftOut,
+    ExcludedPath,
     LinkedPath,
     Revision,
     Snapshot,
@@ -20,7 +20,7 @@ from shardway.launch.snapshot.values import (
 
 __all__ = [
     "CopiedFile",
-    "LeftOut",
+    "ExcludedPath",
     "LinkedPath",
     "Revision",
     "Snapshot",

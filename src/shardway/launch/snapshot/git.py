@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shardway.launch.snapshot.listing import Listing, Outside, join
 from shardway.launch.snapshot.names import is_cache, is_secret
-from shardway.launch.snapshot.values import LeftOut, Revision, SnapshotLimits
+from shardway.launch.snapshot.values import ExcludedPath, Revision, SnapshotLimits
 
 IGNORED = "ignored by git"
 _TIMEOUT_S = 120.0
@@ -130,7 +130,7 @@ def _add_inner(listing: Listing, top: Path, path: str, limits: SnapshotLimits) -
             return join(listing, list_repository(top / path, limits), path)
         except GitUnusable as error:
             reason = f"repository that git cannot read: {error}"
-    return replace(listing, left_out=(*listing.left_out, LeftOut(path, reason)))
+    return replace(listing, left_out=(*listing.left_out, ExcludedPath(path, reason)))
 
 
 def _read_diff(top: Path, most: int) -> tuple[str, bool]:

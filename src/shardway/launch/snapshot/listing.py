@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shardway.launch.snapshot.values import LeftOut, Revision, Submodule
+from shardway.launch.snapshot.values import ExcludedPath, Revision, Submodule
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Listing:
 
     files: tuple[str, ...]
     outside: tuple[Outside, ...] = ()
-    left_out: tuple[LeftOut, ...] = ()
+    left_out: tuple[ExcludedPath, ...] = ()
     revision: Revision | None = None
     notes: tuple[str, ...] = ()
     folders: tuple[str, ...] = ()

@@ -16,7 +16,7 @@ from shardway.launch.snapshot.folder import list_folder
 from shardway.launch.snapshot.git import GitUnusable, find_repository, list_repository
 from shardway.launch.snapshot.listing import Listing
 from shardway.launch.snapshot.sort import Sorter, list_parents
-from shardway.launch.snapshot.values import CopiedFile, LeftOut, LinkedPath, SnapshotLimits, SnapshotPlan
+from shardway.launch.snapshot.values import CopiedFile, ExcludedPath, LinkedPath, SnapshotLimits, SnapshotPlan
 from shardway.places import find_home
 from shardway.units import render_bytes
 
@@ -89,7 +89,7 @@ def _say_unusable(folder: Path, why: str) -> list[str]:
 
 
 def _say_large(
-    large: list[CopiedFile], left_out: tuple[LeftOut, ...], limits: SnapshotLimits, linked: bool
+    large: list[CopiedFile], left_out: tuple[ExcludedPath, ...], limits: SnapshotLimits, linked: bool
 ) -> list[str]:
     """Which files are too large to be copied: the job sees them as they are when it runs, or not at all."""
     if linked:
@@ -128,8 +128,8 @@ def _folder_of(path: str) -> str:
 
 
 def _bound_links(
-    links: list[LinkedPath], left_out: list[LeftOut], most: int, wanted: bool
-) -> tuple[tuple[LinkedPath, ...], tuple[LeftOut, ...]]:
+    links: list[LinkedPath], left_out: list[ExcludedPath], most: int, wanted: bool
+) -> tuple[tuple[LinkedPath, ...], tuple[ExcludedPath, ...]]:
     """As many links as are allowed, those nearest to the top first; the others are left out.
 
     What lies in a folder that is linked needs none: it would be made in the place that the link leads to.
@@ -140,5 +140,5 @@ def _bound_links(
             kept[link.path] = link
     links = list(kept.values())
     why = f"more than {most} links" if wanted else "not carried to another host"
-    dropped = [LeftOut(link.path, f"{link.reason}; {why}") for link in links[most:]]
+    dropped = [ExcludedPath(link.path, f"{link.reason}; {why}") for link in links[most:]]
     return tuple(links[:most]), tuple(sorted([*left_out, *dropped], key=lambda entry: entry.path))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shardway.launch.snapshot.listing import Listing
 from shardway.launch.snapshot.names import is_cache, is_secret
-from shardway.launch.snapshot.values import CopiedFile, LeftOut, LinkedPath, SnapshotLimits
+from shardway.launch.snapshot.values import CopiedFile, ExcludedPath, LinkedPath, SnapshotLimits
 from shardway.rundir.directory import RunDir
 from shardway.units import render_bytes
 
@@ -27,7 +27,7 @@ class Sorter:
         self.files: list[CopiedFile] = []
         self.links: list[LinkedPath] = []
         self.large: list[CopiedFile] = []
-        self.left_out: list[LeftOut] = []
+        self.left_out: list[ExcludedPath] = []
         self.notes: list[str] = []
         self._root = str(root)
         self._limits = limits
@@ -48,19 +48,19 @@ class Sorter:
             return
         name = posixpath.basename(path)
         if is_secret(name):
-            self.left_out.append(LeftOut(path, "secret by its name"))
+            self.left_out.append(ExcludedPath(path, "secret by its name"))
             return
         try:
             state = os.lstat(f"{self._root}/{path}")
         except FileNotFoundError:  # deleted, but git still tracks it
             return
         except OSError as error:
-            self.left_out.append(LeftOut(path, f"cannot be read: {error.strerror}"))
+            self.left_out.append(ExcludedPath(path, f"cannot be read: {error.strerror}"))
             return
         if stat.S_ISLNK(state.st_mode):
             self._sort_symlink(path)
         elif not stat.S_ISREG(state.st_mode):
-            self.left_out.append(LeftOut(path, "not a plain file"))
+            self.left_out.append(ExcludedPath(path, "not a plain file"))
         elif state.st_size > self._limits.file_bytes:
             size = f"{state.st_size / 2**20:.1f} MiB, more than {render_bytes(self._limits.file_bytes)}"
             self._link(path, size)
@@ -86,14 +86,14 @@ class Sorter:
         whole = f"{self._root}/{path}"
         if path not in inside:
             if is_secret(name) and not os.path.isdir(whole):
-                self.left_out.append(LeftOut(path, "secret by its name"))
+                self.left_out.append(ExcludedPath(path, "secret by its name"))
             elif os.path.lexists(whole):
                 self._link(path, reason)
             return
         with os.scandir(whole) as scan:
             entries = sorted(entry.name for entry in itertools.islice(scan, self._limits.entries + 1))
         if len(entries) > self._limits.entries:
-            self.left_out.append(LeftOut(path, f"{reason}; more than {self._limits.entries} entries beside code"))
+            self.left_out.append(ExcludedPath(path, f"{reason}; more than {self._limits.entries} entries beside code"))
             return
         for entry in entries:
             self._sort_outside(f"{path}/{entry}", reason, inside, copied)

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from shardway.errors import UserError
-from shardway.launch.snapshot.values import CopiedFile, LeftOut, Snapshot, SnapshotPlan
+from shardway.launch.snapshot.values import CopiedFile, ExcludedPath, Snapshot, SnapshotPlan
 from shardway.refusals import find_remedy
 from shardway.rundir.atomic import write_json, write_whole
 from shardway.rundir.attempts import Attempt
@@ -57,7 +57,7 @@ def take_snapshot(plan: SnapshotPlan, target: Path) -> Snapshot:
     return snapshot
 
 
-def _copy_all(plan: SnapshotPlan, target: Path) -> tuple[list[CopiedFile], list[LeftOut]]:
+def _copy_all(plan: SnapshotPlan, target: Path) -> tuple[list[CopiedFile], list[ExcludedPath]]:
     """Copy every file; those that were, and those that could not be read."""
     source, there = str(plan.root), str(target)
     folders = {*plan.folders, *(os.path.dirname(file.path) for file in plan.files)}
@@ -67,7 +67,7 @@ def _copy_all(plan: SnapshotPlan, target: Path) -> tuple[list[CopiedFile], list[
     for file in plan.files:
         why = _copy(f"{source}/{file.path}", f"{there}/{file.path}")
         if why:
-            lost.append(LeftOut(file.path, why))
+            lost.append(ExcludedPath(file.path, why))
         else:
             copied.append(file)
     return copied, lost

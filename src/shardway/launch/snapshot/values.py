@@ -49,7 +49,7 @@ class LinkedPath:
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class ExcludedPath:
     """A file or folder that the snapshot has not at all."""
 
     path: str
@@ -96,7 +96,7 @@ class SnapshotPlan:
     revision: Revision | None
     files: tuple[CopiedFile, ...]
     links: tuple[LinkedPath, ...]
-    left_out: tuple[LeftOut, ...]
+    left_out: tuple[ExcludedPath, ...]
     notes: tuple[str, ...]
     folders: tuple[str, ...] = ()
     """Folders with nothing in them, relative to `root`."""
@@ -118,7 +118,7 @@ class Snapshot:
     plan: SnapshotPlan
     files: int
     bytes: int
-    left_out: tuple[LeftOut, ...]
+    left_out: tuple[ExcludedPath, ...]
     taken: float
 
     def as_json(self) -> dict[str, Any]:

@@ -12,10 +12,10 @@ from __future__ import annotations
 from shardway.launch.job import Job
 from shardway.launch.schedulers.base import SchedulerScript
 from shardway.launch.script import quote_all, quote_shell
-from shardway.launch.starters.base import Started, name_cores
+from shardway.launch.starters.base import LaunchCommand, name_cores
 
 
-def start(job: Job, scheduler: SchedulerScript) -> Started:
+def start(job: Job, scheduler: SchedulerScript) -> LaunchCommand:
     """One agent on each node."""
     each_node = scheduler.each_node(job)
     lines = (
@@ -24,4 +24,4 @@ def start(job: Job, scheduler: SchedulerScript) -> Started:
         f'    --nodes "$SHARDWAY_NODES" --node "{each_node.index}" --port "$MASTER_PORT"',
     )
     words = tuple(quote_all([word]) for word in job.program.words)
-    return Started(each_node.words, ("bash", "-c", quote_shell("\n".join(lines)), "agent", *words))
+    return LaunchCommand(each_node.words, ("bash", "-c", quote_shell("\n".join(lines)), "agent", *words))

@@ -14,7 +14,7 @@ from shardway.launch.schedulers.base import SchedulerScript
 
 
 @dataclass(frozen=True)
-class Started:
+class LaunchCommand:
     """A command in two halves: `outside` a container (who starts processes where), and `inside` (what each runs).
 
     All words are quoted already.
@@ -24,7 +24,7 @@ class Started:
     inside: tuple[str, ...]
 
 
-Starter = Callable[[Job, SchedulerScript], Started]
+Starter = Callable[[Job, SchedulerScript], LaunchCommand]
 
 
 def name_cores(job: Job) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from shardway.launch.job import Job
 from shardway.launch.schedulers.base import SchedulerScript
-from shardway.launch.starters.base import Started
+from shardway.launch.starters.base import LaunchCommand
 from shardway.launch.starters.torchrun import start_launcher
 
 MODULE = "nvidia_resiliency_ext.fault_tolerance.launcher"
@@ -22,7 +22,7 @@ CHECK_S = 1
 """How often a monitor looks; by itself it does so every five seconds."""
 
 
-def start(job: Job, scheduler: SchedulerScript) -> Started:
+def start(job: Job, scheduler: SchedulerScript) -> LaunchCommand:
     """One ft_launcher on each node."""
     again = job.again
     limits = [f"--ft-initial-rank-heartbeat-timeout={again.start_s:g}"]

@@ -14,7 +14,7 @@ from shardway.launch.job import Job
 from shardway.launch.schedulers.base import SchedulerScript
 from shardway.launch.schedulers.slurm.script import srun
 from shardway.launch.script import quote, quote_all
-from shardway.launch.starters.base import Started
+from shardway.launch.starters.base import LaunchCommand
 
 _SRUN_PLACE = "export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID; "
 _MPI_PLACE = (
@@ -22,13 +22,13 @@ _MPI_PLACE = (
 )
 
 
-def start_by_srun(job: Job, scheduler: SchedulerScript) -> Started:
+def start_by_srun(job: Job, scheduler: SchedulerScript) -> LaunchCommand:
     """One srun task a rank; its output is marked with the rank."""
     binding = (f"--cpu-bind={quote(job.start.bind)}",) if job.start.bind else ()
-    return Started((*srun(job, job.shape.ranks_per_node), "--label", *binding), _rank(job, _SRUN_PLACE))
+    return LaunchCommand((*srun(job, job.shape.ranks_per_node), "--label", *binding), _rank(job, _SRUN_PLACE))
 
 
-def start_by_mpirun(job: Job, scheduler: SchedulerScript) -> Started:
+def start_by_mpirun(job: Job, scheduler: SchedulerScript) -> LaunchCommand:
     """One process a rank by Open MPI's mpirun; its output is marked with the rank."""
     shape = job.shape
     words = [
@@ -39,7 +39,7 @@ def start_by_mpirun(job: Job, scheduler: SchedulerScript) -> Started:
         *map(quote, job.start.mpirun_options),
         '"${mpirun_options[@]}"',
     ]
-    return Started(tuple(words), _rank(job, _MPI_PLACE))
+    return LaunchCommand(tuple(words), _rank(job, _MPI_PLACE))
 
 
 def _rank(job: Job, place: str) -> tuple[str, ...]:

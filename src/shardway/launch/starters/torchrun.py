@@ -16,22 +16,22 @@ from __future__ import annotations
 from shardway.launch.job import Job
 from shardway.launch.schedulers.base import SchedulerScript
 from shardway.launch.script import quote, quote_all, quote_shell
-from shardway.launch.starters.base import Started, name_cores
+from shardway.launch.starters.base import LaunchCommand, name_cores
 
 SHOWN_RANKS = 16
 """A larger job shows the output of one rank of each node; that of each rank is in its own file in any case."""
 
 
-def start(job: Job, scheduler: SchedulerScript) -> Started:
+def start(job: Job, scheduler: SchedulerScript) -> LaunchCommand:
     """One torchrun on each node."""
     return start_launcher(job, scheduler, "torch.distributed.run")
 
 
-def start_launcher(job: Job, scheduler: SchedulerScript, module: str, *further: str) -> Started:
+def start_launcher(job: Job, scheduler: SchedulerScript, module: str, *further: str) -> LaunchCommand:
     """One `python3 -m MODULE` on each node, with torchrun's options and `further` lines of its own."""
     each_node = scheduler.each_node(job)
     lines = quote_shell(_agent(job, each_node.index, module, further))
-    return Started(each_node.words, ("bash", "-c", lines, "agent", *program_words(job)))
+    return LaunchCommand(each_node.words, ("bash", "-c", lines, "agent", *program_words(job)))
 
 
 def program_words(job: Job) -> tuple[str, ...]:

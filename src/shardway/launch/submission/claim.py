@@ -31,7 +31,7 @@ class Life(Enum):
 
 
 @dataclass(frozen=True)
-class Claim:
+class ProcessIdentity:
     """One process: its number and its `start` (clock ticks since the boot) name it within `boot` and `namespace`; the
     three are empty where the system does not tell them."""
 
@@ -52,21 +52,21 @@ class Claim:
         return f"process {self.process} on {self.host}"
 
 
-def claim_of_this_process(proc: Path = _PROC) -> Claim:
+def claim_of_this_process(proc: Path = _PROC) -> ProcessIdentity:
     """The claim that this process makes."""
     host = "".join(socket.gethostname().split()) or "localhost"
-    return Claim(host, os.getpid(), _read_start(proc, os.getpid()) or "", *_read_realm(proc))
+    return ProcessIdentity(host, os.getpid(), _read_start(proc, os.getpid()) or "", *_read_realm(proc))
 
 
-def parse_claim(text: str) -> Claim | None:
+def parse_claim(text: str) -> ProcessIdentity | None:
     """A claim from its line; None for anything else, such as that of an older Shardway."""
     parts = ["" if word == "-" else word for word in text.split()]
     if len(parts) != _FIELDS or not parts[1].isdecimal():
         return None
-    return Claim(parts[0], int(parts[1]), *parts[2:])
+    return ProcessIdentity(parts[0], int(parts[1]), *parts[2:])
 
 
-def look_at(claim: Claim, proc: Path = _PROC) -> Life:
+def look_at(claim: ProcessIdentity, proc: Path = _PROC) -> Life:
     """Whether the process of a claim still runs, as far as it can be seen from here."""
     here = claim_of_this_process(proc)
     realm = (claim.host, claim.boot, claim.namespace)

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class Findings:
+class ProblemCollector:
     """Problems as they are found."""
 
     problems: list[Problem] = field(default_factory=list)

@@ -24,16 +24,16 @@ from shardway.launch.snapshot import SnapshotPlan, plan_snapshot
 from shardway.launch.submission.checks import commands, numbers, places, run_file, same_run, words
 from shardway.launch.submission.checks.code import Code
 from shardway.launch.submission.command import CommandRead, read_command
-from shardway.launch.submission.findings import Findings
+from shardway.launch.submission.findings import ProblemCollector
 from shardway.launch.submission.secrets import read_secrets
-from shardway.launch.submission.wish import Wish, build_job, with_account, with_site_defaults
+from shardway.launch.submission.wish import JobRequest, build_job, with_account, with_site_defaults
 from shardway.places import expand_place
-from shardway.resolve.request import Request
+from shardway.resolve.request import ResolveRequest
 from shardway.resolve.resolved import Resolved
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
 from shardway.rundir.fields import read_fields
-from shardway.runfile.load import DEFAULT, Loaded, load_run
+from shardway.runfile.load import DEFAULT, LoadedRunFile, load_run
 from shardway.runfile.write import render_run, render_value
 from shardway.sites.find import find_profile
 from shardway.sites.load import flatten_profile, load_site
@@ -48,13 +48,13 @@ _REFUSED = CommandRead(Program(("-m", "torch")))
 
 
 @dataclass(frozen=True)
-class Order:
+class SubmitRequest:
     """What the verb was told: a run file or a command, where, and how often.
 
     `site` is that of --on, `command` what stands after `--`. `max_attempts` 0: as many as the work needs.
     """
 
-    request: Request
+    request: ResolveRequest
     site: str = ""
     command: tuple[str, ...] = ()
     until_done: bool = False
@@ -67,7 +67,7 @@ class Prepared:
     """A submission before it happens. `files` are those of the attempt's folder beside its script; `ledger` is what the
     run has been so far."""
 
-    wish: Wish
+    wish: JobRequest
     job: Job
     files: dict[Path, str]
     snapshot: SnapshotPlan | None
@@ -80,13 +80,13 @@ class Prepared:
         return render_job_script(self.job)
 
 
-def prepare(order: Order, host: Host, *, look: bool = False) -> Prepared:
+def prepare(order: SubmitRequest, host: Host, *, look: bool = False) -> Prepared:
     """Everything of the next attempt, or of the newest again where its submission was interrupted.
 
     `look`: at the host, for what the job will need there. Raises UserError with every problem that can be known,
     HostUnreachable.
     """
-    findings = Findings()
+    findings = ProblemCollector()
     loaded, profile = _load(order)
     options = host.read_options() if profile.scheduler == "slurm" else {}
     loaded = with_account(loaded, profile, options)
@@ -102,7 +102,7 @@ def prepare(order: Order, host: Host, *, look: bool = False) -> Prepared:
         nodes = loaded.values.site.nodes
         read = findings.collect("the command", lambda: read_command(order.command, order.here, nodes), _REFUSED)
         program = read.program
-    wish = Wish(
+    wish = JobRequest(
         loaded=loaded,
         profile=profile,
         run=run,
@@ -137,14 +137,14 @@ def prepare(order: Order, host: Host, *, look: bool = False) -> Prepared:
     return Prepared(wish, build_job(wish, number), files, snapshot, warnings, ledger)
 
 
-def _asked(wish: Wish) -> dict[str, str]:
+def _asked(wish: JobRequest) -> dict[str, str]:
     """What the job asks of Slurm, as an option for sbatch would say it, by the key that says so."""
     terms = build_job(wish, 1).terms
     own = {"site.account": terms.account, "site.queue": terms.partition, "site.walltime": f"{terms.walltime_s:g} s"}
     return {**{f"site.options.{name}": str(value) for name, value in terms.options.items()}, **own}
 
 
-def _find_problems(findings: Findings, order: Order, wish: Wish, code: Code) -> Resolved | None:
+def _find_problems(findings: ProblemCollector, order: SubmitRequest, wish: JobRequest, code: Code) -> Resolved | None:
     """What is wrong with a wish, as far as it is known without its host; the run file's run where that makes sense."""
     for check in (*numbers.CHECKS, *words.CHECKS):
         findings.problems += check(wish)
@@ -169,7 +169,7 @@ class _Recorded:
     here: str
 
 
-def render_order(order: Order) -> str:
+def render_order(order: SubmitRequest) -> str:
     """An order as the text of `order.json`, from which `shardway resume` makes the next one."""
     request = order.request
     table = {
@@ -185,7 +185,7 @@ def render_order(order: Order) -> str:
     return json.dumps(table, indent=1) + "\n"
 
 
-def parse_order(text: str, run: Path, run_file: Path | None) -> Order | None:
+def parse_order(text: str, run: Path, run_file: Path | None) -> SubmitRequest | None:
     """The order in such a text, for the same run directory; None where it is damaged. `run_file` holds all that the
     run file and the overrides said then."""
     try:
@@ -194,12 +194,12 @@ def parse_order(text: str, run: Path, run_file: Path | None) -> Order | None:
         return None
     if known is None:
         return None
-    request = Request(run_file, () if run_file else known.overrides, run)
-    return Order(request, known.site, known.command, known.until_done, known.max_attempts, Path(known.here))
+    request = ResolveRequest(run_file, () if run_file else known.overrides, run)
+    return SubmitRequest(request, known.site, known.command, known.until_done, known.max_attempts, Path(known.here))
 
 
-def _load(order: Order) -> tuple[Loaded, SiteProfile]:
-    findings, title = Findings(), str(order.request.run_file or "the command line")
+def _load(order: SubmitRequest) -> tuple[LoadedRunFile, SiteProfile]:
+    findings, title = ProblemCollector(), str(order.request.run_file or "the command line")
     loaded = findings.collect(title, lambda: load_run(order.request.run_file, order.request.overrides), None)
     if order.site and loaded:
         loaded = loaded.with_value("site.name", order.site, "--on")
@@ -211,14 +211,14 @@ def _load(order: Order) -> tuple[Loaded, SiteProfile]:
     return with_site_defaults(loaded, profile), profile
 
 
-def _site_word(loaded: Loaded, here: Path) -> str:
+def _site_word(loaded: LoadedRunFile, here: Path) -> str:
     """The site as it is found again from any folder."""
     name = loaded.values.site.name
     is_shipped_or_own = find_profile(name).origin != "file"
     return name if is_shipped_or_own else str(here / expand_place(name))
 
 
-def _carry_site(loaded: Loaded, folder: Attempt) -> tuple[Loaded, dict[Path, str]]:
+def _carry_site(loaded: LoadedRunFile, folder: Attempt) -> tuple[LoadedRunFile, dict[Path, str]]:
     """The run with a copy of its site's profile beside it where that is the person's own: in a container or on another
     host its file is not seen."""
     name = loaded.values.site.name
@@ -228,7 +228,7 @@ def _carry_site(loaded: Loaded, folder: Attempt) -> tuple[Loaded, dict[Path, str
     return loaded.with_value("site.name", str(folder.site_file), f"copy of {name}"), {folder.site_file: text}
 
 
-def _find_places(order: Order, loaded: Loaded, host: Host) -> tuple[Path, PurePosixPath]:
+def _find_places(order: SubmitRequest, loaded: LoadedRunFile, host: Host) -> tuple[Path, PurePosixPath]:
     """The run directory and the file of secrets on the host. Raises UserError for a variable that it does not set."""
     directory, root = order.request.directory, loaded.values.run.root
     try:
@@ -239,7 +239,7 @@ def _find_places(order: Order, loaded: Loaded, host: Host) -> tuple[Path, PurePo
     return Path(path) if directory is not None else Path(path) / _name_run(order, loaded), secrets
 
 
-def _name_run(order: Order, loaded: Loaded) -> str:
+def _name_run(order: SubmitRequest, loaded: LoadedRunFile) -> str:
     """The name of the run: by default that of the file or script."""
     name = loaded.values.run.name
     if name == "auto":
@@ -250,7 +250,7 @@ def _name_run(order: Order, loaded: Loaded) -> str:
     return name
 
 
-def _plan_snapshot(order: Order, host: Host) -> tuple[SnapshotPlan | None, tuple[str, ...]]:
+def _plan_snapshot(order: SubmitRequest, host: Host) -> tuple[SnapshotPlan | None, tuple[str, ...]]:
     """The snapshot, and what to tell of it. A run file alone brings no code: where no snapshot can be made, it goes
     without one."""
     try:
@@ -264,7 +264,7 @@ def _plan_snapshot(order: Order, host: Host) -> tuple[SnapshotPlan | None, tuple
     return plan, plan.notes
 
 
-def _tell_other_command(order: Order, host: Host, ledger: Ledger) -> Iterator[str]:
+def _tell_other_command(order: SubmitRequest, host: Host, ledger: Ledger) -> Iterator[str]:
     """Whether the run had another command, whose outputs this one would find in the folder where it works."""
     paths = [PurePosixPath(entry.attempt.order_path) for entry in ledger.entries] if order.command else []
     texts = host.read_files(paths) if paths else {}
@@ -277,7 +277,7 @@ def _tell_other_command(order: Order, host: Host, ledger: Ledger) -> Iterator[st
         )
 
 
-def _work_folder(order: Order, host: Host, snapshot: SnapshotPlan | None, folder: Attempt) -> Path:
+def _work_folder(order: SubmitRequest, host: Host, snapshot: SnapshotPlan | None, folder: Attempt) -> Path:
     """Where the ranks work: a training in the snapshot, any other program in the folder of the run that keeps what it
     writes there; without a snapshot in the folder that submits, or where that is on another host, in the run directory.
     """
@@ -290,7 +290,7 @@ def _train_program(run_file: Path, run: Path) -> Program:
     return Program(("-m", "shardway", "train", str(run_file), "--dir", str(run)), meets_by_itself=True)
 
 
-def _chain(order: Order, profile: SiteProfile, number: int) -> Chain:
+def _chain(order: SubmitRequest, profile: SiteProfile, number: int) -> Chain:
     if not order.until_done:
         return Chain(max_attempts=number)
     ahead = profile.request.submit_from_nodes is False
@@ -298,6 +298,6 @@ def _chain(order: Order, profile: SiteProfile, number: int) -> Chain:
     return Chain(until_done=True, max_attempts=number + most - 1, ahead=ahead)
 
 
-def _is_set(loaded: Loaded) -> Callable[[str], bool]:
+def _is_set(loaded: LoadedRunFile) -> Callable[[str], bool]:
     """Whether a key goes into the run file of an attempt: what nobody set is settled again where the ranks are."""
     return lambda dotted: loaded.origins[dotted] != DEFAULT

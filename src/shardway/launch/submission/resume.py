@@ -15,15 +15,15 @@ from shardway.errors import UserError
 from shardway.launch.hosts.base import Host
 from shardway.launch.runs.ledger import read_ledger
 from shardway.launch.runs.registry import Known
-from shardway.launch.submission.prepare import Order, parse_order
-from shardway.resolve.request import Request
+from shardway.launch.submission.prepare import SubmitRequest, parse_order
+from shardway.resolve.request import ResolveRequest
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
 from shardway.runfile.load import COMMAND_LINE
 
 
 @contextlib.contextmanager
-def read_last_order(host: Host, known: Known) -> Iterator[Order]:
+def read_last_order(host: Host, known: Known) -> Iterator[SubmitRequest]:
     """The last order of a run; its run file is there for as long as the context lasts. For a run that was trained by
     hand, what it was started with.
 
@@ -54,11 +54,13 @@ def read_last_order(host: Host, known: Known) -> Iterator[Order]:
         yield order
 
 
-def order_by_hand(run: RunDir) -> Order:
+def order_by_hand(run: RunDir) -> SubmitRequest:
     """What a run was started with that no job has trained yet. Raises UserError where its script is not here."""
     resolved = run.read_resolved()
     if "model" in resolved:
-        return Order(Request(run.request_path, tuple(_list_overrides(run.resolved_path.read_text("utf-8"))), run.path))
+        return SubmitRequest(
+            ResolveRequest(run.request_path, tuple(_list_overrides(run.resolved_path.read_text("utf-8"))), run.path)
+        )
     command = next((event.get("command") for event in reversed([*run.all_events(0, ("started",))])), None)
     words = [str(word) for word in command] if isinstance(command, list) and command else [""]
     if not words[0].endswith(".py") or not Path(words[0]).is_file():
@@ -66,7 +68,7 @@ def order_by_hand(run: RunDir) -> Order:
             f"{run.path} was trained by hand by a script ({words[0] or 'which is not recorded'}), which is not here.\n"
             f"  To do: run this where the script is, or `shardway submit --dir {run.path} -- python SCRIPT ...`."
         )
-    return Order(Request(None, (), run.path), command=("python", *words))
+    return SubmitRequest(ResolveRequest(None, (), run.path), command=("python", *words))
 
 
 def _list_overrides(resolved: str) -> Iterator[str]:

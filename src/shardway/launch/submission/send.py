@@ -20,14 +20,14 @@ from shardway.launch.runs.busy import check_free_for_job
 from shardway.launch.runs.find import render_known
 from shardway.launch.runs.registry import Known, forget, remember
 from shardway.launch.snapshot import SnapshotPlan, take_snapshot
-from shardway.launch.submission.prepare import Order, Prepared, prepare
+from shardway.launch.submission.prepare import Prepared, SubmitRequest, prepare
 from shardway.launch.submission.submit import Fill, Submitted, Submitter
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentSubmission:
     """A submission that the scheduler has taken. `found`: an earlier try had got through after all."""
 
     prepared: Prepared
@@ -58,7 +58,7 @@ class Sent:
         }
 
 
-def send(order: Order, host: Host, submitter: Submitter | None = None) -> Sent:
+def send(order: SubmitRequest, host: Host, submitter: Submitter | None = None) -> SentSubmission:
     """Submit the next attempt of a run, or go on with one whose submission was interrupted.
 
     Raises UserError where something is wrong or refused, SiteError where the scheduler does not answer.
@@ -72,11 +72,13 @@ def send(order: Order, host: Host, submitter: Submitter | None = None) -> Sent:
         found = submitter.recover(prepared.job, ledger.last)
         if found is not None:
             remember(known)
-            return Sent(prepared, found.job, host.name, found=True)
+            return SentSubmission(prepared, found.job, host.name, found=True)
     host.run(("rm", "-f", str(RunDir(run).stop_path)))  # obeyed by an earlier attempt; this one is wanted
     with _remembered(known, host, _snapshot_taker(host, prepared.snapshot)) as fill:
         submitted = submitter.submit(prepared.job, prepared.files, fill=fill)
-    return Sent(prepared, submitted.job, host.name, submitted.found, _send_ahead(submitter, prepared.job, submitted))
+    return SentSubmission(
+        prepared, submitted.job, host.name, submitted.found, _send_ahead(submitter, prepared.job, submitted)
+    )
 
 
 @contextlib.contextmanager

@@ -22,10 +22,10 @@ from shardway.errors import ShardwayError, SiteError, UserError
 from shardway.launch.hosts.base import Done, Host, HostUnreachable
 from shardway.launch.job import Job
 from shardway.launch.job_script import render_job_script
-from shardway.launch.runs.ledger import Entry, read_again, render_submission, write_submission
-from shardway.launch.schedulers.clients import CLIENTS, Client
-from shardway.launch.schedulers.records import Asked, Explanation, SchedulerSilent
-from shardway.launch.submission.claim import Claim, Life, claim_of_this_process, look_at, parse_claim
+from shardway.launch.runs.ledger import LedgerEntry, read_again, render_submission, write_submission
+from shardway.launch.schedulers.clients import CLIENTS, SchedulerClient
+from shardway.launch.schedulers.records import Explanation, RequestedResources, SchedulerSilent
+from shardway.launch.submission.claim import Life, ProcessIdentity, claim_of_this_process, look_at, parse_claim
 from shardway.refusals import find_remedy
 from shardway.rundir.attempts import Attempt, Submission
 from shardway.rundir.directory import FOLDER_MODE
@@ -180,7 +180,7 @@ class Submitter:
             unsure = unsure or refusal.code not in _CERTAINLY_NOT_TAKEN
         raise SiteError(_render_silence(job, refusal))
 
-    def recover(self, job: Job, entry: Entry) -> Submitted | None:
+    def recover(self, job: Job, entry: LedgerEntry) -> Submitted | None:
         """What became of an attempt whose submission was interrupted: its job where it got through, or None, and then
         its folder is gone. Raises SchedulerSilent or HostUnreachable where nobody knows, UserError where it is being
         submitted at this moment, or was since the entry was read."""
@@ -199,7 +199,7 @@ class Submitter:
         self._remove(entry.attempt)
         return None
 
-    def _try(self, client: Client, job: Job, after: str) -> Done | None:
+    def _try(self, client: SchedulerClient, job: Job, after: str) -> Done | None:
         """One try; None where nothing is known of what became of it."""
         words = client.submit(str(job.folder.job_script), str(job.folder.job_log), after)
         try:
@@ -208,7 +208,7 @@ class Submitter:
             return None
         return None if done.timed_out else done
 
-    def _check_nobody_is_at_it(self, entry: Entry) -> None:
+    def _check_nobody_is_at_it(self, entry: LedgerEntry) -> None:
         """Raise UserError where another submitter may be at work on an attempt: one that runs on this machine is, one
         that died here is not; where that cannot be seen, the age of its last word decides."""
         submission = entry.submission
@@ -227,7 +227,7 @@ class Submitter:
         elif age < UNDER_WAY_S:
             raise UserError(_render_under_way(entry, claim, UNDER_WAY_S - age))
 
-    def _find(self, client: Client, job: Job) -> str | None:
+    def _find(self, client: SchedulerClient, job: Job) -> str | None:
         """The id of a job with the name of this one; empty where the scheduler knows none, None where it is silent."""
         try:
             found = client.read_found(self.host.run_many(client.find(job.scheduler_name)))
@@ -256,10 +256,10 @@ class Submitter:
             self.host.run_many([("rmdir", folder) for folder in folders])
 
 
-def asked_of(job: Job) -> Asked:
+def asked_of(job: Job) -> RequestedResources:
     """What a job asks of its scheduler, for sentences about it."""
     terms, shape = job.terms, job.shape
-    return Asked(
+    return RequestedResources(
         name=job.scheduler_name,
         queue=terms.queue or terms.partition,
         account=terms.account,
@@ -274,21 +274,21 @@ def asked_of(job: Job) -> Asked:
     )
 
 
-def _render_alive(entry: Entry, claim: Claim) -> str:
+def _render_alive(entry: LedgerEntry, claim: ProcessIdentity) -> str:
     return (
         f"attempt {entry.number} of {entry.attempt.run_path} is being submitted just now, by {claim.words}.\n"
         "  Nothing was submitted. To do: wait for it; or end that process (`kill` and its number), and submit again."
     )
 
 
-def _render_taken(entry: Entry) -> str:
+def _render_taken(entry: LedgerEntry) -> str:
     return (
         f"attempt {entry.number} of {entry.attempt.run_path} was submitted just now by another command, as job "
         f"{entry.job or 'unknown'}.\n  Nothing was submitted. To do: look with `shardway status`."
     )
 
 
-def _render_under_way(entry: Entry, claim: Claim | None, left: float) -> str:
+def _render_under_way(entry: LedgerEntry, claim: ProcessIdentity | None, left: float) -> str:
     who = f"{claim.words}; whether that still runs is not seen from here" if claim else "another command"
     return (
         f"attempt {entry.number} of {entry.attempt.run_path} is being submitted just now, by {who}.\n"

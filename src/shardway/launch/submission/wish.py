@@ -20,18 +20,18 @@ from shardway.launch.job import (
     AGENTS,
     Again,
     Chain,
+    ContainerMount,
     ContainerUse,
     Job,
+    JobEnvironment,
     Meeting,
-    Mount,
     Program,
     QueueTerms,
     Shape,
-    Surroundings,
 )
 from shardway.launch.job_script import LAUNCHERS
 from shardway.launch.submission.command import CommandRead
-from shardway.runfile.load import Loaded
+from shardway.runfile.load import LoadedRunFile
 from shardway.runfile.schema import SiteSection
 from shardway.sites.schema import CPU, Queue, SiteProfile
 
@@ -61,14 +61,14 @@ _LONGEST_NAME = 180
 
 
 @dataclass(frozen=True)
-class Wish:
+class JobRequest:
     """What a job is made of: the run with its site's defaults, the site, and what the verb was told.
 
     `run` is the run directory and `workdir` the folder of the ranks, both on the host where the job runs; `here` is
     the Python environment that submits.
     """
 
-    loaded: Loaded
+    loaded: LoadedRunFile
     profile: SiteProfile
     run: Path
     workdir: Path
@@ -100,14 +100,14 @@ class Wish:
         return next((queue for queue in queues if queue.name == name), None)
 
 
-def with_site_defaults(loaded: Loaded, profile: SiteProfile) -> Loaded:
+def with_site_defaults(loaded: LoadedRunFile, profile: SiteProfile) -> LoadedRunFile:
     """The run with the profile's [defaults] where it sets none of these keys. Raises UserError for a wrong value."""
     for name, value in profile.defaults.items():
         loaded = loaded.with_default(f"site.{name}", value, f"site {profile.name}, defaults.{name}")
     return loaded
 
 
-def with_account(loaded: Loaded, profile: SiteProfile, options: Mapping[str, str]) -> Loaded:
+def with_account(loaded: LoadedRunFile, profile: SiteProfile, options: Mapping[str, str]) -> LoadedRunFile:
     """The run with the account that the shell names (`inherited.ACCOUNT`), where neither it nor the site names one."""
     account = options.get(ACCOUNT, "")
     if profile.scheduler != "slurm" or not account or loaded.values.site.account:
@@ -115,7 +115,7 @@ def with_account(loaded: Loaded, profile: SiteProfile, options: Mapping[str, str
     return loaded.with_default("site.account", account, f"{ACCOUNT} of the shell")
 
 
-def shape_of(wish: Wish) -> Shape:
+def shape_of(wish: JobRequest) -> Shape:
     """Nodes and what of each is wanted."""
     section, node = wish.section, wish.profile.node
     accelerators = node.accelerators_per_node or 0 if node.accelerator != CPU else 0
@@ -141,27 +141,27 @@ def shape_of(wish: Wish) -> Shape:
     )
 
 
-def _options_of(wish: Wish) -> dict[str, str]:
+def _options_of(wish: JobRequest) -> dict[str, str]:
     """The scheduler's options of the site and of the run, by their names without dashes."""
     options = {**wish.profile.request.options, **wish.section.options}
     return {name.lstrip("-"): str(value) for name, value in options.items()}
 
 
-def _asked_cpus(wish: Wish) -> int:
+def _asked_cpus(wish: JobRequest) -> int:
     """What an option of Slurm wants for each task, which its steps are to have as well; 0 for none."""
     options = _options_of(wish) if wish.profile.scheduler == "slurm" else {}
     text = options.get("cpus-per-task", options.get("c", ""))
     return int(text) if text.isdecimal() else 0
 
 
-def _has_cores_alone(wish: Wish) -> bool:
+def _has_cores_alone(wish: JobRequest) -> bool:
     """Whether options of Slurm leave one thread of each core, so that its CPUs are cores."""
     options, words = _options_of(wish), " ".join(wish.profile.start.srun_options)
     asked = (options.get("hint") == "nomultithread", options.get("threads-per-core") == "1")
     return any(asked) or "nomultithread" in words or "threads-per-core=1" in words
 
 
-def _memory(wish: Wish, ranks: int, accelerators: int) -> int | None:
+def _memory(wish: JobRequest, ranks: int, accelerators: int) -> int | None:
     asked, node = wish.section.memory, wish.profile.node
     if asked != "auto":
         return int(asked)
@@ -170,13 +170,13 @@ def _memory(wish: Wish, ranks: int, accelerators: int) -> int | None:
     return node.memory if ranks >= accelerators else node.memory * ranks // accelerators
 
 
-def list_memory_options(wish: Wish) -> list[str]:
+def list_memory_options(wish: JobRequest) -> list[str]:
     """Options of Slurm that say memory in another way than a job does, of which it takes one (sbatch(1), --mem)."""
     options = _options_of(wish) if wish.profile.scheduler == "slurm" else {}
     return [name for name in ("mem-per-cpu", "mem-per-gpu") if name in options]
 
 
-def walltime_of(wish: Wish) -> float | None:
+def walltime_of(wish: JobRequest) -> float | None:
     """Wall-time of an attempt in seconds; None where nothing says one."""
     if wish.section.walltime != "auto":
         return float(wish.section.walltime)
@@ -185,7 +185,7 @@ def walltime_of(wish: Wish) -> float | None:
     return DEFAULT_WALLTIME_S if wish.profile.scheduler == "local" else None
 
 
-def launcher_of(wish: Wish) -> str:
+def launcher_of(wish: JobRequest) -> str:
     """The launcher: as asked, or our own agent for a training, or the site's, or the first that goes with its
     scheduler."""
     if wish.section.launcher != "auto":
@@ -196,25 +196,25 @@ def launcher_of(wish: Wish) -> str:
     return wish.profile.launcher if wish.profile.launcher in possible else possible[0]
 
 
-def is_elastic(wish: Wish) -> bool:
+def is_elastic(wish: JobRequest) -> bool:
     """Whether the job is a training that may go on with fewer nodes."""
     return wish.program.is_training and wish.loaded.values.run.elastic != "off"
 
 
-def runtime_of(wish: Wish) -> str:
+def runtime_of(wish: JobRequest) -> str:
     """The container runtime: as asked, or the site's where an image is named, or none."""
     if wish.section.container != "auto":
         return wish.section.container
     return wish.profile.container or "none" if wish.section.image else "none"
 
 
-def name_of(wish: Wish) -> str:
+def name_of(wish: JobRequest) -> str:
     """The run's name as schedulers take it: letters, digits, dots, dashes, underlines."""
     name = _NO_NAME.sub("-", wish.run.name).strip("-.")[:_LONGEST_NAME]
     return name if name[:1].isalpha() else f"run-{name}".rstrip("-")
 
 
-def build_job(wish: Wish, attempt: int) -> Job:
+def build_job(wish: JobRequest, attempt: int) -> Job:
     """The job of one attempt. What is missing stands at a harmless value, which `checks` refuses first."""
     profile, program = wish.profile, wish.program
     walltime = walltime_of(wish) or 0.0
@@ -241,7 +241,7 @@ def build_job(wish: Wish, attempt: int) -> Job:
     )
 
 
-def _again(wish: Wish) -> Again:
+def _again(wish: JobRequest) -> Again:
     run = wish.loaded.values.run
     restarts = RESTARTS if run.max_restarts == "auto" else run.max_restarts
     if run.hang_timeout == "off":
@@ -249,7 +249,7 @@ def _again(wish: Wish) -> Again:
     return Again(restarts, run.start_timeout, None if run.hang_timeout == "auto" else float(run.hang_timeout))
 
 
-def _preflight(wish: Wish) -> Program | None:
+def _preflight(wish: JobRequest) -> Program | None:
     if not wish.section.preflight:
         return None
     return Program(("-m", "shardway", "doctor", "--preflight"), meets_by_itself=True)
@@ -260,7 +260,7 @@ def warn_before(walltime_s: float) -> float:
     return min(max(60.0, walltime_s / 10), 600.0, walltime_s / 2)
 
 
-def _terms(wish: Wish, walltime: float) -> QueueTerms:
+def _terms(wish: JobRequest, walltime: float) -> QueueTerms:
     section, request, queue = wish.section, wish.profile.request, wish.queue
     name = section.queue or (queue.name if queue else "")
     partition = name if queue is None or queue.partition is None else queue.partition
@@ -278,9 +278,9 @@ def _terms(wish: Wish, walltime: float) -> QueueTerms:
     )
 
 
-def _around(wish: Wish) -> Surroundings:
+def _around(wish: JobRequest) -> JobEnvironment:
     section, profile = wish.section, wish.profile
-    return Surroundings(
+    return JobEnvironment(
         workdir=wish.workdir,
         source=wish.source,
         code=wish.code,
@@ -293,7 +293,7 @@ def _around(wish: Wish) -> Surroundings:
     )
 
 
-def _environment(wish: Wish) -> Mapping[str, str]:
+def _environment(wish: JobRequest) -> Mapping[str, str]:
     """The profile's variables, those that list accelerators only where the job has all of a node."""
     environment, node = wish.profile.environment, wish.profile.node
     if shape_of(wish).accelerators_per_node >= (node.accelerators_per_node or 0):
@@ -301,7 +301,7 @@ def _environment(wish: Wish) -> Mapping[str, str]:
     return {name: value for name, value in environment.items() if name not in _DEVICE_LISTS}
 
 
-def _venv(wish: Wish) -> str:
+def _venv(wish: JobRequest) -> str:
     asked = wish.section.venv
     if asked == "auto":
         return wish.here if runtime_of(wish) == "none" else ""
@@ -318,13 +318,13 @@ def _internet(profile: SiteProfile) -> Mapping[str, str]:
     return {**proxy, **({"no_proxy": internet.no_proxy} if internet.no_proxy else {})}
 
 
-def _container(wish: Wish) -> ContainerUse:
+def _container(wish: JobRequest) -> ContainerUse:
     runtime, profile = runtime_of(wish), wish.profile
     if runtime == "none":
         return ContainerUse()
     part = load_accelerators().get(profile.node.accelerator or CPU)
     mounts = (*profile.containers.mounts, *wish.section.mounts)
-    project = (Mount(str(wish.project), str(wish.project)),) if wish.project else ()
+    project = (ContainerMount(str(wish.project), str(wish.project)),) if wish.project else ()
     rules = profile.containers if runtime == profile.container else type(profile.containers)()
     return ContainerUse(
         runtime=runtime,
@@ -353,10 +353,10 @@ def name_image(runtime: str, text: str) -> str:
     return f"{source.transport}://{render_docker(source)}" if runtime == "apptainer" else render_docker(source)
 
 
-def parse_mount(text: str) -> Mount | None:
+def parse_mount(text: str) -> ContainerMount | None:
     """SOURCE:TARGET or SOURCE:TARGET:ro; a SOURCE alone is seen under the same name. None for anything else."""
     source, _, rest = text.partition(":")
     target, _, mode = rest.partition(":")
     if not source or mode not in ("", "ro", "rw"):
         return None
-    return Mount(source, target or re.sub(r"^~(?=/|$)", "$HOME", source), read_only=mode == "ro")
+    return ContainerMount(source, target or re.sub(r"^~(?=/|$)", "$HOME", source), read_only=mode == "ro")

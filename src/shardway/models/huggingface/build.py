@@ -17,7 +17,7 @@ from shardway.errors import Problem, check_no_problems
 from shardway.hfconfig import CONFIG, hf_error, import_extra, read_config
 from shardway.models.huggingface.families import EMBEDDING, FAMILIES, HEAD, SPARE, SPARE_IF_TIED, list_config_problems
 from shardway.models.huggingface.files import find_weights
-from shardway.models.huggingface.load import Files, are_equal, fit_weights
+from shardway.models.huggingface.load import TensorFiles, are_equal, fit_weights
 from shardway.models.huggingface.model import ATTENTION, HuggingFaceModel, mix_positions
 from shardway.models.huggingface.pieces import Arrangement, Names, Shape, keep_name
 
@@ -49,7 +49,7 @@ def build_huggingface(
     return model
 
 
-def holds_tie(files: Files | None) -> bool:
+def holds_tie(files: TensorFiles | None) -> bool:
     """Whether files hold one matrix for embedding and output layer; also where one of the two stands for both."""
     if files is None or not {EMBEDDING, HEAD} <= files.shapes.keys():
         return True

@@ -18,7 +18,7 @@ import torch
 
 from shardway.errors import UserError
 from shardway.hfconfig import hf_error, import_extra
-from shardway.models.huggingface.pieces import Region, Shape
+from shardway.models.huggingface.pieces import Shape, TensorRegion
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -34,23 +34,23 @@ class WeightFiles:
     dtypes: Mapping[str, str]
 
     @contextmanager
-    def open(self) -> Iterator[Reader]:
+    def open(self) -> Iterator[RegionReader]:
         """A reader; the files that it has used stay open until it is closed."""
-        reader = Reader(self)
+        reader = RegionReader(self)
         try:
             yield reader
         finally:
             reader.close()
 
 
-class Reader:
+class RegionReader:
     """Reads regions of tensors; on CPU, in the format that the file has."""
 
     def __init__(self, files: WeightFiles) -> None:
         self._files = files
         self._handles: dict[str, Any] = {}
 
-    def read(self, name: str, region: Region) -> torch.Tensor:
+    def read(self, name: str, region: TensorRegion) -> torch.Tensor:
         """A region of a tensor: a view of the file's pages in memory, of which only those of the region are read."""
         part = self._handle(self._files.files[name]).get_slice(name)
         tensor: torch.Tensor = part[region.slices] if region.shape else part[...]

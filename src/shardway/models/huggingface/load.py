@@ -19,8 +19,8 @@ from torch import nn
 from shardway.errors import Problem, check_no_problems
 from shardway.models.contract import canonical_name
 from shardway.models.huggingface.families import HEAD
-from shardway.models.huggingface.pieces import Arrangement, Names, Piece, Region, Shape
-from shardway.models.initialise import Held, held_part
+from shardway.models.huggingface.pieces import Arrangement, Names, Shape, TensorRegion, WeightPiece
+from shardway.models.initialise import HeldSlice, held_part
 
 _LISTED = 8
 _ROWS = 4096
@@ -30,12 +30,12 @@ _ROWS = 4096
 class ReadsRegions(Protocol):
     """Reads regions of tensors."""
 
-    def read(self, name: str, region: Region) -> torch.Tensor:
+    def read(self, name: str, region: TensorRegion) -> torch.Tensor:
         """A region, on the CPU."""
         ...
 
 
-class Files(Protocol):
+class TensorFiles(Protocol):
     """Tensors in files, such as `WeightFiles`: where they are, the shape of each, and how they are read."""
 
     @property
@@ -57,11 +57,11 @@ class Files(Protocol):
 class Fit:
     """How a model's parameters stand in files."""
 
-    files: Files
+    files: TensorFiles
     arrangements: Mapping[str, Arrangement]
 
     @property
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, WeightPiece]:
         """Every piece, by the tensor of the files that holds it."""
         return {piece.name: piece for arrangement in self.arrangements.values() for piece in arrangement}
 
@@ -72,10 +72,10 @@ class Misfit:
 
     missing: tuple[str, ...]
     left_over: tuple[str, ...]
-    misshaped: tuple[Piece, ...]
+    misshaped: tuple[WeightPiece, ...]
 
 
-def fit_weights(model: nn.Module, files: Files, names: Names, spare: Iterable[str] = ()) -> Fit:
+def fit_weights(model: nn.Module, files: TensorFiles, names: Names, spare: Iterable[str] = ()) -> Fit:
     """Find every parameter of a whole model (the meta device will do) in the files.
 
     `spare` are patterns of tensors that files may hold and no parameter needs. Raises UserError that names all that is
@@ -93,7 +93,7 @@ def fit_weights(model: nn.Module, files: Files, names: Names, spare: Iterable[st
     return fit
 
 
-def find_fit(model: nn.Module, files: Files, names: Names) -> Fit:
+def find_fit(model: nn.Module, files: TensorFiles, names: Names) -> Fit:
     """Where the parameters of a whole model should stand in files, whether they do or not."""
     shapes = {canonical_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
     return Fit(files, {name: _choose(name, shape, files, names) for name, shape in shapes.items()})
@@ -120,28 +120,28 @@ def load_weights(model: nn.Module, fit: Fit) -> None:
                 _fill(held, piece, reader)
 
 
-def are_equal(files: Files, one: str, other: str) -> bool:
+def are_equal(files: TensorFiles, one: str, other: str) -> bool:
     """Whether two matrices of the files have the same values, whatever their formats; read block by block."""
     shape = files.shapes[one]
     if files.shapes[other] != shape:
         return False
     with files.open() as first, files.open() as second:
         for start in range(0, shape[0], _ROWS):
-            box = Region((start, 0), (min(_ROWS, shape[0] - start), shape[1]))
+            box = TensorRegion((start, 0), (min(_ROWS, shape[0] - start), shape[1]))
             if not torch.equal(first.read(one, box).float(), second.read(other, box).float()):
                 return False
     return True
 
 
-def _fill(held: Held, piece: Piece, reader: ReadsRegions) -> None:
-    wanted = Region(held.offset, tuple(held.local.shape)).meet(piece.region)
+def _fill(held: HeldSlice, piece: WeightPiece, reader: ReadsRegions) -> None:
+    wanted = TensorRegion(held.offset, tuple(held.local.shape)).meet(piece.region)
     if wanted.is_empty:
         return
     target = held.local[wanted.seen_from(held.offset).slices]
     target.copy_(reader.read(piece.name, piece.source_of(wanted)).view(target.shape))
 
 
-def _choose(name: str, shape: Shape, files: Files, names: Names) -> Arrangement:
+def _choose(name: str, shape: Shape, files: TensorFiles, names: Names) -> Arrangement:
     """The first arrangement of which the files have a tensor; where they have none, the first."""
     ways = names(name, shape)
     return next((way for way in ways if any(piece.name in files.shapes for piece in way)), ways[0])

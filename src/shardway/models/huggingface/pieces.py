@@ -13,7 +13,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Region:
+class TensorRegion:
     """A box of a tensor: where it starts and how far it reaches in each dim."""
 
     start: Shape
@@ -29,26 +29,26 @@ class Region:
         """Whether nothing is in it."""
         return 0 in self.shape
 
-    def meet(self, other: Region) -> Region:
+    def meet(self, other: TensorRegion) -> TensorRegion:
         """What both have in common; empty where they are apart."""
         start = tuple(map(max, self.start, other.start))
         ends = [min(a + n, b + m) for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True)]
-        return Region(start, tuple(max(0, end - first) for first, end in zip(start, ends, strict=True)))
+        return TensorRegion(start, tuple(max(0, end - first) for first, end in zip(start, ends, strict=True)))
 
-    def seen_from(self, origin: Shape) -> Region:
+    def seen_from(self, origin: Shape) -> TensorRegion:
         """The same box counted from another corner."""
-        return Region(tuple(a - b for a, b in zip(self.start, origin, strict=True)), self.shape)
+        return TensorRegion(tuple(a - b for a, b in zip(self.start, origin, strict=True)), self.shape)
 
 
 @dataclass(frozen=True)
-class Piece:
+class WeightPiece:
     """The part `region` of a parameter is what a file's tensor `name` of shape `whole` holds from `start` on.
 
     A file's tensor may lack leading dims of the parameter, along which the piece is one thick: one expert of a stack.
     """
 
     name: str
-    region: Region
+    region: TensorRegion
     whole: Shape
     start: Shape
 
@@ -57,15 +57,15 @@ class Piece:
         """How many values it has."""
         return math.prod(self.region.shape)
 
-    def source_of(self, wanted: Region) -> Region:
+    def source_of(self, wanted: TensorRegion) -> TensorRegion:
         """Where in the file's tensor a part of this piece's region stands."""
         inside = wanted.seen_from(self.region.start)
         missing = len(inside.start) - len(self.whole)
         start = tuple(a + b for a, b in zip(inside.start[missing:], self.start, strict=True))
-        return Region(start, inside.shape[missing:])
+        return TensorRegion(start, inside.shape[missing:])
 
 
-Arrangement = tuple[Piece, ...]
+Arrangement = tuple[WeightPiece, ...]
 """One way in which a parameter stands in files."""
 
 Names = Callable[[str, Shape], Sequence[Arrangement]]
@@ -75,7 +75,7 @@ Names = Callable[[str, Shape], Sequence[Arrangement]]
 def keep_name(name: str, shape: Shape) -> Arrangement:
     """The parameter as it is, under `name`."""
     origin = (0,) * len(shape)
-    return (Piece(name, Region(origin, shape), shape, origin),)
+    return (WeightPiece(name, TensorRegion(origin, shape), shape, origin),)
 
 
 def keep_names(name: str, shape: Shape) -> Sequence[Arrangement]:
@@ -87,7 +87,8 @@ def stack(names: Sequence[str], shape: Shape) -> Arrangement:
     """One tensor of `shape[1:]` for each index of the first dim."""
     origin = (0,) * (len(shape) - 1)
     return tuple(
-        Piece(name, Region((index, *origin), (1, *shape[1:])), shape[1:], origin) for index, name in enumerate(names)
+        WeightPiece(name, TensorRegion((index, *origin), (1, *shape[1:])), shape[1:], origin)
+        for index, name in enumerate(names)
     )
 
 
@@ -96,4 +97,4 @@ def part_of(name: str, shape: Shape, dim: int, index: int, parts: int) -> Arrang
     origin = (0,) * len(shape)
     whole = tuple(size * parts if d == dim else size for d, size in enumerate(shape))
     start = tuple(index * size if d == dim else 0 for d, size in enumerate(shape))
-    return (Piece(name, Region(origin, shape), whole, start),)
+    return (WeightPiece(name, TensorRegion(origin, shape), whole, start),)

@@ -22,7 +22,7 @@ from torch import nn
 from shardway.errors import Bug, UserError
 from shardway.models.contract import ModelPlan, match_modules
 from shardway.parallel.axes.collectives import gathered, scattered_sum
-from shardway.parallel.axes.tile import Tile, attend, attend_backward, join
+from shardway.parallel.axes.tile import AttentionTile, attend, attend_backward, join
 
 
 @dataclass(frozen=True)
@@ -193,9 +193,9 @@ class _Meeting:
     keys: slice
     causal: bool
 
-    def tile(self, q: torch.Tensor, keys_values: torch.Tensor) -> Tile:
+    def tile(self, q: torch.Tensor, keys_values: torch.Tensor) -> AttentionTile:
         k, v = keys_values[:, :, :, self.keys]
-        return Tile(q[:, :, self.queries], k, v, self.causal)
+        return AttentionTile(q[:, :, self.queries], k, v, self.causal)
 
 
 def _meet(source: int, place: int, length: int) -> _Meeting:

@@ -79,7 +79,7 @@ def follow_frozen(copies: nn.Module, model: nn.Module, mesh: Mesh, parallel: Par
         return
     made = _wrap(model, mesh, parallel, init_sync=False)
     made.train(copies.training)
-    made.by_hand = isinstance(copies, Copies) and copies.by_hand
+    made.by_hand = isinstance(copies, ReplicatedModule) and copies.by_hand
     copies.__dict__.clear()
     copies.__dict__.update(made.__dict__)
 
@@ -92,12 +92,12 @@ def _list_trained(model: nn.Module) -> tuple[bool, ...]:
     return tuple([parameter.requires_grad for parameter in model.parameters()])
 
 
-def _wrap(model: nn.Module, mesh: Mesh, parallel: ParallelSection, *, init_sync: bool) -> Copies:
+def _wrap(model: nn.Module, mesh: Mesh, parallel: ParallelSection, *, init_sync: bool) -> ReplicatedModule:
     group = mesh.group("dp_replicate")
     syncs = all(tensor.dtype in _SENT for tensor in (*model.parameters(), *model.buffers()))
     if init_sync and not syncs:
         broadcast_from_first(model, mesh)
-    copies = Copies(
+    copies = ReplicatedModule(
         model,
         process_group=group,
         bucket_cap_mb=max(1, parallel.bucket // 2**20),
@@ -119,7 +119,7 @@ def _wrap(model: nn.Module, mesh: Mesh, parallel: ParallelSection, *, init_sync:
     return copies
 
 
-def fix_buckets(copies: Copies) -> None:
+def fix_buckets(copies: ReplicatedModule) -> None:
     """Give DDP the buckets of all its passes before the first one; on all ranks together.
 
     Where in a message a gradient stands decides in which order more than two ranks add it up. DDP fills its buckets
@@ -135,7 +135,7 @@ def fix_buckets(copies: Copies) -> None:
 _CASTS = MappingProxyType({"fp16": fp16_compress_hook, "bf16": bf16_compress_hook})
 
 
-class Copies(DistributedDataParallel):
+class ReplicatedModule(DistributedDataParallel):
     """DDP that can put any work with the module into its forward pass, so that gradients are averaged whichever of the
     module's methods the work calls."""
 
@@ -185,7 +185,7 @@ class Copies(DistributedDataParallel):
 class _Link:
     """From a replicated module to its wrapper; a copy of the module has none."""
 
-    def __init__(self, copies: Copies | None) -> None:
+    def __init__(self, copies: ReplicatedModule | None) -> None:
         self.copies = copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Link:
@@ -220,7 +220,7 @@ def _make_plain(kind: type[nn.Module], *arguments: Any) -> nn.Module:
     return kind.__new__(kind, *arguments)
 
 
-def give_back(copies: Copies) -> nn.Module:
+def give_back(copies: ReplicatedModule) -> nn.Module:
     """What a script gets of replicas: its own module, whose calls go through the wrapper.
 
     The wrapper itself where the module's class cannot be extended (a compiled or scripted one).
@@ -240,9 +240,9 @@ def give_back(copies: Copies) -> nn.Module:
     return module
 
 
-def find_copies(module: object) -> Copies | None:
+def find_copies(module: object) -> ReplicatedModule | None:
     """The wrapper of a replicated module, or that wrapper itself; None for any other module."""
-    if isinstance(module, Copies):
+    if isinstance(module, ReplicatedModule):
         return module
     link = getattr(module, "__dict__", {}).get(_LINK)
     return link.copies if isinstance(link, _Link) else None

@@ -19,7 +19,7 @@ from shardway.errors import UserError
 
 
 @dataclass(frozen=True)
-class Tile:
+class AttentionTile:
     """Queries, keys and values of one tile; `causal` where query i sees keys 0 to i only."""
 
     q: torch.Tensor
@@ -32,12 +32,12 @@ class Tile:
         """How many query heads share one key/value head."""
         return self.q.shape[1] // self.k.shape[1]
 
-    def with_all_heads(self) -> Tile:
+    def with_all_heads(self) -> AttentionTile:
         """The same tile with a key/value head for each query head."""
         if self.repeats == 1:
             return self
         k, v = (each.repeat_interleave(self.repeats, dim=1) for each in (self.k, self.v))
-        return Tile(self.q, k, v, self.causal)
+        return AttentionTile(self.q, k, v, self.causal)
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class TileGrads:
     v: torch.Tensor
 
 
-def attend(tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(tile: AttentionTile) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [batch, heads, queries, width] and `log_sum` of a tile."""
     return _kernels(tile.q.device).forward(tile.with_all_heads())
 
 
-def attend_backward(tile: Tile, grad: torch.Tensor, out: torch.Tensor, log_sum: torch.Tensor) -> TileGrads:
+def attend_backward(tile: AttentionTile, grad: torch.Tensor, out: torch.Tensor, log_sum: torch.Tensor) -> TileGrads:
     """The tile's share of the gradients; `grad`, `out` and `log_sum` are those of attention to all keys."""
     grads = _kernels(tile.q.device).backward(tile.with_all_heads(), grad, out, log_sum)
     if tile.repeats == 1:
@@ -73,26 +73,26 @@ def join(
 
 @dataclass(frozen=True)
 class _Kernels:
-    forward: Callable[[Tile], tuple[torch.Tensor, torch.Tensor]]
-    backward: Callable[[Tile, torch.Tensor, torch.Tensor, torch.Tensor], TileGrads]
+    forward: Callable[[AttentionTile], tuple[torch.Tensor, torch.Tensor]]
+    backward: Callable[[AttentionTile, torch.Tensor, torch.Tensor, torch.Tensor], TileGrads]
 
 
-def _forward_cpu(tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward_cpu(tile: AttentionTile) -> tuple[torch.Tensor, torch.Tensor]:
     run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return run(tile.q, tile.k, tile.v, 0.0, tile.causal)
 
 
-def _backward_cpu(tile: Tile, grad: torch.Tensor, out: torch.Tensor, log_sum: torch.Tensor) -> TileGrads:
+def _backward_cpu(tile: AttentionTile, grad: torch.Tensor, out: torch.Tensor, log_sum: torch.Tensor) -> TileGrads:
     run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     return TileGrads(*run(grad, tile.q, tile.k, tile.v, out, log_sum, 0.0, tile.causal))
 
 
-def _forward_cuda(tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward_cuda(tile: AttentionTile) -> tuple[torch.Tensor, torch.Tensor]:
     out, log_sum, *_ = torch.ops.aten._scaled_dot_product_flash_attention(tile.q, tile.k, tile.v, 0.0, tile.causal)
     return out, log_sum
 
 
-def _backward_cuda(tile: Tile, grad: torch.Tensor, out: torch.Tensor, log_sum: torch.Tensor) -> TileGrads:
+def _backward_cuda(tile: AttentionTile, grad: torch.Tensor, out: torch.Tensor, log_sum: torch.Tensor) -> TileGrads:
     run = torch.ops.aten._scaled_dot_product_flash_attention_backward
     queries, keys = tile.q.shape[2], tile.k.shape[2]
     unused = torch.zeros(2, dtype=torch.uint64, device=grad.device)  # the random state of dropout, which is off

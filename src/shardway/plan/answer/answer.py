@@ -9,24 +9,24 @@ from dataclasses import dataclass, replace
 
 from shardway.errors import UserError, render_reason
 from shardway.plan.answer.assumed import assume_saving
-from shardway.plan.answer.said import Asked, refuse
-from shardway.plan.answer.terms import Terms, Work, list_warnings, price_run
+from shardway.plan.answer.said import SearchQuestion, refuse
+from shardway.plan.answer.terms import JobTerms, TrainingWork, list_warnings, price_run
 from shardway.plan.economy import RunEstimate
 from shardway.plan.estimate import Estimate
-from shardway.plan.search.best import Found, search
+from shardway.plan.search.best import SearchResult, search
 from shardway.plan.search.changes import Change, list_changes
-from shardway.plan.search.curve import Point, default_nodes, scaling_curve
+from shardway.plan.search.curve import ScalingPoint, default_nodes, scaling_curve
 from shardway.plan.search.space import Question
 from shardway.units import Scale, Span
 
 
 @dataclass(frozen=True)
-class Answer:
+class PlanAnswer:
     """A plan. `shown` is the layout to take, or, where nothing fits, the one that needs least memory."""
 
     question: Question
-    terms: Terms
-    found: Found
+    terms: JobTerms
+    found: SearchResult
     shown: Estimate
     run: RunEstimate | None
     """The whole run, where its length is known and the layout fits."""
@@ -41,9 +41,9 @@ class Answer:
         return bool(self.found.candidates)
 
 
-def answer(asked: Asked, terms: Terms | None = None) -> Answer:
+def answer(asked: SearchQuestion, terms: JobTerms | None = None) -> PlanAnswer:
     """Search, and price the whole run of the best. Raises UserError where no layout is legal."""
-    terms = terms or Terms()
+    terms = terms or JobTerms()
     question = asked.question
     found = search(question)
     shown = found.best or found.nearest
@@ -52,14 +52,14 @@ def answer(asked: Asked, terms: Terms | None = None) -> Answer:
     on_host = shown.case.offload and not question.case.offload
     changes = list_changes(question) if on_host or not found.best else ()
     changes = tuple(change for change in changes if change.estimate.case != shown.case)
-    bare = Answer(question, terms, found, shown, None, changes, asked.assumed, list_warnings(terms, question.nodes))
+    bare = PlanAnswer(question, terms, found, shown, None, changes, asked.assumed, list_warnings(terms, question.nodes))
     return _with_run(bare, asked.length) if found.best and asked.length else bare
 
 
-def _with_run(bare: Answer, length: Span) -> Answer:
+def _with_run(bare: PlanAnswer, length: Span) -> PlanAnswer:
     question, case = bare.question, bare.shown.case
     saving = assume_saving(case.model.parameters, question.nodes)
-    work = Work(
+    work = TrainingWork(
         length=length,
         scale=Scale(case.global_batch, case.seq_len, 1),
         step_seconds=bare.shown.time.seconds,
@@ -72,6 +72,6 @@ def _with_run(bare: Answer, length: Span) -> Answer:
     return replace(bare, run=run, assumed=(*bare.assumed, saving.told))
 
 
-def answer_curve(of: Answer) -> tuple[Point, ...]:
+def answer_curve(of: PlanAnswer) -> tuple[ScalingPoint, ...]:
     """The scaling curve around an answer."""
     return scaling_curve(of.question, default_nodes(of.question))

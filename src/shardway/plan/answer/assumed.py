@@ -86,7 +86,7 @@ def assume_tokens(model: Architecture) -> Assumed:
 
 
 @dataclass(frozen=True)
-class Saving:
+class SaveTime:
     """How long a checkpoint takes, and the sentence that tells why."""
 
     seconds: float
@@ -107,11 +107,11 @@ class Saving:
         )
 
 
-def assume_saving(parameters: int, nodes: int) -> Saving:
+def assume_saving(parameters: int, nodes: int) -> SaveTime:
     """Of weights and moments in fp32, written by all nodes at once."""
     size, rate = parameters * SAVED_BYTES, min(nodes * WRITE_RATE, MOST_WRITE_RATE)
     told = (
         f"a checkpoint of {size / 1e9:,.3g} GB takes {size / rate:,.3g} s ({WRITE_RATE / 1e9:g} GB/s a node, at most "
         f"{MOST_WRITE_RATE / 1e9:g}); a start takes {START_SECONDS:g} s, and {NOTICE_SECONDS:g} s more after a failure"
     )
-    return Saving(size / rate, told)
+    return SaveTime(size / rate, told)

@@ -25,7 +25,7 @@ MOST_RANKS = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Said:
+class PlanOptions:
     """Options of a plan. `layout` has the degrees that are set, by axis."""
 
     nodes: int | None = None
@@ -47,7 +47,7 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Asked:
+class SearchQuestion:
     """A question for the search, how long the run shall be (None: nobody can say), and what was assumed."""
 
     question: Question
@@ -70,7 +70,7 @@ def parse_layout(text: str) -> dict[str, int]:
     return found
 
 
-def ask(said: Said, model: Architecture, machine: Machine) -> Asked:
+def ask(said: PlanOptions, model: Architecture, machine: Machine) -> SearchQuestion:
     """The question in what was said. Raises UserError with all that cannot be."""
     check_no_problems("the plan", list(find_problems(said, machine)))
     ranks = said.gpus or (said.nodes or 1) * machine.per_node
@@ -87,18 +87,18 @@ def ask(said: Said, model: Architecture, machine: Machine) -> Asked:
         length = Span(float(tokens.value), "tokens")
         told.append(tokens.told)
     case = _case(said, model, machine, said.seq_len or seq.value, said.global_batch or batch.value)
-    return Asked(
+    return SearchQuestion(
         Question(case, machine, ranks, _fixed(said), cast(tuple[Precision, ...], said.precisions)), length, tuple(told)
     )
 
 
-def _sharers(said: Said, ranks: int) -> int:
+def _sharers(said: PlanOptions, ranks: int) -> int:
     """Ranks that a batch is to be split over: those that no other axis takes."""
     taken = math.prod(size for name, size in said.layout.items() if name in ("cp", "tp", "pp"))
     return ranks // taken * (said.micro_batch or 1) if ranks % taken == 0 else ranks
 
 
-def _case(said: Said, model: Architecture, machine: Machine, seq_len: int, global_batch: int) -> Case:
+def _case(said: PlanOptions, model: Architecture, machine: Machine, seq_len: int, global_batch: int) -> Case:
     engine = find_engine(said.engine or "shardway")
     degrees = Degrees(**said.layout)
     words = {
@@ -135,12 +135,12 @@ def _usual_attention(machine: Machine, *, eager: bool) -> AttentionKernel:
     return "flash3" if generation in ("hopper", "blackwell") and not eager else "flash2"
 
 
-def _fixed(said: Said) -> frozenset[str]:
+def _fixed(said: PlanOptions) -> frozenset[str]:
     names = (*SETTINGS, "offload")
     return frozenset([name for name in names if getattr(said, name) is not None]) | frozenset(said.layout)
 
 
-def find_problems(said: Said, machine: Machine) -> Iterator[Problem]:
+def find_problems(said: PlanOptions, machine: Machine) -> Iterator[Problem]:
     """What of the options cannot be on a machine."""
     sizes = {
         "--nodes": said.nodes,
@@ -159,7 +159,7 @@ def find_problems(said: Said, machine: Machine) -> Iterator[Problem]:
     yield from _find_layout_problems(said, said.gpus or (said.nodes or 1) * machine.per_node)
 
 
-def _find_word_problems(said: Said) -> Iterator[Problem]:
+def _find_word_problems(said: PlanOptions) -> Iterator[Problem]:
     choices: Mapping[str, tuple[Sequence[str | None], Any]] = {
         "--precision": (said.precisions, Precision),
         "--optimizer": ([said.optimizer or None], Optimizer),
@@ -175,7 +175,7 @@ def _find_word_problems(said: Said) -> Iterator[Problem]:
         yield Problem("--zero", f"{said.zero} is no stage of ZeRO", allowed="0, 1, 2, 3")
 
 
-def _find_layout_problems(said: Said, ranks: int) -> Iterator[Problem]:
+def _find_layout_problems(said: PlanOptions, ranks: int) -> Iterator[Problem]:
     taken = math.prod(size for name, size in said.layout.items() if name != "ep")
     if ranks >= 1 and taken >= 1 and ranks % taken:
         what = f"{' x '.join(f'{name} {size}' for name, size in said.layout.items())} does not divide {ranks:,} ranks"

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardway.plan.answer.assumed import Saving
+from shardway.plan.answer.assumed import SaveTime
 from shardway.plan.economy import Charge, Power, Price, RunEstimate, RunRequest, estimate_run
 from shardway.plan.machine import Machine
 from shardway.units import Scale, Span
 
 
 @dataclass(frozen=True, kw_only=True)
-class Terms:
+class JobTerms:
     """What a site and a person say about jobs: the queue with its limits (None: not known), what an hour costs."""
 
     queue: str = ""
@@ -25,7 +25,7 @@ class Terms:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class TrainingWork:
     """What is to be run: so long, in steps that take so many seconds on so many ranks."""
 
     length: Span
@@ -34,7 +34,7 @@ class Work:
     ranks: int
 
 
-def price_run(work: Work, machine: Machine, terms: Terms, saving: Saving) -> RunEstimate:
+def price_run(work: TrainingWork, machine: Machine, terms: JobTerms, saving: SaveTime) -> RunEstimate:
     """Days, jobs, failures, hours, energy, money."""
     watts = machine.accelerator.power_w
     return estimate_run(
@@ -53,7 +53,7 @@ def price_run(work: Work, machine: Machine, terms: Terms, saving: Saving) -> Run
     )
 
 
-def list_warnings(terms: Terms, nodes: int) -> tuple[str, ...]:
+def list_warnings(terms: JobTerms, nodes: int) -> tuple[str, ...]:
     """What of the terms the run does not keep to."""
     if terms.most_nodes and nodes > terms.most_nodes:
         return (

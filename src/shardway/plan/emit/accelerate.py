@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from shardway.plan.case import Case
-from shardway.plan.emit.emitted import Emitted, Head, gather, write
+from shardway.plan.emit.emitted import Emitted, EmittedHeader, gather, write
 from shardway.plan.emit.pipeline import name_schedule
 from shardway.plan.emit.tellings import tell_engine, tell_offload, tell_own_model, tell_script, tell_tf32, tell_zero
 from shardway.plan.emit.texts import Settings, Value, write_yaml
@@ -25,7 +25,7 @@ _PRECISION = {"fp32": "no", "tf32": "no", "fp16": "fp16", "fp8": "fp8"}
 def emit(case: Case, prediction_lines: Sequence[str]) -> Emitted:
     """accelerate.yaml."""
     told = gather(_tell(case))
-    head = Head(case, prediction_lines, degrees_of(case), told)
+    head = EmittedHeader(case, prediction_lines, degrees_of(case), told)
     return Emitted((write(FILE, head, write_yaml(_settings(case))),), told)
 
 

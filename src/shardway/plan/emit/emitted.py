@@ -36,7 +36,7 @@ Emitter = Callable[[Case, Sequence[str]], Emitted]
 
 
 @dataclass(frozen=True)
-class Head:
+class EmittedHeader:
     """What a file says about itself before its settings: prediction, degrees that it expresses, what it lacks."""
 
     case: Case
@@ -67,7 +67,7 @@ class Head:
         return f"degrees {product} = {there} ranks, but the plan has {wanted}: what is missing is told below."
 
 
-def write(name: str, head: Head, body: str) -> EmittedFile:
+def write(name: str, head: EmittedHeader, body: str) -> EmittedFile:
     """A file whose format has comments that start with #."""
     return EmittedFile(name, f"{head.comment()}\n{body}")
 

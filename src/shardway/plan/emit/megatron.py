@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from shardway.plan.case import Case
 from shardway.plan.emit import megatron_settings as shared
 from shardway.plan.emit import megatron_terms as terms
-from shardway.plan.emit.emitted import Emitted, Head, gather, write
+from shardway.plan.emit.emitted import Emitted, EmittedHeader, gather, write
 from shardway.plan.emit.megatron_model import model_flags, tell_model
 from shardway.plan.emit.pipeline import render_layout
 from shardway.plan.emit.tellings import tell_script
@@ -38,7 +38,7 @@ def emit(case: Case, prediction_lines: Sequence[str]) -> Emitted:
     """megatron.sh."""
     left = "the data, the tokenizer, the number of iterations, the learning rate, the folders of checkpoints"
     told = gather([*tell_model(case), *terms.tell_megatron(case, "Megatron-LM", _PRICED_AS), *tell_script(case, left)])
-    head = Head(case, prediction_lines, terms.degrees_of(case), told)
+    head = EmittedHeader(case, prediction_lines, terms.degrees_of(case), told)
     return Emitted((write(FILE, head, _body(case)),), told)
 
 

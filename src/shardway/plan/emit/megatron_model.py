@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 from shardway.plan.case import Case
 from shardway.plan.emit.megatron_settings import dashed, expert_settings, latent_settings
-from shardway.plan.emit.sizes import Sizes, read_sizes, render_pattern, tell_irregular
+from shardway.plan.emit.sizes import UniformSizes, read_sizes, render_pattern, tell_irregular
 from shardway.plan.emit.texts import Settings
-from shardway.plan.shapes.layer import Attention
+from shardway.plan.shapes.layer import AttentionShape
 
 
 def model_flags(case: Case) -> Settings:
@@ -39,7 +39,7 @@ def model_flags(case: Case) -> Settings:
     }
 
 
-def _attention(attention: Attention) -> Settings:
+def _attention(attention: AttentionShape) -> Settings:
     grouped = attention.kv_heads != attention.heads and attention.latent is None
     return {
         "num-attention-heads": attention.heads,
@@ -51,7 +51,7 @@ def _attention(attention: Attention) -> Settings:
     }
 
 
-def _windows(sizes: Sizes) -> Settings:
+def _windows(sizes: UniformSizes) -> Settings:
     """Megatron counts the positions before a token's own, a plan counts that one too."""
     if not sizes.window:
         return {}
@@ -59,7 +59,7 @@ def _windows(sizes: Sizes) -> Settings:
     return {"window-size": f"{sizes.window - 1},0", "window-attn-skip-freq": some}
 
 
-def _experts(sizes: Sizes) -> Settings:
+def _experts(sizes: UniformSizes) -> Settings:
     experts = sizes.experts
     if experts is None:
         return {}
@@ -70,7 +70,7 @@ def _experts(sizes: Sizes) -> Settings:
     }
 
 
-def _has_biases(sizes: Sizes) -> bool:
+def _has_biases(sizes: UniformSizes) -> bool:
     """Megatron has them everywhere, or on queries, keys and values, or nowhere."""
     return sizes.layer.ffn_bias or sizes.layer.attention.output_bias
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 
 from shardway.plan.case import Case
 from shardway.plan.emit import megatron_terms as terms
-from shardway.plan.emit.sizes import Sizes
+from shardway.plan.emit.sizes import UniformSizes
 from shardway.plan.emit.texts import Settings
-from shardway.plan.shapes.layer import Attention
+from shardway.plan.shapes.layer import AttentionShape
 
 _ATTENTION = {"plain": "unfused", "flash3": "fused"}
 """cuDNN's kernel for those made for Hopper; FlashAttention's for the others."""
@@ -30,7 +30,7 @@ def dashed(settings: Settings) -> Settings:
     return {name.replace("_", "-"): value for name, value in settings.items()}
 
 
-def latent_settings(attention: Attention) -> Settings:
+def latent_settings(attention: AttentionShape) -> Settings:
     """Attention over compressed keys and values, where a model has it."""
     latent = attention.latent
     if latent is None:
@@ -45,7 +45,7 @@ def latent_settings(attention: Attention) -> Settings:
     }
 
 
-def expert_settings(sizes: Sizes) -> Settings:
+def expert_settings(sizes: UniformSizes) -> Settings:
     """Experts but for how many there are and in which layers, for which the libraries have words of their own."""
     experts = sizes.experts
     if experts is None:

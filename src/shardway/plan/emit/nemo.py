@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from shardway.plan.case import Case
 from shardway.plan.emit import megatron_settings as shared
 from shardway.plan.emit import megatron_terms as terms
-from shardway.plan.emit.emitted import Emitted, Head, gather, write
+from shardway.plan.emit.emitted import Emitted, EmittedHeader, gather, write
 from shardway.plan.emit.pipeline import render_layout
-from shardway.plan.emit.sizes import Sizes, read_sizes, tell_irregular
+from shardway.plan.emit.sizes import UniformSizes, read_sizes, tell_irregular
 from shardway.plan.emit.tellings import tell_script
 from shardway.plan.emit.texts import Settings, write_yaml
-from shardway.plan.shapes.layer import Attention
+from shardway.plan.shapes.layer import AttentionShape
 
 FILE = "megatron_bridge.yaml"
 
@@ -43,7 +43,7 @@ def emit(case: Case, prediction_lines: Sequence[str]) -> Emitted:
     told = gather(
         [*tell_irregular(case.model), *_tell(case), *terms.tell_megatron(case, "Megatron-Bridge", _PRICED_AS)]
     )
-    head = Head(case, prediction_lines, terms.degrees_of(case), told)
+    head = EmittedHeader(case, prediction_lines, terms.degrees_of(case), told)
     return Emitted((write(FILE, head, write_yaml(_settings(case))),), told)
 
 
@@ -97,7 +97,7 @@ def _sizes(case: Case) -> Settings:
     }
 
 
-def _attention(attention: Attention) -> Settings:
+def _attention(attention: AttentionShape) -> Settings:
     width: Settings = {} if attention.latent else {"kv_channels": attention.head_dim}
     return {
         "num_attention_heads": attention.heads,
@@ -107,7 +107,7 @@ def _attention(attention: Attention) -> Settings:
     }
 
 
-def _experts(sizes: Sizes) -> Settings:
+def _experts(sizes: UniformSizes) -> Settings:
     experts = sizes.experts
     if experts is None:
         return {}

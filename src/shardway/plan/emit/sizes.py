@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from shardway.plan.shapes.architecture import Architecture
-from shardway.plan.shapes.layer import Experts, LayerShape
+from shardway.plan.shapes.layer import ExpertsShape, LayerShape
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class UniformSizes:
     """One layer that stands for all, with what may differ between layers as one entry a layer."""
 
     layer: LayerShape
     ffn: int
-    experts: Experts | None
+    experts: ExpertsShape | None
     mixed: tuple[bool, ...]
     """Which layers have experts."""
     window: int
@@ -32,11 +32,11 @@ class Sizes:
         return len(self.mixed)
 
 
-def read_sizes(model: Architecture) -> Sizes:
+def read_sizes(model: Architecture) -> UniformSizes:
     """The sizes of the decoder; the first layer of a kind speaks for those that differ."""
     layers = _decoder(model)
     dense = [layer for layer in layers if layer.experts is None]
-    return Sizes(
+    return UniformSizes(
         layer=layers[0],
         ffn=(dense or layers)[0].ffn,
         experts=next((layer.experts for layer in layers if layer.experts), None),

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from shardway.plan.case import Case, Schedule
-from shardway.plan.emit.emitted import Emitted, Head, gather, write
+from shardway.plan.emit.emitted import Emitted, EmittedHeader, gather, write
 from shardway.plan.emit.flavors import find_flavor
 from shardway.plan.emit.pipeline import schedule_of
 from shardway.plan.emit.sizes import tell_irregular
@@ -37,7 +37,7 @@ def emit(case: Case, prediction_lines: Sequence[str]) -> Emitted:
     """torchtitan.toml, and torchtitan_job.py where torchtitan has a model of these sizes to start from."""
     told = gather([*tell_irregular(case.model), *tell_all(case, *_replicas_and_shards(case))])
     flavor = find_flavor(case.model)
-    head = Head(case, prediction_lines, degrees_of(case), told)
+    head = EmittedHeader(case, prediction_lines, degrees_of(case), told)
     files = [write(TOML, head, write_toml(_tables(case)))]
     if flavor and flavor.function:
         shared = _parallelism(case, head="lm_head")

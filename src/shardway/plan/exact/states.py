@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from shardway.layout import layout_of
-from shardway.plan.exact.weights import Weight, allotted_elements, held_elements, weights_of_rank
+from shardway.plan.exact.weights import WeightShape, allotted_elements, held_elements, weights_of_rank
 from shardway.runfile.schema import ParallelSection
 
 OPTIMIZER_STATES: Mapping[str, int] = MappingProxyType({"adamw": 2, "sgd": 1})
@@ -47,7 +47,7 @@ class StateBytes:
 
 
 def estimate_states(
-    weights: Sequence[Weight],
+    weights: Sequence[WeightShape],
     parallel: ParallelSection,
     rank: int = 0,
     blocks: Sequence[int] = (),

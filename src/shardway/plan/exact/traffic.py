@@ -26,7 +26,7 @@ from typing import Literal
 
 from shardway.errors import Bug
 from shardway.layout import EXPERT_SHARD, SHARD, Layout, layout_of, needs_sharding
-from shardway.plan.exact.weights import Weight, held_elements, rank_stages, transformer_weights, weights_of_rank
+from shardway.plan.exact.weights import WeightShape, held_elements, rank_stages, transformer_weights, weights_of_rank
 from shardway.runfile.schema import ModelSection, ParallelSection
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "receive"]
@@ -44,7 +44,7 @@ LOSS_REDUCTIONS = 3
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """What a rank works through in a step: `micro_batches` of `rows` samples; a pipeline takes `per_pass` of them at
     a time, and its stages have `blocks` blocks each (else one entry, of all).
 
@@ -78,9 +78,9 @@ class Message:
     payload_bytes: int
 
 
-def estimate_traffic(work: Work, parallel: ParallelSection, rank: int = 0) -> tuple[Message, ...]:
+def estimate_traffic(work: StepWork, parallel: ParallelSection, rank: int = 0) -> tuple[Message, ...]:
     """The messages of a rank in one step of a resolved layout; those without a byte are left out."""
-    view = _View(work, parallel, layout_of(parallel), rank)
+    view = _RankView(work, parallel, layout_of(parallel), rank)
     found = [message for term in TERMS.values() for message in term(view)]
     return tuple(each for each in found if each.payload_bytes and view.ranks_of(each.dim) > 1)
 
@@ -100,10 +100,10 @@ def estimate_sent_bytes(message: Message, ranks: int) -> float:
 
 
 @dataclass(frozen=True)
-class _View:
+class _RankView:
     """A step as one rank sees it, and the quantities that several terms use."""
 
-    work: Work
+    work: StepWork
     parallel: ParallelSection
     layout: Layout
     rank: int
@@ -123,7 +123,7 @@ class _View:
         return len(self.work.blocks) - 1
 
     @cached_property
-    def weights(self) -> Sequence[Weight]:
+    def weights(self) -> Sequence[WeightShape]:
         return weights_of_rank(transformer_weights(self.work.model), self.parallel, self.work.blocks, self.rank)
 
     @cached_property
@@ -155,18 +155,18 @@ class _View:
         return self.work.micro_batches * payload_bytes
 
 
-def _whole_step(view: _View) -> Iterator[Message]:
+def _whole_step(view: _RankView) -> Iterator[Message]:
     yield Message("all_reduce", WORLD, "loss, norm and wishes of the step", STEP_NUMBERS * WIDE_BYTES)
 
 
-def _replicas(view: _View) -> Iterator[Message]:
+def _replicas(view: _RankView) -> Iterator[Message]:
     """DDP: each gradient once a step, after the last micro-batch."""
     if not needs_sharding(view.layout):
         elements = sum(held_elements(weight, view.layout, view.rank) for weight in view.weights)
         yield Message("all_reduce", "dp_replicate", "gradients", elements * view.work.weight_bytes)
 
 
-def _shards(view: _View) -> Iterator[Message]:
+def _shards(view: _RankView) -> Iterator[Message]:
     """FSDP2: blocks are gathered for the forward pass and, unless they were kept, again for the backward pass; what is
     outside of them once. Gradients are scattered each time, and added up over copies once a step."""
     if not needs_sharding(view.layout):
@@ -184,7 +184,7 @@ def _shards(view: _View) -> Iterator[Message]:
         yield Message("all_reduce", "dp_replicate", f"gradients of shards of {whose}", summed * _copies_sums(view))
 
 
-def _padded(view: _View, weights: Sequence[Weight]) -> int:
+def _padded(view: _RankView, weights: Sequence[WeightShape]) -> int:
     return sum(weight.shard_elements(view.layout) for weight in weights)
 
 
@@ -196,12 +196,12 @@ def _is_freed(parallel: ParallelSection) -> bool:
     return parallel.pp == 1 if chosen == "auto" else chosen
 
 
-def _copies_sums(view: _View) -> int:
+def _copies_sums(view: _RankView) -> int:
     """How often a step adds gradients up over copies of the shards: at its end, or of each pass of a pipeline."""
     return view.passes if view.parallel.pp > 1 else 1
 
 
-def _tensor(view: _View) -> Iterator[Message]:
+def _tensor(view: _RankView) -> Iterator[Message]:
     """Two regions a block, each entered and left once forwards and once backwards; the embedding is left, the output
     layer entered."""
     if view.degree("tp") == 1:
@@ -218,12 +218,12 @@ def _tensor(view: _View) -> Iterator[Message]:
     yield Message("all_reduce", "tp", "gradients of weights that are not split", elements * view.work.weight_bytes)
 
 
-def _is_partial(parallel: ParallelSection, weight: Weight) -> bool:
+def _is_partial(parallel: ParallelSection, weight: WeightShape) -> bool:
     """Whether a weight that every tensor rank has whole has a gradient that is a part of a sum on each."""
     return parallel.tp_sequence or weight.in_region
 
 
-def _loss(view: _View) -> Iterator[Message]:
+def _loss(view: _RankView) -> Iterator[Message]:
     """With split logits three numbers a token are added up, else the logits are gathered."""
     if view.degree("tp") == 1 or view.last_stage not in view.stages:
         return
@@ -234,7 +234,7 @@ def _loss(view: _View) -> Iterator[Message]:
         yield Message("all_gather", "tp", "logits", view.times(view.tokens * features * view.work.activation_bytes))
 
 
-def _context(view: _View) -> Iterator[Message]:
+def _context(view: _RankView) -> Iterator[Message]:
     """Keys and values of the other ranks forwards and again backwards; then their gradients, in fp32 at least, go home:
     in a ring one step more than the keys came, since each starts at another rank than it ends."""
     ranks = view.degree("cp")
@@ -252,7 +252,7 @@ def _context(view: _View) -> Iterator[Message]:
         yield Message("reduce_scatter", "cp", "gradients of keys and values", ranks * gradients)
 
 
-def _kv_features(view: _View) -> int:
+def _kv_features(view: _RankView) -> int:
     """Features of all key heads (and as many of value heads) that a rank computes with."""
     model, tp = view.work.model, view.degree("tp")
     if model.kv_rank:
@@ -260,7 +260,7 @@ def _kv_features(view: _View) -> int:
     return max(int(model.kv_heads) // tp, 1) * int(model.head_dim)
 
 
-def _experts(view: _View) -> Iterator[Message]:
+def _experts(view: _RankView) -> Iterator[Message]:
     """To the experts and back, forwards and backwards; how many tokens come is told first."""
     model = view.work.model
     layers = view.mixed_blocks
@@ -269,7 +269,7 @@ def _experts(view: _View) -> Iterator[Message]:
     yield Message("all_to_all", "ep", "tokens", view.times(layers * 4 * tokens))
 
 
-def _balance(view: _View) -> Iterator[Message]:
+def _balance(view: _RankView) -> Iterator[Message]:
     """How many tokens each expert got, added up over all data."""
     model = view.work.model
     loads = view.mixed_blocks * model.experts * WIDE_BYTES
@@ -279,7 +279,7 @@ def _balance(view: _View) -> Iterator[Message]:
         yield Message("all_reduce", "cp", "loads of a sequence", view.times(loads * view.work.rows))
 
 
-def _pipeline(view: _View) -> Iterator[Message]:
+def _pipeline(view: _RankView) -> Iterator[Message]:
     """The residual stream of each micro-batch over each boundary to another rank, and its gradient back."""
     if view.degree("pp") == 1:
         return
@@ -293,7 +293,7 @@ def _pipeline(view: _View) -> Iterator[Message]:
     yield Message("receive", "pp", "gradients of activations", after * payload)
 
 
-TERMS: Mapping[str, Callable[[_View], Iterator[Message]]] = MappingProxyType(
+TERMS: Mapping[str, Callable[[_RankView], Iterator[Message]]] = MappingProxyType(
     {
         "step": _whole_step,
         "replicas": _replicas,

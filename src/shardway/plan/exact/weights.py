@@ -16,7 +16,7 @@ from shardway.runfile.schema import ModelSection, ParallelSection
 
 
 @dataclass(frozen=True)
-class Weight:
+class WeightShape:
     """One parameter. `block` is the number of the block that it is in; None before or after the blocks.
 
     `split` is the dim that the tensor axis splits (None: whole on every rank), `kv_heads` the key/value heads that
@@ -70,7 +70,7 @@ class Weight:
         return rows * math.prod(rest)
 
 
-def transformer_weights(model: ModelSection) -> tuple[Weight, ...]:
+def transformer_weights(model: ModelSection) -> tuple[WeightShape, ...]:
     """All weights of a resolved `model.kind = "transformer"`. Raises Bug for another kind or what is not resolved."""
     if model.kind != "transformer" or "auto" in (model.vocab, model.kv_heads, model.head_dim, model.ffn_dim):
         raise Bug(f"the weights of an unresolved or other model were asked for: {model.kind}")
@@ -78,8 +78,8 @@ def transformer_weights(model: ModelSection) -> tuple[Weight, ...]:
 
 
 def weights_of_rank(
-    weights: Sequence[Weight], parallel: ParallelSection, blocks: Sequence[int], rank: int
-) -> tuple[Weight, ...]:
+    weights: Sequence[WeightShape], parallel: ParallelSection, blocks: Sequence[int], rank: int
+) -> tuple[WeightShape, ...]:
     """Those that are on a rank: all of them, or those of its pipeline stages, of which `blocks` gives the sizes."""
     stages = rank_stages(parallel, rank)
     held = {block for stage in stages for block in range(sum(blocks[:stage]), sum(blocks[: stage + 1]))}
@@ -102,25 +102,25 @@ def rank_stages(parallel: ParallelSection, rank: int) -> tuple[int, ...]:
     return stages_of_rank(place, parallel.pp, parallel.pp_stages_per_rank, parallel.pp_schedule)
 
 
-def held_elements(weight: Weight, layout: Layout, rank: int) -> int:
+def held_elements(weight: WeightShape, layout: Layout, rank: int) -> int:
     """What a rank of the weight's pipeline stage holds of it at rest."""
     if not needs_sharding(layout):
         return math.prod(weight.shape_before_sharding(layout))
     return weight.shard_elements(layout, layout.coordinate(rank, weight.shard_axis(layout)))
 
 
-def allotted_elements(weight: Weight, layout: Layout) -> int:
+def allotted_elements(weight: WeightShape, layout: Layout) -> int:
     """The same with what shards are padded to, for which every rank has memory."""
     if not needs_sharding(layout):
         return math.prod(weight.shape_before_sharding(layout))
     return weight.shard_elements(layout)
 
 
-def _list_weights(model: ModelSection) -> Iterator[Weight]:
+def _list_weights(model: ModelSection) -> Iterator[WeightShape]:
     vocab, dim = int(model.vocab), model.dim
-    yield Weight("embedding.weight", (vocab, dim), split=0)
+    yield WeightShape("embedding.weight", (vocab, dim), split=0)
     if model.positions == "learned":
-        yield Weight("position_embedding.weight", (int(model.max_positions), dim))
+        yield WeightShape("position_embedding.weight", (int(model.max_positions), dim))
     for block in range(model.layers):
         mixed = model.experts > 0 and block >= model.dense_layers
         yield from _norm(model, f"blocks.{block}.attention_norm", block)
@@ -129,25 +129,25 @@ def _list_weights(model: ModelSection) -> Iterator[Weight]:
         yield from _mixture(model, block) if mixed else _feed_forward(model, block)
     yield from _norm(model, "norm", None)
     if not model.tied:
-        yield Weight("head.weight", (vocab, dim), split=0)
+        yield WeightShape("head.weight", (vocab, dim), split=0)
 
 
-def _norm(model: ModelSection, name: str, block: int | None) -> Iterator[Weight]:
-    yield Weight(f"{name}.weight", (model.dim,), block)
+def _norm(model: ModelSection, name: str, block: int | None) -> Iterator[WeightShape]:
+    yield WeightShape(f"{name}.weight", (model.dim,), block)
     if model.norm == "layernorm" and model.bias:
-        yield Weight(f"{name}.bias", (model.dim,), block)
+        yield WeightShape(f"{name}.bias", (model.dim,), block)
 
 
 def _linear(
     name: str, block: int, shape: tuple[int, int], split: int | None, biased: bool = False, kv_heads: int | None = None
-) -> Iterator[Weight]:
+) -> Iterator[WeightShape]:
     """A linear layer in a region; its bias splits with its output features."""
-    yield Weight(f"{name}.weight", shape, block, split, kv_heads, in_region=True)
+    yield WeightShape(f"{name}.weight", shape, block, split, kv_heads, in_region=True)
     if biased:
-        yield Weight(f"{name}.bias", shape[:1], block, 0 if split == 0 else None, kv_heads, in_region=True)
+        yield WeightShape(f"{name}.bias", shape[:1], block, 0 if split == 0 else None, kv_heads, in_region=True)
 
 
-def _attention(model: ModelSection, block: int) -> Iterator[Weight]:
+def _attention(model: ModelSection, block: int) -> Iterator[WeightShape]:
     name, width, kv_heads = f"blocks.{block}.attention", int(model.head_dim), int(model.kv_heads)
     biased = model.bias or model.qkv_bias
     yield from _linear(f"{name}.wq", block, (model.heads * width, model.dim), 0, biased)
@@ -155,37 +155,37 @@ def _attention(model: ModelSection, block: int) -> Iterator[Weight]:
         yield from _linear(f"{name}.{leaf}", block, (kv_heads * width, model.dim), 0, biased, kv_heads)
     if model.qk_norm:
         for leaf in ("q_norm", "k_norm"):
-            yield Weight(f"{name}.{leaf}.weight", (width,), block, in_region=True)
+            yield WeightShape(f"{name}.{leaf}.weight", (width,), block, in_region=True)
     yield from _linear(f"{name}.wo", block, (model.dim, model.heads * width), 1, model.bias)
 
 
-def _latent(model: ModelSection, block: int) -> Iterator[Weight]:
+def _latent(model: ModelSection, block: int) -> Iterator[WeightShape]:
     name, width, rotary = f"blocks.{block}.attention", int(model.head_dim), int(model.rope_head_dim)
     values = int(model.value_head_dim)
     if model.q_rank:
         yield from _linear(f"{name}.q_down", block, (model.q_rank, model.dim), None)
-        yield Weight(f"{name}.q_norm.weight", (model.q_rank,), block, in_region=True)
+        yield WeightShape(f"{name}.q_norm.weight", (model.q_rank,), block, in_region=True)
     yield from _linear(f"{name}.wq", block, (model.heads * (width + rotary), model.q_rank or model.dim), 0)
     yield from _linear(f"{name}.kv_down", block, (model.kv_rank + rotary, model.dim), None)
-    yield Weight(f"{name}.kv_norm.weight", (model.kv_rank,), block, in_region=True)
+    yield WeightShape(f"{name}.kv_norm.weight", (model.kv_rank,), block, in_region=True)
     yield from _linear(f"{name}.kv_up", block, (model.heads * (width + values), model.kv_rank), 0)
     yield from _linear(f"{name}.wo", block, (model.dim, model.heads * values), 1)
 
 
-def _feed_forward(model: ModelSection, block: int) -> Iterator[Weight]:
+def _feed_forward(model: ModelSection, block: int) -> Iterator[WeightShape]:
     name, hidden = f"blocks.{block}.ffn", int(model.ffn_dim)
     for leaf in ("gate", "up") if model.activation == "swiglu" else ("up",):
         yield from _linear(f"{name}.{leaf}", block, (hidden, model.dim), 0, model.bias)
     yield from _linear(f"{name}.down", block, (model.dim, hidden), 1, model.bias)
 
 
-def _mixture(model: ModelSection, block: int) -> Iterator[Weight]:
+def _mixture(model: ModelSection, block: int) -> Iterator[WeightShape]:
     name, dim, hidden = f"blocks.{block}.ffn", model.dim, int(model.expert_dim)
-    yield Weight(f"{name}.router.weight", (model.experts, dim), block, in_region=True)
+    yield WeightShape(f"{name}.router.weight", (model.experts, dim), block, in_region=True)
     for leaf, shape, split in (("gate", (hidden, dim), 1), ("up", (hidden, dim), 1), ("down", (dim, hidden), 2)):
-        yield Weight(f"{name}.experts.{leaf}", (model.experts, *shape), block, split, in_region=True, expert=True)
+        yield WeightShape(f"{name}.experts.{leaf}", (model.experts, *shape), block, split, in_region=True, expert=True)
     wide = model.shared_experts * hidden
     if wide:
-        yield Weight(f"{name}.shared.gate", (wide, dim), block, 0, in_region=True)
-        yield Weight(f"{name}.shared.up", (wide, dim), block, 0, in_region=True)
-        yield Weight(f"{name}.shared.down", (dim, wide), block, 1, in_region=True)
+        yield WeightShape(f"{name}.shared.gate", (wide, dim), block, 0, in_region=True)
+        yield WeightShape(f"{name}.shared.up", (wide, dim), block, 0, in_region=True)
+        yield WeightShape(f"{name}.shared.down", (dim, wide), block, 1, in_region=True)

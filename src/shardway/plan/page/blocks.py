@@ -25,7 +25,7 @@ def render_document(title: str, body: str) -> str:
 
 
 @dataclass(frozen=True)
-class Tile:
+class FactTile:
     """A fact in large type, with what it is and what belongs to it."""
 
     label: str
@@ -33,18 +33,18 @@ class Tile:
     notes: tuple[str, ...] = ()
 
 
-def render_tiles(tiles: Iterable[Tile]) -> str:
+def render_tiles(tiles: Iterable[FactTile]) -> str:
     """Facts side by side."""
     return f'<div class="tiles">{"".join(_render_tile(tile) for tile in tiles)}</div>'
 
 
-def _render_tile(tile: Tile) -> str:
+def _render_tile(tile: FactTile) -> str:
     notes = "".join(f"<span>{escape(note)}</span>" for note in tile.notes)
     return f'<div class="card tile"><span>{escape(tile.label)}</span><b>{escape(tile.value)}</b>{notes}</div>'
 
 
 @dataclass(frozen=True)
-class Table:
+class TableBlock:
     """Rows under a head. The first cell of a row names it; columns listed in `words` hold text, others numbers.
 
     `sums` are rows that add up what is above them, by their first cell; `chosen` those that stand out.
@@ -58,7 +58,7 @@ class Table:
     chosen: frozenset[str] = frozenset()
 
 
-def render_table(table: Table) -> str:
+def render_table(table: TableBlock) -> str:
     """A table that scrolls sideways where it is too wide."""
     head = "".join(
         f'<th scope="col"{_kind(table, place)}>{escape(name)}</th>' for place, name in enumerate(table.columns)
@@ -70,14 +70,14 @@ def render_table(table: Table) -> str:
     )
 
 
-def _render_row(table: Table, row: Sequence[str]) -> str:
+def _render_row(table: TableBlock, row: Sequence[str]) -> str:
     kinds = [name for name, marked in (("sum", table.sums), ("chosen", table.chosen)) if row[0] in marked]
     mark = f' class="{" ".join(kinds)}"' if kinds else ""
     cells = "".join(f"<td{_kind(table, place)}>{escape(cell)}</td>" for place, cell in enumerate(row[1:], 1))
     return f'<tr{mark}><th scope="row">{escape(row[0])}</th>{cells}</tr>'
 
 
-def _kind(table: Table, place: int) -> str:
+def _kind(table: TableBlock, place: int) -> str:
     if place == 0:
         return ""
     return ' class="words"' if place in table.words else ' class="number"'

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from shardway.plan.answer.answer import Answer
+from shardway.plan.answer.answer import PlanAnswer
 from shardway.plan.economy import RunEstimate, WallTime
 from shardway.plan.estimate import Estimate
-from shardway.plan.page.blocks import Table, Tile, render_section, render_table, render_text, render_tiles
+from shardway.plan.page.blocks import FactTile, TableBlock, render_section, render_table, render_text, render_tiles
 from shardway.plan.page.rounding import round_parts
 from shardway.plan.render.text import list_costs
 from shardway.plan.render.words import amount, count, describe_layout, duration, gib, percent
@@ -21,12 +21,12 @@ _DAY = 86400.0
 _HOUR = 3600.0
 
 
-def title_of(answer: Answer) -> str:
+def title_of(answer: PlanAnswer) -> str:
     """What is planned, in one line."""
     return f"{answer.question.case.model.name} on {answer.question.machine.name}"
 
 
-def render_headline(answer: Answer) -> str:
+def render_headline(answer: PlanAnswer) -> str:
     """Title, layout, verdict, the figures that people ask for first."""
     return "\n".join(
         [
@@ -40,7 +40,7 @@ def render_headline(answer: Answer) -> str:
     )
 
 
-def _machine(answer: Answer) -> str:
+def _machine(answer: PlanAnswer) -> str:
     question = answer.question
     nodes = f"{question.nodes:,} {'node' if question.nodes == 1 else 'nodes'}"
     return f"{nodes}, {question.world:,} x {question.machine.accelerator.name}"
@@ -85,16 +85,16 @@ def _may_not(shown: Estimate) -> bool:
     return shown.memory_high > shown.machine.memory_bytes
 
 
-def _tiles(answer: Answer) -> Iterator[Tile]:
+def _tiles(answer: PlanAnswer) -> Iterator[FactTile]:
     shown = answer.shown
     parameters, active = shown.case.model.parameters, shown.case.model.active_parameters
     met = (f"{count(active)} for each token",) if active != parameters else ()
-    yield Tile("parameters", count(parameters), (*met, f"{shown.case.model.depth:,} layers"))
+    yield FactTile("parameters", count(parameters), (*met, f"{shown.case.model.depth:,} layers"))
     interval = f"{duration(shown.time.low)} to {duration(shown.time.high)}: four of five measured steps"
-    yield Tile("one step", duration(shown.time.seconds), (interval,))
+    yield FactTile("one step", duration(shown.time.seconds), (interval,))
     yield _rate_tile(shown)
     yield from _utilisation_tiles(shown)
-    yield Tile(
+    yield FactTile(
         "memory of the fullest rank",
         gib(shown.peak.device),
         (f"{gib(shown.memory_low)} to {gib(shown.memory_high)}", f"of {gib(shown.usable_bytes)} usable"),
@@ -102,26 +102,28 @@ def _tiles(answer: Answer) -> Iterator[Tile]:
     yield from _run_tiles(answer)
 
 
-def _rate_tile(shown: Estimate) -> Tile:
+def _rate_tile(shown: Estimate) -> FactTile:
     images = bool(shown.case.model.patch_features)
     rate = shown.tokens_per_second / (shown.case.seq_len if images else 1)
-    return Tile("images/s" if images else "tokens/s", count(rate), (f"{count(rate / shown.case.degrees.world)} a GPU",))
+    return FactTile(
+        "images/s" if images else "tokens/s", count(rate), (f"{count(rate / shown.case.degrees.world)} a GPU",)
+    )
 
 
-def _utilisation_tiles(shown: Estimate) -> Iterator[Tile]:
+def _utilisation_tiles(shown: Estimate) -> Iterator[FactTile]:
     peak = f"of {shown.peak_flops / 1e12:,.0f} TFLOP/s, the dense {shown.case.precision} peak"
     for label, causal in (("MFU, all scores counted", False), ("MFU, causal half counted", True)):
-        yield Tile(label, percent(shown.mfu(causal=causal)), (peak, f"HFU {percent(shown.hfu(causal=causal))}"))
+        yield FactTile(label, percent(shown.mfu(causal=causal)), (peak, f"HFU {percent(shown.hfu(causal=causal))}"))
 
 
-def _run_tiles(answer: Answer) -> Iterator[Tile]:
+def _run_tiles(answer: PlanAnswer) -> Iterator[FactTile]:
     run = answer.run
     if run is None:
         reason = "its length is not known" if answer.fits else "nothing fits"
-        yield Tile("whole run", "n/a", (reason,))
+        yield FactTile("whole run", "n/a", (reason,))
         return
-    yield Tile("whole run", duration(run.wall.total_seconds), (f"{run.steps:,} steps", _ideal(run)))
-    yield Tile("GPU-hours", amount(run.gpu_hours), tuple(list_costs(run)))
+    yield FactTile("whole run", duration(run.wall.total_seconds), (f"{run.steps:,} steps", _ideal(run)))
+    yield FactTile("GPU-hours", amount(run.gpu_hours), tuple(list_costs(run)))
 
 
 def _ideal(run: RunEstimate) -> str:
@@ -131,13 +133,13 @@ def _ideal(run: RunEstimate) -> str:
 # --- the whole run
 
 
-def render_run(answer: Answer) -> str:
+def render_run(answer: PlanAnswer) -> str:
     """Where the days go; "" where no run was estimated."""
     run = answer.run
     return render_section("The whole run", render_text(_describe_run(run, answer)), _render_days(run)) if run else ""
 
 
-def _describe_run(run: RunEstimate, answer: Answer) -> str:
+def _describe_run(run: RunEstimate, answer: PlanAnswer) -> str:
     slot = answer.terms.wall_seconds
     jobs = f" in {run.slots:,} {'job' if run.slots == 1 else 'jobs'} of {duration(slot)}" if slot else ""
     queue = f" (queue {answer.terms.queue})" if slot and answer.terms.queue else ""
@@ -166,4 +168,6 @@ def _render_days(run: RunEstimate) -> str:
     )
     total = ("together", f"{sum(days):,.3f}", percent(1.0), "for which the nodes are held")
     columns = ("part", "days", "share", "what it is")
-    return render_table(Table("Wall time", columns, (*rows, total), words=frozenset({3}), sums=frozenset({"together"})))
+    return render_table(
+        TableBlock("Wall time", columns, (*rows, total), words=frozenset({3}), sums=frozenset({"together"}))
+    )

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from shardway.plan.estimate import Estimate
 from shardway.plan.memory.breakdown import ITEMS, StageMemory
-from shardway.plan.page.blocks import Table, render_figure, render_section, render_table, render_text
+from shardway.plan.page.blocks import TableBlock, render_figure, render_section, render_table, render_text
 from shardway.plan.page.rounding import round_parts
 from shardway.plan.page.style import MEMORY_ROLES, OTHER_ROLE
 from shardway.plan.page.svg import Frame, line, nice_ticks, rect, render_drawing, text
@@ -119,7 +119,7 @@ def _limit(x: float, bottom: float, told: str, kind: str) -> Iterator[str]:
 # --- the tables
 
 
-def _table_of_peak(shown: Estimate) -> Table:
+def _table_of_peak(shown: Estimate) -> TableBlock:
     """Items of the fullest rank with three sums, each of all that is above it."""
     peak = shown.peak
     sizes = _rounded(peak)
@@ -134,7 +134,7 @@ def _table_of_peak(shown: Estimate) -> Table:
         if name == "fragmentation":
             rows.append(_sum_row("reserved", total, "what torch.cuda.max_memory_reserved reports", peak))
     rows.append(_sum_row("device", total, "what nvidia-smi shows", peak))
-    return Table(
+    return TableBlock(
         f"Pipeline rank {peak.rank}, the fullest" if len(shown.memory) > 1 else "One rank",
         ("item", "GiB", "share", "what it is"),
         tuple(rows),
@@ -147,11 +147,11 @@ def _sum_row(name: str, total: float, told: str, peak: StageMemory) -> tuple[str
     return (name, f"{total:,.2f}", percent(total * GIB / peak.device), told)
 
 
-def _table_of_ranks(shown: Estimate) -> Table:
+def _table_of_ranks(shown: Estimate) -> TableBlock:
     names = [name for name in shown.peak.device_items if any(each.device_items[name] > 0 for each in shown.memory)]
     rows = tuple(_row_of_rank(stage, names) for stage in shown.memory)
     columns = ("pipeline rank", *names, "device", "micro-batches kept")
-    return Table("All pipeline ranks, GiB", columns, rows, chosen=frozenset({str(shown.peak.rank)}))
+    return TableBlock("All pipeline ranks, GiB", columns, rows, chosen=frozenset({str(shown.peak.rank)}))
 
 
 def _row_of_rank(stage: StageMemory, names: Sequence[str]) -> tuple[str, ...]:

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardway.plan.answer.answer import Answer
+from shardway.plan.answer.answer import PlanAnswer
 from shardway.plan.estimate import Estimate
-from shardway.plan.page.blocks import Table, render_list, render_section, render_table, render_text
+from shardway.plan.page.blocks import TableBlock, render_list, render_section, render_table, render_text
 from shardway.plan.page.scaling import describe_short
 from shardway.plan.render.words import count, duration, gib, percent
 from shardway.plan.time.ceilings import ceilings_of
 
 
-def render_warnings(answer: Answer) -> str:
+def render_warnings(answer: PlanAnswer) -> str:
     """What a person must know first; "" where there is nothing."""
     return render_section("Warnings", render_list(answer.warnings)) if answer.warnings else ""
 
 
-def render_changes(answer: Answer) -> str:
+def render_changes(answer: PlanAnswer) -> str:
     """What to do differently where nothing fits; "" where something does."""
     if answer.fits:
         return ""
@@ -31,7 +31,7 @@ def render_changes(answer: Answer) -> str:
     )
     columns = ("change", "step", "tokens/s", "memory", "layout with it")
     told = "Each change alone, the smallest first."
-    table = Table("What would make it fit", columns, rows, words=frozenset({4}))
+    table = TableBlock("What would make it fit", columns, rows, words=frozenset({4}))
     return render_section("What would make it fit", render_text(told), render_table(table))
 
 
@@ -39,7 +39,7 @@ def _figures(shown: Estimate) -> tuple[str, str, str]:
     return duration(shown.time.seconds), count(shown.tokens_per_second), gib(shown.peak.device)
 
 
-def render_others(answer: Answer) -> str:
+def render_others(answer: PlanAnswer) -> str:
     """Runners-up with what they spend more time on."""
     candidates = answer.found.candidates
     looked_at = f"{answer.found.looked_at:,} ways were looked at"
@@ -58,11 +58,13 @@ def render_others(answer: Answer) -> str:
         for number, each in enumerate(candidates, 1)
     )
     columns = ("", "step", "tokens/s", "memory", "slower", "layout", "why it lost")
-    table = Table("The best of each set of degrees", columns, rows, words=frozenset({5, 6}), chosen=frozenset({"1"}))
+    table = TableBlock(
+        "The best of each set of degrees", columns, rows, words=frozenset({5, 6}), chosen=frozenset({"1"})
+    )
     return render_section("Other layouts", render_text(f"{looked_at}{fixed}."), render_table(table))
 
 
-def render_grounds(answer: Answer) -> str:
+def render_grounds(answer: PlanAnswer) -> str:
     """What was assumed, and where rates come from."""
     assumed = render_list(answer.assumed) if answer.assumed else render_text("Nothing had to be assumed.")
     return render_section(
@@ -70,7 +72,7 @@ def render_grounds(answer: Answer) -> str:
     )
 
 
-def _rates(answer: Answer) -> Iterator[str]:
+def _rates(answer: PlanAnswer) -> Iterator[str]:
     machine, shown = answer.question.machine, answer.shown
     bandwidth = machine.accelerator.memory_bandwidth_bytes_per_s
     memory = f", memory {bandwidth / 1e12:.3g} TB/s" if bandwidth else ""

@@ -6,7 +6,7 @@ paper. This module must not write the file.
 
 from __future__ import annotations
 
-from shardway.plan.answer.answer import Answer
+from shardway.plan.answer.answer import PlanAnswer
 from shardway.plan.page.blocks import render_document
 from shardway.plan.page.facts import render_headline, render_run, title_of
 from shardway.plan.page.memory import render_memory
@@ -14,10 +14,10 @@ from shardway.plan.page.others import render_changes, render_grounds, render_oth
 from shardway.plan.page.scaling import render_scaling
 from shardway.plan.page.schedule import render_schedule
 from shardway.plan.page.step import render_step
-from shardway.plan.search.curve import Point
+from shardway.plan.search.curve import ScalingPoint
 
 
-def render_page(answer: Answer, curve: tuple[Point, ...]) -> str:
+def render_page(answer: PlanAnswer, curve: tuple[ScalingPoint, ...]) -> str:
     """The page of an answer with the scaling curve around it (which may be empty)."""
     shown = answer.shown
     sections = [

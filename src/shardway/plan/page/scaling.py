@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardway.plan.estimate import Estimate
-from shardway.plan.page.blocks import Table, render_figure, render_section, render_table, render_text
+from shardway.plan.page.blocks import TableBlock, render_figure, render_section, render_table, render_text
 from shardway.plan.page.svg import Frame, circle, line, nice_ticks, polyline, render_drawing, text
 from shardway.plan.render.words import amount, count, duration, percent
-from shardway.plan.search.curve import Point, efficiency
+from shardway.plan.search.curve import ScalingPoint, efficiency
 
 _PLOT = Frame(62, 34, 446, 212)
 _SIZE = (520.0, 290.0)
@@ -23,17 +23,17 @@ _APART = 36.0
 _GIGA = 1e9
 
 
-def hours_per_giga(point: Point) -> float:
+def hours_per_giga(point: ScalingPoint) -> float:
     """GPU-hours for 1e9 tokens; 0 where nothing runs."""
     return point.device_seconds_per_token * _GIGA / 3600
 
 
-def ideal_rate(curve: Sequence[Point], point: Point) -> float:
+def ideal_rate(curve: Sequence[ScalingPoint], point: ScalingPoint) -> float:
     """Tokens per second if a token cost here what it costs where it is cheapest; 0 where nothing runs."""
     return point.best.tokens_per_second / efficiency(curve, point) if point.best else 0.0
 
 
-def render_scaling(curve: Sequence[Point], nodes: int) -> str:
+def render_scaling(curve: Sequence[ScalingPoint], nodes: int) -> str:
     """Throughput and cost over nodes; `nodes` are those that were asked for. "" for a curve without points."""
     if not curve:
         return ""
@@ -56,7 +56,7 @@ def render_scaling(curve: Sequence[Point], nodes: int) -> str:
 class _Plot:
     """Points of a curve with the scales of a picture: nodes on a logarithmic axis, values by `height` (0 to 1)."""
 
-    curve: Sequence[Point]
+    curve: Sequence[ScalingPoint]
     nodes: int
     height: Callable[[float], float]
 
@@ -85,11 +85,11 @@ class _Plot:
                 yield from _cross(x, _PLOT.bottom - 8)
         yield text((_PLOT.x + _PLOT.width / 2, _PLOT.bottom + 38), "nodes", "soft", "middle")
 
-    def line_of(self, value_of: Callable[[Point], float], kind: str) -> str:
+    def line_of(self, value_of: Callable[[ScalingPoint], float], kind: str) -> str:
         """A curve through all points that have a layout."""
         return polyline([(self.x(each.nodes), self.y(value_of(each))) for each in self.curve if each.best], kind)
 
-    def dots(self, value_of: Callable[[Point], float], unit: str) -> Iterator[str]:
+    def dots(self, value_of: Callable[[ScalingPoint], float], unit: str) -> Iterator[str]:
         """A dot for each layout, open for what was asked for."""
         for point in self.curve:
             if point.best:
@@ -105,7 +105,7 @@ def _cross(x: float, y: float) -> Iterator[str]:
     yield line((x - 4, y + 4), (x + 4, y - 4), "cross")
 
 
-def _draw_rates(curve: Sequence[Point], nodes: int) -> str:
+def _draw_rates(curve: Sequence[ScalingPoint], nodes: int) -> str:
     """Tokens per second against the ideal, both axes logarithmic."""
     working = [point for point in curve if point.best]
     low = math.log10(min(map(_rate, working))) - 0.1
@@ -123,7 +123,7 @@ def _draw_rates(curve: Sequence[Point], nodes: int) -> str:
     return render_figure(drawing, {})
 
 
-def _draw_costs(curve: Sequence[Point], nodes: int) -> str:
+def _draw_costs(curve: Sequence[ScalingPoint], nodes: int) -> str:
     top = 1.08 * max(map(hours_per_giga, curve))
     plot = _Plot(curve, nodes, lambda value: value / top)
     parts = [
@@ -135,7 +135,7 @@ def _draw_costs(curve: Sequence[Point], nodes: int) -> str:
     return render_figure(render_drawing(_SIZE, "GPU-hours for 1e9 tokens over nodes", parts, least=400), {})
 
 
-def _rate(point: Point) -> float:
+def _rate(point: ScalingPoint) -> float:
     return point.best.tokens_per_second if point.best else 0.0
 
 
@@ -149,15 +149,15 @@ def _log_ticks(low: float, high: float) -> list[float]:
 # --- the table
 
 
-def _table_of_points(curve: Sequence[Point], nodes: int) -> Table:
+def _table_of_points(curve: Sequence[ScalingPoint], nodes: int) -> TableBlock:
     columns = ("nodes", "GPUs", "step", "tokens/s", "ideal", "efficiency", "GPU-hours for 1e9 tokens", "layout")
     rows = tuple(_row(curve, point, point.best) for point in curve)
-    return Table(
+    return TableBlock(
         "The curve in numbers", columns, rows, words=frozenset({len(columns) - 1}), chosen=frozenset({f"{nodes:,}"})
     )
 
 
-def _row(curve: Sequence[Point], point: Point, best: Estimate | None) -> tuple[str, ...]:
+def _row(curve: Sequence[ScalingPoint], point: ScalingPoint, best: Estimate | None) -> tuple[str, ...]:
     if best is None:
         return (f"{point.nodes:,}", "", "", "", "", "", "", f"none: {point.why_not}")
     return (

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from shardway.plan.case import Case
 from shardway.plan.estimate import Estimate
-from shardway.plan.page.blocks import Table, render_figure, render_section, render_table, render_text
+from shardway.plan.page.blocks import TableBlock, render_figure, render_section, render_table, render_text
 from shardway.plan.page.memory import pick_ranks
 from shardway.plan.page.orders import SPLIT, Kind, count_held
 from shardway.plan.page.pipeline import Box, Simulated, StageSeconds, simulate_pipeline
@@ -176,7 +176,7 @@ def _axis(seconds: float, scale: float, bottom: float) -> Iterator[str]:
         yield text((_LEFT + tick * unit * scale, bottom + 14), f"{tick:,g} {name}", "soft", anchor)
 
 
-def _table_of_ranks(simulated: Simulated, ranks: list[int]) -> Table:
+def _table_of_ranks(simulated: Simulated, ranks: list[int]) -> TableBlock:
     total = simulated.seconds
     rows = tuple(
         (
@@ -189,4 +189,4 @@ def _table_of_ranks(simulated: Simulated, ranks: list[int]) -> Table:
         for rank in ranks
     )
     columns = ("pipeline rank", "works", "waits", "waits, share", "micro-batches kept at most")
-    return Table(f"The picture in numbers: {duration(total)}", columns, rows)
+    return TableBlock(f"The picture in numbers: {duration(total)}", columns, rows)

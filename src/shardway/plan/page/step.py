@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardway.plan.estimate import Estimate
-from shardway.plan.page.blocks import Table, render_figure, render_section, render_table, render_text
+from shardway.plan.page.blocks import TableBlock, render_figure, render_section, render_table, render_text
 from shardway.plan.page.rounding import round_parts
 from shardway.plan.page.style import OTHER_ROLE, TIME_ROLES
 from shardway.plan.page.svg import Frame, line, nice_ticks, rect, render_drawing, text
@@ -62,7 +62,7 @@ def _bracket(low: float, high: float) -> Iterator[str]:
         yield line((x, y - 5), (x, y + 5), "whisker")
 
 
-def _table_of_items(shown: Estimate) -> Table:
+def _table_of_items(shown: Estimate) -> TableBlock:
     time = shown.time
     unit, decimals = (1e-3, 1) if time.seconds < 10 else (1.0, 2)
     rounded = round_parts([seconds / unit for seconds in time.items.values()], decimals)
@@ -72,7 +72,7 @@ def _table_of_items(shown: Estimate) -> Table:
     )
     interval = f"{duration(time.low)} to {duration(time.high)}"
     total = ("one step", f"{sum(rounded):,.{decimals}f}", percent(1.0), interval)
-    return Table(
+    return TableBlock(
         "One step, item by item",
         ("item", "ms" if unit < 1 else "s", "share", "what it is"),
         (*rows, total),

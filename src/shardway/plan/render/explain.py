@@ -11,7 +11,7 @@ from dataclasses import asdict
 from types import MappingProxyType
 
 from shardway.errors import Problem, UserError, render_problems
-from shardway.plan.answer.answer import Answer
+from shardway.plan.answer.answer import PlanAnswer
 from shardway.plan.case import Case
 from shardway.plan.estimate import Estimate
 from shardway.plan.memory.breakdown import ITEMS as MEMORY_ITEMS
@@ -33,7 +33,7 @@ _NAME = 16
 _MOST_STAGES = 16
 
 
-def explain(topic: str, answer: Answer) -> str:
+def explain(topic: str, answer: PlanAnswer) -> str:
     """A topic of the plan in full. Raises UserError with the topics that there are."""
     if topic not in TOPICS:
         problem = Problem("--explain", f'"{topic}" is not known', allowed=", ".join(TOPICS))
@@ -41,7 +41,7 @@ def explain(topic: str, answer: Answer) -> str:
     return "\n".join(TOPICS[topic](answer)) + "\n"
 
 
-def _memory(answer: Answer) -> Iterator[str]:
+def _memory(answer: PlanAnswer) -> Iterator[str]:
     shown = answer.shown
     peak, case = shown.peak, shown.case
     yield f"memory of pipeline rank {peak.rank}, the fullest of {len(shown.memory)}: {describe_layout(case)}"
@@ -91,7 +91,7 @@ def _stage(stage: StageMemory) -> str:
     return f"  {stage.rank:<{_NAME}}{sizes}{stage.in_flight:>7g}"
 
 
-def _time(answer: Answer) -> Iterator[str]:
+def _time(answer: PlanAnswer) -> Iterator[str]:
     shown = answer.shown
     total = shown.time.seconds
     yield f"one step of {duration(total)}, {shown.case.micro_batches} passes: {describe_layout(shown.case)}"
@@ -113,7 +113,7 @@ def _time(answer: Answer) -> Iterator[str]:
         yield f"  {name:<20}{value:>10.4g}   {origin}"
 
 
-def _layout(answer: Answer) -> Iterator[str]:
+def _layout(answer: PlanAnswer) -> Iterator[str]:
     case, machine = answer.shown.case, answer.shown.machine
     yield f"{describe_layout(case)}"
     link = f"{machine.domain} of them share the fast link of {machine.link / 1e9:,.0f} GB/s"
@@ -140,7 +140,7 @@ def _step_of(stride: int) -> str:
     return "neighbours" if stride == 1 else f"ranks {stride} apart"
 
 
-def _candidates(answer: Answer) -> Iterator[str]:
+def _candidates(answer: PlanAnswer) -> Iterator[str]:
     yield f"{answer.found.looked_at:,} ways were looked at; the best of each set of degrees that fits:"
     for number, each in enumerate(answer.found.candidates, 1):
         shown = each.estimate
@@ -153,7 +153,7 @@ def _candidates(answer: Answer) -> Iterator[str]:
         yield f"kept as you set them: {', '.join(sorted(answer.question.fixed))}"
 
 
-TOPICS: Mapping[str, Callable[[Answer], Iterator[str]]] = MappingProxyType(
+TOPICS: Mapping[str, Callable[[PlanAnswer], Iterator[str]]] = MappingProxyType(
     {"memory": _memory, "time": _time, "layout": _layout}
 )
 """What can be explained."""

@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from shardway.plan.answer.answer import Answer
+from shardway.plan.answer.answer import PlanAnswer
 from shardway.plan.case import Case
 from shardway.plan.economy import RunEstimate
 from shardway.plan.estimate import Estimate
 from shardway.plan.memory.breakdown import StageMemory
-from shardway.plan.search.curve import Point, efficiency
+from shardway.plan.search.curve import ScalingPoint, efficiency
 
 FORMAT = 1
 
 
-def answer_facts(answer: Answer, curve: Sequence[Point] = ()) -> dict[str, Any]:
+def answer_facts(answer: PlanAnswer, curve: Sequence[ScalingPoint] = ()) -> dict[str, Any]:
     """Everything of an answer."""
     question, terms = answer.question, answer.terms
     return {
@@ -41,7 +41,7 @@ def answer_facts(answer: Answer, curve: Sequence[Point] = ()) -> dict[str, Any]:
     }
 
 
-def machine_facts(answer: Answer) -> dict[str, Any]:
+def machine_facts(answer: PlanAnswer) -> dict[str, Any]:
     """The machine as the plan saw it."""
     machine = answer.question.machine
     return {
@@ -157,7 +157,7 @@ def run_facts(run: RunEstimate) -> dict[str, Any]:
     }
 
 
-def _point_facts(curve: Sequence[Point], point: Point) -> dict[str, Any]:
+def _point_facts(curve: Sequence[ScalingPoint], point: ScalingPoint) -> dict[str, Any]:
     best = estimate_facts(point.best, brief=True) if point.best else None
     cost = {"gpu_seconds_per_token": point.device_seconds_per_token, "efficiency": efficiency(curve, point)}
     return {"nodes": point.nodes, "best": best, "why_not": point.why_not, **cost}

@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
-from shardway.plan.answer.answer import Answer
-from shardway.plan.answer.terms import Terms
+from shardway.plan.answer.answer import PlanAnswer
+from shardway.plan.answer.terms import JobTerms
 from shardway.plan.economy import RunEstimate
 from shardway.plan.estimate import Estimate
 from shardway.plan.machine import Machine
 from shardway.plan.memory.breakdown import StageMemory
 from shardway.plan.render.words import amount, count, describe_layout, duration, gib, percent
-from shardway.plan.search.curve import Point, efficiency
+from shardway.plan.search.curve import ScalingPoint, efficiency
 from shardway.plan.time.step import StepTime
 
 LABEL = 13
 MOST_OTHERS = 5
 
 
-def render_answer(answer: Answer) -> str:
+def render_answer(answer: PlanAnswer) -> str:
     """The whole table, with a newline at its end."""
     parts = [
         _headline(answer),
@@ -37,13 +37,13 @@ def render_answer(answer: Answer) -> str:
     return "\n".join(parts) + "\n"
 
 
-def render_prediction(answer: Answer) -> tuple[str, ...]:
+def render_prediction(answer: PlanAnswer) -> tuple[str, ...]:
     """Lines for the head of another library's file: what was planned, and what it is expected to cost."""
     shown = answer.shown
     return (_headline(answer), f"memory {_memory(answer)}", f"step {_step(shown)}", f"{_utilisation(shown)}")
 
 
-def _headline(answer: Answer) -> str:
+def _headline(answer: PlanAnswer) -> str:
     question = answer.question
     return headline(question.case.model.name, question.machine, question.world)
 
@@ -60,7 +60,7 @@ def line(label: str, text: str) -> str:
     return f"{label:<{LABEL}}{text}"
 
 
-def _lines(answer: Answer) -> Iterator[str]:
+def _lines(answer: PlanAnswer) -> Iterator[str]:
     shown = answer.shown
     yield line("model", _model(shown))
     yield line("batch", _batch(shown))
@@ -95,7 +95,7 @@ def _batch(shown: Estimate) -> str:
     )
 
 
-def _memory(answer: Answer) -> str:
+def _memory(answer: PlanAnswer) -> str:
     shown = answer.shown
     peak, low, high = shown.peak, shown.memory_low, shown.memory_high
     where = f" on pipeline rank {peak.rank}" if shown.case.degrees.pp > 1 else ""
@@ -126,7 +126,7 @@ def _utilisation(shown: Estimate) -> str:
     return f"MFU {full} (causal {causal}), HFU {hardware}, of {peak}"
 
 
-def list_run(run: RunEstimate, terms: Terms) -> Iterator[str]:
+def list_run(run: RunEstimate, terms: JobTerms) -> Iterator[str]:
     """The lines of the whole run."""
     total, slot = duration(run.wall.total_seconds), terms.wall_seconds
     jobs = f" in {run.slots:,} {'job' if run.slots == 1 else 'jobs'} of {duration(slot)}" if slot else ""
@@ -185,7 +185,7 @@ def _column(title: str, items: Mapping[str, float], render: object) -> list[str]
     ]
 
 
-def _others(answer: Answer) -> Iterator[str]:
+def _others(answer: PlanAnswer) -> Iterator[str]:
     others = answer.found.candidates[1 : 1 + MOST_OTHERS]
     if not others:
         return
@@ -219,13 +219,13 @@ def list_notes(machine: Machine, assumed: Sequence[str], warnings: Sequence[str]
         yield line("warning", told)
 
 
-def render_curve(points: Sequence[Point]) -> str:
+def render_curve(points: Sequence[ScalingPoint]) -> str:
     """The scaling curve as a table."""
     head = f"{'nodes':>7} {'GPUs':>8} {'step':>10} {'tokens/s':>10} {'GPU-h per 1e9':>14} {'efficiency':>11}  layout"
     return "\n".join([head, *(_curve_line(points, point) for point in points)]) + "\n"
 
 
-def _curve_line(points: Sequence[Point], point: Point) -> str:
+def _curve_line(points: Sequence[ScalingPoint], point: ScalingPoint) -> str:
     best = point.best
     if best is None:
         return f"{point.nodes:>7,} {'':>8} {'-':>10}  {point.why_not}"

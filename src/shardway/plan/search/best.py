@@ -15,7 +15,7 @@ from shardway.plan.estimate import Estimate, estimate, holds
 from shardway.plan.machine import Machine
 from shardway.plan.memory.breakdown import StageMemory, estimate_peak
 from shardway.plan.memory.overheads import load_overheads
-from shardway.plan.search.space import Question, Way, list_degrees, list_ways
+from shardway.plan.search.space import DegreeCandidates, Question, list_degrees, list_ways
 from shardway.plan.time.ceilings import ceilings_of
 from shardway.plan.time.step import estimate_step
 
@@ -32,7 +32,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """Layouts that fit, best first, one for each set of degrees; how many were looked at; the nearest miss."""
 
     candidates: tuple[Candidate, ...]
@@ -46,7 +46,7 @@ class Found:
         return self.candidates[0].estimate if self.candidates else None
 
 
-def search(question: Question, most: int = 10) -> Found:
+def search(question: Question, most: int = 10) -> SearchResult:
     """Look at every legal layout and return the `most` best; with states on the host where nothing else fits."""
     found = _search(question, most)
     if found.candidates or question.case.offload or "offload" in question.fixed:
@@ -56,7 +56,7 @@ def search(question: Question, most: int = 10) -> Found:
     return replace(offloaded if offloaded.candidates else found, looked_at=looked_at)
 
 
-def _search(question: Question, most: int) -> Found:
+def _search(question: Question, most: int) -> SearchResult:
     pricer = _Pricer(question.machine)
     fitting: list[_Priced] = []
     nearest: _Priced | None = None
@@ -69,7 +69,7 @@ def _search(question: Question, most: int) -> Found:
     ordered = [Candidate(estimate(each.case, question.machine)) for each in _order(fitting)[:most]]
     explained = tuple(replace(each, reason=explain_loss(ordered[0].estimate, each.estimate)) for each in ordered)
     missed = estimate(nearest.case, question.machine) if nearest is not None and not explained else None
-    return Found(explained, pricer.looked_at, missed)
+    return SearchResult(explained, pricer.looked_at, missed)
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class _Pricer:
     def _time(self, found: _Priced) -> _Priced:
         return replace(found, seconds=estimate_step(found.case, self.machine, self.ceilings).seconds)
 
-    def _walk(self, way: Way, ladder: Sequence[Recompute]) -> Iterator[_Priced]:
+    def _walk(self, way: DegreeCandidates, ladder: Sequence[Recompute]) -> Iterator[_Priced]:
         """Each micro-batch with as little recompute as fits, up to the first that does not fit with the most.
 
         What was too much for a micro-batch is too much for a larger one.

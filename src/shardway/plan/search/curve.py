@@ -22,7 +22,7 @@ POINTS_BEYOND = 2
 
 
 @dataclass(frozen=True)
-class Point:
+class ScalingPoint:
     """A number of nodes with its best layout; where there is none `why_not` says why."""
 
     nodes: int
@@ -35,7 +35,7 @@ class Point:
         return self.best.case.degrees.world / self.best.tokens_per_second if self.best else 0.0
 
 
-def scaling_curve(question: Question, nodes: Sequence[int]) -> tuple[Point, ...]:
+def scaling_curve(question: Question, nodes: Sequence[int]) -> tuple[ScalingPoint, ...]:
     """One point for each number of nodes."""
     return tuple(_point(question, count) for count in nodes)
 
@@ -55,21 +55,21 @@ def parse_nodes(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in parts}))
 
 
-def efficiency(points: Sequence[Point], point: Point) -> float:
+def efficiency(points: Sequence[ScalingPoint], point: ScalingPoint) -> float:
     """What a token costs at the cheapest point over what it costs here, 0 to 1; 0 where nothing runs."""
     costs = [each.device_seconds_per_token for each in points if each.best]
     return min(costs) / point.device_seconds_per_token if point.best else 0.0
 
 
-def _point(question: Question, nodes: int) -> Point:
+def _point(question: Question, nodes: int) -> ScalingPoint:
     there = on_nodes(question, nodes)
     found = search(there, most=1)
     if found.best is not None:
-        return Point(nodes, found.best)
+        return ScalingPoint(nodes, found.best)
     if found.nearest is None:
-        return Point(nodes, None, _no_layout(there))
+        return ScalingPoint(nodes, None, _no_layout(there))
     peak, usable = found.nearest.peak.device / 2**30, found.nearest.usable_bytes / 2**30
-    return Point(nodes, None, f"needs {peak:,.0f} GiB of {usable:,.0f}")
+    return ScalingPoint(nodes, None, f"needs {peak:,.0f} GiB of {usable:,.0f}")
 
 
 def _no_layout(there: Question) -> str:

@@ -119,13 +119,13 @@ def _expert_degrees(question: Question, ranks: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Way:
+class DegreeCandidates:
     """A way to run some degrees: cases with ever larger micro-batches, which need ever more memory."""
 
     cases: tuple[Case, ...]
 
 
-def list_ways(question: Question, degrees: Degrees) -> Iterator[Way]:
+def list_ways(question: Question, degrees: Degrees) -> Iterator[DegreeCandidates]:
     """Every format, schedule and sharding, without recompute; offload as in the question."""
     sizes = list_micro_batches(question, degrees)
     sequence = question.case.sequence if "sequence" in question.fixed else degrees.tp > 1
@@ -146,7 +146,7 @@ def list_ways(question: Question, degrees: Degrees) -> Iterator[Way]:
                 run = map(question.as_run, filter(fills_schedule, cases))
                 taken = tuple(each for each in run if each is not None)
                 if taken:
-                    yield Way(taken)
+                    yield DegreeCandidates(taken)
 
 
 def list_micro_batches(question: Question, degrees: Degrees) -> list[int]:

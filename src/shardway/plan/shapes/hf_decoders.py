@@ -14,7 +14,7 @@ from dataclasses import replace
 from shardway.plan.shapes.architecture import Architecture
 from shardway.plan.shapes.hf_keys import Keys
 from shardway.plan.shapes.hf_layers import Style, build_decoder, read_sizes, read_windows
-from shardway.plan.shapes.layer import Experts, Latent
+from shardway.plan.shapes.layer import ExpertsShape, Latent
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _OPT_OFFSET = 2
@@ -51,7 +51,7 @@ def _mistral(keys: Keys) -> Architecture:
 
 def _mixtral(keys: Keys) -> Architecture:
     sizes = read_sizes(keys)
-    experts = Experts(count=keys.size(*_EXPERTS), per_token=keys.size("num_experts_per_tok"), dim=sizes.ffn)
+    experts = ExpertsShape(count=keys.size(*_EXPERTS), per_token=keys.size("num_experts_per_tok"), dim=sizes.ffn)
     windows = read_windows(keys, sizes.layers)
     return build_decoder(keys, sizes, Style(tied=_tied(keys)), windows=windows, experts=experts)
 
@@ -88,7 +88,7 @@ def _sparse_layers(keys: Keys, layers: int) -> tuple[bool, ...]:
 
 def _qwen2_moe(keys: Keys) -> Architecture:
     sizes = read_sizes(keys)
-    experts = Experts(
+    experts = ExpertsShape(
         count=keys.size(*_EXPERTS),
         per_token=keys.size("num_experts_per_tok"),
         dim=keys.size("moe_intermediate_size"),
@@ -102,7 +102,7 @@ def _qwen2_moe(keys: Keys) -> Architecture:
 
 def _qwen3_moe(keys: Keys) -> Architecture:
     sizes, style = read_sizes(keys), _qwen3_style(keys)
-    experts = Experts(
+    experts = ExpertsShape(
         count=keys.size(*_EXPERTS),
         per_token=keys.size("num_experts_per_tok"),
         dim=keys.size("moe_intermediate_size"),
@@ -121,7 +121,7 @@ def _deepseek(keys: Keys) -> Architecture:
         rope_dim=keys.size("qk_rope_head_dim"),
         value_dim=keys.size("v_head_dim"),
     )
-    experts = Experts(
+    experts = ExpertsShape(
         count=keys.size(*_EXPERTS),
         per_token=keys.size("num_experts_per_tok"),
         dim=width,
@@ -139,7 +139,7 @@ def _deepseek(keys: Keys) -> Architecture:
 
 def _gpt_oss(keys: Keys) -> Architecture:
     sizes, biased = read_sizes(keys), keys.flag("attention_bias", True)
-    experts = Experts(
+    experts = ExpertsShape(
         count=keys.size(*_EXPERTS),
         per_token=keys.size("num_experts_per_tok", "experts_per_token"),
         dim=sizes.ffn,

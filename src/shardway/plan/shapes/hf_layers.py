@@ -11,7 +11,7 @@ from itertools import groupby
 
 from shardway.plan.shapes.architecture import MOST_LAYERS, Architecture, LayerRun
 from shardway.plan.shapes.hf_keys import Keys
-from shardway.plan.shapes.layer import Attention, Experts, Latent, LayerShape
+from shardway.plan.shapes.layer import AttentionShape, ExpertsShape, Latent, LayerShape
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
@@ -20,7 +20,7 @@ _LAYER_TYPES = {"full_attention": 0, "sliding_attention": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class FamilySizes:
     """What every family has."""
 
     hidden: int
@@ -54,12 +54,12 @@ class Style:
     final_norm: bool = True
 
 
-def read_sizes(keys: Keys, *, ffn_factor: int = 0) -> Sizes:
+def read_sizes(keys: Keys, *, ffn_factor: int = 0) -> FamilySizes:
     """The sizes; without `ffn_factor` the width of the feed-forward layer must be there."""
     hidden, heads = keys.size(*_HIDDEN), keys.size(*_HEADS)
     ffn_default = ffn_factor * hidden or None
     kv_heads = keys.size("num_key_value_heads", default=heads)
-    sizes = Sizes(
+    sizes = FamilySizes(
         hidden=hidden,
         layers=keys.size(*_LAYERS, most=MOST_LAYERS),
         heads=heads,
@@ -73,7 +73,7 @@ def read_sizes(keys: Keys, *, ffn_factor: int = 0) -> Sizes:
     return sizes
 
 
-def _check_heads(keys: Keys, sizes: Sizes) -> None:
+def _check_heads(keys: Keys, sizes: FamilySizes) -> None:
     if keys.config.get("head_dim") is None and sizes.hidden % sizes.heads:
         what = f"{sizes.heads} heads do not split a width of {sizes.hidden}, and head_dim is not given"
         keys.refuse("num_attention_heads", what, "a divisor of the width")
@@ -94,11 +94,11 @@ def read_windows(keys: Keys, layers: int, *, whole_every: int = 0) -> tuple[int,
 
 def build_decoder(
     keys: Keys,
-    sizes: Sizes,
+    sizes: FamilySizes,
     style: Style,
     *,
     windows: Sequence[int] = (),
-    experts: Experts | None = None,
+    experts: ExpertsShape | None = None,
     mixed: Sequence[bool] = (),
     latent: Latent | None = None,
 ) -> Architecture:
@@ -133,8 +133,8 @@ def gather_runs(layers: Sequence[LayerShape]) -> tuple[LayerRun, ...]:
     return tuple(LayerRun(layer, len(list(same))) for layer, same in groupby(layers))
 
 
-def _build_layer(sizes: Sizes, style: Style, latent: Latent | None) -> LayerShape:
-    attention = Attention(
+def _build_layer(sizes: FamilySizes, style: Style, latent: Latent | None) -> LayerShape:
+    attention = AttentionShape(
         heads=sizes.heads,
         kv_heads=sizes.kv_heads,
         head_dim=sizes.head_dim,

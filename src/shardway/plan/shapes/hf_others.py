@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from shardway.plan.shapes.architecture import MOST_LAYERS, Architecture, LayerRun
 from shardway.plan.shapes.hf_keys import Keys
 from shardway.plan.shapes.hf_layers import read_sizes
-from shardway.plan.shapes.layer import Attention, LayerShape, Matrix
+from shardway.plan.shapes.layer import AttentionShape, LayerShape, Matrix
 from shardway.plan.shapes.measured import Measured, Shape
 from shardway.plan.shapes.networks import ResidualNetwork, residual_network
 
@@ -29,7 +29,7 @@ def _bert(keys: Keys) -> Architecture:
     tied, causal = keys.flag("tie_word_embeddings", True), keys.flag("is_decoder")
     keys.check()
     hidden, norm = sizes.hidden, 2 * sizes.hidden
-    attention = Attention(
+    attention = AttentionShape(
         heads=sizes.heads,
         kv_heads=sizes.heads,
         head_dim=sizes.head_dim,
@@ -61,9 +61,9 @@ def _t5(keys: Keys) -> Architecture:
     gated = keys.text("feed_forward_proj", "relu").startswith("gated")
     tied = keys.flag("tie_word_embeddings", True)
     keys.check()
-    seeing = Attention(heads=heads, kv_heads=heads, head_dim=width, causal=False)
-    causal = Attention(heads=heads, kv_heads=heads, head_dim=width)
-    cross = Attention(heads=heads, kv_heads=heads, head_dim=width, causal=False, cross=True)
+    seeing = AttentionShape(heads=heads, kv_heads=heads, head_dim=width, causal=False)
+    causal = AttentionShape(heads=heads, kv_heads=heads, head_dim=width)
+    cross = AttentionShape(heads=heads, kv_heads=heads, head_dim=width, causal=False, cross=True)
     encoder = LayerShape(hidden=hidden, attention=seeing, ffn=ffn, gated=gated)
     decoder = LayerShape(hidden=hidden, attention=causal, cross=cross, ffn=ffn, gated=gated, norms=3)
     return Architecture(
@@ -86,7 +86,7 @@ def _vit(keys: Keys) -> Architecture:
     if hidden % heads:
         keys.refuse("num_attention_heads", f"{heads} does not divide {hidden}", "a divisor of hidden_size")
     keys.check()
-    attention = Attention(
+    attention = AttentionShape(
         heads=heads, kv_heads=heads, head_dim=hidden // heads, causal=False, bias=biased, output_bias=True
     )
     layer = LayerShape(hidden=hidden, attention=attention, ffn=ffn, gated=False, ffn_bias=True, norm_bias=True)

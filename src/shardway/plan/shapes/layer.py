@@ -58,7 +58,7 @@ class Latent:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attention:
+class AttentionShape:
     """Heads that look at positions: all (`window` 0), or the last `window` of them; `causal` ones not ahead."""
 
     heads: int
@@ -136,7 +136,7 @@ class Attention:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experts:
+class ExpertsShape:
     """A mixture: `count` experts of width `dim`, of which a token meets `per_token`, and shared width besides."""
 
     count: int
@@ -154,11 +154,11 @@ class LayerShape:
     """Attention, perhaps a second one to an encoder, and a feed-forward layer or a mixture of experts."""
 
     hidden: int
-    attention: Attention
+    attention: AttentionShape
     ffn: int
     gated: bool = True
-    cross: Attention | None = None
-    experts: Experts | None = None
+    cross: AttentionShape | None = None
+    experts: ExpertsShape | None = None
     ffn_bias: bool = False
     norms: int = 2
     norm_bias: bool = False
@@ -183,7 +183,7 @@ class LayerShape:
         return 2 if self.gated else 1
 
     @property
-    def attentions(self) -> tuple[Attention, ...]:
+    def attentions(self) -> tuple[AttentionShape, ...]:
         """Its own, and that to the encoder."""
         return (self.attention, self.cross) if self.cross else (self.attention,)
 

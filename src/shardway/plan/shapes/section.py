@@ -13,7 +13,7 @@ from dataclasses import replace
 from shardway.errors import Bug, Problem, UserError, render_problems
 from shardway.plan.shapes.architecture import Architecture, LayerRun
 from shardway.plan.shapes.hf import read_shape
-from shardway.plan.shapes.layer import Attention, Experts, Latent, LayerShape
+from shardway.plan.shapes.layer import AttentionShape, ExpertsShape, Latent, LayerShape
 from shardway.plan.shapes.measured import Measured, Shape
 from shardway.plan.shapes.networks import convnet, perceptron, render_image
 from shardway.runfile.schema import ModelSection
@@ -72,7 +72,7 @@ def _encoder_decoder(model: ModelSection, sample: tuple[int, ...]) -> Architectu
         what = f"{model.heads} heads do not split model.dim = {model.dim} into heads of equal width"
         raise _refusal("model.heads", what, "a divisor of model.dim")
     width = model.dim // model.heads
-    own = Attention(heads=model.heads, kv_heads=model.heads, head_dim=width, bias=True, output_bias=True)
+    own = AttentionShape(heads=model.heads, kv_heads=model.heads, head_dim=width, bias=True, output_bias=True)
     encoder = LayerShape(
         hidden=model.dim,
         attention=own,
@@ -127,8 +127,8 @@ def _block(model: ModelSection) -> LayerShape:
     )
 
 
-def _attention(model: ModelSection) -> Attention:
-    return Attention(
+def _attention(model: ModelSection) -> AttentionShape:
+    return AttentionShape(
         heads=model.heads,
         kv_heads=_resolved(model, "kv_heads"),
         head_dim=_resolved(model, "head_dim"),
@@ -138,7 +138,7 @@ def _attention(model: ModelSection) -> Attention:
     )
 
 
-def _latent_attention(model: ModelSection) -> Attention:
+def _latent_attention(model: ModelSection) -> AttentionShape:
     """It has no biases."""
     latent = Latent(
         kv_rank=model.kv_rank,
@@ -147,12 +147,12 @@ def _latent_attention(model: ModelSection) -> Attention:
         value_dim=_resolved(model, "value_head_dim"),
     )
     width = _resolved(model, "head_dim")
-    return Attention(heads=model.heads, kv_heads=model.heads, head_dim=width, latent=latent)
+    return AttentionShape(heads=model.heads, kv_heads=model.heads, head_dim=width, latent=latent)
 
 
-def _experts(model: ModelSection) -> Experts:
+def _experts(model: ModelSection) -> ExpertsShape:
     width = _resolved(model, "expert_dim")
-    return Experts(
+    return ExpertsShape(
         count=model.experts,
         per_token=model.experts_per_token,
         dim=width,

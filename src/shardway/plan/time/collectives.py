@@ -19,7 +19,7 @@ Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
 
 @dataclass(frozen=True)
-class Group:
+class CollectiveGroup:
     """`ranks` ranks, each `stride` after the one before."""
 
     ranks: int
@@ -34,7 +34,7 @@ class Wires:
     ceilings: Ceilings
     rails: bool = True
 
-    def seconds(self, kind: Kind, size: float, group: Group) -> float:
+    def seconds(self, kind: Kind, size: float, group: CollectiveGroup) -> float:
         """One collective of `size` bytes."""
         if group.ranks == 1 or size <= 0:
             return 0.0
@@ -42,11 +42,11 @@ class Wires:
         if not self._leaves(group):
             return travels / self._link_rate(group.ranks) + self.start(group)
         if kind == "all_to_all":
-            return self._exchange(travels, group) + self.start(Group(2, self.machine.domain))
+            return self._exchange(travels, group) + self.start(CollectiveGroup(2, self.machine.domain))
         rate = self._network_rate(group)
         return travels / rate * (1 + self.ceilings.half_bytes * group.ranks / size) + self.start(group)
 
-    def start(self, group: Group) -> float:
+    def start(self, group: CollectiveGroup) -> float:
         """What a message costs before its first byte."""
         if group.ranks == 1:
             return 0.0
@@ -60,23 +60,23 @@ class Wires:
         rate = self.machine.network * self.ceilings.network if leaves else self._link_rate(2)
         return size / rate + (self.ceilings.network_latency_s if leaves else self.ceilings.link_latency_s)
 
-    def _leaves(self, group: Group) -> bool:
+    def _leaves(self, group: CollectiveGroup) -> bool:
         return self.machine.spans_nodes(group.ranks, group.stride)
 
     def _link_rate(self, ranks: int) -> float:
         """Without a switch a rank reaches each of the others over a part of its links."""
         return min(self.machine.link, self.machine.peer * (ranks - 1)) * self.ceilings.link
 
-    def _near(self, group: Group) -> int:
+    def _near(self, group: CollectiveGroup) -> int:
         """Ranks of the group that the fast link joins."""
         return max(1, min(group.ranks, self.machine.domain // group.stride))
 
-    def _network_rate(self, group: Group) -> float:
+    def _network_rate(self, group: CollectiveGroup) -> float:
         near = self._near(group)
         wire = (near if self.rails else 1) * self.machine.network * self.ceilings.network
         return min(wire, self._link_rate(near)) if near > 1 else wire
 
-    def _exchange(self, travels: float, group: Group) -> float:
+    def _exchange(self, travels: float, group: CollectiveGroup) -> float:
         """Of an all-to-all only what is for ranks of other domains leaves by the network."""
         near = self._near(group)
         inside = travels * (near - 1) / (group.ranks - 1)

@@ -17,7 +17,7 @@ from shardway.plan.case import Case
 from shardway.plan.machine import Machine
 from shardway.plan.memory.parameters import layer_dense, layer_experts, matrix_split
 from shardway.plan.shapes.architecture import LayerRun
-from shardway.plan.shapes.layer import Attention, LayerShape, Matrix
+from shardway.plan.shapes.layer import AttentionShape, LayerShape, Matrix
 from shardway.plan.time.ceilings import Ceilings
 
 FLASH_BACKWARD_FLOPS = 2.5
@@ -38,26 +38,26 @@ SCORE_KERNELS, TENSOR_KERNELS, EXPERT_KERNELS, CAST_KERNELS = 8, 4, 30, 20
 
 
 @dataclass(frozen=True)
-class Passes:
+class PassTimes:
     """Seconds of a forward and of a backward pass."""
 
     forward: float
     backward: float
 
-    def __add__(self, other: Passes) -> Passes:
-        return Passes(self.forward + other.forward, self.backward + other.backward)
+    def __add__(self, other: PassTimes) -> PassTimes:
+        return PassTimes(self.forward + other.forward, self.backward + other.backward)
 
 
-NOTHING = Passes(0.0, 0.0)
+NOTHING = PassTimes(0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class LayerSeconds:
     """Seconds of one layer and micro-batch, by what they go to; `kernels`: operators of a forward pass."""
 
-    products: Passes
-    attention: Passes
-    moves: Passes
+    products: PassTimes
+    attention: PassTimes
+    moves: PassTimes
     kernels: int
 
 
@@ -99,7 +99,7 @@ class Operators:
             attention = attention + self._attention(each, tokens, seq)
         return LayerSeconds(products, attention, self._moves(run.layer, tokens), self._kernels(run.layer))
 
-    def product(self, matrix: Matrix, tokens: int) -> Passes:
+    def product(self, matrix: Matrix, tokens: int) -> PassTimes:
         """All products with a matrix: forward, then for the gradients of inputs and of weights."""
         split, copies, rows = matrix_split(matrix, self.case), 1.0, tokens
         if matrix.part == "experts":
@@ -115,7 +115,7 @@ class Operators:
         if not self._aligned(inputs, outputs):
             copies *= 1 + self.ceilings.misaligned
         back = self._gemm(rows, inputs, outputs, low) + self._gemm(inputs, outputs, rows, low)
-        return Passes(copies * self._gemm(rows, outputs, inputs, low), copies * back)
+        return PassTimes(copies * self._gemm(rows, outputs, inputs, low), copies * back)
 
     def _expert_rows(self, matrix: Matrix, tokens: int) -> int:
         """Tokens of one expert: those of all ranks that it serves, evenly shared."""
@@ -135,7 +135,7 @@ class Operators:
         """Whether rows of these sizes fill whole units of what tensor cores read."""
         return all(size * self.case.value_bytes % ALIGNED_BYTES == 0 for size in sizes)
 
-    def _attention(self, attention: Attention, tokens: int, seq: int) -> Passes:
+    def _attention(self, attention: AttentionShape, tokens: int, seq: int) -> PassTimes:
         """Scores and sums of values."""
         if not self.case.flash:
             return self._plain_attention(attention, tokens, seq)
@@ -145,14 +145,14 @@ class Operators:
         ramp *= 1 + HEAD_LOSS * max(0.0, HEAD_WIDTH / width - 1)
         part: float = getattr(self.ceilings, self.case.attention)
         forward = flops * ramp / (self._wide_peak * part)
-        return Passes(forward, forward * FLASH_BACKWARD_FLOPS / self.ceilings.flash_backward)
+        return PassTimes(forward, forward * FLASH_BACKWARD_FLOPS / self.ceilings.flash_backward)
 
     @cached_property
     def _wide_peak(self) -> float:
         wide = "bf16" if self.case.low_bits else self.case.precision
         return self.machine.peak(wide) * self._clock
 
-    def _plain_attention(self, attention: Attention, tokens: int, seq: int) -> Passes:
+    def _plain_attention(self, attention: AttentionShape, tokens: int, seq: int) -> PassTimes:
         """Batched products that take the mask no notice of, and passes over the scores in memory."""
         case, c = self.case, self.ceilings
         flops = tokens * attention.core_flops_per_token(seq, causal=False) / case.degrees.tp
@@ -162,9 +162,9 @@ class Operators:
         scores = tokens * attention.heads * seq / case.degrees.tp * case.value_bytes
         passes = c.scores_passes * (1 if case.engine.fused_scores else 2)
         forward = products + scores * passes / self.bandwidth
-        return Passes(forward, 2 * forward)
+        return PassTimes(forward, 2 * forward)
 
-    def _moves(self, layer: LayerShape, tokens: int) -> Passes:
+    def _moves(self, layer: LayerShape, tokens: int) -> PassTimes:
         """Norms, residuals, rotations, activations, dropout, casts: forward, and twice that backward."""
         case, c = self.case, self.ceilings
         size = case.value_bytes
@@ -174,7 +174,7 @@ class Operators:
             inputs = sum(matrix.met * self._local_inputs(matrix) for matrix in layer.matrices)
             moved += c.gates * size * tokens * inputs
         forward = moved / self.bandwidth
-        return Passes(forward, 2 * forward)
+        return PassTimes(forward, 2 * forward)
 
     def _casts(self, layer: LayerShape, tokens: int) -> float:
         """Numbers that are copied to 16 bits where each product makes its own copies; compiled code makes none of

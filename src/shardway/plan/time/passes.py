@@ -20,7 +20,7 @@ from shardway.plan.shapes.architecture import LayerRun
 from shardway.plan.shapes.layer import LayerShape
 from shardway.plan.stages import StageLayers
 from shardway.plan.time.ceilings import Ceilings
-from shardway.plan.time.collectives import Group, Wires
+from shardway.plan.time.collectives import CollectiveGroup, Wires
 from shardway.plan.time.operators import LayerSeconds, Operators
 
 Items = dict[str, float]
@@ -44,12 +44,12 @@ where all is one operator, logits in 16 bits are read twice and their gradient i
 class Groups:
     """The groups of ranks that exchange something, by axis; tp is innermost, then cp, then shards, then stages."""
 
-    tp: Group
-    cp: Group
-    shards: Group
-    experts: Group
-    expert_shards: Group
-    copies: Group
+    tp: CollectiveGroup
+    cp: CollectiveGroup
+    shards: CollectiveGroup
+    experts: CollectiveGroup
+    expert_shards: CollectiveGroup
+    copies: CollectiveGroup
     stage_stride: int
 
 
@@ -58,12 +58,12 @@ def groups_of(case: Case) -> Groups:
     degrees = case.degrees
     inner = degrees.tp * degrees.shards
     return Groups(
-        tp=Group(degrees.tp),
-        cp=Group(degrees.cp, degrees.tp),
-        shards=Group(degrees.shards, degrees.tp),
-        experts=Group(degrees.ep, degrees.etp),
-        expert_shards=Group(degrees.expert_shards, degrees.ep * degrees.etp),
-        copies=Group(degrees.dp_replicate, inner * degrees.pp),
+        tp=CollectiveGroup(degrees.tp),
+        cp=CollectiveGroup(degrees.cp, degrees.tp),
+        shards=CollectiveGroup(degrees.shards, degrees.tp),
+        experts=CollectiveGroup(degrees.ep, degrees.etp),
+        expert_shards=CollectiveGroup(degrees.expert_shards, degrees.ep * degrees.etp),
+        copies=CollectiveGroup(degrees.dp_replicate, inner * degrees.pp),
         stage_stride=inner,
     )
 

@@ -17,7 +17,7 @@ from shardway.plan.machine import Machine
 from shardway.plan.memory.parameters import LocalParameters, count_local
 from shardway.plan.stages import StageLayers, list_stages
 from shardway.plan.time.ceilings import Ceilings
-from shardway.plan.time.collectives import Group
+from shardway.plan.time.collectives import CollectiveGroup
 from shardway.plan.time.passes import (
     ATTENTION,
     CONTEXT,
@@ -172,7 +172,7 @@ class _Once:
             total += messages * self.passer.wires.start(groups.shards)
         return total
 
-    def _seconds(self, kind: str, size: float, group: Group) -> float:
+    def _seconds(self, kind: str, size: float, group: CollectiveGroup) -> float:
         return self.passer.wires.seconds(kind, size, group)  # type: ignore[arg-type]
 
     def _update(self) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from shardway.plan.answer.assumed import assume_saving
-from shardway.plan.answer.terms import Terms, Work, list_warnings, price_run
+from shardway.plan.answer.terms import JobTerms, TrainingWork, list_warnings, price_run
 from shardway.plan.case import divisors
 from shardway.plan.economy import RunEstimate
 from shardway.plan.machine import Machine
@@ -40,7 +40,7 @@ class UnitAnswer:
     """What fits, best first; `shown` is the best, or what needs least memory where nothing fits."""
 
     question: UnitQuestion
-    terms: Terms
+    terms: JobTerms
     fitting: tuple[UnitEstimate, ...]
     shown: UnitEstimate
     run: RunEstimate | None
@@ -48,7 +48,7 @@ class UnitAnswer:
     warnings: tuple[str, ...]
 
 
-def answer_units(question: UnitQuestion, terms: Terms, assumed: tuple[str, ...] = ()) -> UnitAnswer:
+def answer_units(question: UnitQuestion, terms: JobTerms, assumed: tuple[str, ...] = ()) -> UnitAnswer:
     """Price every micro-batch and both ways to hold the states. Raises UserError where the batch does not split."""
     priced = [estimate_units(case, question.machine) for case in _list_cases(question)]
     fitting = _order([each for each in priced if each.fits])
@@ -57,7 +57,7 @@ def answer_units(question: UnitQuestion, terms: Terms, assumed: tuple[str, ...] 
     run = None
     if fitting and question.length:
         saving = assume_saving(question.case.model.parameters, question.nodes)
-        work = Work(
+        work = TrainingWork(
             length=question.length,
             scale=Scale(question.case.global_batch, question.tokens_per_sample, 1),
             step_seconds=shown.time.seconds,

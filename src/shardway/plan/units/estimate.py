@@ -23,7 +23,7 @@ from shardway.plan.memory.breakdown import OPTIMIZER_BYTES, StageMemory
 from shardway.plan.memory.overheads import Overheads, load_overheads
 from shardway.plan.shapes.measured import Measured
 from shardway.plan.time.ceilings import Ceilings, ceilings_of
-from shardway.plan.time.collectives import Group, Wires
+from shardway.plan.time.collectives import CollectiveGroup, Wires
 from shardway.plan.time.operators import machine_bandwidth
 from shardway.plan.time.passes import MOVES, PRODUCTS, SHARDS
 from shardway.plan.time.step import (
@@ -192,7 +192,7 @@ class _Step:
             MOVES: (FORWARD_MOVES + BACKWARD_MOVES) * saved / self.bandwidth,
         }
         if case.dp_shard > 1:
-            size, group = case.model.parameters, Group(case.dp_shard)
+            size, group = case.model.parameters, CollectiveGroup(case.dp_shard)
             messages = 2 * self.wires.seconds("all_gather", size * case.value_bytes, group)
             messages += self.wires.seconds("reduce_scatter", size * STATE_BYTES, group)
             items[SHARDS] = self._exposed(messages, sum(items.values()))
@@ -201,7 +201,7 @@ class _Step:
     def _once(self, pass_seconds: float) -> Mapping[str, float]:
         case = self.case
         elements = case.model.parameters / case.dp_shard
-        group = Group(case.dp_replicate, case.dp_shard)
+        group = CollectiveGroup(case.dp_replicate, case.dp_shard)
         gradients = self.wires.seconds("all_reduce", elements * STATE_BYTES, group)
         update = self.ceilings.optimizer_passes * elements * UPDATE_BYTES / self.bandwidth
         return {GRADIENTS: self._exposed(gradients, BACKWARD_SHARE * pass_seconds), OPTIMIZER: update}

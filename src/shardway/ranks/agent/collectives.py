@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from shardway.ranks.agent.record import Call, Line, Record, Team, find_open, shift_record
+from shardway.ranks.agent.record import Call, CallTimeline, Record, Team, find_open, shift_record
 
 SHOWN = 3
 """How many sentences are told at most."""
@@ -64,7 +64,7 @@ def merge_heard(parts: Iterable[Heard]) -> Heard:
 def explain_collectives(heard: Heard) -> tuple[str, ...]:
     """What the records show, a sentence each without a full stop, what matters most first; at most SHOWN."""
     known = {record.rank: record for record in heard.records}
-    views = [_View(team, known, frozenset(heard.silent)) for team in _list_teams(heard.records)]
+    views = [_GroupView(team, known, frozenset(heard.silent)) for team in _list_teams(heard.records)]
     told = [text for view in views if (text := _explain_mismatch(view))]
     waits = _choose_waits([wait for view in views if not _find_mismatch(view) and (wait := _find_wait(view))])
     is_circle, waits = _is_circle(waits), waits[: SHOWN - len(told)]
@@ -94,7 +94,7 @@ def render_ranks(ranks: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True)
-class _View:
+class _GroupView:
     """One group, with all records."""
 
     team: Team
@@ -108,7 +108,7 @@ class _View:
     def calls(self, rank: int) -> Sequence[Call]:
         """The calls of a rank that are known, oldest first."""
         record = self.records.get(rank)
-        lines: Sequence[Line] = record.lines if record is not None else ()
+        lines: Sequence[CallTimeline] = record.lines if record is not None else ()
         return next((line.calls for line in lines if _is_same(line.team, self.team)), ())
 
     def last(self, rank: int) -> int | None:
@@ -127,7 +127,7 @@ class _View:
 class _Wait:
     """A collective that some ranks of a group have entered and that is not over."""
 
-    view: _View
+    view: _GroupView
     call: Call
     inside: tuple[int, ...]
     missing: tuple[int, ...]
@@ -152,7 +152,7 @@ def _is_same(team: Team, other: Team) -> bool:
     return alike and (team.spans == other.spans or not team.spans)
 
 
-def _find_wait(view: _View) -> _Wait | None:
+def _find_wait(view: _GroupView) -> _Wait | None:
     open_ones = {rank: calls[0] for rank in view.team.ranks if (calls := find_open(view.calls(rank)))}
     if not open_ones:
         return None
@@ -168,7 +168,7 @@ def _find_wait(view: _View) -> _Wait | None:
     )
 
 
-def _find_mismatch(view: _View) -> dict[int, Call]:
+def _find_mismatch(view: _GroupView) -> dict[int, Call]:
     """The first number under which ranks have entered what does not go together, by rank; empty for none."""
     numbers = sorted({call.number for rank in view.team.ranks for call in view.calls(rank)})
     for number in numbers:
@@ -186,7 +186,7 @@ def _sign(call: Call) -> tuple[str, int, str]:
 # --- in words
 
 
-def _explain_mismatch(view: _View) -> str:
+def _explain_mismatch(view: _GroupView) -> str:
     calls = _find_mismatch(view)
     if not calls:
         return ""
@@ -243,7 +243,7 @@ def _explain_wait(wait: _Wait, records: Mapping[int, Record]) -> str:
     return ", ".join(parts)
 
 
-def _render_last(view: _View, ranks: Sequence[int]) -> str:
+def _render_last(view: _GroupView, ranks: Sequence[int]) -> str:
     """What these ranks entered last in the group."""
     calls = [(rank, view.calls(rank)[-1] if view.calls(rank) else None) for rank in ranks]
     order = sorted(calls, key=lambda pair: (pair[1].number if pair[1] is not None else 0, pair[0]))

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from shardway.ranks.agent.page import Entry
-from shardway.ranks.agent.patience import ENOUGH, Patience, Span
+from shardway.ranks.agent.page import HeartbeatEntry
+from shardway.ranks.agent.patience import ENOUGH, ActivitySpan, Patience
 from shardway.ranks.progress import Activity
 
 WORDS = {
@@ -66,7 +66,7 @@ class Stopped(StrEnum):
 class Sighting:
     """A rank at one moment: its page, and what keeps it though it could go on."""
 
-    entry: Entry
+    entry: HeartbeatEntry
     stopped: Stopped = Stopped.NOBODY
 
 
@@ -113,7 +113,7 @@ class _Watched:
     """`age`: since its page has changed; `alone`: for how long nobody has kept it waiting since, None where somebody
     does."""
 
-    entry: Entry
+    entry: HeartbeatEntry
     age: float = 0.0
     alone: float | None = None
 
@@ -123,9 +123,11 @@ class _Watched:
         return replace(self, age=self.age + tick, alone=since if alone else None)
 
     @property
-    def span(self) -> Span:
+    def span(self) -> ActivitySpan:
         """What the rank does, and whether that is its first step or what comes before it."""
-        return Span(self.entry.activity, self.entry.activity in _IN_STEP and self.entry.changes <= _FIRST_CHANGES)
+        return ActivitySpan(
+            self.entry.activity, self.entry.activity in _IN_STEP and self.entry.changes <= _FIRST_CHANGES
+        )
 
 
 class HangFinder:
@@ -157,7 +159,7 @@ class HangFinder:
         overdue = [rank for rank in suspects if self._is_overdue(rank, stopped=bool(sightings[rank].stopped))]
         return self._blame(sightings, overdue) if overdue else None
 
-    def _follow(self, known: _Watched | None, entry: Entry, tick: float, *, alone: bool) -> _Watched:
+    def _follow(self, known: _Watched | None, entry: HeartbeatEntry, tick: float, *, alone: bool) -> _Watched:
         new = _Watched(entry, alone=0.0 if alone else None)
         if known is None:
             return new
@@ -169,8 +171,8 @@ class HangFinder:
         self._patience.observe(known.span, max(0.0, seconds))
         between = (entry.changes - known.entry.changes) // _CHANGES_OF_STEP - 1
         for _ in range(min(between, ENOUGH)):  # steps that began and ended between two looks
-            self._patience.observe(Span(Activity.DATA), tick)
-            self._patience.observe(Span(Activity.STEP), tick)
+            self._patience.observe(ActivitySpan(Activity.DATA), tick)
+            self._patience.observe(ActivitySpan(Activity.STEP), tick)
         return new
 
     def _is_overdue(self, rank: int, *, stopped: bool) -> bool:

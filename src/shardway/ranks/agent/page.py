@@ -31,7 +31,7 @@ _ACTIVITIES = frozenset(Activity)
 
 
 @dataclass(frozen=True)
-class Entry:
+class HeartbeatEntry:
     """What a page says: `changes` counts what was written, `since` is in monotonic seconds."""
 
     changes: int
@@ -59,7 +59,7 @@ class PageWriter:
         _LAYOUT.pack_into(self._memory, 0, self._changes, os.getpid(), activity, step, now, self._changes)
 
 
-def read_page(path: Path) -> Entry | None:
+def read_page(path: Path) -> HeartbeatEntry | None:
     """What a page says now; None where there is none, nothing was written yet, or it is not whole."""
     for _ in range(_TRIES):
         try:
@@ -70,7 +70,7 @@ def read_page(path: Path) -> Entry | None:
             return None
         first, pid, activity, step, since, last = _LAYOUT.unpack(data)
         if first == last and activity in _ACTIVITIES:
-            return Entry(first, pid, Activity(activity), step, since) if first else None
+            return HeartbeatEntry(first, pid, Activity(activity), step, since) if first else None
     return None
 
 

@@ -32,7 +32,7 @@ _SAME = {Activity.REPEAT: Activity.STEP}
 
 
 @dataclass(frozen=True)
-class Span:
+class ActivitySpan:
     """A time that a rank has spent in an activity; `is_first`: in the first step since the ranks started."""
 
     activity: Activity
@@ -47,7 +47,7 @@ class Patience:
         self._fixed_s = fixed_s
         self._seen: dict[Activity, deque[float]] = {}
 
-    def observe(self, span: Span, seconds: float) -> None:
+    def observe(self, span: ActivitySpan, seconds: float) -> None:
         """An activity took so long."""
         if not span.is_first:
             self._seen.setdefault(_SAME.get(span.activity, span.activity), deque(maxlen=_KEPT)).append(seconds)
@@ -59,7 +59,7 @@ class Patience:
             return None
         return sorted(seen)[math.ceil(0.99 * len(seen)) - 1]
 
-    def limit_s(self, span: Span, *, stopped: bool) -> float:
+    def limit_s(self, span: ActivitySpan, *, stopped: bool) -> float:
         """How long this activity may take now; `stopped`: the process is, and no storage will wake it."""
         usual = None if span.is_first else self.usual_s(span.activity)
         if stopped:

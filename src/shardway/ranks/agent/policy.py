@@ -21,7 +21,7 @@ FROM_NODES = 2
 
 
 @dataclass(frozen=True)
-class Failure:
+class RepeatedFailure:
     """A failure of the ranks: a line that is the same for the same failure, and the newest complete checkpoint's step.
 
     `hopeless`: a person has to change something first, such as a run file. `from_nodes`: the ranks had begun from that
@@ -35,27 +35,27 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RestartDecision:
     """Whether the ranks start again; if not, why."""
 
     restart: bool
     reason: str = ""
 
 
-def decide(failures: Sequence[Failure], most: int | None = None) -> Verdict:
+def decide(failures: Sequence[RepeatedFailure], most: int | None = None) -> RestartDecision:
     """What follows from all failures of this start so far, the newest last; `most` restarts are allowed (None: any)."""
     newest = failures[-1]
     if newest.hopeless:
-        return Verdict(False)
+        return RestartDecision(False)
     if most is not None and len(failures) > most:
-        return Verdict(False, "" if most == 0 else f"run.max_restarts allows {most}")
+        return RestartDecision(False, "" if most == 0 else f"run.max_restarts allows {most}")
     stuck = [failure for failure in failures if failure.saved_step >= newest.saved_step]
     where = f"with step {newest.saved_step} as the last that was saved" if newest.saved_step else "with nothing saved"
     from_nodes = [failure for failure in stuck if failure.from_nodes]
     if newest.from_nodes and len(from_nodes) <= FROM_NODES:
-        return Verdict(True)  # it may be that checkpoint: the third start does not begin from it
+        return RestartDecision(True)  # it may be that checkpoint: the third start does not begin from it
     if [failure.signature for failure in stuck].count(newest.signature) >= SAME_TWICE:
-        return Verdict(False, f"the same failure came twice {where}")
+        return RestartDecision(False, f"the same failure came twice {where}")
     if len(stuck) - min(len(from_nodes), FROM_NODES) >= WITHOUT_PROGRESS:
-        return Verdict(False, f"{len(stuck)} failures came one after another {where}")
-    return Verdict(True)
+        return RestartDecision(False, f"{len(stuck)} failures came one after another {where}")
+    return RestartDecision(True)

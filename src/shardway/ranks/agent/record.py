@@ -92,7 +92,7 @@ def _find_spans(ranks: Sequence[int]) -> Iterator[Span]:
 
 
 @dataclass(frozen=True)
-class Line:
+class CallTimeline:
     """The last calls of one rank in one group, oldest first."""
 
     team: Team
@@ -108,7 +108,7 @@ class Record:
     """
 
     rank: int
-    lines: tuple[Line, ...] = ()
+    lines: tuple[CallTimeline, ...] = ()
     whole: bool = True
     transfer: str = ""
 
@@ -124,7 +124,7 @@ def build_record(
     calls = [entry for each in entries for entry in each if not _is_transfer(entry)]
     calls.sort(key=_find_team)
     lines = [
-        Line(_describe_team(next_ones[0], members), trim_calls(map(_read_entry, next_ones)))
+        CallTimeline(_describe_team(next_ones[0], members), trim_calls(map(_read_entry, next_ones)))
         for next_ones in (list(group) for _, group in groupby(calls, key=_find_team))
     ]
     return Record(rank, tuple(lines), whole, transfer)
@@ -164,9 +164,9 @@ def read_record(facts: Mapping[str, Any]) -> Record:
     )
 
 
-def _read_line(facts: Mapping[str, Any]) -> Line:
+def _read_line(facts: Mapping[str, Any]) -> CallTimeline:
     team = facts["team"]
-    return Line(
+    return CallTimeline(
         Team(str(team["backend"]), str(team["name"]), str(team["words"]), tuple(map(_read_span, team["spans"]))),
         tuple(map(_read_call, facts["calls"])),
     )

@@ -30,7 +30,7 @@ _SHOWN = 12
 
 
 @dataclass(frozen=True)
-class Group:
+class StackGroup:
     """Ranks whose main threads are at the same place, and that place: the innermost frames, innermost first."""
 
     ranks: tuple[int, ...]
@@ -69,17 +69,17 @@ def _is_whole(text: str) -> bool:
     return _OUTERMOST.search(text) is not None
 
 
-def group_stacks(stacks: Mapping[int, str]) -> list[Group]:
+def group_stacks(stacks: Mapping[int, str]) -> list[StackGroup]:
     """Ranks by where their main thread is, the smallest groups first: who is alone is most likely to blame."""
-    return merge_groups(Group((rank,), _main_frames(text)) for rank, text in stacks.items())
+    return merge_groups(StackGroup((rank,), _main_frames(text)) for rank, text in stacks.items())
 
 
-def merge_groups(groups: Iterable[Group]) -> list[Group]:
+def merge_groups(groups: Iterable[StackGroup]) -> list[StackGroup]:
     """Groups of several nodes, or of single ranks, as one for each place; the smallest first."""
     places: dict[tuple[str, ...], list[int]] = {}
     for group in groups:
         places.setdefault(group.frames, []).extend(group.ranks)
-    found = [Group(tuple(sorted(ranks)), frames) for frames, ranks in places.items()]
+    found = [StackGroup(tuple(sorted(ranks)), frames) for frames, ranks in places.items()]
     return sorted(found, key=lambda group: (len(group.ranks), group.ranks))
 
 

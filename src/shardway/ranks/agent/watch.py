@@ -22,10 +22,10 @@ from types import TracebackType
 from shardway.ranks.agent.collectives import NOTHING, Heard, merge_heard
 from shardway.ranks.agent.folders import PAGES, private_folder
 from shardway.ranks.agent.hang import NOBODY, Behind, Hang, HangFinder, Sighting, Stopped, find_behind, find_place
-from shardway.ranks.agent.page import Entry, page_path, read_page
+from shardway.ranks.agent.page import HeartbeatEntry, page_path, read_page
 from shardway.ranks.agent.patience import Patience
 from shardway.ranks.agent.recorder import ask_for_records
-from shardway.ranks.agent.stacks import Group, ask_for_stacks, group_stacks, merge_groups
+from shardway.ranks.agent.stacks import StackGroup, ask_for_stacks, group_stacks, merge_groups
 from shardway.ranks.progress import Activity
 
 LOOK_EVERY_S = 0.25
@@ -41,7 +41,7 @@ _LOADERS_WAITED_FOR = frozenset((Activity.DATA, Activity.VALIDATE))
 class Seen:
     """Where the ranks that answered were, and what they say of their collectives."""
 
-    groups: tuple[Group, ...] = ()
+    groups: tuple[StackGroup, ...] = ()
     heard: Heard = NOTHING
 
     def shift(self, first: int) -> Seen:
@@ -54,18 +54,18 @@ UNSEEN = Seen()
 
 
 @dataclass(frozen=True)
-class Found:
+class DetectedHang:
     """A hang, and what was seen of the ranks then."""
 
     hang: Hang
     seen: Seen = UNSEEN
 
-    def shift(self, first: int) -> Found:
+    def shift(self, first: int) -> DetectedHang:
         """The same with the numbers that the ranks have among all, the first of this node being `first`."""
-        return Found(replace(self.hang, ranks=_add(self.hang.ranks, first)), self.seen.shift(first))
+        return DetectedHang(replace(self.hang, ranks=_add(self.hang.ranks, first)), self.seen.shift(first))
 
 
-class Watch:
+class HeartbeatWatch:
     """While entered, a thread looks at the pages of `ranks` local ranks; `on_wake` is told whom it let go on.
 
     `behind` says how far these ranks are, `has_hang` that one of them hangs. Whoever knows of ranks on other nodes sets
@@ -83,12 +83,12 @@ class Watch:
         self._woken: dict[int, int] = {}
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
-        self.found: Found | None = None
+        self.found: DetectedHang | None = None
         self.seen: Seen | None = None
         self.has_hang = self.is_asked = False
         self.behind = self.elsewhere = NOBODY
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> HeartbeatWatch:
         self._thread.start()
         return self
 
@@ -137,7 +137,7 @@ class Watch:
         if self.seen is None:
             self.seen = self._ask(sightings)
         self._done.wait(self._share_s)
-        self.found = Found(hang, self.seen)
+        self.found = DetectedHang(hang, self.seen)
         for sighting in sightings.values():
             _send(sighting.entry.pid, signal.SIGKILL)
 
@@ -165,16 +165,16 @@ class Unwatched:
 @contextlib.contextmanager
 def watched(
     ranks: int, patience: Patience | None, on_wake: Callable[[Hang], None], share_s: float = 0.0
-) -> Iterator[Watch | Unwatched]:
+) -> Iterator[HeartbeatWatch | Unwatched]:
     """Watch over the ranks that are started meanwhile with the watch's folder; without patience nobody looks."""
     if patience is None:
         yield Unwatched()
         return
-    with private_folder(PAGES) as folder, Watch(folder, ranks, patience, on_wake, share_s) as watch:
+    with private_folder(PAGES) as folder, HeartbeatWatch(folder, ranks, patience, on_wake, share_s) as watch:
         yield watch
 
 
-def _find_stopped(entry: Entry, state: str) -> Stopped:
+def _find_stopped(entry: HeartbeatEntry, state: str) -> Stopped:
     if state == _STOPPED:
         return Stopped.RANK
     # A rank may have hundreds of threads, each with children of its own: they are looked at where it waits for long.
@@ -220,7 +220,7 @@ def merge_seen(parts: Sequence[Seen]) -> Seen:
     return Seen(tuple(groups), merge_heard(part.heard for part in parts))
 
 
-def merge_found(hangs: Sequence[Hang], seen: Seen, ranks: int) -> Found | None:
+def merge_found(hangs: Sequence[Hang], seen: Seen, ranks: int) -> DetectedHang | None:
     """What several nodes have found of one hang of `ranks` ranks, with the numbers among all; None for nothing.
 
     To blame are those that are stopped, else those that are behind all others.
@@ -235,4 +235,4 @@ def merge_found(hangs: Sequence[Hang], seen: Seen, ranks: int) -> Found | None:
         if hang.sighting.stopped == first.sighting.stopped and find_place(hang.sighting) == find_place(first.sighting)
     ]
     blamed = tuple(sorted(rank for hang in alike for rank in hang.ranks))
-    return Found(replace(first, ranks=blamed, all_alike=len(blamed) == ranks), seen)
+    return DetectedHang(replace(first, ranks=blamed, all_alike=len(blamed) == ranks), seen)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from shardway.ranks.agent.hang import Behind
 from shardway.ranks.crew.board import Board, Unreachable
 from shardway.ranks.crew.member import Keeper
-from shardway.ranks.crew.notes import News, Note, Outcome, State
+from shardway.ranks.crew.notes import AgentState, News, NodeOutcome, Note
 from shardway.ranks.crew.roll import Roll
 
 PAUSE_S = 0.05
@@ -65,7 +65,7 @@ class Follow:
         """How far the hindmost of all ranks is."""
         return self._news.behind
 
-    def say(self, state: State, start: int, behind: Behind, outcome: Outcome | None = None) -> None:
+    def say(self, state: AgentState, start: int, behind: Behind, outcome: NodeOutcome | None = None) -> None:
         """Say how this node is."""
         self._keeper.say(state, start, behind, outcome)
 

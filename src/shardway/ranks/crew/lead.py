@@ -17,7 +17,7 @@ from typing import Any
 from shardway.ranks.agent.hang import Behind, merge_behind
 from shardway.ranks.crew.board import Board, Unreachable
 from shardway.ranks.crew.member import Keeper
-from shardway.ranks.crew.notes import News, Note, Outcome, State
+from shardway.ranks.crew.notes import AgentState, News, NodeOutcome, Note
 from shardway.ranks.crew.roll import Roll
 
 PAUSE_S = 0.05
@@ -26,15 +26,15 @@ END_S = 120.0
 FINISH_S = 5.0
 """How long the others may take to hear that all is done."""
 
-_FREE = (State.READY, State.ENDED)
-_WITH_RANKS = (State.RUNNING, State.HANGS)
+_FREE = (AgentState.READY, AgentState.ENDED)
+_WITH_RANKS = (AgentState.RUNNING, AgentState.HANGS)
 
 
 @dataclass(frozen=True)
 class Ends:
     """How a start ended on its nodes, in the order of their ranks; None for a node that was lost."""
 
-    outcomes: dict[int, Outcome | None]
+    outcomes: dict[int, NodeOutcome | None]
 
     @property
     def lost(self) -> tuple[int, ...]:
@@ -76,7 +76,7 @@ class Lead:
                 members = self._news.members
                 running = [node for node in members if self._is_running(node)]
                 behind = merge_behind(notes[node].behind for node in running)
-                hangs = self._news.hangs or any(notes[node].state is State.HANGS for node in running)
+                hangs = self._news.hangs or any(notes[node].state is AgentState.HANGS for node in running)
                 over = self._news.over or any(map(self._has_failed, members))
                 self._say(over=over, hangs=hangs, behind=behind, present=self.list_present())
 
@@ -96,7 +96,7 @@ class Lead:
         if note.start != self._news.start:
             return False
         badly = note.outcome is not None and not note.outcome.is_well
-        return badly or note.state in (State.FAILED, State.LEFT)
+        return badly or note.state in (AgentState.FAILED, AgentState.LEFT)
 
     # --- a Member
 
@@ -105,7 +105,7 @@ class Lead:
         """How far the hindmost of all ranks is."""
         return self._news.behind
 
-    def say(self, state: State, start: int, behind: Behind, outcome: Outcome | None = None) -> None:
+    def say(self, state: AgentState, start: int, behind: Behind, outcome: NodeOutcome | None = None) -> None:
         """Say how this node is."""
         self._keeper.say(state, start, behind, outcome)
 
@@ -130,7 +130,7 @@ class Lead:
 
     def list_present(self) -> tuple[int, ...]:
         """Nodes that are there, whatever they do."""
-        left = {node for node, note in self._notes.items() if note.state is State.LEFT}
+        left = {node for node, note in self._notes.items() if note.state is AgentState.LEFT}
         return tuple(node for node in self._roll.present if node not in self._gone | left)
 
     def gather(self, wait_s: float, is_called_off: Callable[[], bool]) -> tuple[int, ...]:
@@ -177,11 +177,11 @@ class Lead:
         note = self._notes.get(node)
         if note is None or self._roll.is_lost(node):
             return True
-        return note.start == self._news.start and note.state in (State.ENDED, State.LEFT)
+        return note.start == self._news.start and note.state in (AgentState.ENDED, AgentState.LEFT)
 
-    def _find_outcome(self, node: int) -> Outcome | None:
+    def _find_outcome(self, node: int) -> NodeOutcome | None:
         note = self._notes.get(node)
-        if note is None or note.start != self._news.start or note.state not in (State.ENDED, State.LEFT):
+        if note is None or note.start != self._news.start or note.state not in (AgentState.ENDED, AgentState.LEFT):
             return None
         return note.outcome
 
@@ -194,4 +194,4 @@ class Lead:
             time.sleep(PAUSE_S)
 
     def _listens(self, node: int) -> bool:
-        return self._notes[node].state is not State.LEFT
+        return self._notes[node].state is not AgentState.LEFT

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Protocol
 
 from shardway.ranks.agent.hang import Behind
-from shardway.ranks.crew.notes import Note, Outcome, State
+from shardway.ranks.crew.notes import AgentState, NodeOutcome, Note
 
 LOOK_EVERY_S = 0.25
 LEAVE_S = 2.0
@@ -26,7 +26,7 @@ class Member(Protocol):
     def elsewhere(self) -> Behind:
         """How far the hindmost of all ranks is."""
 
-    def say(self, state: State, start: int, behind: Behind, outcome: Outcome | None = None) -> None:
+    def say(self, state: AgentState, start: int, behind: Behind, outcome: NodeOutcome | None = None) -> None:
         """Say how this node is; the others hear it at the next look."""
 
     def is_asked(self, start: int) -> bool:
@@ -50,7 +50,7 @@ class Keeper:
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="crew", daemon=True)
 
-    def say(self, state: State, start: int, behind: Behind, outcome: Outcome | None = None) -> None:
+    def say(self, state: AgentState, start: int, behind: Behind, outcome: NodeOutcome | None = None) -> None:
         """Change the own note."""
         with self._mutex:
             is_news = (state, start) != (self._note.state, self._note.start)

@@ -14,15 +14,15 @@ from typing import Any
 
 from shardway.ranks.agent.collectives import Heard
 from shardway.ranks.agent.hang import NOBODY, Behind, Hang, Sighting, Stopped
-from shardway.ranks.agent.page import Entry
+from shardway.ranks.agent.page import HeartbeatEntry
 from shardway.ranks.agent.record import read_record
-from shardway.ranks.agent.stacks import Group
+from shardway.ranks.agent.stacks import StackGroup
 from shardway.ranks.agent.watch import UNSEEN, Seen
 from shardway.ranks.failure import RankFailure
 from shardway.ranks.progress import Activity
 
 
-class State(Enum):
+class AgentState(Enum):
     """Where an agent is: without ranks; with ranks; one of them hangs; one has failed; they are gone; it leaves."""
 
     READY = "ready"
@@ -34,7 +34,7 @@ class State(Enum):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class NodeOutcome:
     """How the ranks of one node ended: those that ended badly, a hang, what was seen of them when a rank of any node
     hung, whether a stop took too long or somebody wanted the end at once."""
 
@@ -56,9 +56,9 @@ class Note:
 
     count: int = 0
     start: int = 0
-    state: State = State.READY
+    state: AgentState = AgentState.READY
     behind: Behind = NOBODY
-    outcome: Outcome | None = None
+    outcome: NodeOutcome | None = None
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def read_note(text: str) -> Note | None:
         return Note(
             int(facts["count"]),
             int(facts["start"]),
-            State(facts["state"]),
+            AgentState(facts["state"]),
             _read_behind(facts["behind"]),
             _read_outcome(outcome) if outcome is not None else None,
         )
@@ -131,7 +131,7 @@ def _read_behind(facts: Mapping[str, Any]) -> Behind:
     return Behind(None if place is None else (int(place[0]), int(place[1])), bool(facts["stopped"]))
 
 
-def _read_outcome(facts: Mapping[str, Any]) -> Outcome:
+def _read_outcome(facts: Mapping[str, Any]) -> NodeOutcome:
     failures = tuple(
         RankFailure(
             int(each["rank"]),
@@ -144,12 +144,12 @@ def _read_outcome(facts: Mapping[str, Any]) -> Outcome:
         for each in facts["failures"]
     )
     hang = _read_hang(facts["hang"]) if facts["hang"] is not None else None
-    return Outcome(failures, hang, _read_seen(facts["seen"]), bool(facts["late"]), bool(facts["interrupted"]))
+    return NodeOutcome(failures, hang, _read_seen(facts["seen"]), bool(facts["late"]), bool(facts["interrupted"]))
 
 
 def _read_hang(hang: Mapping[str, Any]) -> Hang:
     entry = hang["sighting"]["entry"]
-    seen = Entry(
+    seen = HeartbeatEntry(
         int(entry["changes"]), int(entry["pid"]), Activity(entry["activity"]), int(entry["step"]), float(entry["since"])
     )
     return Hang(
@@ -162,6 +162,6 @@ def _read_hang(hang: Mapping[str, Any]) -> Hang:
 
 
 def _read_seen(facts: Mapping[str, Any]) -> Seen:
-    groups = (Group(tuple(map(int, each["ranks"])), tuple(map(str, each["frames"]))) for each in facts["groups"])
+    groups = (StackGroup(tuple(map(int, each["ranks"])), tuple(map(str, each["frames"]))) for each in facts["groups"])
     heard = facts["heard"]
     return Seen(tuple(groups), Heard(tuple(map(read_record, heard["records"])), tuple(map(int, heard["silent"]))))

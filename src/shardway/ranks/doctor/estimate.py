@@ -9,17 +9,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from shardway.errors import ShardwayError
-from shardway.ranks.doctor.surroundings import Wanted
+from shardway.ranks.doctor.surroundings import MachineNeeds
 from shardway.resolve.request import Resolution
 from shardway.runfile.schema import RunFile
 
 
-def read_wanted(resolution: Resolution) -> Wanted:
+def read_wanted(resolution: Resolution) -> MachineNeeds:
     """The demands of a resolved run."""
     values = resolution.resolved.values
     site = values.site
     container = site.container if site.container not in ("auto", "none") else "container" if site.image else ""
-    return Wanted(
+    return MachineNeeds(
         folder=resolution.directory.path,
         checkpoint_bytes=estimate_checkpoint(values, resolution),
         keep=values.checkpoint.keep + values.checkpoint.keep_best + count_kept_for_ever(values),

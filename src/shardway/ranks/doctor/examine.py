@@ -16,10 +16,10 @@ from typing import Any
 
 from shardway.ranks.doctor import torch_verdicts, world
 from shardway.ranks.doctor.checks.storage import find_existing
-from shardway.ranks.doctor.finding import Finding, Report, Verdict, parse_finding, unknown
-from shardway.ranks.doctor.rollcall import Answer, Point, PortTaken, RollCall, attend, find_point
+from shardway.ranks.doctor.finding import CheckResult, CheckVerdict, Report, parse_finding, unknown
+from shardway.ranks.doctor.rollcall import Answer, CheckPortTaken, MeetingPoint, RollCall, attend, find_point
 from shardway.ranks.doctor.runner import run_checks
-from shardway.ranks.doctor.surroundings import Surroundings
+from shardway.ranks.doctor.surroundings import MachineView
 from shardway.ranks.doctor.table import CHECKS
 from shardway.ranks.doctor.torch_probe import Task, measure
 
@@ -34,17 +34,17 @@ class Diagnosis:
     """What is known after the visit. `speaks`: this rank has something to tell; the others leave it to rank 0."""
 
     reports: tuple[Report, ...]
-    together: tuple[Finding, ...] = ()
+    together: tuple[CheckResult, ...] = ()
     missing: tuple[int, ...] = ()
     speaks: bool = True
 
 
-def run_preflight(around: Surroundings) -> list[Finding]:
+def run_preflight(around: MachineView) -> list[CheckResult]:
     """The quick checks of this rank alone: under five seconds, without torch and without meeting anybody."""
     return run_checks(CHECKS, around, quick=True)
 
 
-def examine(around: Surroundings, *, quick: bool = False, wait_s: float = 60.0) -> Diagnosis:
+def examine(around: MachineView, *, quick: bool = False, wait_s: float = 60.0) -> Diagnosis:
     """Look at this machine and, where there are several ranks, at all of them together.
 
     `quick`: the checks of a preflight, and the meeting, but no torch. `wait_s`: how long ranks wait for each other.
@@ -58,13 +58,13 @@ def examine(around: Surroundings, *, quick: bool = False, wait_s: float = 60.0) 
     return _Visit(around, own, RollCall(point, around.world)).lead(wait_s, quick=quick)
 
 
-def _follow(around: Surroundings, own: Report, point: Point, wait_s: float) -> Diagnosis:
+def _follow(around: MachineView, own: Report, point: MeetingPoint, wait_s: float) -> Diagnosis:
     """The part of every rank but 0."""
     hello = {"rank": own.rank, "host": own.host, "findings": [finding.as_json() for finding in own.findings]}
     attended = attend(point, hello, _answer, wait_s)
     verdict = world.judge_attendance(around, attended, point, wait_s)
     told = replace(verdict, check="world.meeting")
-    return Diagnosis((own,), (told,), speaks=verdict.verdict is not Verdict.OK)
+    return Diagnosis((own,), (told,), speaks=verdict.verdict is not CheckVerdict.OK)
 
 
 def _answer(question: Answer) -> Answer:
@@ -88,7 +88,7 @@ def _look_for(path: Path, token: str, limit_s: float) -> float | None:
     return None
 
 
-def _probe_alone(around: Surroundings) -> list[Finding]:
+def _probe_alone(around: MachineView) -> list[CheckResult]:
     """torch on one rank: where there is a device to try, or on request."""
     device = "cuda" if around.devices and around.wanted.device != "cpu" else "cpu"
     if not around.in_job or (device == "cpu" and not around.deep):
@@ -98,8 +98,8 @@ def _probe_alone(around: Surroundings) -> list[Finding]:
 
 
 def _judge_probes(
-    around: Surroundings, probes: dict[int, dict[str, Any]], hosts: dict[int, str], device: str
-) -> list[Finding]:
+    around: MachineView, probes: dict[int, dict[str, Any]], hosts: dict[int, str], device: str
+) -> list[CheckResult]:
     verdicts = {
         "torch.start": torch_verdicts.judge_start(probes, hosts),
         "torch.import": torch_verdicts.judge_import(probes, hosts),
@@ -115,16 +115,16 @@ def _judge_probes(
 class _Visit:
     """Rank 0's part."""
 
-    def __init__(self, around: Surroundings, own: Report, call: RollCall) -> None:
+    def __init__(self, around: MachineView, own: Report, call: RollCall) -> None:
         self._around, self._own, self._call = around, own, call
-        self._found: list[Finding] = []
+        self._found: list[CheckResult] = []
 
     def lead(self, wait_s: float, *, quick: bool) -> Diagnosis:
         """Gather the ranks, compare them, and let them go."""
         call, point = self._call, self._call.point
         try:
             call.gather(wait_s)
-        except PortTaken as error:
+        except CheckPortTaken as error:
             self._add("world.port", world.judge_port(point, str(error)))
             self._add("world.meeting", unknown("not tried, since rank 0 cannot listen"))
             return Diagnosis((self._own,), tuple(self._found), tuple(call.missing))
@@ -137,7 +137,7 @@ class _Visit:
             call.end()
         return Diagnosis(tuple(reports), tuple(self._found), missing)
 
-    def _add(self, name: str, finding: Finding) -> None:
+    def _add(self, name: str, finding: CheckResult) -> None:
         self._found.append(replace(finding, check=name))
 
     def _compare(self, missing: Sequence[int], wait_s: float) -> list[Report]:
@@ -161,7 +161,7 @@ class _Visit:
             first.setdefault(report.host, report.rank)
         return {rank: host for host, rank in first.items() if host != self._own.host}
 
-    def _show_file(self, others: dict[int, str]) -> Finding:
+    def _show_file(self, others: dict[int, str]) -> CheckResult:
         """Write a file where the run writes, and ask each other node for it."""
         if self._around.wanted.folder is None:
             return unknown("no run file or --dir says where the run writes")

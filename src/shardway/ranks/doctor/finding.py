@@ -11,10 +11,10 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardway.ranks.doctor.surroundings import Surroundings
+    from shardway.ranks.doctor.surroundings import MachineView
 
 
-class Verdict(StrEnum):
+class CheckVerdict(StrEnum):
     """What a check says, from the harmless to the worst."""
 
     NA = "n/a"
@@ -28,10 +28,10 @@ class Verdict(StrEnum):
     @property
     def weight(self) -> int:
         """Larger is worse."""
-        return list(Verdict).index(self)
+        return list(CheckVerdict).index(self)
 
 
-class Where(StrEnum):
+class CheckScope(StrEnum):
     """Where a check makes sense, and how often."""
 
     MACHINE = "machine"
@@ -47,10 +47,10 @@ class Where(StrEnum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """What one check found. `facts` are what nodes are compared by; the runner fills in `check`."""
 
-    verdict: Verdict
+    verdict: CheckVerdict
     found: str
     remedy: str = ""
     facts: Mapping[str, str | float] = field(default_factory=dict)
@@ -62,15 +62,15 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Check:
+class DoctorCheck:
     """One check: what it asks, where, and the function that looks.
 
     `quick`: part of the preflight of an attempt. `deep`: only on request, since it takes seconds or loads the machine.
     """
 
     question: str
-    where: Where
-    examine: Callable[[Surroundings], Finding]
+    where: CheckScope
+    examine: Callable[[MachineView], CheckResult]
     quick: bool = False
     deep: bool = False
     limit_s: float = 10.0
@@ -82,36 +82,36 @@ class Report:
 
     rank: int
     host: str
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckResult, ...]
 
     def fact(self, name: str) -> str | float | None:
         """A fact of any finding, or None."""
         return next((each.facts[name] for each in self.findings if name in each.facts), None)
 
 
-def good(found: str, **facts: str | float) -> Finding:
+def good(found: str, **facts: str | float) -> CheckResult:
     """All is well."""
-    return Finding(Verdict.OK, found, facts=facts)
+    return CheckResult(CheckVerdict.OK, found, facts=facts)
 
 
-def poor(found: str, remedy: str, **facts: str | float) -> Finding:
+def poor(found: str, remedy: str, **facts: str | float) -> CheckResult:
     """It will work, slowly or by luck."""
-    return Finding(Verdict.WARN, found, remedy, facts)
+    return CheckResult(CheckVerdict.WARN, found, remedy, facts)
 
 
-def bad(found: str, remedy: str, **facts: str | float) -> Finding:
+def bad(found: str, remedy: str, **facts: str | float) -> CheckResult:
     """A job will fail or hang."""
-    return Finding(Verdict.FAIL, found, remedy, facts)
+    return CheckResult(CheckVerdict.FAIL, found, remedy, facts)
 
 
-def unknown(found: str, **facts: str | float) -> Finding:
+def unknown(found: str, **facts: str | float) -> CheckResult:
     """Nothing to say."""
-    return Finding(Verdict.NA, found, facts=facts)
+    return CheckResult(CheckVerdict.NA, found, facts=facts)
 
 
-def parse_finding(table: Mapping[str, Any]) -> Finding:
+def parse_finding(table: Mapping[str, Any]) -> CheckResult:
     """A finding from its plain data. Raises ValueError, KeyError or TypeError where it is none."""
     facts = {str(name): value for name, value in dict(table["facts"]).items() if isinstance(value, str | int | float)}
-    return Finding(
-        Verdict(table["verdict"]), str(table["found"]), str(table["remedy"]), facts, check=str(table["check"])
+    return CheckResult(
+        CheckVerdict(table["verdict"]), str(table["found"]), str(table["remedy"]), facts, check=str(table["check"])
     )

@@ -37,7 +37,7 @@ Answerer = Callable[[Answer], Answer]
 
 
 @dataclass(frozen=True)
-class Point:
+class MeetingPoint:
     """Where the ranks of one launch report; `launch` tells its ranks from those of others. `further` ports are tried
     where the first is taken, as for training (`ranks.port`)."""
 
@@ -46,7 +46,7 @@ class Point:
     launch: str
     further: tuple[int, ...] = ()
 
-    def list_all(self) -> list[Point]:
+    def list_all(self) -> list[MeetingPoint]:
         """The same with one port each."""
         return [replace(self, port=port, further=()) for port in (self.port, *self.further)]
 
@@ -54,22 +54,22 @@ class Point:
         return f"{self.address}:{self.port}"
 
 
-def find_point(placement: Placement, job: str) -> Point:
+def find_point(placement: Placement, job: str) -> MeetingPoint:
     """The meeting point of a launch, the same on each of its ranks."""
     launch = f"{job} {placement.world} {placement.master_addr}:{placement.master_port}"
     if not placement.has_agent:
         further = list_ports(placement.launch)[1:] if placement.launch else ()
-        return Point(placement.master_addr, placement.master_port, launch, further)
+        return MeetingPoint(placement.master_addr, placement.master_port, launch, further)
     port = FIRST_PORT + zlib.crc32(f"doctor {placement.master_port}".encode()) % PORTS
-    return Point(placement.master_addr, port, launch)
+    return MeetingPoint(placement.master_addr, port, launch)
 
 
-class PortTaken(Exception):
+class CheckPortTaken(Exception):
     """Rank 0 cannot listen at the meeting point; the message is the system's."""
 
 
 @dataclass(frozen=True)
-class Clock:
+class ClockOffset:
     """How far a rank's clock is ahead of rank 0's, in seconds, and how sure that is (half the round trip)."""
 
     ahead_s: float
@@ -80,7 +80,7 @@ class Clock:
 class RollCall:
     """Rank 0's side."""
 
-    point: Point
+    point: MeetingPoint
     world: int
     reports: dict[int, Answer] = field(default_factory=dict)
     """What each rank said when it came."""
@@ -128,7 +128,7 @@ class RollCall:
         self._wires[rank] = wire
         self.reports[rank] = hello
 
-    def compare_clocks(self, ranks: Iterable[int]) -> dict[int, Clock]:
+    def compare_clocks(self, ranks: Iterable[int]) -> dict[int, ClockOffset]:
         """Clocks of ranks against ours, from the quickest of a few exchanges (as NTP does, RFC 5905 section 8)."""
         clocks = {}
         for rank in ranks:
@@ -137,13 +137,13 @@ class RollCall:
                 clocks[rank] = min(rounds, key=lambda clock: clock.error_s)
         return clocks
 
-    def _ask_clock(self, rank: int) -> Clock | None:
+    def _ask_clock(self, rank: int) -> ClockOffset | None:
         before, start = time.time(), time.monotonic()
         answer = self.ask({rank: {"ask": "clock"}}, 5.0).get(rank)
         trip = time.monotonic() - start
         if answer is None or not isinstance(answer.get("time"), int | float):
             return None
-        return Clock(float(answer["time"]) - (before + trip / 2), trip / 2)
+        return ClockOffset(float(answer["time"]) - (before + trip / 2), trip / 2)
 
     def ask(
         self, questions: Mapping[int, Answer], limit_s: float, meanwhile: Callable[[], None] | None = None
@@ -176,7 +176,7 @@ class RollCall:
         self._wires.clear()
 
 
-def _listen_at_first(point: Point) -> socket.socket:
+def _listen_at_first(point: MeetingPoint) -> socket.socket:
     """At the first port that is free. Raises PortTaken."""
     trouble = ""
     for each in point.list_all():
@@ -184,10 +184,10 @@ def _listen_at_first(point: Point) -> socket.socket:
             return _listen(each)
         except OSError as error:
             trouble = trouble or error.strerror or str(error)
-    raise PortTaken(trouble)
+    raise CheckPortTaken(trouble)
 
 
-def _listen(point: Point) -> socket.socket:
+def _listen(point: MeetingPoint) -> socket.socket:
     """At every address of this host: the master's name may mean another of them here than elsewhere."""
     listener = socket.socket(socket.AF_INET6 if ":" in point.address else socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -208,7 +208,7 @@ class Attendance:
     tries: Mapping[str, int] = field(default_factory=dict)
 
 
-def attend(point: Point, hello: Answer, answer: Answerer, wait_s: float) -> Attendance:
+def attend(point: MeetingPoint, hello: Answer, answer: Answerer, wait_s: float) -> Attendance:
     """Report to rank 0 and do what it asks until it lets us go."""
     start, tries, pause = time.monotonic(), Counter[str](), _FIRST_PAUSE_S
     points = itertools.cycle(point.list_all())
@@ -230,7 +230,7 @@ def attend(point: Point, hello: Answer, answer: Answerer, wait_s: float) -> Atte
     return Attendance(False, dict(tries.most_common()))
 
 
-def _connect(point: Point, hello: Answer, limit_s: float) -> Wire:
+def _connect(point: MeetingPoint, hello: Answer, limit_s: float) -> Wire:
     wire = Wire(socket.create_connection((point.address, point.port), timeout=min(limit_s, _CONNECT_S)))
     try:
         wire.send({"launch": point.launch, **hello})

@@ -11,14 +11,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
-from shardway.ranks.doctor.finding import Check, Finding, Where, bad, poor, unknown
-from shardway.ranks.doctor.surroundings import Surroundings
+from shardway.ranks.doctor.finding import CheckResult, CheckScope, DoctorCheck, bad, poor, unknown
+from shardway.ranks.doctor.surroundings import MachineView
 
 QUICK_LIMIT_S = 4.0
 """What a check of a preflight may take."""
 
 
-def run_checks(checks: Mapping[str, Check], around: Surroundings, *, quick: bool = False) -> list[Finding]:
+def run_checks(checks: Mapping[str, DoctorCheck], around: MachineView, *, quick: bool = False) -> list[CheckResult]:
     """The findings of every check that applies to this rank, and "n/a" for those that apply elsewhere."""
     started = [
         _Started(name, check, around, quick) for name, check in checks.items() if _is_asked(check, around, quick)
@@ -26,18 +26,18 @@ def run_checks(checks: Mapping[str, Check], around: Surroundings, *, quick: bool
     return [each.finish() for each in started]
 
 
-def _is_asked(check: Check, around: Surroundings, quick: bool) -> bool:
+def _is_asked(check: DoctorCheck, around: MachineView, quick: bool) -> bool:
     """Whether this rank has an answer to give; what a node has once is told by the first of its ranks."""
     if (quick and not check.quick) or (check.deep and not around.deep):
         return False
-    return check.where is Where.RANK or around.first_of_node
+    return check.where is CheckScope.RANK or around.first_of_node
 
 
-def find_obstacle(check: Check, around: Surroundings) -> str:
+def find_obstacle(check: DoctorCheck, around: MachineView) -> str:
     """Why a check makes no sense here, or ""."""
-    if check.where in (Where.NODE, Where.RANK) and not around.in_job:
+    if check.where in (CheckScope.NODE, CheckScope.RANK) and not around.in_job:
         return "this is no node of a job"
-    if check.where is Where.LOGIN and around.in_job and around.site.scheduler != "local":
+    if check.where is CheckScope.LOGIN and around.in_job and around.site.scheduler != "local":
         return "this is a node of a job; scheduler commands are for login nodes"
     return ""
 
@@ -45,10 +45,10 @@ def find_obstacle(check: Check, around: Surroundings) -> str:
 class _Started:
     """A check under way in a thread of its own."""
 
-    def __init__(self, name: str, check: Check, around: Surroundings, quick: bool) -> None:
+    def __init__(self, name: str, check: DoctorCheck, around: MachineView, quick: bool) -> None:
         self._name, self._check, self._around = name, check, around
         self._limit_s = min(check.limit_s, QUICK_LIMIT_S) if quick else check.limit_s
-        self._found: list[Finding] = []
+        self._found: list[CheckResult] = []
         self._deadline = time.monotonic() + self._limit_s
         self._thread = threading.Thread(target=self._run, name=f"doctor {name}", daemon=True)
         self._thread.start()
@@ -61,7 +61,7 @@ class _Started:
             text = f"the check itself failed: {type(error).__name__}: {error}"
             self._found.append(poor(text, "report this as a defect of Shardway"))
 
-    def finish(self) -> Finding:
+    def finish(self) -> CheckResult:
         self._thread.join(max(0.0, self._deadline - time.monotonic()))
         if self._found:
             return replace(self._found[0], check=self._name)

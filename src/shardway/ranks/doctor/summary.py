@@ -11,7 +11,7 @@ from typing import Any
 
 from shardway.errors import list_some
 from shardway.ranks.doctor.examine import Diagnosis
-from shardway.ranks.doctor.finding import Finding, Verdict
+from shardway.ranks.doctor.finding import CheckResult, CheckVerdict
 from shardway.ranks.doctor.table import list_names
 
 FORMAT = 1
@@ -19,11 +19,11 @@ _SHOWN = 4
 
 
 @dataclass(frozen=True)
-class Row:
+class SummaryRow:
     """One check over all ranks: its worst verdict, what was found there, and on which hosts (empty: on all)."""
 
     check: str
-    verdict: Verdict
+    verdict: CheckVerdict
     found: str
     remedy: str
     hosts: tuple[str, ...]
@@ -35,9 +35,9 @@ class Row:
         return line + (f"\n{'':<23}To do: {self.remedy}" if self.remedy else "")
 
 
-def list_rows(diagnosis: Diagnosis) -> list[Row]:
+def list_rows(diagnosis: Diagnosis) -> list[SummaryRow]:
     """A row for every check that somebody ran, in the order of the table."""
-    told: dict[str, list[tuple[str, Finding]]] = {}
+    told: dict[str, list[tuple[str, CheckResult]]] = {}
     for report in diagnosis.reports:
         for finding in report.findings:
             told.setdefault(finding.check, []).append((report.host, finding))
@@ -46,27 +46,27 @@ def list_rows(diagnosis: Diagnosis) -> list[Row]:
     return [_summarise(name, told[name]) for name in list_names() if name in told]
 
 
-def _summarise(name: str, told: list[tuple[str, Finding]]) -> Row:
+def _summarise(name: str, told: list[tuple[str, CheckResult]]) -> SummaryRow:
     """The worst, and where; hosts are left out where all have it."""
     worst = max(told, key=lambda each: each[1].verdict.weight)[1]
     alike = list(dict.fromkeys(host for host, finding in told if finding.verdict is worst.verdict))
     everywhere = set(alike) == {host for host, _ in told}
-    return Row(name, worst.verdict, worst.found, worst.remedy, () if everywhere else tuple(alike))
+    return SummaryRow(name, worst.verdict, worst.found, worst.remedy, () if everywhere else tuple(alike))
 
 
-def judge(rows: list[Row]) -> Verdict:
+def judge(rows: list[SummaryRow]) -> CheckVerdict:
     """The verdict over all: the worst."""
-    return max((row.verdict for row in rows), key=lambda verdict: verdict.weight, default=Verdict.NA)
+    return max((row.verdict for row in rows), key=lambda verdict: verdict.weight, default=CheckVerdict.NA)
 
 
-def render(rows: list[Row], *, every: bool = False) -> str:
+def render(rows: list[SummaryRow], *, every: bool = False) -> str:
     """The rows as text; those that say nothing share a line, unless `every` is wanted."""
-    silent = [row.check for row in rows if row.verdict is Verdict.NA and not every]
-    lines = [row.render() for row in rows if every or row.verdict is not Verdict.NA]
+    silent = [row.check for row in rows if row.verdict is CheckVerdict.NA and not every]
+    lines = [row.render() for row in rows if every or row.verdict is not CheckVerdict.NA]
     if silent:
         lines.append(f"{'n/a':<5} {', '.join(silent)}")
-    counts = {verdict: sum(row.verdict is verdict for row in rows) for verdict in Verdict}
-    told = [f"{counts[verdict]} {verdict}" for verdict in (Verdict.FAIL, Verdict.WARN, Verdict.OK)]
+    counts = {verdict: sum(row.verdict is verdict for row in rows) for verdict in CheckVerdict}
+    told = [f"{counts[verdict]} {verdict}" for verdict in (CheckVerdict.FAIL, CheckVerdict.WARN, CheckVerdict.OK)]
     return "\n".join([*lines, ", ".join(told)])
 
 

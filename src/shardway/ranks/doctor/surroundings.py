@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shardway.errors import SiteError
 from shardway.hardware.links import Port, list_ports
-from shardway.hardware.mounts import Mount, read_mounts
+from shardway.hardware.mounts import MountedFileSystem, read_mounts
 from shardway.hardware.nvidia import NvidiaState, count_amd, has_device_files, read_nvidia
 from shardway.ranks.hostlist import parse_hostlist
 from shardway.ranks.launcher import Placement, find_placement
@@ -23,7 +23,7 @@ from shardway.sites.schema import SiteProfile
 
 
 @dataclass(frozen=True)
-class Wanted:
+class MachineNeeds:
     """What the run wants of the machine; None or empty for what nobody said.
 
     `folder` is where it writes (its nearest folder that exists is looked at), `checkpoint_bytes` the size of one
@@ -40,7 +40,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class MachineView:
     """One process's view of its machine. `trouble`: why the launcher's variables give no placement."""
 
     environ: Mapping[str, str]
@@ -48,13 +48,13 @@ class Surroundings:
     placement: Placement | None
     trouble: str = ""
     host: str = ""
-    wanted: Wanted = field(default_factory=Wanted)
+    wanted: MachineNeeds = field(default_factory=MachineNeeds)
     nvidia: NvidiaState = field(default_factory=lambda: NvidiaState("absent"))
     amd: int = 0
     device_files: bool = False
     usable_cores: int = 1
     machine_cores: int = 1
-    mounts: tuple[Mount, ...] = ()
+    mounts: tuple[MountedFileSystem, ...] = ()
     ports: tuple[Port, ...] = ()
     root: Path = Path("/")
     deep: bool = False
@@ -145,19 +145,19 @@ class Surroundings:
 def look_around(
     environ: Mapping[str, str],
     site: SiteProfile,
-    wanted: Wanted,
+    wanted: MachineNeeds,
     *,
     deep: bool = False,
     gpu_limit_s: float = 20.0,
     root: Path = Path("/"),
-) -> Surroundings:
+) -> MachineView:
     """Look at this machine; asks nvidia-smi, for at most `gpu_limit_s` seconds twice. Never raises."""
     try:
         placement, trouble = find_placement(environ), ""
     except SiteError as error:
         placement, trouble = None, str(error)
     affine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Surroundings(
+    return MachineView(
         environ=environ,
         site=site,
         placement=placement,

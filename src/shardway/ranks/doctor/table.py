@@ -9,45 +9,53 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from shardway.ranks.doctor.checks import gpu, host, network, software, storage
-from shardway.ranks.doctor.finding import Check, Where
+from shardway.ranks.doctor.finding import CheckScope, DoctorCheck
 
-CHECKS: Mapping[str, Check] = MappingProxyType(
+CHECKS: Mapping[str, DoctorCheck] = MappingProxyType(
     {
-        "rank.placement": Check(
-            "do the launcher's variables place this rank", Where.RANK, software.check_placement, True
+        "rank.placement": DoctorCheck(
+            "do the launcher's variables place this rank", CheckScope.RANK, software.check_placement, True
         ),
-        "versions": Check("versions of Python, torch, Shardway", Where.MACHINE, software.check_versions, True),
-        "python.files": Check("is Python on a parallel file system", Where.MACHINE, storage.check_python, True),
-        "container": Check("which container this is", Where.NODE, software.check_container, True),
-        "gpu.query": Check("does nvidia-smi answer", Where.NODE, gpu.check_query, True),
-        "gpu.count": Check("are all GPUs there", Where.NODE, gpu.check_count, True),
-        "gpu.visible": Check("which GPUs a rank may use", Where.RANK, gpu.check_visible, True),
-        "gpu.ecc": Check("errors of GPU memory", Where.NODE, gpu.check_ecc, True),
-        "gpu.throttle": Check("is a GPU slowed down", Where.NODE, gpu.check_throttle, True),
-        "gpu.busy": Check("does another program use a GPU", Where.NODE, gpu.check_busy, True),
-        "gpu.mode": Check("compute mode and MIG", Where.NODE, gpu.check_mode, True),
-        "cpu.affinity": Check("cores that a rank may use", Where.RANK, host.check_affinity, True),
-        "cpu.threads": Check("OMP_NUM_THREADS", Where.RANK, host.check_threads, True),
-        "mem.limit": Check("memory of the job on this node", Where.NODE, host.check_memory, True),
-        "mem.shm": Check("size of /dev/shm", Where.NODE, host.check_shm, True),
-        "limit.memlock": Check("may memory be locked", Where.RANK, host.check_memlock, True),
-        "limit.files": Check("open files", Where.RANK, host.check_files, True),
-        "limit.tasks": Check("processes and threads", Where.RANK, host.check_tasks, True),
-        "limit.core": Check("core dumps on a shared file system", Where.RANK, host.check_core, True),
-        "tmp": Check("folder for temporary files", Where.NODE, host.check_tmp, True),
-        "net.interface": Check("interfaces of NCCL and gloo", Where.NODE, network.check_interfaces, True),
-        "net.master": Check("the address at which ranks meet", Where.NODE, network.check_master, True),
-        "net.hostname": Check("the address of the node's own name", Where.NODE, network.check_hostname, True),
-        "net.infiniband": Check("InfiniBand ports", Where.NODE, network.check_infiniband, True),
-        "fs.mounts": Check("do file systems answer", Where.MACHINE, storage.check_mounts, True),
-        "fs.write": Check("can the run write", Where.MACHINE, storage.check_write, True),
-        "fs.space": Check("room for checkpoints", Where.MACHINE, storage.check_space, True),
-        "fs.caches": Check("caches in a small home folder", Where.MACHINE, storage.check_caches),
-        "fs.speed": Check("speed of the run's folder", Where.NODE, storage.check_speed, deep=True, limit_s=60.0),
-        "offline": Check("do libraries know of no internet", Where.NODE, software.check_offline, True),
-        "proxy": Check("the proxy that leads outside", Where.NODE, software.check_proxy, True),
-        "scheduler": Check("does the scheduler answer", Where.LOGIN, software.check_scheduler, limit_s=20.0),
-        "account": Check("is the account yours", Where.LOGIN, software.check_account),
+        "versions": DoctorCheck(
+            "versions of Python, torch, Shardway", CheckScope.MACHINE, software.check_versions, True
+        ),
+        "python.files": DoctorCheck(
+            "is Python on a parallel file system", CheckScope.MACHINE, storage.check_python, True
+        ),
+        "container": DoctorCheck("which container this is", CheckScope.NODE, software.check_container, True),
+        "gpu.query": DoctorCheck("does nvidia-smi answer", CheckScope.NODE, gpu.check_query, True),
+        "gpu.count": DoctorCheck("are all GPUs there", CheckScope.NODE, gpu.check_count, True),
+        "gpu.visible": DoctorCheck("which GPUs a rank may use", CheckScope.RANK, gpu.check_visible, True),
+        "gpu.ecc": DoctorCheck("errors of GPU memory", CheckScope.NODE, gpu.check_ecc, True),
+        "gpu.throttle": DoctorCheck("is a GPU slowed down", CheckScope.NODE, gpu.check_throttle, True),
+        "gpu.busy": DoctorCheck("does another program use a GPU", CheckScope.NODE, gpu.check_busy, True),
+        "gpu.mode": DoctorCheck("compute mode and MIG", CheckScope.NODE, gpu.check_mode, True),
+        "cpu.affinity": DoctorCheck("cores that a rank may use", CheckScope.RANK, host.check_affinity, True),
+        "cpu.threads": DoctorCheck("OMP_NUM_THREADS", CheckScope.RANK, host.check_threads, True),
+        "mem.limit": DoctorCheck("memory of the job on this node", CheckScope.NODE, host.check_memory, True),
+        "mem.shm": DoctorCheck("size of /dev/shm", CheckScope.NODE, host.check_shm, True),
+        "limit.memlock": DoctorCheck("may memory be locked", CheckScope.RANK, host.check_memlock, True),
+        "limit.files": DoctorCheck("open files", CheckScope.RANK, host.check_files, True),
+        "limit.tasks": DoctorCheck("processes and threads", CheckScope.RANK, host.check_tasks, True),
+        "limit.core": DoctorCheck("core dumps on a shared file system", CheckScope.RANK, host.check_core, True),
+        "tmp": DoctorCheck("folder for temporary files", CheckScope.NODE, host.check_tmp, True),
+        "net.interface": DoctorCheck("interfaces of NCCL and gloo", CheckScope.NODE, network.check_interfaces, True),
+        "net.master": DoctorCheck("the address at which ranks meet", CheckScope.NODE, network.check_master, True),
+        "net.hostname": DoctorCheck(
+            "the address of the node's own name", CheckScope.NODE, network.check_hostname, True
+        ),
+        "net.infiniband": DoctorCheck("InfiniBand ports", CheckScope.NODE, network.check_infiniband, True),
+        "fs.mounts": DoctorCheck("do file systems answer", CheckScope.MACHINE, storage.check_mounts, True),
+        "fs.write": DoctorCheck("can the run write", CheckScope.MACHINE, storage.check_write, True),
+        "fs.space": DoctorCheck("room for checkpoints", CheckScope.MACHINE, storage.check_space, True),
+        "fs.caches": DoctorCheck("caches in a small home folder", CheckScope.MACHINE, storage.check_caches),
+        "fs.speed": DoctorCheck(
+            "speed of the run's folder", CheckScope.NODE, storage.check_speed, deep=True, limit_s=60.0
+        ),
+        "offline": DoctorCheck("do libraries know of no internet", CheckScope.NODE, software.check_offline, True),
+        "proxy": DoctorCheck("the proxy that leads outside", CheckScope.NODE, software.check_proxy, True),
+        "scheduler": DoctorCheck("does the scheduler answer", CheckScope.LOGIN, software.check_scheduler, limit_s=20.0),
+        "account": DoctorCheck("is the account yours", CheckScope.LOGIN, software.check_account),
     }
 )
 """Name -> what one process looks at. What is seen over all ranks only is in `WORLD_CHECKS`."""

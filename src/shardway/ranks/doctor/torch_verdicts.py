@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from shardway.errors import list_some
-from shardway.ranks.doctor.finding import Finding, bad, good, poor, unknown
+from shardway.ranks.doctor.finding import CheckResult, bad, good, poor, unknown
 
 Probes = Mapping[int, Mapping[str, Any]]
 """Rank -> what its probe found; one that gave no answer has an "error"."""
@@ -30,7 +30,7 @@ _REMEDIES = {
 }
 
 
-def judge_start(probes: Probes, hosts: Mapping[int, str]) -> Finding:
+def judge_start(probes: Probes, hosts: Mapping[int, str]) -> CheckResult:
     """Whether every rank got to the end; else the first stage that one did not pass, which is the cause."""
     failed = {rank: found for rank, found in probes.items() if "error" in found}
     if not failed:
@@ -48,7 +48,7 @@ def _place(order: list[str], stage: str) -> int:
     return order.index(stage) if stage in order else len(order)
 
 
-def judge_import(probes: Probes, hosts: Mapping[int, str]) -> Finding:
+def judge_import(probes: Probes, hosts: Mapping[int, str]) -> CheckResult:
     """How long the slowest rank imported torch."""
     seconds = {rank: float(found["import_s"]) for rank, found in probes.items() if "import_s" in found}
     if not seconds:
@@ -62,7 +62,7 @@ def judge_import(probes: Probes, hosts: Mapping[int, str]) -> Finding:
     return good(said)
 
 
-def judge_sum(probes: Probes, device: str) -> Finding:
+def judge_sum(probes: Probes, device: str) -> CheckResult:
     """Time of the sum, and the rate by which NCCL's tests compare machines (bus bandwidth)."""
     seconds = [float(found["sum_s"]) for found in probes.values() if "sum_s" in found]
     if len(seconds) < len(probes) or not seconds:
@@ -77,7 +77,7 @@ def judge_sum(probes: Probes, device: str) -> Finding:
     )
 
 
-def judge_matmul(probes: Probes, hosts: Mapping[int, str]) -> Finding:
+def judge_matmul(probes: Probes, hosts: Mapping[int, str]) -> CheckResult:
     """A GPU below 80 % of the median is slow, below 60 % ill."""
     rates = {rank: float(found["tflops"]) for rank, found in probes.items() if "tflops" in found}
     if not rates:
@@ -91,7 +91,7 @@ def judge_matmul(probes: Probes, hosts: Mapping[int, str]) -> Finding:
     return good(said)
 
 
-def judge_peers(probes: Probes, hosts: Mapping[int, str]) -> Finding:
+def judge_peers(probes: Probes, hosts: Mapping[int, str]) -> CheckResult:
     """Whether each GPU reaches the others of its node without the host."""
     told = {rank: found for rank, found in probes.items() if found.get("others")}
     if not told:

@@ -11,9 +11,9 @@ from statistics import median
 
 from shardway.errors import list_some
 from shardway.ranks.doctor.checks.software import VERSIONS
-from shardway.ranks.doctor.finding import Finding, Report, bad, good, poor, unknown
-from shardway.ranks.doctor.rollcall import Attendance, Clock, Point
-from shardway.ranks.doctor.surroundings import Surroundings
+from shardway.ranks.doctor.finding import CheckResult, Report, bad, good, poor, unknown
+from shardway.ranks.doctor.rollcall import Attendance, ClockOffset, MeetingPoint
+from shardway.ranks.doctor.surroundings import MachineView
 from shardway.units import render_seconds
 
 _SKEW_S = 1.0
@@ -21,8 +21,8 @@ _SHOWN = 8
 
 
 def judge_meeting(
-    around: Surroundings, reports: Sequence[Report], missing: Sequence[int], point: Point, wait_s: float
-) -> Finding:
+    around: MachineView, reports: Sequence[Report], missing: Sequence[int], point: MeetingPoint, wait_s: float
+) -> CheckResult:
     """Rank 0's view: who reported in time, and which nodes no rank reported from."""
     if not missing:
         hosts = len({report.host for report in reports})
@@ -51,14 +51,14 @@ def list_ranks(ranks: Sequence[int]) -> str:
     return list_some([f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts], _SHOWN)
 
 
-def list_absent_hosts(around: Surroundings, reports: Sequence[Report]) -> list[str]:
+def list_absent_hosts(around: MachineView, reports: Sequence[Report]) -> list[str]:
     """Nodes of the job that no rank reported from; short names are compared, since schedulers differ in domains, and
     without regard to case, as names of hosts are."""
     came = {report.host.partition(".")[0].lower() for report in reports}
     return [host for host in around.hosts if host.partition(".")[0].lower() not in came]
 
 
-def judge_attendance(around: Surroundings, attended: Attendance, point: Point, wait_s: float) -> Finding:
+def judge_attendance(around: MachineView, attended: Attendance, point: MeetingPoint, wait_s: float) -> CheckResult:
     """The view of a rank that wanted to report."""
     tries = "; ".join(f"{count} x {words}" for words, count in attended.tries.items())
     if attended.met:
@@ -74,7 +74,7 @@ def judge_attendance(around: Surroundings, attended: Attendance, point: Point, w
 _SEE_FIRST = "look at the output of rank 0"
 
 
-def judge_port(point: Point, trouble: str) -> Finding:
+def judge_port(point: MeetingPoint, trouble: str) -> CheckResult:
     """Rank 0 listens where training will, so a taken port is known before."""
     if not trouble:
         return good(f"rank 0 listens at port {point.port}")
@@ -82,7 +82,7 @@ def judge_port(point: Point, trouble: str) -> Finding:
     return bad(f"rank 0 cannot listen at port {point.port}: {trouble}", remedy)
 
 
-def judge_nodes(reports: Sequence[Report]) -> Finding:
+def judge_nodes(reports: Sequence[Report]) -> CheckResult:
     """Whether nodes have as many GPUs as each other."""
     counts = {report.host: fact for report in reports if (fact := report.fact("gpus")) is not None}
     if len(counts) < 2:
@@ -97,7 +97,7 @@ def judge_nodes(reports: Sequence[Report]) -> Finding:
     return good(f"{len(counts)} nodes with {usual:g} GPUs each")
 
 
-def judge_versions(reports: Sequence[Report]) -> Finding:
+def judge_versions(reports: Sequence[Report]) -> CheckResult:
     """Whether Python, torch, Shardway, the driver and the processor are the same everywhere."""
     told = [report for report in reports if report.fact("python") is not None]
     if len(told) < 2:
@@ -118,7 +118,7 @@ def judge_versions(reports: Sequence[Report]) -> Finding:
     return (poor if only_driver else bad)("; ".join(differ), remedy)
 
 
-def judge_master(reports: Sequence[Report]) -> Finding:
+def judge_master(reports: Sequence[Report]) -> CheckResult:
     """Whether MASTER_ADDR means one address."""
     found: dict[str, list[str]] = {}
     for report in reports:
@@ -133,7 +133,7 @@ def judge_master(reports: Sequence[Report]) -> Finding:
     return poor(said, "export MASTER_ADDR with the IPv4 address of rank 0's fast interface instead of a name")
 
 
-def judge_clocks(clocks: Mapping[str, Clock]) -> Finding:
+def judge_clocks(clocks: Mapping[str, ClockOffset]) -> CheckResult:
     """Whether clocks agree as far as the network lets us know."""
     if not clocks:
         return unknown("one node has one clock")
@@ -145,12 +145,12 @@ def judge_clocks(clocks: Mapping[str, Clock]) -> Finding:
     return good(f"within {1000 * (abs(largest.ahead_s) + largest.error_s):.2g} ms on {len(clocks) + 1} nodes")
 
 
-def render_skew(clock: Clock) -> str:
+def render_skew(clock: ClockOffset) -> str:
     """In words: "3.20 s ahead"."""
     return f"{abs(clock.ahead_s):.2f} s {'ahead' if clock.ahead_s > 0 else 'behind'}"
 
 
-def judge_visible(folder: str, seen: Mapping[str, float | None], limit_s: float) -> Finding:
+def judge_visible(folder: str, seen: Mapping[str, float | None], limit_s: float) -> CheckResult:
     """Whether each other node saw a new file of the first node's, and after how long."""
     if not seen:
         return unknown("one node sees its own files")

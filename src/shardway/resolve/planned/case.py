@@ -14,7 +14,7 @@ from types import MappingProxyType
 from shardway.errors import Problem, UserError, render_problems
 from shardway.layout import AXES
 from shardway.plan.case import Case, Degrees, Precision, Recompute
-from shardway.plan.engines import Engine, find_engine
+from shardway.plan.engines import EngineTraits, find_engine
 from shardway.plan.machine import Machine
 from shardway.plan.shapes.architecture import Architecture
 from shardway.plan.shapes.measured import Shape
@@ -128,7 +128,7 @@ def zero_of(values: RunFile, degrees: Degrees) -> int:
     return 3 if degrees.shards > 1 else 0
 
 
-def engine_of(values: RunFile) -> Engine:
+def engine_of(values: RunFile) -> EngineTraits:
     """The engine that trains, with the format of its weights."""
     engine = find_engine("deepspeed" if values.train.engine == "deepspeed" else "shardway")
     narrow = values.precision.weights == "bf16"

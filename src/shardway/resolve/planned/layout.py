@@ -17,7 +17,7 @@ from shardway.layout import AXES
 from shardway.plan.case import Case, Degrees, Schedule
 from shardway.plan.estimate import Estimate
 from shardway.plan.machine import Machine
-from shardway.plan.search.best import Found, search
+from shardway.plan.search.best import SearchResult, search
 from shardway.plan.search.space import SETTINGS, Question
 from shardway.plan.shapes.architecture import Architecture
 from shardway.resolve.draft import Draft, Rule
@@ -30,7 +30,7 @@ from shardway.resolve.planned.case import (
     split_experts,
 )
 from shardway.resolve.planned.tell import tell_memory
-from shardway.resolve.planned.trial import Trial, list_values
+from shardway.resolve.planned.trial import TrialDraft, list_values
 from shardway.resolve.rules.numbers import ceil_div
 from shardway.resolve.rules.pipeline import stages_of_schedule
 
@@ -72,7 +72,7 @@ class Missed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
+class OpenLayout:
     """A run whose layout is open: the draft as it stands, the rules that its layout will meet, the model, the
     machine."""
 
@@ -91,7 +91,7 @@ class Wish:
         return name in loose or all(self.draft.is_open(key) for key in KEYS[name])
 
 
-def choose_layout(wish: Wish) -> Chosen | Missed:
+def choose_layout(wish: OpenLayout) -> Chosen | Missed:
     """Search on all ranks of the run."""
     ranks = wish.draft.circumstances.ranks
     found = _search(wish, ranks)
@@ -103,7 +103,7 @@ def choose_layout(wish: Wish) -> Chosen | Missed:
     return Missed(nearest, _list_open(wish, nearest.case), _find_help(wish))
 
 
-def _search(wish: Wish, ranks: int, loose: frozenset[str] = frozenset(), **changes: Any) -> Found | None:
+def _search(wish: OpenLayout, ranks: int, loose: frozenset[str] = frozenset(), **changes: Any) -> SearchResult | None:
     """What a search finds; None where no layout is legal.
 
     Where the ranks do not divide the batch, it is tried rounded up as well: a step takes as long as its largest share.
@@ -117,7 +117,7 @@ def _search(wish: Wish, ranks: int, loose: frozenset[str] = frozenset(), **chang
     return min(legal, key=_seconds_of, default=None)
 
 
-def _find(wish: Wish, ranks: int, loose: frozenset[str], changes: Mapping[str, Any]) -> Found | None:
+def _find(wish: OpenLayout, ranks: int, loose: frozenset[str], changes: Mapping[str, Any]) -> SearchResult | None:
     try:
         question = _ask(wish, ranks, loose, changes)
     except UserError:  # the degrees that are set do not go with each other or with this batch
@@ -125,11 +125,11 @@ def _find(wish: Wish, ranks: int, loose: frozenset[str], changes: Mapping[str, A
     return search(question, most=2)
 
 
-def _seconds_of(found: Found) -> float:
+def _seconds_of(found: SearchResult) -> float:
     return found.best.time.seconds if found.best else math.inf
 
 
-def _ask(wish: Wish, ranks: int, loose: frozenset[str], changes: Mapping[str, Any]) -> Question:
+def _ask(wish: OpenLayout, ranks: int, loose: frozenset[str], changes: Mapping[str, Any]) -> Question:
     """The question; its case carries what is fixed. Raises UserError where that cannot be."""
     draft, deepspeed = wish.draft, wish.on_deepspeed
     fixed = {name for name in KEYS if not wish.is_open(name, loose)}
@@ -166,7 +166,7 @@ def _schedule_of(draft: Draft) -> tuple[Schedule, int]:
     return schedule, stages
 
 
-def _adapt(wish: Wish, loose: frozenset[str], asked: Case) -> Callable[[Case], Case | None]:
+def _adapt(wish: OpenLayout, loose: frozenset[str], asked: Case) -> Callable[[Case], Case | None]:
     """A layout as the run's engine runs it; None where a rule refuses it or it is not what the person set."""
     draft, own = wish.draft, list_values(wish.draft)
     kept = {key: draft.get(key) for name, keys in KEYS.items() for key in keys if not draft.is_open(key)}
@@ -178,7 +178,7 @@ def _adapt(wish: Wish, loose: frozenset[str], asked: Case) -> Callable[[Case], C
         tried = {**values_of(wish, case), **_changed(asked, draft, case)}
         if any(kept[key] != value for key, value in tried.items() if key in kept) or (whole and case.degrees.tp > 1):
             return None
-        if not Trial(draft, case.degrees.world, tried, own).passes(wish.rules):
+        if not TrialDraft(draft, case.degrees.world, tried, own).passes(wish.rules):
             return None
         return replace(case, degrees=split_experts(case.degrees, case.model))
 
@@ -191,7 +191,7 @@ def _changed(asked: Case, draft: Draft, case: Case) -> dict[str, Any]:
     return {"optim.name": case.optimizer, **(offload if draft.get("train.engine") == "torch" else {})}
 
 
-def values_of(wish: Wish, case: Case) -> dict[str, Any]:
+def values_of(wish: OpenLayout, case: Case) -> dict[str, Any]:
     """The keys of a run file that say what a case says, those alone that have an effect in its layout."""
     degrees = case.degrees
     values: dict[str, Any] = {f"parallel.{axis}": getattr(degrees, axis) for axis in _AXIS_NAMES}
@@ -207,7 +207,7 @@ def values_of(wish: Wish, case: Case) -> dict[str, Any]:
     return values
 
 
-def _tell_choice(wish: Wish, found: Found, best: Estimate) -> tuple[dict[str, Any], dict[str, str]]:
+def _tell_choice(wish: OpenLayout, found: SearchResult, best: Estimate) -> tuple[dict[str, Any], dict[str, str]]:
     """The open keys with their values, and with why."""
     values = _list_open(wish, best.case)
     told = f"the fastest of {found.looked_at:,} ways to run that were priced"
@@ -226,7 +226,7 @@ def _tell_choice(wish: Wish, found: Found, best: Estimate) -> tuple[dict[str, An
     return values, {key: reasons.get(key, told) for key in values}
 
 
-def _list_open(wish: Wish, case: Case) -> dict[str, Any]:
+def _list_open(wish: OpenLayout, case: Case) -> dict[str, Any]:
     return {key: value for key, value in values_of(wish, case).items() if wish.draft.is_open(key)}
 
 
@@ -236,7 +236,7 @@ def _list_unsplit(values: Mapping[str, Any]) -> list[str]:
     return ones[len(ones) == len(_AXIS_NAMES) :]
 
 
-def _find_help(wish: Wish) -> str:
+def _find_help(wish: OpenLayout) -> str:
     """The first change of those below with which something fits; "" where none does."""
     for what, attempt in _list_attempts(wish):
         found = attempt()
@@ -245,7 +245,7 @@ def _find_help(wish: Wish) -> str:
     return ""
 
 
-def _list_attempts(wish: Wish) -> Iterator[tuple[str, Callable[[], Found | None]]]:
+def _list_attempts(wish: OpenLayout) -> Iterator[tuple[str, Callable[[], SearchResult | None]]]:
     """Changes, the smallest first."""
     ranks = wish.draft.circumstances.ranks
     for name in SETTINGS:

@@ -19,7 +19,7 @@ def list_values(draft: Draft) -> dict[str, Any]:
     return {dotted: draft.get(dotted) for dotted in all_keys()}
 
 
-class Trial(Draft):
+class TrialDraft(Draft):
     """A draft where `tried` stands before its own values; `own` are these, so that a search lists them once for the
     thousands of trials that it makes."""
 

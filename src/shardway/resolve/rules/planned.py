@@ -18,7 +18,7 @@ from shardway.resolve.rules.numbers import count_of
 if TYPE_CHECKING:
     from shardway.plan.machine import Machine
     from shardway.plan.shapes.architecture import Architecture
-    from shardway.resolve.planned.layout import Missed, Wish
+    from shardway.resolve.planned.layout import Missed, OpenLayout
 
 LAYOUT = "parallel.layout"
 GIVEN = 'set parallel.layout = "given" and the degrees'
@@ -75,9 +75,9 @@ def _only_copy(draft: Draft) -> None:
 
 def _search(draft: Draft, rules: Sequence[Rule], shape: Architecture, machine: Machine) -> None:
     from shardway.resolve.planned.case import precision_of
-    from shardway.resolve.planned.layout import KEYS, Missed, Wish, choose_layout
+    from shardway.resolve.planned.layout import KEYS, Missed, OpenLayout, choose_layout
 
-    wish = Wish(draft=draft, rules=rules, shape=shape, machine=machine)
+    wish = OpenLayout(draft=draft, rules=rules, shape=shape, machine=machine)
     if not any(draft.is_open(key) for keys in KEYS.values() for key in keys):
         return
     try:
@@ -94,9 +94,9 @@ def _search(draft: Draft, rules: Sequence[Rule], shape: Architecture, machine: M
         draft.derive(dotted, value, chosen.reasons[dotted])
 
 
-def _tell_missed(wish: Wish, missed: Missed) -> None:
+def _tell_missed(wish: OpenLayout, missed: Missed) -> None:
     from shardway.resolve.planned.tell import tell_need
-    from shardway.resolve.planned.trial import Trial, list_values
+    from shardway.resolve.planned.trial import TrialDraft, list_values
 
     draft, ranks = wish.draft, wish.draft.circumstances.ranks
     nearest = missed.nearest
@@ -111,6 +111,6 @@ def _tell_missed(wish: Wish, missed: Missed) -> None:
         # The rules that follow shall have nothing to say of a layout that nobody asked for.
         for dotted, value in missed.values.items():
             draft.derive(dotted, value, "nothing fits")
-    elif Trial(draft, ranks, {"train.micro_batch": 1}, list_values(draft)).passes(wish.rules):
+    elif TrialDraft(draft, ranks, {"train.micro_batch": 1}, list_values(draft)).passes(wish.rules):
         what = f'"auto": no layout of {count_of(ranks, "rank")} is legal with what is set'
         draft.refuse(LAYOUT, what, "", f"leave more degrees open, or {GIVEN}")

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from shardway.checkpoint.state import State
+from shardway.checkpoint.state import CheckpointState
 from shardway.parallel.apply import ParallelModel
 from shardway.parallel.formats.precision import Precision
 from shardway.ranks.start import Ranks
@@ -57,7 +57,7 @@ class Engine(Protocol):
         ...
 
     @property
-    def state(self) -> State:
+    def state(self) -> CheckpointState:
         """What a checkpoint holds."""
         ...
 

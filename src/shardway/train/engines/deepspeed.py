@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardway.checkpoint.state import State, needs_closure
+from shardway.checkpoint.state import CheckpointState, needs_closure
 from shardway.checkpoint.zero import ZeroState
 from shardway.errors import UserError
 from shardway.parallel.axes.balance import balance
@@ -73,7 +73,7 @@ class DeepSpeedEngine:
         # Its weights have the format of products already.
         precision = replace(parts.precision, autocast_dtype=None)
         self.passes: Passes = ZeroPasses(parallel, parts.portions, precision, parts.ranks.device, self._engine)
-        self.state: State = ZeroState(self._engine, parts.optimizer, self._parameters, parts.ranks)
+        self.state: CheckpointState = ZeroState(self._engine, parts.optimizer, self._parameters, parts.ranks)
 
     @property
     def can_void(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from shardway.checkpoint.state import State, Trained
+from shardway.checkpoint.state import CheckpointState, Trained
 from shardway.layout import needs_sharding
 from shardway.models.contract import held_by_rank
 from shardway.parallel.axes.replicate import follow_frozen
@@ -27,7 +27,7 @@ class TorchEngine:
         like = (parts.parallel, parts.portions, parts.precision, parts.ranks.device)
         alone = not parts.further and not parts.beside
         self.passes = Passes(*like) if alone else SeveralPasses(*like, parts.further, parts.beside)
-        self.state: State = Trained(parts.parallel.module, parts.optimizer)
+        self.state: CheckpointState = Trained(parts.parallel.module, parts.optimizer)
         replicated = parts.parallel.mesh.degree("dp_replicate") > 1 and not needs_sharding(parts.parallel.mesh.layout)
         self._copies = (*self.passes.parallels, *parts.beside) if parts.own_model and replicated else ()
         self._section = parts.resolved.values.parallel

@@ -27,7 +27,7 @@ from shardway.train.before import Before
 
 
 @dataclass(frozen=True)
-class Watch:
+class GuardChecks:
     """What is looked at before an update: `repeat` numbers that are not finite, `probe` whether a second run of the
     passes gives the same bits."""
 
@@ -87,7 +87,7 @@ class Watched:
 
 
 @dataclass(frozen=True)
-class Work:
+class RepeatablePasses:
     """Passes that can be run again: `run` leaves gradients, `clear` drops them; `squares_at` is where the summed vector
     holds the squares of gradients."""
 
@@ -112,7 +112,7 @@ class Work:
         return None if finite else First(total, targets, squares)
 
 
-def run_watched(work: Work, watch: Watch, before: Before) -> Watched:
+def run_watched(work: RepeatablePasses, watch: GuardChecks, before: Before) -> Watched:
     """The passes of a step, run again where `watch` wants it; `before` is the state without them.
 
     Raises UserError where a probe cannot run them again.
@@ -133,7 +133,7 @@ def run_watched(work: Work, watch: Watch, before: Before) -> Watched:
     return watched
 
 
-def _can_repeat(work: Work, before: Before) -> bool:
+def _can_repeat(work: RepeatablePasses, before: Before) -> bool:
     """Whether every rank still has the batch that it began with."""
     return all(work.ranks.gather(before.has_its_batch()))
 
@@ -146,7 +146,7 @@ class _Print:
     gradients: str
 
 
-def _probe(work: Work, before: Before, first: Tried) -> tuple[Tried, Corruption | None]:
+def _probe(work: RepeatablePasses, before: Before, first: Tried) -> tuple[Tried, Corruption | None]:
     """A second run, and where it differs on any rank a third: two equal ones of three are right."""
     if not _can_repeat(work, before):
         raise UserError(
@@ -164,7 +164,7 @@ def _probe(work: Work, before: Before, first: Tried) -> tuple[Tried, Corruption 
     return third, _name_ranks(work.ranks, prints[0], prints[1], decided=prints[2] in prints[:2])
 
 
-def _take_prints(work: Work, tried: Tried) -> list[_Print]:
+def _take_prints(work: RepeatablePasses, tried: Tried) -> list[_Print]:
     rest = [*tried.numbers, *sum_bits(work.gradients())]
     return work.ranks.gather(_Print(_digest(tried.own.tolist()), _digest(rest)))
 

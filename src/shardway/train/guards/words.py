@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardway.errors import JobError, list_some
-from shardway.parallel.replicas import Difference
+from shardway.parallel.replicas import ReplicaDifference
 from shardway.train.guards.repeat import Corruption
 from shardway.train.step import StepResult
 
@@ -81,7 +81,7 @@ class Mismatch:
     """Copies that differ at a step, the hosts of the named ranks, and the last step at which all were equal."""
 
     step: int
-    differences: Sequence[Difference]
+    differences: Sequence[ReplicaDifference]
     hosts: Sequence[str]
     equal_at: int | None
 

@@ -14,7 +14,7 @@ from torch.optim.adamw import adamw
 
 from shardway.parallel.host import send
 from shardway.train.optim.local import LocalOptimizer
-from shardway.train.optim.parts import Part
+from shardway.train.optim.parts import ParameterPart
 
 
 class AdamW(LocalOptimizer):
@@ -23,7 +23,7 @@ class AdamW(LocalOptimizer):
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
 
-    def update(self, group: dict[str, Any], parts: Sequence[Part]) -> None:
+    def update(self, group: dict[str, Any], parts: Sequence[ParameterPart]) -> None:
         fused = self.can_fuse(parts)
         # Fused kernels want the steps beside the parameters: one copy carries all of them there.
         device = parts[0].parameter.device if fused else torch.device("cpu")

@@ -15,7 +15,7 @@ import torch
 from shardway.models.contract import held_by_rank
 from shardway.models.initialise import held_part
 from shardway.train.optim.groups import Groups
-from shardway.train.optim.parts import Kernel, Part, local_gradient
+from shardway.train.optim.parts import Kernel, ParameterPart, local_gradient
 from shardway.train.optim.widen import is_narrow, update_widened
 
 FUSED_DEVICES = ("cpu", "cuda")
@@ -46,7 +46,7 @@ class LocalOptimizer(torch.optim.Optimizer):
         """The states of a group's parameters that have one number an element, at most two."""
         raise NotImplementedError
 
-    def update(self, group: dict[str, Any], parts: Sequence[Part]) -> None:
+    def update(self, group: dict[str, Any], parts: Sequence[ParameterPart]) -> None:
         """Change parameters and states of the parts in place; states come in the order of `state_names`."""
         raise NotImplementedError
 
@@ -67,10 +67,10 @@ class LocalOptimizer(torch.optim.Optimizer):
         """Update parameters of a group that have gradients."""
         self.run(lambda some: self.update(group, some), self.next_parts(group, parameters))
 
-    def run(self, kernel: Kernel, parts: Sequence[Part]) -> None:
+    def run(self, kernel: Kernel, parts: Sequence[ParameterPart]) -> None:
         """Apply a kernel that takes each element by itself; what is kept in bf16 reaches it in fp32."""
-        wide: list[Part] = []
-        narrow: list[Part] = []
+        wide: list[ParameterPart] = []
+        narrow: list[ParameterPart] = []
         for part in parts:
             (narrow if is_narrow(part) else wide).append(part)
         if wide:
@@ -78,14 +78,14 @@ class LocalOptimizer(torch.optim.Optimizer):
         if narrow:
             update_widened(narrow, kernel)
 
-    def next_parts(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> list[Part]:
+    def next_parts(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> list[ParameterPart]:
         """What this rank holds of parameters, their steps counted up: all at once, or a small model waits for it."""
         states, names = [self.state_of(group, parameter) for parameter in parameters], self.state_names(group)
         counts = [state["step"] for state in states]
         torch._foreach_add_(counts, 1)
         steps = torch.stack(counts).tolist()
         return [
-            Part(
+            ParameterPart(
                 parameter=held_by_rank(parameter),
                 gradient=local_gradient(parameter),
                 states=tuple([held_by_rank(state[name]) for name in names]),
@@ -109,7 +109,7 @@ class LocalOptimizer(torch.optim.Optimizer):
         dtype = self._numerics.state_dtype or parameter.dtype
         return {name: torch.zeros_like(parameter, dtype=dtype) for name in self.state_names(group)}
 
-    def can_fuse(self, parts: Sequence[Part]) -> bool:
+    def can_fuse(self, parts: Sequence[ParameterPart]) -> bool:
         """Whether a fused kernel may take these parts.
 
         It walks through memory without looking at strides: tensors that lie there differently (channels_last

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardway.train.optim.adamw import AdamW
-from shardway.train.optim.parts import Part
+from shardway.train.optim.parts import ParameterPart
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic that is applied again and again to the singular values: steep at 0, near 1 from there on (Jordan et
@@ -50,7 +50,7 @@ class Muon(AdamW):
             ]
             self.run(lambda some: _move(group, some), moves)
 
-    def _directions(self, group: dict[str, Any], parts: Sequence[Part]) -> list[torch.Tensor]:
+    def _directions(self, group: dict[str, Any], parts: Sequence[ParameterPart]) -> list[torch.Tensor]:
         """The Nesterov momentum of each part in bf16, which is enough to orthogonalise and to send."""
         copies = [replace(part, gradient=part.gradient.to(torch.float32, copy=True)) for part in parts]
         self.run(lambda some: _add_momentum(group["momentum"], some), copies)
@@ -131,14 +131,14 @@ def _batches(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]
         yield from (same[first : first + size] for first in range(0, len(same), size))
 
 
-def _add_momentum(momentum: float, parts: Sequence[Part]) -> None:
+def _add_momentum(momentum: float, parts: Sequence[ParameterPart]) -> None:
     """Move the buffer towards the gradient, then the gradient towards the buffer."""
     gradients, buffers = [part.gradient for part in parts], [part.states[0] for part in parts]
     torch._foreach_lerp_(buffers, gradients, 1 - momentum)
     torch._foreach_lerp_(gradients, buffers, momentum)
 
 
-def _move(group: dict[str, Any], parts: Sequence[Part]) -> None:
+def _move(group: dict[str, Any], parts: Sequence[ParameterPart]) -> None:
     """Decay, and step along the gradient, which is an orthogonalised direction by now."""
     for part in parts:
         rate = group["lr"] * adjustment(group["adjust"], *part.shape[-2:])

@@ -17,7 +17,7 @@ from shardway.errors import Bug
 
 
 @dataclass(frozen=True)
-class Part:
+class ParameterPart:
     """What this rank holds of one parameter, or some rows of that; `step` counts from 1.
 
     `shape` is that of the whole parameter and `offset` the place of this part in it; a rank that holds a part needs
@@ -36,17 +36,17 @@ class Part:
         """The parameter, its gradient and its states."""
         return (self.parameter, self.gradient, *self.states)
 
-    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Part:
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> ParameterPart:
         """The same part with other tensors in the order of `tensors`."""
         return replace(self, parameter=tensors[0], gradient=tensors[1], states=tuple(tensors[2:]))
 
-    def rows(self, first: int, end: int) -> Part:
+    def rows(self, first: int, end: int) -> ParameterPart:
         """The part between two indices of the first dim."""
         piece = self.with_tensors([tensor[first:end] for tensor in self.tensors])
         return replace(piece, offset=(self.offset[0] + first, *self.offset[1:]))
 
 
-Kernel = Callable[[Sequence[Part]], None]
+Kernel = Callable[[Sequence[ParameterPart]], None]
 """Changes the parameters and states of parts in place."""
 
 
@@ -67,7 +67,7 @@ def split_dim(placement: Placement) -> int | None:
     return placement.dim if isinstance(placement, Shard | _StridedShard) else None
 
 
-def split_rows(part: Part, elements: int) -> Iterator[Part]:
+def split_rows(part: ParameterPart, elements: int) -> Iterator[ParameterPart]:
     """The part in pieces of at most so many elements (one row, where a row is longer); none of an empty part."""
     if part.parameter.numel() <= elements:
         yield from [part] if part.parameter.numel() else []

@@ -13,7 +13,7 @@ import torch
 from torch.optim.sgd import sgd
 
 from shardway.train.optim.local import LocalOptimizer
-from shardway.train.optim.parts import Part
+from shardway.train.optim.parts import ParameterPart
 
 
 class SGD(LocalOptimizer):
@@ -22,7 +22,7 @@ class SGD(LocalOptimizer):
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] else ()
 
-    def update(self, group: dict[str, Any], parts: Sequence[Part]) -> None:
+    def update(self, group: dict[str, Any], parts: Sequence[ParameterPart]) -> None:
         fused = self.can_fuse(parts)
         buffers: list[torch.Tensor | None] = [part.states[0] if part.states else None for part in parts]
         sgd(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardway.train.optim.parts import Kernel, Part, split_rows
+from shardway.train.optim.parts import Kernel, ParameterPart, split_rows
 
 WORKING = 2**22
 WORKING_ON_CPU = 2**18
@@ -37,12 +37,12 @@ class _Column:
     flat: torch.Tensor
 
 
-def is_narrow(part: Part) -> bool:
+def is_narrow(part: ParameterPart) -> bool:
     """Whether some tensor of the part is kept in bf16."""
     return torch.bfloat16 in [tensor.dtype for tensor in part.tensors]
 
 
-def update_widened(parts: Sequence[Part], kernel: Kernel, working: int | None = None) -> None:
+def update_widened(parts: Sequence[ParameterPart], kernel: Kernel, working: int | None = None) -> None:
     """Run a kernel on fp32 copies of what parts hold in bf16, then round weights and states back.
 
     `working` changes memory and speed, never values.
@@ -66,7 +66,7 @@ def round_stochastically(values: torch.Tensor, noise: torch.Tensor) -> None:
     bits.add_(noise).bitwise_and_(~_LOW)
 
 
-def noise_of(part: Part, stream: int = 0) -> torch.Tensor:
+def noise_of(part: ParameterPart, stream: int = 0) -> torch.Tensor:
     """32 random bits for each element of a part, int32 in its shape.
 
     The mixing function is "lowbias32" (Wellons, "Prospecting for Hash Functions", 2018) on index + step * odd.
@@ -78,17 +78,17 @@ def noise_of(part: Part, stream: int = 0) -> torch.Tensor:
     return state.bitwise_xor_(_shift_right(state, 16))
 
 
-def _sort_by_format(parts: Sequence[Part]) -> list[list[Part]]:
+def _sort_by_format(parts: Sequence[ParameterPart]) -> list[list[ParameterPart]]:
     """Parts whose tensors have the same formats, together."""
-    alike: dict[tuple[torch.dtype, ...], list[Part]] = {}
+    alike: dict[tuple[torch.dtype, ...], list[ParameterPart]] = {}
     for part in parts:
         alike.setdefault(tuple(tensor.dtype for tensor in part.tensors), []).append(part)
     return list(alike.values())
 
 
-def _fill_buckets(groups: Sequence[Sequence[Part]], working: int) -> Iterator[list[Part]]:
+def _fill_buckets(groups: Sequence[Sequence[ParameterPart]], working: int) -> Iterator[list[ParameterPart]]:
     for parts in groups:
-        bucket: list[Part] = []
+        bucket: list[ParameterPart] = []
         room = working
         for piece in (piece for part in parts for piece in split_rows(part, working)):
             if bucket and piece.parameter.numel() > room:
@@ -110,7 +110,7 @@ def _widen(tensors: Sequence[torch.Tensor]) -> _Column:
     return _Column(wide, tuple(tensors), flat)
 
 
-def _narrow(columns: Sequence[_Column], bucket: Sequence[Part]) -> None:
+def _narrow(columns: Sequence[_Column], bucket: Sequence[ParameterPart]) -> None:
     """Round and write back; each draw of 32 bits serves two columns."""
     noise = torch.empty(0)
     for place, column in enumerate(column for column in columns if column.narrow):
@@ -120,7 +120,7 @@ def _narrow(columns: Sequence[_Column], bucket: Sequence[Part]) -> None:
         torch._foreach_copy_(list(column.narrow), list(column.wide))
 
 
-def _index(part: Part) -> torch.Tensor:
+def _index(part: ParameterPart) -> torch.Tensor:
     """Row-major indices of a part's elements in the whole parameter, modulo 2**32 as int32."""
     extent, device = part.parameter.shape, part.parameter.device
     index, stride = torch.zeros(extent, dtype=torch.int32, device=device), 1

@@ -20,12 +20,12 @@ import numpy as np
 
 from shardway.checkpoint.find import PassedOver
 from shardway.checkpoint.manifest import Damaged
-from shardway.checkpoint.quarantine import SetAside, set_aside
+from shardway.checkpoint.quarantine import CorruptCheckpoint, set_aside
 from shardway.checkpoint.verify import manifest_of_step
 from shardway.data.skips import Skips
 from shardway.errors import JobError
 from shardway.rundir.directory import RunDir
-from shardway.rundir.left_out import LeftOut, read_left_out
+from shardway.rundir.left_out import SkippedRange, read_left_out
 from shardway.runfile.skips import read_skips
 from shardway.train.counters import Counters, read_counters
 from shardway.train.guard import BackPlan
@@ -42,7 +42,7 @@ class Spiked:
     first: int
     last: int
     end: int
-    known: tuple[LeftOut, ...]
+    known: tuple[SkippedRange, ...]
     limit: str
 
 
@@ -51,7 +51,7 @@ class Back:
     """Where the run goes on: the counters of that checkpoint, and all that it leaves out by itself from now on."""
 
     counters: Counters
-    left_out: tuple[LeftOut, ...]
+    left_out: tuple[SkippedRange, ...]
 
 
 def decide_back(session: Session, plan: BackPlan, spiked: Spiked) -> Back:
@@ -64,7 +64,7 @@ def decide_back(session: Session, plan: BackPlan, spiked: Spiked) -> Back:
     return session.ranks.ask_first(lambda: _write_down(session, plan, spiked))
 
 
-def all_skips(session: Session, left_out: Sequence[LeftOut]) -> list[list[int]]:
+def all_skips(session: Session, left_out: Sequence[SkippedRange]) -> list[list[int]]:
     """The spans of `data.skip` and those that the run left out by itself, as one list."""
     return read_skips([*session.resolved.values.data.skip, *(each.span for each in left_out)])
 
@@ -76,10 +76,10 @@ def find_undone(session: Session) -> list[int]:
     return session.ranks.ask_first(lambda: [each.step for each in _find_undone(session.directory)])
 
 
-def set_undone_aside(session: Session) -> list[SetAside]:
+def set_undone_aside(session: Session) -> list[CorruptCheckpoint]:
     """Set aside what was saved before a decision that undid it; on all ranks together. Raises JobError."""
 
-    def act() -> list[SetAside]:
+    def act() -> list[CorruptCheckpoint]:
         if not session.ranks.is_first or not (undone := _find_undone(session.directory)):
             return []
         session.directory.confirm_writer()
@@ -88,13 +88,13 @@ def set_undone_aside(session: Session) -> list[SetAside]:
     return session.ranks.gather(session.ranks.together(act))[0]
 
 
-def know_left_out(session: Session, numbers: Mapping[str, Any]) -> tuple[LeftOut, ...]:
+def know_left_out(session: Session, numbers: Mapping[str, Any]) -> tuple[SkippedRange, ...]:
     """All that the run leaves out by itself, once a checkpoint with these numbers was loaded; on all ranks together.
 
     A file that was lost is written again from what the checkpoint says. Raises JobError.
     """
 
-    def look() -> tuple[LeftOut, ...]:
+    def look() -> tuple[SkippedRange, ...]:
         if not session.ranks.is_first:
             return ()
         written, saved = session.directory.left_out.read(), _of_numbers(numbers)
@@ -107,12 +107,12 @@ def know_left_out(session: Session, numbers: Mapping[str, Any]) -> tuple[LeftOut
     return session.ranks.gather(session.ranks.together(look))[0]
 
 
-def as_numbers(left_out: Sequence[LeftOut]) -> dict[str, Any]:
+def as_numbers(left_out: Sequence[SkippedRange]) -> dict[str, Any]:
     """For a checkpoint's manifest: the decisions that it was saved after."""
     return {"left_out": [each.as_json() for each in left_out]} if left_out else {}
 
 
-def _of_numbers(numbers: Mapping[str, Any]) -> tuple[LeftOut, ...]:
+def _of_numbers(numbers: Mapping[str, Any]) -> tuple[SkippedRange, ...]:
     return read_left_out(numbers.get("left_out", []))
 
 
@@ -125,7 +125,7 @@ def _write_down(session: Session, plan: BackPlan, spiked: Spiked) -> Back:
     first = max(before, end - plan.max_left_out * values.train.global_batch)
     start = int(skips.find_kept(np.array([first]))[0]) if first > before else counters.position
     steps = f"step {spiked.first}" if spiked.first == spiked.last else f"steps {spiked.first} to {spiked.last}"
-    left_out = LeftOut(
+    left_out = SkippedRange(
         start, spiked.end, end - first, counters.step, spiked.first, spiked.last, f"a spike in {steps}", time.time()
     )
     session.directory.confirm_writer()
@@ -163,7 +163,7 @@ def _find_undone(directory: RunDir) -> list[PassedOver]:
     return undone
 
 
-def why_undone(numbers: Mapping[str, Any], step: int, left_out: Sequence[LeftOut]) -> str:
+def why_undone(numbers: Mapping[str, Any], step: int, left_out: Sequence[SkippedRange]) -> str:
     """Which decision undid a checkpoint with these numbers, of all that there are; empty for none."""
     reasons = [each.reason for each in left_out[len(_of_numbers(numbers)) :] if each.back_to < step]
     return f"the run went back before it after {reasons[0]}" if reasons else ""

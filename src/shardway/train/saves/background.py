@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from shardway.checkpoint.flight import Flight
-from shardway.checkpoint.place import Place
-from shardway.checkpoint.save import Content, Saved, write_checkpoint
+from shardway.checkpoint.place import CheckpointFolder
+from shardway.checkpoint.save import Content, SavedCheckpoint, write_checkpoint
 from shardway.checkpoint.staging import Staging, has_room
-from shardway.checkpoint.state import State, Tensors
+from shardway.checkpoint.state import CheckpointState, Tensors
 from shardway.parallel.mesh import set_apart
 from shardway.ranks.start import Ranks, is_out_of_memory
 from shardway.rundir.line import SHARED
@@ -31,7 +31,7 @@ class Landed:
     """
 
     step: int
-    saved: Saved | None
+    saved: SavedCheckpoint | None
     error: BaseException | None
     seconds: float
     stall_s: float
@@ -78,7 +78,7 @@ class Background:
             return False
         return any(self._session.ranks.gather(self._under_way is not None and not self._under_way.flight.has_landed))
 
-    def takes(self, state: State) -> bool:
+    def takes(self, state: CheckpointState) -> bool:
         """Whether such a state is written in the background; asked on all ranks together, before each save."""
         if not self._possible or state.count_file_bytes():
             return False
@@ -86,7 +86,9 @@ class Background:
             self._open(state.collect())
         return self._possible
 
-    def begin(self, content: Content, started: float, place: Place, then: Callable[[Ranks], None]) -> UnderWay:
+    def begin(
+        self, content: Content, started: float, place: CheckpointFolder, then: Callable[[Ranks], None]
+    ) -> UnderWay:
         """Copy the state, and write it in a thread; `started` is when the run came to a stand (perf_counter).
 
         `then` is called once it is written, on all ranks together.
@@ -94,7 +96,7 @@ class Background:
         apart = self._apart or self._session.ranks
         staged = replace(content, tensors=self._staging.stage(content.tensors))
 
-        def write() -> Saved:
+        def write() -> SavedCheckpoint:
             saved = write_checkpoint(place, apart, staged)
             then(apart)
             return saved

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from shardway.checkpoint.carry import carry_checkpoint
 from shardway.checkpoint.flight import Flight
-from shardway.checkpoint.place import Place
-from shardway.checkpoint.save import Saved
+from shardway.checkpoint.place import CheckpointFolder
+from shardway.checkpoint.save import SavedCheckpoint
 from shardway.ranks.start import Ranks
 from shardway.rundir.line import SHARED
 from shardway.train.saves.background import Landed, UnderWay
@@ -20,7 +20,7 @@ from shardway.train.saves.tiers import LocalTier
 from shardway.train.session import Session
 
 
-class Copies:
+class RankCopies:
     """The copies that one rank takes part in."""
 
     def __init__(self, session: Session, tier: LocalTier) -> None:
@@ -38,13 +38,13 @@ class Copies:
         """Whether any rank has a copy under way; asked on all ranks together."""
         return any(self._session.ranks.gather(self._under_way is not None and not self._under_way.flight.has_landed))
 
-    def begin(self, source: UnderWay | Landed, target: Place, then: Callable[[Ranks], None]) -> None:
+    def begin(self, source: UnderWay | Landed, target: CheckpointFolder, then: Callable[[Ranks], None]) -> None:
         """Copy in a thread what is written to the disks of the nodes, once it is; `then` is called afterwards."""
         apart, place = self._tier.apart(), self._tier.place
         step = source.flight.step if isinstance(source, UnderWay) else source.step
         started = source.started if isinstance(source, UnderWay) else time.perf_counter() - source.seconds
 
-        def write() -> Saved | None:
+        def write() -> SavedCheckpoint | None:
             saved = _await(source)
             if saved is None:
                 return None
@@ -68,7 +68,7 @@ class Copies:
         return landed
 
 
-def _await(source: UnderWay | Landed) -> Saved | None:
+def _await(source: UnderWay | Landed) -> SavedCheckpoint | None:
     if isinstance(source, Landed):
         return source.saved
     source.flight.wait()

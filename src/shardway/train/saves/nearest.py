@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shardway.checkpoint.find import PassedOver
-from shardway.checkpoint.load import Loaded, load_from
+from shardway.checkpoint.load import LoadedCheckpoint, load_from
 from shardway.checkpoint.manifest import Manifest
 from shardway.checkpoint.nearby import Survey, list_held, survey
-from shardway.checkpoint.state import State
+from shardway.checkpoint.state import CheckpointState
 from shardway.checkpoint.stock import open_local_stock
-from shardway.rundir.left_out import LeftOut
-from shardway.rundir.line import LOCAL, Line, read_line
+from shardway.rundir.left_out import SkippedRange
+from shardway.rundir.line import LOCAL, Lineage, read_line
 from shardway.train.saves.back import why_undone
 from shardway.train.saves.tiers import LocalTier, line_of
 from shardway.train.session import Session
@@ -26,7 +26,7 @@ from shardway.train.session import Session
 class Nearest:
     """What was loaded (None: nothing), what was passed over, and the step for which all of it was left out."""
 
-    loaded: Loaded | None = None
+    loaded: LoadedCheckpoint | None = None
     passed_over: tuple[PassedOver, ...] = ()
     dropped: int | None = None
 
@@ -35,8 +35,8 @@ class Nearest:
 class _Known:
     """What rank 0 reads of the run: where it comes from, what undid steps of it, its newest checkpoint, its id."""
 
-    line: Line
-    left_out: tuple[LeftOut, ...]
+    line: Lineage
+    left_out: tuple[SkippedRange, ...]
     saved_step: int
     run: str
 
@@ -46,7 +46,7 @@ class _Known:
         return off or why_undone(manifest.numbers, manifest.step, self.left_out)
 
 
-def load_nearest(session: Session, tier: LocalTier, state: State) -> Nearest:
+def load_nearest(session: Session, tier: LocalTier, state: CheckpointState) -> Nearest:
     """Restore the newest checkpoint on the disks of the nodes that holds, on all ranks together.
 
     Raises JobError where it does not fit the state.
@@ -61,7 +61,7 @@ def load_nearest(session: Session, tier: LocalTier, state: State) -> Nearest:
         tier.begin(nearby.step, LOCAL)
         with open_local_stock(tier.place, session.ranks, nearby, tier.nodes, tier.apart) as stock:
             loaded = load_from(stock, session.ranks, state)
-        if isinstance(loaded, Loaded):
+        if isinstance(loaded, LoadedCheckpoint):
             return Nearest(replace(loaded, tier=LOCAL), tuple(passed_over))
         passed_over.append(loaded)
     return Nearest(None, tuple(passed_over))

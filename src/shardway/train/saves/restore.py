@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from shardway.checkpoint.load import Loaded, load_latest
-from shardway.checkpoint.quarantine import SetAside, set_aside
-from shardway.checkpoint.state import State
+from shardway.checkpoint.load import LoadedCheckpoint, load_latest
+from shardway.checkpoint.quarantine import CorruptCheckpoint, set_aside
+from shardway.checkpoint.state import CheckpointState
 from shardway.errors import UserError
 from shardway.rundir.directory import START_OVER, START_OVER_IN_SCRIPT
-from shardway.rundir.left_out import LeftOut
+from shardway.rundir.left_out import SkippedRange
 from shardway.rundir.line import LOCAL, SHARED
 from shardway.rundir.steps import step_name
 from shardway.train.counters import Counters, read_counters
@@ -34,11 +34,11 @@ class Restored:
     what became of the checkpoints on the disks of the nodes.
     """
 
-    loaded: Loaded | None
+    loaded: LoadedCheckpoint | None
     counters: Counters
     loss_scale: LossScale | None
-    left_out: tuple[LeftOut, ...] = ()
-    undone: Sequence[SetAside] = ()
+    left_out: tuple[SkippedRange, ...] = ()
+    undone: Sequence[CorruptCheckpoint] = ()
     nearest: Nearest = field(default_factory=Nearest)
 
     @property
@@ -47,7 +47,7 @@ class Restored:
         return self.loaded is not None and bool(self.loaded.numbers.get("validation_owed"))
 
 
-def restore(session: Session, plan: LoopPlan, state: State, tier: LocalTier | None = None) -> Restored:
+def restore(session: Session, plan: LoopPlan, state: CheckpointState, tier: LocalTier | None = None) -> Restored:
     """Install the newest whole checkpoint that holds, on all ranks together; those of a `tier` as well.
 
     What follows for the run directory is for `settle_restored`, once the run goes on. Raises JobError where none is
@@ -78,7 +78,7 @@ def settle_restored(session: Session, restored: Restored, tier: LocalTier | None
     return replace(restored, left_out=left_out, undone=undone)
 
 
-def _settle_tier(session: Session, tier: LocalTier | None, loaded: Loaded | None) -> None:
+def _settle_tier(session: Session, tier: LocalTier | None, loaded: LoadedCheckpoint | None) -> None:
     """Write down where the run goes on from, unless that was done; what is newer on disks of nodes goes."""
     step, where = (loaded.step, loaded.tier) if loaded is not None else (0, SHARED)
     if tier is None:

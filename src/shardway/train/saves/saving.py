@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardway.checkpoint.place import Place, shared_place
+from shardway.checkpoint.place import CheckpointFolder, shared_place
 from shardway.checkpoint.retention import Keep, retire
-from shardway.checkpoint.save import Saved, collect_content, is_saved, save_to
-from shardway.checkpoint.state import State
+from shardway.checkpoint.save import SavedCheckpoint, collect_content, is_saved, save_to
+from shardway.checkpoint.state import CheckpointState
 from shardway.errors import Fenced, JobError, LostContact, render_reason
 from shardway.ranks.start import Ranks, is_out_of_memory
 from shardway.rundir.line import LOCAL, SHARED
 from shardway.train.saves.background import Background, Landed, UnderWay
 from shardway.train.saves.cadence import Cadence, LeastCost
-from shardway.train.saves.copies import Copies
+from shardway.train.saves.copies import RankCopies
 from shardway.train.saves.tiers import LocalTier
 from shardway.train.session import Session
 
@@ -36,7 +36,7 @@ live."""
 
 
 @dataclass(frozen=True)
-class Point:
+class SavePoint:
     """What is saved: the state, the step that it belongs to, the run's counters.
 
     `last`: nothing comes after it. `in_doubt`: it may be undone, so that no older one is removed for it. `shared` and
@@ -44,7 +44,7 @@ class Point:
     never left out. `ranking`: the steps that were validated, the best first.
     """
 
-    state: State
+    state: CheckpointState
     step: int
     numbers: Mapping[str, Any]
     last: bool
@@ -78,7 +78,7 @@ class Saver:
         self._background = Background(session)
         self._cadences = {SHARED: Cadence(every_s, clock), LOCAL: Cadence(tier[1] if tier else None, clock)}
         self._tier = tier[0] if tier is not None else None
-        self._copies = Copies(session, self._tier) if self._tier is not None else None
+        self._copies = RankCopies(session, self._tier) if self._tier is not None else None
         self._owed = False
         """Whether a save into the run directory was due while nodes wrote to their disks: it comes right after."""
         session.at_end.push(self._leave)
@@ -92,7 +92,7 @@ class Saver:
         """Whether rank 0 wishes for a save: by the clock, or since the last failed; never while one is under way."""
         return self._session.ranks.is_first and self._background.saving is None and any(self._due().values())
 
-    def save(self, point: Point) -> None:
+    def save(self, point: SavePoint) -> None:
         """Save, or begin to; nothing where this step is saved already, or while an earlier save is under way.
 
         Raises JobError on every rank where it fails and nothing comes after it, or where memory ran out.
@@ -153,7 +153,7 @@ class Saver:
         due = {tier: cadence.is_due(RETRY_S) for tier, cadence in self._cadences.items()}
         return {**due, SHARED: (due[SHARED] or self._owed) and not copying}
 
-    def _route(self, point: Point) -> list[tuple[Place, bool]]:
+    def _route(self, point: SavePoint) -> list[tuple[CheckpointFolder, bool]]:
         """Where to save, and whether it is copied on from there; the same on all ranks. At most one place."""
         shared = shared_place(self._session.directory, self._session.ranks)
         if point.last or self._tier is None or self._copies is None:
@@ -172,12 +172,12 @@ class Saver:
             return [(shared, False)]
         return [(local, wants_shared)] if wants_local or wants_shared else []
 
-    def _can_copy(self, local: Place, step: int) -> bool:
+    def _can_copy(self, local: CheckpointFolder, step: int) -> bool:
         """Whether this step can be saved on the disks of the nodes and copied from there while the run goes on."""
         in_background = self._session.resolved.values.checkpoint.background
         return in_background and not is_saved(local, self._session.ranks, step)
 
-    def _save_to(self, place: Place, point: Point, started: float, *, copies: bool) -> None:
+    def _save_to(self, place: CheckpointFolder, point: SavePoint, started: float, *, copies: bool) -> None:
         """Save there, or begin to, unless that is done; then let it be copied on."""
         session = self._session
         if self._tier is not None:
@@ -196,7 +196,7 @@ class Saver:
             self._cadences[SHARED].try_now()
             self._copies.begin(source, target, lambda on: self._retire(target, point, on))
 
-    def _save_now(self, place: Place, point: Point, started: float) -> Landed | None:
+    def _save_now(self, place: CheckpointFolder, point: SavePoint, started: float) -> Landed | None:
         session, step = self._session, point.step
         saved = save_to(place, session.ranks, point.state, step, point.numbers)
         self._cadences[place.tier].has_failed = False
@@ -208,7 +208,7 @@ class Saver:
         self._retire(place, point, session.ranks)
         return landed
 
-    def _retire(self, place: Place, point: Point, ranks: Ranks) -> None:
+    def _retire(self, place: CheckpointFolder, point: SavePoint, ranks: Ranks) -> None:
         """A save is complete: older ones may go, unless it may be undone."""
         if place.local is not None and self._tier is not None:
             self._tier.retire(point.step, ranks)
@@ -229,7 +229,7 @@ class Saver:
     def _skip(self, step: int, saving: int | None) -> None:
         self._session.recorder.event("save_skipped", step=step, saving=saving)
 
-    def _note_saved(self, landed: Landed, saved: Saved) -> None:
+    def _note_saved(self, landed: Landed, saved: SavedCheckpoint) -> None:
         recorder, cadence = self._session.recorder, self._cadences[landed.tier]
         cadence.succeed(landed.stall_s)
         facts = {"name": saved.name, "bytes": saved.bytes, "seconds": landed.seconds, "stall_s": landed.stall_s}

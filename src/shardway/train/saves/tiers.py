@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardway.checkpoint.place import Local, Place
+from shardway.checkpoint.place import CheckpointFolder, Local
 from shardway.errors import UserError
 from shardway.parallel.mesh import set_apart
 from shardway.ranks.start import Ranks
@@ -56,11 +56,11 @@ class LocalTier:
         return self.nodes.index(self.nodes[rank]) == rank
 
     @property
-    def place(self) -> Place:
+    def place(self) -> CheckpointFolder:
         """Where this rank writes, as the start of the run that it is in now."""
         node = self.nodes[self._session.ranks.rank]
         share = self.nodes.count(node) / len(self.nodes)
-        return Place(self._session.directory, self.leads, Local(self.files, node, share, self._start))
+        return CheckpointFolder(self._session.directory, self.leads, Local(self.files, node, share, self._start))
 
     def apart(self) -> Ranks:
         """The ranks over a group of their own, made at the first call, which is on all ranks together."""

@@ -16,7 +16,7 @@ from dataclasses import replace
 from shardway.ranks.agreement import Decision, Wishes
 from shardway.ranks.parent import is_orphan
 from shardway.rundir.attempts import BY_SIGNAL
-from shardway.train.ending import End, find_end
+from shardway.train.ending import AttemptEnd, find_end
 from shardway.train.session import Session
 from shardway.train.stops.breaking import ValidationBreaks, agree
 from shardway.train.stops.deadline import Deadline, find_deadline, read_pace
@@ -28,7 +28,7 @@ LOOK_EVERY_S = 0.5
 """How often rank 0 looks for the stop file: a look costs a millisecond on a busy parallel file system."""
 
 
-class Stopping:
+class StopAgreement:
     """One rank's part in stopping; `decision` is what all ranks agreed on last, `deadline` None without one."""
 
     def __init__(self, session: Session) -> None:
@@ -92,7 +92,7 @@ class Stopping:
             self._session.recorder.event("validation_skipped", step=step, **self.deadline.facts())
         return skips
 
-    def find_end(self) -> End:
+    def find_end(self) -> AttemptEnd:
         """How the attempt ends; a person's request wins over the clock up to the last moment."""
         if self._session.ranks.is_first:
             self._look_for_stop_file()

@@ -17,7 +17,14 @@ from collections.abc import Sequence
 from shardway.launch.blocks import read_block
 from shardway.launch.hosts.base import Done
 from shardway.launch.schedulers.answers import describe_silence
-from shardway.launch.schedulers.records import Asked, Explanation, JobRecord, Phase, SchedulerEnding, SchedulerSilent
+from shardway.launch.schedulers.records import (
+    Explanation,
+    JobPhase,
+    JobRecord,
+    RequestedResources,
+    SchedulerEnding,
+    SchedulerSilent,
+)
 
 _JOB = re.compile(r"(\d+)\.(\d+)")
 _ANSWER = re.compile(r"(?P<job>\d+\.\d+) (?P<word>runs|waits)(?: (?P<after>\d+))?")
@@ -99,7 +106,7 @@ def parse_records(jobs: Sequence[str], answers: Sequence[Done]) -> dict[str, Job
         raise SchedulerSilent(describe_silence(answers[0]))
     lines = answers[0].out.splitlines() if answers else ()
     alive = {match["job"]: _record(match) for match in map(_ANSWER.fullmatch, lines) if match}
-    gone = {job: JobRecord(job, Phase.ENDED, state="gone", ending=SchedulerEnding.UNCLEAR) for job in jobs}
+    gone = {job: JobRecord(job, JobPhase.ENDED, state="gone", ending=SchedulerEnding.UNCLEAR) for job in jobs}
     return {job: alive.get(job, gone[job]) for job in jobs}
 
 
@@ -115,7 +122,7 @@ def parse_job_id(text: str) -> str:
     return text.strip() if _JOB.fullmatch(text.strip()) else ""
 
 
-def explain_refusal(done: Done, asked: Asked) -> Explanation:
+def explain_refusal(done: Done, asked: RequestedResources) -> Explanation:
     """A machine takes every job; what goes wrong is that the script cannot be started."""
     return Explanation(
         "not_started",
@@ -125,19 +132,19 @@ def explain_refusal(done: Done, asked: Asked) -> Explanation:
     )
 
 
-def explain_pending(record: JobRecord, asked: Asked) -> Explanation | None:
+def explain_pending(record: JobRecord, asked: RequestedResources) -> Explanation | None:
     """A job of this machine waits for nothing but the one before it."""
-    if record.phase is not Phase.QUEUED:
+    if record.phase is not JobPhase.QUEUED:
         return None
     return Explanation("dependency", f"It starts after {record.reason or 'the job before it'}.", "wait")
 
 
-def explain_ending(record: JobRecord, asked: Asked) -> Explanation | None:
+def explain_ending(record: JobRecord, asked: RequestedResources) -> Explanation | None:
     """A process leaves no record."""
     return None
 
 
 def _record(match: re.Match[str]) -> JobRecord:
     if match["word"] == "runs":
-        return JobRecord(match["job"], Phase.RUNNING, state="runs")
-    return JobRecord(match["job"], Phase.QUEUED, state="waits", reason=f"attempt {match['after'] or 'before it'}")
+        return JobRecord(match["job"], JobPhase.RUNNING, state="runs")
+    return JobRecord(match["job"], JobPhase.QUEUED, state="waits", reason=f"attempt {match['after'] or 'before it'}")

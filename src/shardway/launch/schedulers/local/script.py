@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from shardway.launch.job import Job
 from shardway.launch.schedulers.base import EachNode, SchedulerScript
-from shardway.launch.script import Line, quote_comment
+from shardway.launch.script import ScriptLine, quote_comment
 
 
-def directives(job: Job) -> tuple[Line, ...]:
+def directives(job: Job) -> tuple[ScriptLine, ...]:
     """No scheduler reads them; they say how the job is started."""
     return (
-        Line(f"# local {job.scheduler_name}"),
-        Line(f"# output {quote_comment(str(job.folder.job_log))}"),
-        Line("predecessor=${1:-}", "the job that this one follows, if there is one"),
+        ScriptLine(f"# local {job.scheduler_name}"),
+        ScriptLine(f"# output {quote_comment(str(job.folder.job_log))}"),
+        ScriptLine("predecessor=${1:-}", "the job that this one follows, if there is one"),
     )
 
 

@@ -24,13 +24,13 @@ from typing import Any
 
 from shardway.launch.hosts.base import Done
 from shardway.launch.schedulers.answers import describe_silence, merge_tasks
-from shardway.launch.schedulers.records import JobRecord, Phase, SchedulerEnding, SchedulerSilent
+from shardway.launch.schedulers.records import JobPhase, JobRecord, SchedulerEnding, SchedulerSilent
 
 _PHASES = {
-    **dict.fromkeys("HQTW", Phase.QUEUED),
-    **dict.fromkeys("BERSU", Phase.RUNNING),
-    **dict.fromkeys("FX", Phase.ENDED),
-    "M": Phase.UNKNOWN,
+    **dict.fromkeys("HQTW", JobPhase.QUEUED),
+    **dict.fromkeys("BERSU", JobPhase.RUNNING),
+    **dict.fromkeys("FX", JobPhase.ENDED),
+    "M": JobPhase.UNKNOWN,
 }
 _ENDINGS = {
     -20: SchedulerEnding.NODE_FAILURE,
@@ -114,9 +114,11 @@ def _parse_answer(job: str, done: Done) -> JobRecord | None:
     if others:
         return _record(job, others.get(job) or next(iter(others.values())))
     if _UNKNOWN_JOB.search(done.err):
-        return JobRecord(job, Phase.UNKNOWN)
+        return JobRecord(job, JobPhase.UNKNOWN)
     if done.ok and _HEAD_OF_ANSWER.search(done.out):
-        return JobRecord(job, Phase.UNKNOWN, note="PBS answered but shows nothing of it: it may be another user's job")
+        return JobRecord(
+            job, JobPhase.UNKNOWN, note="PBS answered but shows nothing of it: it may be another user's job"
+        )
     return None
 
 
@@ -153,27 +155,27 @@ def _parse_value(text: str) -> Any:
 def _array_record(job: str, parent: Mapping[str, Any], tasks: Sequence[JobRecord]) -> JobRecord:
     """An array: its phase is the parent's, its ending that of its tasks, as the parent's Exit_status is not."""
     record = _record(job, parent)
-    if not tasks or record.phase is not Phase.ENDED:
+    if not tasks or record.phase is not JobPhase.ENDED:
         return record
-    over = [task for task in tasks if task.phase is Phase.ENDED]
-    return replace(merge_tasks(job, over or tasks), phase=Phase.ENDED, state=record.state, reason=record.reason)
+    over = [task for task in tasks if task.phase is JobPhase.ENDED]
+    return replace(merge_tasks(job, over or tasks), phase=JobPhase.ENDED, state=record.state, reason=record.reason)
 
 
 def _record(job: str, table: Mapping[str, Any]) -> JobRecord:
     state = str(table["job_state"])
-    phase = _PHASES.get(state, Phase.RUNNING)
+    phase = _PHASES.get(state, JobPhase.RUNNING)
     runs = _int(table, "run_count") or 0
     record = JobRecord(
         job=job,
         phase=phase,
         state=state,
         reason=_reason(state, table),
-        started=None if phase is Phase.QUEUED else _parse_time(table.get("stime")),
+        started=None if phase is JobPhase.QUEUED else _parse_time(table.get("stime")),
         nodes=str(table.get("exec_host", "")),
-        restarts=runs if phase is Phase.QUEUED else max(runs - 1, 0),
+        restarts=runs if phase is JobPhase.QUEUED else max(runs - 1, 0),
         name=str(table.get("Job_Name", "")),
     )
-    return _ended(record, table) if phase is Phase.ENDED else record
+    return _ended(record, table) if phase is JobPhase.ENDED else record
 
 
 def _reason(state: str, table: Mapping[str, Any]) -> str:

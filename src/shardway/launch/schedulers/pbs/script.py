@@ -14,32 +14,32 @@ from collections.abc import Iterator
 from shardway.launch.job import Job
 from shardway.launch.schedulers.base import EachNode, SchedulerScript
 from shardway.launch.schedulers.options import render_options
-from shardway.launch.script import Line, quote
+from shardway.launch.script import ScriptLine, quote
 
 
-def directives(job: Job) -> tuple[Line, ...]:
+def directives(job: Job) -> tuple[ScriptLine, ...]:
     """The #PBS lines."""
-    return tuple(Line(f"#PBS {line.text}", line.purpose) for line in _options(job))
+    return tuple(ScriptLine(f"#PBS {line.text}", line.purpose) for line in _options(job))
 
 
-def _options(job: Job) -> Iterator[Line]:
+def _options(job: Job) -> Iterator[ScriptLine]:
     terms = job.terms
-    yield Line(f"-N {job.scheduler_name}", "the run, its attempt, and what makes it unique")
+    yield ScriptLine(f"-N {job.scheduler_name}", "the run, its attempt, and what makes it unique")
     if terms.account:
-        yield Line(f"-P {quote(terms.account)}", "who is charged, and where the job waits")
+        yield ScriptLine(f"-P {quote(terms.account)}", "who is charged, and where the job waits")
     if terms.queue:
-        yield Line(f"-q {quote(terms.queue)}", "who is charged, and where the job waits")
-    yield Line(f"-l select={render_select(job)}", "nodes, and what is wanted of each")
-    yield Line(f"-l place=scatter{':excl' if job.shape.whole_nodes else ''}")
-    yield from (Line(f"-l {entry}", "the container that PBS makes on each node") for entry in _container(job))
-    yield Line(f"-l walltime={_render_time(terms.walltime_s)}", "wall-time of this attempt")
-    yield Line("-r n", "an attempt that loses its nodes ends; the next attempt goes on from the last checkpoint")
-    yield Line("-S /bin/bash", "the shell of this script, whatever the login shell is")
-    yield Line("-j oe", "what it prints, at once and not when it has ended")
-    yield Line("-k oed")
-    yield Line(f"-o {job.log_for_scheduler}")
+        yield ScriptLine(f"-q {quote(terms.queue)}", "who is charged, and where the job waits")
+    yield ScriptLine(f"-l select={render_select(job)}", "nodes, and what is wanted of each")
+    yield ScriptLine(f"-l place=scatter{':excl' if job.shape.whole_nodes else ''}")
+    yield from (ScriptLine(f"-l {entry}", "the container that PBS makes on each node") for entry in _container(job))
+    yield ScriptLine(f"-l walltime={_render_time(terms.walltime_s)}", "wall-time of this attempt")
+    yield ScriptLine("-r n", "an attempt that loses its nodes ends; the next attempt goes on from the last checkpoint")
+    yield ScriptLine("-S /bin/bash", "the shell of this script, whatever the login shell is")
+    yield ScriptLine("-j oe", "what it prints, at once and not when it has ended")
+    yield ScriptLine("-k oed")
+    yield ScriptLine(f"-o {job.log_for_scheduler}")
     for words in render_options(terms.options):
-        yield Line(words, "options of this run or site that Shardway has no name for")
+        yield ScriptLine(words, "options of this run or site that Shardway has no name for")
 
 
 def render_select(job: Job) -> str:

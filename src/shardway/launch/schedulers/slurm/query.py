@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from shardway.launch.hosts.base import Done
 from shardway.launch.schedulers.answers import describe_silence, merge_tasks
-from shardway.launch.schedulers.records import JobRecord, Phase, SchedulerEnding, SchedulerSilent
+from shardway.launch.schedulers.records import JobPhase, JobRecord, SchedulerEnding, SchedulerSilent
 
 _ENV = ("env", "SLURM_TIME_FORMAT=%s")
 """Times as Unix seconds, so that nobody has to know the time zone of the machine that answers."""
@@ -85,7 +85,7 @@ def parse_records(jobs: Sequence[str], answers: Sequence[Done]) -> dict[str, Job
     known of any job.
     """
     if not answers:
-        return {job: JobRecord(job, Phase.UNKNOWN) for job in jobs}
+        return {job: JobRecord(job, JobPhase.UNKNOWN) for job in jobs}
     squeue, sacct = answers
     live, booked = _parse_squeue(squeue), _parse_sacct(sacct)
     if live is None and booked is None:
@@ -213,12 +213,12 @@ def _choose(job: str, live: list[_Row] | None, booked: list[_Row] | None) -> Job
         return _combine(job, now, restarts)
     if now and len(ended) < len(past) and any(row.word in _TOLD_BY_STEPS for row in now):
         record = _combine(job, now, restarts)
-        return replace(record, phase=Phase.RUNNING, ending=None, ended=None, note="sacct does not know its end yet")
+        return replace(record, phase=JobPhase.RUNNING, ending=None, ended=None, note="sacct does not know its end yet")
     if now:
         return _combine(job, past if len(ended) >= len(now) else now, restarts)
     if past:
         return _combine(job, past, restarts)
-    return JobRecord(job, Phase.UNKNOWN) if booked is not None else None
+    return JobRecord(job, JobPhase.UNKNOWN) if booked is not None else None
 
 
 def _select(job: str, rows: list[_Row]) -> list[_Row]:
@@ -249,7 +249,7 @@ def _record(row: _Row) -> JobRecord:
     started = _parse_time(row.start)
     record = JobRecord(
         job=row.job,
-        phase=Phase.RUNNING,
+        phase=JobPhase.RUNNING,
         state=row.state,
         reason="" if row.reason == "None" else row.reason,
         started=started,
@@ -260,7 +260,7 @@ def _record(row: _Row) -> JobRecord:
     if row.has_ended:
         return _ended(row, record)
     if row.word in _QUEUED:
-        return replace(record, phase=Phase.QUEUED, started=None)
+        return replace(record, phase=JobPhase.QUEUED, started=None)
     return record
 
 
@@ -274,7 +274,7 @@ def _ended(row: _Row, record: JobRecord) -> JobRecord:
         note = f"Slurm before 26.05 shows an exit code above 127 less 128, so that {code} may be {code + _FOLDED}"
     return replace(
         record,
-        phase=Phase.ENDED,
+        phase=JobPhase.ENDED,
         ending=ending,
         exit_code=code,
         signal=signal,

@@ -14,53 +14,55 @@ from collections.abc import Iterator
 from shardway.launch.job import Job
 from shardway.launch.schedulers.base import EachNode, SchedulerScript
 from shardway.launch.schedulers.options import render_options
-from shardway.launch.script import Line, quote
+from shardway.launch.script import ScriptLine, quote
 
 
-def directives(job: Job) -> tuple[Line, ...]:
+def directives(job: Job) -> tuple[ScriptLine, ...]:
     """The #SBATCH lines."""
-    return tuple(Line(f"#SBATCH {line.text}", line.purpose) for line in _options(job))
+    return tuple(ScriptLine(f"#SBATCH {line.text}", line.purpose) for line in _options(job))
 
 
-def _options(job: Job) -> Iterator[Line]:
+def _options(job: Job) -> Iterator[ScriptLine]:
     terms, shape = job.terms, job.shape
-    yield Line(f"--job-name={job.scheduler_name}", "the run, its attempt, and what makes it unique")
+    yield ScriptLine(f"--job-name={job.scheduler_name}", "the run, its attempt, and what makes it unique")
     if terms.account:
-        yield Line(f"--account={quote(terms.account)}", "who is charged, and where the job waits")
+        yield ScriptLine(f"--account={quote(terms.account)}", "who is charged, and where the job waits")
     if terms.partition:
-        yield Line(f"--partition={quote(terms.partition)}", "who is charged, and where the job waits")
+        yield ScriptLine(f"--partition={quote(terms.partition)}", "who is charged, and where the job waits")
     if terms.qos:
-        yield Line(f"--qos={quote(terms.qos)}", "who is charged, and where the job waits")
+        yield ScriptLine(f"--qos={quote(terms.qos)}", "who is charged, and where the job waits")
     if terms.constraint:
-        yield Line(f"--constraint={quote(terms.constraint)}", "the kind of node")
-    yield Line(f"--nodes={shape.nodes}", "nodes, and what is wanted of each")
+        yield ScriptLine(f"--constraint={quote(terms.constraint)}", "the kind of node")
+    yield ScriptLine(f"--nodes={shape.nodes}", "nodes, and what is wanted of each")
     tasks = 1 if job.one_agent_a_node else shape.ranks_per_node
-    yield Line(f"--ntasks-per-node={tasks}")
+    yield ScriptLine(f"--ntasks-per-node={tasks}")
     if cpus := cpus_of_task(job, tasks):
-        yield Line(f"--cpus-per-task={cpus}")
+        yield ScriptLine(f"--cpus-per-task={cpus}")
     yield from _generic_resources(job)
     if shape.memory_bytes:
-        yield Line(f"--mem={shape.memory_bytes // 2**20}M")
+        yield ScriptLine(f"--mem={shape.memory_bytes // 2**20}M")
     if shape.whole_nodes:
-        yield Line("--exclusive")
-    yield Line(f"--time={_render_time(terms.walltime_s)}", "wall-time of this attempt")
+        yield ScriptLine("--exclusive")
+    yield ScriptLine(f"--time={_render_time(terms.walltime_s)}", "wall-time of this attempt")
     if job.warn_s:
-        yield Line(f"--signal=B:USR2@{round(job.warn_s)}", "warns this script before the wall-time ends")
-    yield Line(
+        yield ScriptLine(f"--signal=B:USR2@{round(job.warn_s)}", "warns this script before the wall-time ends")
+    yield ScriptLine(
         "--no-requeue", "an attempt that loses its nodes ends; the next attempt goes on from the last checkpoint"
     )
     if job.elastic:
-        yield Line("--no-kill", "a node that is lost does not end the job: the run goes on with those that are left")
-    yield Line("--open-mode=append", "what it prints")
-    yield Line(f"--output={job.log_for_scheduler}")
+        yield ScriptLine(
+            "--no-kill", "a node that is lost does not end the job: the run goes on with those that are left"
+        )
+    yield ScriptLine("--open-mode=append", "what it prints")
+    yield ScriptLine(f"--output={job.log_for_scheduler}")
     for words in render_options({name: value for name, value in terms.options.items() if name.lstrip("-") != _GRES}):
-        yield Line(words, "options of this run or site that Shardway has no name for")
+        yield ScriptLine(words, "options of this run or site that Shardway has no name for")
 
 
 _GRES = "gres"
 
 
-def _generic_resources(job: Job) -> Iterator[Line]:
+def _generic_resources(job: Job) -> Iterator[ScriptLine]:
     """Accelerators, and what an option asks for besides them (local disks): of two --gres the last alone would hold."""
     count, kind = job.shape.accelerators_per_node, job.terms.accelerator_type
     asked = f"{kind}:{count}" if kind else str(count)
@@ -69,9 +71,9 @@ def _generic_resources(job: Job) -> Iterator[Line]:
         if name.lstrip("-") == _GRES:
             gres += map(str, value if isinstance(value, list | tuple) else [value])
     if gres:
-        yield Line(f"--gres={','.join(gres)}")
+        yield ScriptLine(f"--gres={','.join(gres)}")
     if count and job.terms.accelerators == "gpus-per-node":
-        yield Line(f"--gpus-per-node={asked}")
+        yield ScriptLine(f"--gpus-per-node={asked}")
 
 
 def _render_time(seconds: float) -> str:

@@ -22,9 +22,9 @@ from shardway.launch.job import AGENTS, SECRETS
 from shardway.launch.snapshot import LinkedPath, SnapshotPlan
 from shardway.launch.submission.checks.code import Code
 from shardway.launch.submission.checks.copies import list_copies
-from shardway.launch.submission.checks.look import Look, always, test_exists
+from shardway.launch.submission.checks.look import HostCheck, always, test_exists
 from shardway.launch.submission.command import CommandRead, find_launcher
-from shardway.launch.submission.wish import Wish, build_job, launcher_of, runtime_of, shape_of
+from shardway.launch.submission.wish import JobRequest, build_job, launcher_of, runtime_of, shape_of
 from shardway.places import expand_home
 
 _KEY, _ORIGIN = "the command", "command line"
@@ -35,7 +35,7 @@ print(*(name for name in sys.argv[1:] if importlib.util.find_spec(name) is None)
 _ON_PATH = 'PATH=${1:+$1/bin:}$PATH; type -P -- "$0"'
 
 
-def list_local_problems(wish: Wish, code: Code) -> Iterator[Problem]:
+def list_local_problems(wish: JobRequest, code: Code) -> Iterator[Problem]:
     """What is wrong with a command in the folder that is submitted: its script or program, other files that its words
     name, and what a shell of it starts."""
     read = wish.read
@@ -90,7 +90,7 @@ def _is_there(code: Code, path: str) -> bool:
         return False
 
 
-def _list_launchers_of_shells(wish: Wish) -> Iterator[Problem]:
+def _list_launchers_of_shells(wish: JobRequest) -> Iterator[Problem]:
     """A shell that starts ranks of its own, in each of several ranks of a node: every one of them would be a world."""
     ranks = shape_of(wish).ranks_per_node
     for where, text in wish.read.texts if wish.read is not None and ranks > 1 else ():
@@ -100,7 +100,7 @@ def _list_launchers_of_shells(wish: Wish) -> Iterator[Problem]:
             yield Problem(_KEY, what, _ORIGIN, remedy=remedy)
 
 
-def list_warnings(wish: Wish, code: Code) -> Iterator[str]:
+def list_warnings(wish: JobRequest, code: Code) -> Iterator[str]:
     """What of a command may be meant so, but is worth a sentence."""
     read = wish.read
     if read is None:
@@ -149,7 +149,7 @@ def _name_few(paths: Sequence[str]) -> str:
     return f"{', '.join(paths[:3])}{more}"
 
 
-def _find_activated(wish: Wish) -> str:
+def _find_activated(wish: JobRequest) -> str:
     """The `python` of an environment that the person has activated, where the job would take that of another one."""
     if runtime_of(wish) != "none" or wish.loaded.values.site.venv != "auto" or _is_surrounded(wish, "PATH"):
         return ""
@@ -170,7 +170,7 @@ def _read_script(code: Code, script: str) -> Iterator[Problem]:
         yield Problem(_KEY, what, _ORIGIN, remedy="mend it: the job would end as soon as it starts")
 
 
-def list_looks(wish: Wish, host: Host, code: Code) -> Iterator[Look]:
+def list_looks(wish: JobRequest, host: Host, code: Code) -> Iterator[HostCheck]:
     """Looks at the host for the program and for the environment of its Python."""
     yield from _look_for_conda(wish, host)
     if runtime_of(wish) != "none":
@@ -180,14 +180,14 @@ def list_looks(wish: Wish, host: Host, code: Code) -> Iterator[Look]:
     yield from _look_for_modules(wish, code)
 
 
-def _look_for_program(wish: Wish, host: Host) -> Iterator[Look]:
+def _look_for_program(wish: JobRequest, host: Host) -> Iterator[HostCheck]:
     """A program by its path, or by its name on the PATH, where nothing of the job changes that."""
     word, where, venv = wish.program.words[0], host.name or "this machine", _folder_of_venv(wish)
     script = wish.read.script if wish.read is not None else ""
     for path in dict.fromkeys((word, script)):
         if path.startswith("/"):
             gone = Problem(_KEY, f"there is no {path} on {where}", _ORIGIN, remedy="correct its path")
-            yield Look(_KEY, _ORIGIN, partial(_test_path, path), always(gone))
+            yield HostCheck(_KEY, _ORIGIN, partial(_test_path, path), always(gone))
     if not wish.program.python and "/" not in word and not _is_surrounded(wish, "PATH") and venv is not None:
         what = f"there is no program {word} on the PATH of {where}"
         gone = Problem(_KEY, what, _ORIGIN, remedy=f"correct its name; a file of the code is named by path: ./{word}")
@@ -196,14 +196,14 @@ def _look_for_program(wish: Wish, host: Host) -> Iterator[Look]:
             if done.code == 1:  # and not 127, where there is no bash
                 yield gone
 
-        yield Look(_KEY, _ORIGIN, lambda at: ("bash", "-c", _ON_PATH, word, at), judge, venv)
+        yield HostCheck(_KEY, _ORIGIN, lambda at: ("bash", "-c", _ON_PATH, word, at), judge, venv)
 
 
 def _test_path(path: str, _: str) -> tuple[str, ...]:
     return test_exists(path)
 
 
-def _look_into_container(wish: Wish, host: Host) -> Iterator[Look]:
+def _look_into_container(wish: JobRequest, host: Host) -> Iterator[HostCheck]:
     """A program or script of the host that the image cannot have: it is outside of what is mounted, and of folders
     that images have themselves."""
     script = wish.read.script if wish.read is not None else ""
@@ -213,10 +213,10 @@ def _look_into_container(wish: Wish, host: Host) -> Iterator[Look]:
             what = f"{path} is a path of {where}, which the container does not see: it is in none of its mounts"
             remedy = f'mount its folder, site.mounts=["{posixpath.dirname(path)}"], or name what is in the image'
             hidden = Problem(_KEY, what, _ORIGIN, remedy=remedy)
-            yield Look(_KEY, _ORIGIN, partial(_test_path, path), partial(where_it_is_there, hidden))
+            yield HostCheck(_KEY, _ORIGIN, partial(_test_path, path), partial(where_it_is_there, hidden))
 
 
-def may_be_hidden(wish: Wish, path: str) -> bool:
+def may_be_hidden(wish: JobRequest, path: str) -> bool:
     """Whether a whole path is outside of what the container shows of the host, and of folders that images have
     themselves. Not where that cannot be told: a variable says what is mounted."""
     job = build_job(wish, 1)
@@ -239,7 +239,7 @@ _OF_IMAGES = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/opt", "/etc", "/root"
 """Folders that an image has of its own; whether it has a path there is not seen from outside."""
 
 
-def _look_for_modules(wish: Wish, code: Code) -> Iterator[Look]:
+def _look_for_modules(wish: JobRequest, code: Code) -> Iterator[HostCheck]:
     """What the program needs of its virtual environment; one Python finds all of it and imports nothing."""
     venv, names = _folder_of_venv(wish), _list_modules(wish, code)
     named = wish.program.interpreter
@@ -257,14 +257,14 @@ def _look_for_modules(wish: Wish, code: Code) -> Iterator[Look]:
         # the Python of the environment starts another one's ranks only where that cannot
         return ("bash", "-c", _OTHER, named, *find) if named else find
 
-    yield Look("site.venv", wish.loaded.origins["site.venv"], words, judge, f"{venv}/bin/python3")
+    yield HostCheck("site.venv", wish.loaded.origins["site.venv"], words, judge, f"{venv}/bin/python3")
 
 
 _OTHER = 'found=$(timeout 10 "$0" "${@:4}") && [ -z "$found" ] || exec "$@"'
 """Looks with the first Python, and with the second where that one lacks something."""
 
 
-def _look_into_interpreter(wish: Wish, code: Code, python: str) -> Iterator[Look]:
+def _look_into_interpreter(wish: JobRequest, code: Code, python: str) -> Iterator[HostCheck]:
     """The module of `-m`, in an interpreter that was named."""
     module = wish.read.module.split(".")[0] if wish.read is not None else ""
     if not module.isidentifier() or code.holds_module(module) or _is_surrounded(wish, "PYTHONPATH"):
@@ -276,10 +276,10 @@ def _look_into_interpreter(wish: Wish, code: Code, python: str) -> Iterator[Look
         if done.ok and done.out.split():
             yield gone
 
-    yield Look(_KEY, _ORIGIN, lambda _: ("timeout", "10", python, "-c", _FIND, module), judge)
+    yield HostCheck(_KEY, _ORIGIN, lambda _: ("timeout", "10", python, "-c", _FIND, module), judge)
 
 
-def _list_modules(wish: Wish, code: Code) -> tuple[str, ...]:
+def _list_modules(wish: JobRequest, code: Code) -> tuple[str, ...]:
     """torch for torchrun and what is like it, Shardway for its own runs, and the module of `python -m`."""
     own = wish.program.meets_by_itself
     named = wish.read.module.split(".")[0] if wish.read is not None and not wish.program.interpreter else ""
@@ -292,7 +292,7 @@ def _list_modules(wish: Wish, code: Code) -> tuple[str, ...]:
     )
 
 
-def _tell_module(wish: Wish, venv: str, name: str) -> Problem:
+def _tell_module(wish: JobRequest, venv: str, name: str) -> Problem:
     if name in ("torch", "shardway", "nvidia_resiliency_ext"):
         remedy = f"`{venv}/bin/pip install {name.replace('_', '-')}`, or name another environment"
         return Problem("site.venv", f"{venv} has no {name}", wish.loaded.origins["site.venv"], remedy=remedy)
@@ -300,7 +300,7 @@ def _tell_module(wish: Wish, venv: str, name: str) -> Problem:
     return Problem(_KEY, what, _ORIGIN, remedy="correct its name, or install it there")
 
 
-def _look_for_conda(wish: Wish, host: Host) -> Iterator[Look]:
+def _look_for_conda(wish: JobRequest, host: Host) -> Iterator[HostCheck]:
     """A conda environment, where conda is a program of the host and not of a module."""
     venv = build_job(wish, 1).around.venv
     name = venv.removeprefix("conda:")
@@ -310,14 +310,14 @@ def _look_for_conda(wish: Wish, host: Host) -> Iterator[Look]:
     remedy = "correct its name (`conda env list` has those there are), or make it"
     gone = Problem(key, f"there is no conda environment {name} on {where}", origin, remedy=remedy)
     if "/" in name:
-        yield Look(key, origin, test_exists, always(gone), name)
+        yield HostCheck(key, origin, test_exists, always(gone), name)
         return
 
     def judge(done: Done) -> Iterator[Problem]:
         if done.ok and name not in parse_conda_environments(done.out):
             yield gone
 
-    yield Look(key, origin, lambda _: ("timeout", "20", "conda", "env", "list"), judge)
+    yield HostCheck(key, origin, lambda _: ("timeout", "20", "conda", "env", "list"), judge)
 
 
 def parse_conda_environments(text: str) -> set[str]:
@@ -326,13 +326,13 @@ def parse_conda_environments(text: str) -> set[str]:
     return {words[0] for words in lines} | {words[-1].rpartition("/")[2] for words in lines}
 
 
-def _folder_of_venv(wish: Wish) -> str | None:
+def _folder_of_venv(wish: JobRequest) -> str | None:
     """The virtual environment of the job, "" for none; None for one of conda, which is not looked into."""
     venv = build_job(wish, 1).around.venv
     return None if venv.startswith("conda:") else venv
 
 
-def _is_surrounded(wish: Wish, name: str) -> bool:
+def _is_surrounded(wish: JobRequest, name: str) -> bool:
     """Whether modules or a variable of the job may bring more than is seen from here."""
     around = build_job(wish, 1).around
     return bool(around.modules) or name in around.names

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from shardway.launch.submission.checks.code import Code
 from shardway.launch.submission.command import CommandRead
-from shardway.launch.submission.wish import Wish, shape_of
+from shardway.launch.submission.wish import JobRequest, shape_of
 
 _LIBRARIES = frozenset(
     (
@@ -40,7 +40,7 @@ _MOST_FILES = 200
 _MOST_BYTES = 1 << 20
 
 
-def list_copies(wish: Wish, code: Code) -> Iterator[str]:
+def list_copies(wish: JobRequest, code: Code) -> Iterator[str]:
     """A sentence where several ranks will each run the same program and its source shows no sign of ranks."""
     shape, read = shape_of(wish), wish.read
     if read is None or shape.ranks < 2 or not code.is_there:

@@ -14,7 +14,7 @@ from shardway.launch.hosts.base import Done, Host
 
 
 @dataclass(frozen=True)
-class Look:
+class HostCheck:
     """A command, and what its answer means. `path` is one of the host (with `~` and `$NAMES`) that the command is
     about, "" for none; `key` and `origin` are of the value that it comes from."""
 
@@ -25,7 +25,7 @@ class Look:
     path: str = ""
 
 
-def take_looks(host: Host, looks: Sequence[Look]) -> list[Problem]:
+def take_looks(host: Host, looks: Sequence[HostCheck]) -> list[Problem]:
     """What is wrong, in the order of the looks, each once; a path with a variable that the host does not set is a
     problem as well. Raises HostUnreachable."""
     paths, problems = _expand(host, looks)
@@ -37,7 +37,7 @@ def take_looks(host: Host, looks: Sequence[Look]) -> list[Problem]:
     return list(dict.fromkeys(problems))
 
 
-def _expand(host: Host, looks: Sequence[Look]) -> tuple[dict[str, PurePosixPath], list[Problem]]:
+def _expand(host: Host, looks: Sequence[HostCheck]) -> tuple[dict[str, PurePosixPath], list[Problem]]:
     """Paths as the host knows them, all in one exchange; one by one only where one of them cannot be known."""
     named = {look.path: look for look in looks if look.path}
     try:
@@ -48,7 +48,7 @@ def _expand(host: Host, looks: Sequence[Look]) -> tuple[dict[str, PurePosixPath]
     return paths, [one for one in found.values() if isinstance(one, Problem)]
 
 
-def _expand_one(host: Host, look: Look) -> PurePosixPath | Problem:
+def _expand_one(host: Host, look: HostCheck) -> PurePosixPath | Problem:
     try:
         return host.expand(look.path)
     except UserError as error:

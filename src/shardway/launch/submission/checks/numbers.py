@@ -11,18 +11,18 @@ from types import MappingProxyType
 
 from shardway.errors import Problem
 from shardway.launch.job_script import LAUNCHERS, RUNTIMES
-from shardway.launch.submission.wish import Wish, is_elastic, launcher_of, runtime_of, shape_of, walltime_of
+from shardway.launch.submission.wish import JobRequest, is_elastic, launcher_of, runtime_of, shape_of, walltime_of
 from shardway.units import render_seconds, say_bytes
 
-Check = Callable[[Wish], Iterator[Problem]]
+Check = Callable[[JobRequest], Iterator[Problem]]
 
 
-def problem(wish: Wish, key: str, what: str, allowed: str = "", remedy: str = "") -> Problem:
+def problem(wish: JobRequest, key: str, what: str, allowed: str = "", remedy: str = "") -> Problem:
     """A problem of a key of [site], with where its value comes from."""
     return Problem(f"site.{key}", what, wish.loaded.origins[f"site.{key}"], allowed, remedy)
 
 
-def a_wall_time_is_known_and_within_the_limit(wish: Wish) -> Iterator[Problem]:
+def a_wall_time_is_known_and_within_the_limit(wish: JobRequest) -> Iterator[Problem]:
     """Schedulers let a job over the limit wait for ever, or refuse it without naming the limit."""
     walltime, queue = walltime_of(wish), wish.queue
     if walltime is None:
@@ -37,7 +37,7 @@ def a_wall_time_is_known_and_within_the_limit(wish: Wish) -> Iterator[Problem]:
         yield problem(wish, "walltime", what, f"at most {limit}", remedy)
 
 
-def nodes_are_within_the_limits(wish: Wish) -> Iterator[Problem]:
+def nodes_are_within_the_limits(wish: JobRequest) -> Iterator[Problem]:
     """More nodes than a queue gives out are never found."""
     nodes, queue = wish.section.nodes, wish.queue
     if wish.profile.scheduler == "local" and nodes > 1:
@@ -51,7 +51,7 @@ def nodes_are_within_the_limits(wish: Wish) -> Iterator[Problem]:
         yield problem(wish, "nodes", f'{nodes} nodes in the queue "{queue.name}"', f"at least {queue.min_nodes}")
 
 
-def an_account_is_named_where_one_is_needed(wish: Wish) -> Iterator[Problem]:
+def an_account_is_named_where_one_is_needed(wish: JobRequest) -> Iterator[Problem]:
     """A job without an account is refused, or charged to nobody knows whom."""
     request = wish.profile.request
     if request.account == "required" and not wish.section.account:
@@ -60,7 +60,7 @@ def an_account_is_named_where_one_is_needed(wish: Wish) -> Iterator[Problem]:
         yield problem(wish, "account", f"{wish.profile.name} wants to know who is charged", remedy=remedy)
 
 
-def ranks_of_a_node_have_an_accelerator_each(wish: Wish) -> Iterator[Problem]:
+def ranks_of_a_node_have_an_accelerator_each(wish: JobRequest) -> Iterator[Problem]:
     """A rank without an accelerator fails when the job starts, hours later."""
     node, asked = wish.profile.node, wish.section.ranks_per_node
     most = node.accelerators_per_node if wish.loaded.values.run.device != "cpu" else 0
@@ -72,7 +72,7 @@ def ranks_of_a_node_have_an_accelerator_each(wish: Wish) -> Iterator[Problem]:
         yield problem(wish, "ranks_per_node", f"{asked} ranks on nodes of {node.cores} cores", f"at most {node.cores}")
 
 
-def memory_is_there_and_may_be_asked_for(wish: Wish) -> Iterator[Problem]:
+def memory_is_there_and_may_be_asked_for(wish: JobRequest) -> Iterator[Problem]:
     """A node that no machine has is waited for for ever."""
     asked, node, request = wish.section.memory, wish.profile.node, wish.profile.request
     if asked == "auto":
@@ -85,7 +85,7 @@ def memory_is_there_and_may_be_asked_for(wish: Wish) -> Iterator[Problem]:
         yield problem(wish, "memory", what, f"at most {say_bytes(node.memory)}")
 
 
-def a_launcher_goes_with_its_scheduler(wish: Wish) -> Iterator[Problem]:
+def a_launcher_goes_with_its_scheduler(wish: JobRequest) -> Iterator[Problem]:
     """srun is Slurm's own."""
     launcher, scheduler = launcher_of(wish), wish.profile.scheduler
     if launcher not in LAUNCHERS[scheduler]:
@@ -102,7 +102,7 @@ def a_launcher_goes_with_its_scheduler(wish: Wish) -> Iterator[Problem]:
         yield problem(wish, "launcher", what, "torchrun, srun")
 
 
-def a_container_has_a_runtime_and_an_image(wish: Wish) -> Iterator[Problem]:
+def a_container_has_a_runtime_and_an_image(wish: JobRequest) -> Iterator[Problem]:
     """An image needs somebody to start it, and a runtime something to start."""
     section, runtime = wish.section, runtime_of(wish)
     if section.image and runtime == "none":
@@ -121,7 +121,7 @@ def a_container_has_a_runtime_and_an_image(wish: Wish) -> Iterator[Problem]:
         yield problem(wish, "container", '"pyxis" is a part of Slurm', "enroot, apptainer, podman, charliecloud")
 
 
-def the_run_stops_before_its_time_is_over(wish: Wish) -> Iterator[Problem]:
+def the_run_stops_before_its_time_is_over(wish: JobRequest) -> Iterator[Problem]:
     """A margin as long as the wall-time leaves nothing to train in."""
     margin, walltime = wish.loaded.values.run.stop_margin, walltime_of(wish)
     if margin != "auto" and walltime is not None and float(margin) >= walltime:
@@ -141,7 +141,7 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def list_warnings(wish: Wish) -> list[str]:
+def list_warnings(wish: JobRequest) -> list[str]:
     """What may be meant so, but is worth a sentence."""
     warnings, shape, node = [], shape_of(wish), wish.profile.node
     idle = (node.accelerators_per_node or 0) - shape.ranks_per_node

@@ -10,14 +10,14 @@ from dataclasses import replace
 
 from shardway.hardware.catalogue import load_accelerators
 from shardway.hardware.device import facts_of_part
-from shardway.launch.submission.wish import Wish, shape_of
+from shardway.launch.submission.wish import JobRequest, shape_of
 from shardway.resolve.build import resolve
-from shardway.resolve.request import Request, machine_of_known, resolve_request
+from shardway.resolve.request import ResolveRequest, machine_of_known, resolve_request
 from shardway.resolve.resolved import Circumstances, Resolved
 from shardway.sites.schema import CPU
 
 
-def check_run(request: Request, site: str, wish: Wish) -> Resolved:
+def check_run(request: ResolveRequest, site: str, wish: JobRequest) -> Resolved:
     """The rules of the run file itself, for the ranks and the machine that the job will have; `site` is that of --on.
 
     The run as they will have it. Raises UserError with every problem.
@@ -40,7 +40,7 @@ def check_run(request: Request, site: str, wish: Wish) -> Resolved:
     return resolve(wish.loaded, circumstances)  # the planner, which is slow to import, would only pick a micro-batch
 
 
-def _check_planned(request: Request, site: str, wish: Wish) -> Resolved:
+def _check_planned(request: ResolveRequest, site: str, wish: JobRequest) -> Resolved:
     """The same where the layout is the planner's, or a checkpoint's config has to be read."""
     shape = shape_of(wish)
     machine = machine_of_known(wish.profile) if wish.loaded.values.run.device != "cpu" else None

@@ -14,7 +14,7 @@ from shardway.inherited import find_family, name_key
 from shardway.launch.containers.base import all_mounts
 from shardway.launch.job import SECRETS
 from shardway.launch.submission.checks.numbers import NAMED_BY_KEYS, Check, problem
-from shardway.launch.submission.wish import Wish, build_job, list_memory_options, parse_mount, runtime_of
+from shardway.launch.submission.wish import JobRequest, build_job, list_memory_options, parse_mount, runtime_of
 from shardway.places import list_variables
 from shardway.runfile.load import is_text
 
@@ -23,7 +23,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_@+=:,./%*-]*")
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|CREDENTIAL|PRIVATE_KEY", re.IGNORECASE)
 
 
-def options_do_not_contradict_keys(wish: Wish) -> Iterator[Problem]:
+def options_do_not_contradict_keys(wish: JobRequest) -> Iterator[Problem]:
     """An option beside the key of the same meaning would win on one scheduler and lose on another."""
     named = NAMED_BY_KEYS[wish.profile.scheduler]
     for name, value in wish.section.options.items():
@@ -47,7 +47,7 @@ def options_do_not_contradict_keys(wish: Wish) -> Iterator[Problem]:
             )
 
 
-def memory_is_said_once(wish: Wish) -> Iterator[Problem]:
+def memory_is_said_once(wish: JobRequest) -> Iterator[Problem]:
     """sbatch would refuse both; where the site alone says the memory, the option stands in its place."""
     if wish.section.memory != "auto":
         for name in list_memory_options(wish):
@@ -61,7 +61,7 @@ def _has_no_gpu(gres: Any) -> bool:
     return not any(part.strip().startswith("gpu") for entry in entries for part in str(entry).split(","))
 
 
-def variables_can_be_set_and_are_no_secrets(wish: Wish) -> Iterator[Problem]:
+def variables_can_be_set_and_are_no_secrets(wish: JobRequest) -> Iterator[Problem]:
     """A job script is read by others; a variable of the launcher would place every rank at rank 0."""
     for name, value in wish.section.environment.items():
         if not _NAME.fullmatch(name):
@@ -77,7 +77,7 @@ def variables_can_be_set_and_are_no_secrets(wish: Wish) -> Iterator[Problem]:
             yield problem(wish, "environment", f'"{name}" is not a text', "a text or a number")
 
 
-def names_are_plain(wish: Wish) -> Iterator[Problem]:
+def names_are_plain(wish: JobRequest) -> Iterator[Problem]:
     """Schedulers cut such words at blanks, or take a part of them for something else."""
     for key in ("queue", "account", "accelerator_type"):
         value = getattr(wish.section, key)
@@ -90,14 +90,14 @@ def names_are_plain(wish: Wish) -> Iterator[Problem]:
             )
 
 
-def the_run_directory_of_a_training_is_text(wish: Wish) -> Iterator[Problem]:
+def the_run_directory_of_a_training_is_text(wish: JobRequest) -> Iterator[Problem]:
     """The training keeps its own path in `resolved.toml`; a command of one's own does not."""
     if wish.read is None and not is_text(str(wish.run)):
         what = f"the run directory {str(wish.run)!a} is not UTF-8 text"
         yield Problem("run.root", what, remedy="choose another folder with --dir or run.root")
 
 
-def an_image_is_one_that_its_runtime_starts(wish: Wish) -> Iterator[Problem]:
+def an_image_is_one_that_its_runtime_starts(wish: JobRequest) -> Iterator[Problem]:
     """Enroot and Charliecloud start files; a name in a registry has to be fetched first."""
     image, runtime = wish.section.image, runtime_of(wish)
     if not image or runtime == "none" or image.startswith(("/", "~", "$", ".")):
@@ -114,7 +114,7 @@ def an_image_is_one_that_its_runtime_starts(wish: Wish) -> Iterator[Problem]:
         yield problem(wish, "image", str(error).splitlines()[0], "a path on the site, or docker://REGISTRY/IMAGE:TAG")
 
 
-def mounts_can_be_said(wish: Wish) -> Iterator[Problem]:
+def mounts_can_be_said(wish: JobRequest) -> Iterator[Problem]:
     """SOURCE:TARGET[:ro], as every runtime takes it; some take paths apart at more than the colon."""
     for text in wish.section.mounts:
         if parse_mount(text) is None:
@@ -129,7 +129,7 @@ def mounts_can_be_said(wish: Wish) -> Iterator[Problem]:
                 yield problem(wish, "container", what, remedy="choose a folder with a plain name (run.root, --dir)")
 
 
-def own_folders_have_no_variables(wish: Wish) -> Iterator[Problem]:
+def own_folders_have_no_variables(wish: JobRequest) -> Iterator[Problem]:
     """The job's shell fills in `$NAME` where a person writes it; in the name of a folder that is there it would too."""
     job = build_job(wish, 1)
     work = None if job.around.workdir.is_relative_to(job.run) else job.around.workdir

@@ -9,8 +9,8 @@ Variables"; ROCm documentation, "GPU isolation techniques".
 
 from __future__ import annotations
 
-from shardway.ranks.doctor.finding import Finding, bad, good, poor, unknown
-from shardway.ranks.doctor.surroundings import Surroundings
+from shardway.ranks.doctor.finding import CheckResult, bad, good, poor, unknown
+from shardway.ranks.doctor.surroundings import MachineView
 from shardway.sites.schema import CPU
 
 _ECC_WARN, _ECC_FAIL = 8, 64
@@ -26,7 +26,7 @@ _LISTS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _OTHER_NODE = "leave this node out (Slurm: --exclude={host}) and tell the site's support"
 
 
-def check_query(around: Surroundings) -> Finding:
+def check_query(around: MachineView) -> CheckResult:
     """Whether nvidia-smi answers."""
     state = around.nvidia
     if state.answer == "hung":
@@ -44,11 +44,11 @@ def check_query(around: Surroundings) -> Finding:
     return good(f"nvidia-smi answers, driver {_driver(around) or 'n/a'}", driver=_driver(around))
 
 
-def _driver(around: Surroundings) -> str:
+def _driver(around: MachineView) -> str:
     return next(iter(around.nvidia.columns.get("driver", ())), "")
 
 
-def check_count(around: Surroundings) -> Finding:
+def check_count(around: MachineView) -> CheckResult:
     """Whether there are as many GPUs as the profile says, as the scheduler gave, and as ranks need."""
     found, said = around.devices, _describe(around)
     if around.nvidia.answer in ("hung", "failed"):
@@ -61,7 +61,7 @@ def check_count(around: Surroundings) -> Finding:
     return good(said + (f"; {wanted} are {why}" if wanted else ""), gpus=found)
 
 
-def _expect(around: Surroundings) -> tuple[int, str]:
+def _expect(around: MachineView) -> tuple[int, str]:
     """How many GPUs this node must have at least, and who says so."""
     if around.wanted.device == "cpu":
         return 0, ""
@@ -75,7 +75,7 @@ def _expect(around: Surroundings) -> tuple[int, str]:
     return 0, ""
 
 
-def _describe(around: Surroundings) -> str:
+def _describe(around: MachineView) -> str:
     names = around.nvidia.names
     if around.nvidia.slices:
         return f"{around.nvidia.slices} MIG slices of {len(names)} GPUs"
@@ -83,7 +83,7 @@ def _describe(around: Surroundings) -> str:
     return ", ".join(kinds) or (f"{around.amd} AMD devices" if around.amd else "no GPU")
 
 
-def _ask_for(around: Surroundings, wanted: int) -> str:
+def _ask_for(around: MachineView, wanted: int) -> str:
     option = {
         "gres": f"--gres=gpu:{wanted}",
         "gpus-per-node": f"--gpus-per-node={wanted}",
@@ -93,7 +93,7 @@ def _ask_for(around: Surroundings, wanted: int) -> str:
     return f"ask the scheduler for {option}; if the job did, {_OTHER_NODE.format(host=around.host)}"
 
 
-def check_visible(around: Surroundings) -> Finding:
+def check_visible(around: MachineView) -> CheckResult:
     """Whether the variables that hide GPUs leave each rank of the node one of its own."""
     lists = {name: around.environ[name] for name in _LISTS if name in around.environ}
     if not lists:
@@ -108,7 +108,7 @@ def check_visible(around: Surroundings) -> Finding:
     return good(", ".join(f"{name}={text}" for name, text in lists.items()))
 
 
-def _judge_list(around: Surroundings, name: str, text: str) -> Finding | None:
+def _judge_list(around: MachineView, name: str, text: str) -> CheckResult | None:
     """What is wrong with one variable; None for nothing."""
     entries = [entry.strip() for entry in text.split(",") if entry.strip()]
     twice = sorted({entry for entry in entries if entries.count(entry) > 1})
@@ -128,14 +128,14 @@ def _judge_list(around: Surroundings, name: str, text: str) -> Finding | None:
     return None
 
 
-def _expects_gpus(around: Surroundings) -> bool:
+def _expects_gpus(around: MachineView) -> bool:
     if around.wanted.device == "cpu":
         return False
     known = around.site.node.accelerator not in (None, CPU)
     return bool(around.wanted.device == "cuda" or around.devices or known)
 
 
-def check_ecc(around: Surroundings) -> Finding:
+def check_ecc(around: MachineView) -> CheckResult:
     """Whether a GPU's memory has failed: errors since the driver was loaded, rows that could not be replaced."""
     state = around.nvidia
     volatile, aggregate = (max(state.numbers(name), default=None) for name in ("ecc_volatile", "ecc_aggregate"))
@@ -157,7 +157,7 @@ def _or_na(number: float | None) -> str:
     return "n/a" if number is None else f"{number:g}"
 
 
-def check_throttle(around: Surroundings) -> Finding:
+def check_throttle(around: MachineView) -> CheckResult:
     """Whether a GPU is slowed down by heat or by its power supply."""
     masks = around.nvidia.numbers("throttle_now") or around.nvidia.numbers("throttle")
     if not masks:
@@ -174,7 +174,7 @@ def check_throttle(around: Surroundings) -> Finding:
     return bad(said, remedy) if active & ~_SW_THERMAL & sum(_REASONS) else poor(said, remedy)
 
 
-def check_busy(around: Surroundings) -> Finding:
+def check_busy(around: MachineView) -> CheckResult:
     """Whether somebody else's program is on a GPU: what an earlier job left behind."""
     used = around.nvidia.numbers("memory_used_mib")
     if not used:
@@ -186,7 +186,7 @@ def check_busy(around: Surroundings) -> Finding:
     return poor("memory in use before the job starts: " + ", ".join(busy), remedy)
 
 
-def check_mode(around: Surroundings) -> Finding:
+def check_mode(around: MachineView) -> CheckResult:
     """Whether a GPU refuses programs, or is cut into slices."""
     modes, mig = (set(around.nvidia.columns.get(name, ())) for name in ("compute_mode", "mig"))
     if not modes:

@@ -15,8 +15,8 @@ from pathlib import Path
 from shardway.hardware.cgroup import read_cgroup_limits
 from shardway.hardware.limits import TaskLimit, read_task_limit
 from shardway.hardware.mounts import IN_MEMORY, find_mount
-from shardway.ranks.doctor.finding import Finding, bad, good, poor, unknown
-from shardway.ranks.doctor.surroundings import Surroundings
+from shardway.ranks.doctor.finding import CheckResult, bad, good, poor, unknown
+from shardway.ranks.doctor.surroundings import MachineView
 
 GIB = 2**30
 _SHM_FAIL, _SHM_WARN, _SHM_WARN_ALONE = GIB // 8, 8 * GIB, GIB
@@ -25,13 +25,13 @@ _TASKS_WARN = 128
 _TMP_WARN = GIB
 
 
-def check_affinity(around: Surroundings) -> Finding:
+def check_affinity(around: MachineView) -> CheckResult:
     """How many cores this rank may run on."""
     quota = read_cgroup_limits(around.root).cores
     return judge_affinity(around, min(around.usable_cores, quota or around.usable_cores))
 
 
-def judge_affinity(around: Surroundings, usable: float) -> Finding:
+def judge_affinity(around: MachineView, usable: float) -> CheckResult:
     """One core of many is what srun gives a task that asks for nothing; fewer than were asked for is a binding."""
     said = f"{usable:g} of {around.machine_cores} hardware threads"
     given = around.cores_given
@@ -43,12 +43,12 @@ def judge_affinity(around: Surroundings, usable: float) -> Finding:
     return good(said)
 
 
-def check_threads(around: Surroundings) -> Finding:
+def check_threads(around: MachineView) -> CheckResult:
     """Whether OMP_NUM_THREADS fits the cores of a rank."""
     return judge_threads(around, around.environ.get("OMP_NUM_THREADS", ""))
 
 
-def judge_threads(around: Surroundings, text: str) -> Finding:
+def judge_threads(around: MachineView, text: str) -> CheckResult:
     """Unset is the number of all cores in every rank of a node; Shardway's own runs set their threads themselves."""
     bound = around.usable_cores <= max(2, around.machine_cores // around.local_world)
     cores = around.usable_cores if bound else max(1, around.usable_cores // around.local_world)
@@ -65,7 +65,7 @@ def judge_threads(around: Surroundings, text: str) -> Finding:
     return good(f"OMP_NUM_THREADS={text}, {cores} cores a rank")
 
 
-def check_shm(around: Surroundings) -> Finding:
+def check_shm(around: MachineView) -> CheckResult:
     """How much shared memory is free: loaders' workers and NCCL pass data through it."""
     try:
         facts = os.statvfs(around.root / "dev/shm")
@@ -75,7 +75,7 @@ def check_shm(around: Surroundings) -> Finding:
     return judge_shm(around, facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize)
 
 
-def judge_shm(around: Surroundings, size: int, free: int) -> Finding:
+def judge_shm(around: MachineView, size: int, free: int) -> CheckResult:
     """64 MiB is what container runtimes give by default, and NCCL alone needs more."""
     said = f"/dev/shm has {free / GIB:.1f} of {size / GIB:.1f} GiB free"
     if free <= _SHM_FAIL:
@@ -87,12 +87,12 @@ def judge_shm(around: Surroundings, size: int, free: int) -> Finding:
     return good(said)
 
 
-def check_memlock(around: Surroundings) -> Finding:
+def check_memlock(around: MachineView) -> CheckResult:
     """Whether memory may be locked: InfiniBand registers what it sends."""
     return judge_memlock(around, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
 
 
-def judge_memlock(around: Surroundings, limit: int) -> Finding:
+def judge_memlock(around: MachineView, limit: int) -> CheckResult:
     """Matters where there is InfiniBand."""
     if limit == resource.RLIM_INFINITY:
         return good("unlimited")
@@ -106,13 +106,13 @@ def judge_memlock(around: Surroundings, limit: int) -> Finding:
     return bad(f"{said}, and InfiniBand needs it unlimited", remedy)
 
 
-def check_files(around: Surroundings) -> Finding:
+def check_files(around: MachineView) -> CheckResult:
     """How many files a process may have open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return judge_files(soft, hard)
 
 
-def judge_files(soft: int, hard: int) -> Finding:
+def judge_files(soft: int, hard: int) -> CheckResult:
     """Workers of a loader pass tensors as open files."""
     said = "unlimited" if soft == resource.RLIM_INFINITY else f"ulimit -n is {soft}"
     if soft == resource.RLIM_INFINITY or soft >= _FILES_WARN:
@@ -121,12 +121,12 @@ def judge_files(soft: int, hard: int) -> Finding:
     return poor(said, f"ulimit -n {'65536' if hard < 0 else hard}" if allowed else f"ask the site for more than {hard}")
 
 
-def check_tasks(around: Surroundings) -> Finding:
+def check_tasks(around: MachineView) -> CheckResult:
     """How many processes and threads may still be started here."""
     return judge_tasks(around, read_task_limit(around.root))
 
 
-def judge_tasks(around: Surroundings, limit: TaskLimit | None) -> Finding:
+def judge_tasks(around: MachineView, limit: TaskLimit | None) -> CheckResult:
     """A rank has a few dozen threads with its loader processes and those of CUDA."""
     if limit is None:
         return good("no limit on processes and threads")
@@ -135,7 +135,7 @@ def judge_tasks(around: Surroundings, limit: TaskLimit | None) -> Finding:
     return good(str(limit))
 
 
-def check_core(around: Surroundings) -> Finding:
+def check_core(around: MachineView) -> CheckResult:
     """Whether a crash writes core dumps to the shared file system."""
     folder = str(Path.cwd())
     mount = find_mount(folder, around.mounts)
@@ -148,7 +148,7 @@ def check_core(around: Surroundings) -> Finding:
     return good("core dumps go to a disk of this node")
 
 
-def check_tmp(around: Surroundings) -> Finding:
+def check_tmp(around: MachineView) -> CheckResult:
     """Whether the folder for temporary files is there, can be written and has space."""
     folder = around.environ.get("TMPDIR") or "/tmp"
     try:
@@ -167,7 +167,7 @@ def check_tmp(around: Surroundings) -> Finding:
     return good(said)
 
 
-def check_memory(around: Surroundings) -> Finding:
+def check_memory(around: MachineView) -> CheckResult:
     """Whether the job has the memory of a whole node, where it has the whole node."""
     limit, expected = read_cgroup_limits(around.root).memory_bytes, around.site.node.memory
     if limit is None or limit > 2**60:

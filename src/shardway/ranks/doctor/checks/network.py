@@ -10,18 +10,18 @@ from __future__ import annotations
 
 from shardway.hardware.catalogue import load_links
 from shardway.hardware.links import Interface, Port, list_interfaces
-from shardway.ranks.doctor.finding import Finding, bad, good, poor, unknown
-from shardway.ranks.doctor.surroundings import Surroundings
+from shardway.ranks.doctor.finding import CheckResult, bad, good, poor, unknown
+from shardway.ranks.doctor.surroundings import MachineView
 from shardway.ranks.interface import choose_interface, list_others, look_up, select_interfaces
 from shardway.ranks.meeting import is_loopback
 
 
-def check_interfaces(around: Surroundings) -> Finding:
+def check_interfaces(around: MachineView) -> CheckResult:
     """Whether the interfaces that NCCL and gloo are told to use exist and are up."""
     return judge_interfaces(around, list_interfaces())
 
 
-def judge_interfaces(around: Surroundings, found: tuple[Interface, ...]) -> Finding:
+def judge_interfaces(around: MachineView, found: tuple[Interface, ...]) -> CheckResult:
     """The first variable that leaves no usable interface decides."""
     said = []
     for name, exact in (("NCCL_SOCKET_IFNAME", False), ("GLOO_SOCKET_IFNAME", True)):
@@ -48,14 +48,14 @@ def judge_interfaces(around: Surroundings, found: tuple[Interface, ...]) -> Find
     return good(f"no variable chooses; up: {usable}")
 
 
-def _alone(around: Surroundings) -> Finding:
+def _alone(around: MachineView) -> CheckResult:
     remedy = (
         "in a container: start it with the host's network (podman run --network=host); else tell the site's support"
     )
     return bad(f"{around.host} has no interface that is up, and ranks are on several nodes", remedy)
 
 
-def check_master(around: Surroundings) -> Finding:
+def check_master(around: MachineView) -> CheckResult:
     """Whether the address at which ranks meet is known here, and is one that other nodes can use."""
     if around.placement is None:
         return unknown("this rank does not know its place")
@@ -64,7 +64,7 @@ def check_master(around: Surroundings) -> Finding:
     return judge_master(around, look_up(around.placement.master_addr))
 
 
-def check_hostname(around: Surroundings) -> Finding:
+def check_hostname(around: MachineView) -> CheckResult:
     """Whether this node's own name leads to an address that others can use: gloo tells it to them."""
     if not around.several_nodes:
         return unknown("all ranks are on one node")
@@ -73,7 +73,7 @@ def check_hostname(around: Surroundings) -> Finding:
     return judge_hostname(around, addresses, choose_interface(addresses, others))
 
 
-def judge_hostname(around: Surroundings, addresses: tuple[str, ...], way: str = "") -> Finding:
+def judge_hostname(around: MachineView, addresses: tuple[str, ...], way: str = "") -> CheckResult:
     """gloo tells others the first address of the name, or falls back to the loopback where there is none: then the
     ranks of other nodes wait in vain. `way`: the interface that ranks of ours name to it."""
     chosen = around.environ.get("GLOO_SOCKET_IFNAME", "")
@@ -90,7 +90,7 @@ def judge_hostname(around: Surroundings, addresses: tuple[str, ...], way: str = 
     return good(f"{around.host} is {addresses[0]}")
 
 
-def judge_master(around: Surroundings, addresses: tuple[str, ...]) -> Finding:
+def judge_master(around: MachineView, addresses: tuple[str, ...]) -> CheckResult:
     """A loopback address leads every node to itself; the profile may ask for a suffix."""
     name = around.placement.master_addr if around.placement else ""
     if not addresses:
@@ -115,12 +115,12 @@ def judge_master(around: Surroundings, addresses: tuple[str, ...]) -> Finding:
     return good(name if name == first else f"{name} is {first}", master_address=first)
 
 
-def check_infiniband(around: Surroundings) -> Finding:
+def check_infiniband(around: MachineView) -> CheckResult:
     """Whether InfiniBand ports are active, as many and as fast as the profile says."""
     return judge_infiniband(around, around.fast_ports)
 
 
-def judge_infiniband(around: Surroundings, ports: tuple[Port, ...]) -> Finding:
+def judge_infiniband(around: MachineView, ports: tuple[Port, ...]) -> CheckResult:
     """A node may have ports without a cable; it is short of some only where the profile says how many it uses."""
     network, active = around.site.network, [port for port in ports if port.active]
     wanted = network.adapters_per_node or 0
@@ -140,7 +140,7 @@ def judge_infiniband(around: Surroundings, ports: tuple[Port, ...]) -> Finding:
     return good(said)
 
 
-def _judge_no_ports(around: Surroundings) -> Finding:
+def _judge_no_ports(around: MachineView) -> CheckResult:
     link = around.site.network.link or ""
     if around.several_nodes and link.startswith(("hdr", "ndr", "edr", "xdr")):
         remedy = "in a container: bind /dev/infiniband and /sys into it; otherwise leave this node out"
@@ -148,7 +148,7 @@ def _judge_no_ports(around: Surroundings) -> Finding:
     return unknown("no InfiniBand here")
 
 
-def _expected_gbit_s(around: Surroundings) -> float | None:
+def _expected_gbit_s(around: MachineView) -> float | None:
     link = load_links().get(around.site.network.link or "")
     rate = link.bandwidth_bytes_per_s if link else None
     return rate * 8 / 1e9 if rate else None

@@ -11,9 +11,9 @@ from __future__ import annotations
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
-from shardway.hardware.command import Answer, run_command
-from shardway.ranks.doctor.finding import Finding, bad, good, poor, unknown
-from shardway.ranks.doctor.surroundings import Surroundings
+from shardway.hardware.command import CommandResult, run_command
+from shardway.ranks.doctor.finding import CheckResult, bad, good, poor, unknown
+from shardway.ranks.doctor.surroundings import MachineView
 
 VERSIONS = ("python", "torch", "shardway", "driver", "machine")
 """Facts that must be equal on all nodes."""
@@ -24,7 +24,7 @@ _ASK = {"slurm": ("squeue", "--version"), "pbs": ("qstat", "--version")}
 _ASK_SERVER = {"slurm": ("sinfo", "-h", "-o", "%R"), "pbs": ("qstat", "-Q")}
 
 
-def check_versions(around: Surroundings) -> Finding:
+def check_versions(around: MachineView) -> CheckResult:
     """Versions that all nodes must share."""
     found = {"python": platform.python_version(), "machine": platform.machine()}
     found |= {name: text for name in ("shardway", "torch") if (text := _find_version(name))}
@@ -45,7 +45,7 @@ def _find_version(package: str) -> str:
         return ""
 
 
-def check_placement(around: Surroundings) -> Finding:
+def check_placement(around: MachineView) -> CheckResult:
     """Whether the launcher's variables say which rank this is."""
     if around.placement is None:
         lines = around.trouble.splitlines()
@@ -57,7 +57,7 @@ def check_placement(around: Surroundings) -> Finding:
     return good(f"rank {p.rank} of {p.world} (local {p.local_rank} of {p.local_world}), started by {p.launcher}")
 
 
-def check_container(around: Surroundings) -> Finding:
+def check_container(around: MachineView) -> CheckResult:
     """Whether this runs in a container, where the run wants one."""
     inside = find_container(around)
     wanted = around.wanted.container
@@ -73,7 +73,7 @@ _LOCK_OF_ENROOT = "/.lock"
 """A file of each container's root, which Enroot (and so Pyxis) mounts read only (its runtime.sh)."""
 
 
-def find_container(around: Surroundings) -> str:
+def find_container(around: MachineView) -> str:
     """The runtime whose container this is, "a container" for one that cannot be told, or ""."""
     environ, root = around.environ, around.root
     for name, sign in (("apptainer", "APPTAINER_CONTAINER"), ("singularity", "SINGULARITY_CONTAINER")):
@@ -93,7 +93,7 @@ def find_container(around: Surroundings) -> str:
     return "a container" if image is not None and image.kind in ("overlay", "squashfs", "fuse.squashfuse") else ""
 
 
-def check_offline(around: Surroundings) -> Finding:
+def check_offline(around: MachineView) -> CheckResult:
     """Whether libraries know that this node has no internet; otherwise they try for minutes."""
     reach = around.site.internet.nodes
     if reach is None:
@@ -111,7 +111,7 @@ def check_offline(around: Surroundings) -> Finding:
     return (bad if fatal else poor)(said, f"export {values}")
 
 
-def check_proxy(around: Surroundings) -> Finding:
+def check_proxy(around: MachineView) -> CheckResult:
     """Whether the proxy that leads outside is set."""
     found = {name: value for name, value in around.environ.items() if name.lower() in ("http_proxy", "https_proxy")}
     internet = around.site.internet
@@ -126,7 +126,7 @@ def check_proxy(around: Surroundings) -> Finding:
     return good(", ".join(sorted(found)) + " set")  # not the values: they may hold a password
 
 
-def check_scheduler(around: Surroundings) -> Finding:
+def check_scheduler(around: MachineView) -> CheckResult:
     """Whether the scheduler's commands are here, and its server answers."""
     kind = around.site.scheduler
     if kind == "local":
@@ -137,7 +137,7 @@ def check_scheduler(around: Surroundings) -> Finding:
     return judge_scheduler(kind, run_command(_ASK_SERVER[kind], _SCHEDULER_LIMIT_S))
 
 
-def judge_scheduler(kind: str, answer: Answer) -> Finding:
+def judge_scheduler(kind: str, answer: CommandResult) -> CheckResult:
     """An empty answer of sinfo is that of a controller without partitions, or none."""
     command = " ".join(_ASK_SERVER[kind])
     remedy = "wait, and look at the site's status page; Shardway tries again by itself where it can"
@@ -148,7 +148,7 @@ def judge_scheduler(kind: str, answer: Answer) -> Finding:
     return good(f"{kind} answers")
 
 
-def check_account(around: Surroundings) -> Finding:
+def check_account(around: MachineView) -> CheckResult:
     """Whether the account that the run is charged to is one of the user's, where the scheduler tells."""
     account, rule = around.wanted.account, around.site.request.account
     if around.site.scheduler == "local":
@@ -167,7 +167,7 @@ def check_account(around: Surroundings) -> Finding:
     return judge_account(account, run_command(words, _SCHEDULER_LIMIT_S))
 
 
-def judge_account(account: str, answer: Answer) -> Finding:
+def judge_account(account: str, answer: CommandResult) -> CheckResult:
     """Accounts are compared as Slurm does, without regard to case."""
     if not answer.ok:
         return unknown(f"sacctmgr does not tell: {answer.said or 'no answer'}")

@@ -17,8 +17,8 @@ from pathlib import Path
 from shardway.hardware.command import run_commands
 from shardway.hardware.mounts import find_mount
 from shardway.places import expand_home
-from shardway.ranks.doctor.finding import Finding, bad, good, poor, unknown
-from shardway.ranks.doctor.surroundings import Surroundings
+from shardway.ranks.doctor.finding import CheckResult, bad, good, poor, unknown
+from shardway.ranks.doctor.surroundings import MachineView
 from shardway.units import render_seconds
 
 GIB = 2**30
@@ -36,7 +36,7 @@ def find_existing(folder: Path) -> Path:
     return next((each for each in (path, *path.parents) if os.path.lexists(each)), Path("/"))
 
 
-def check_mounts(around: Surroundings) -> Finding:
+def check_mounts(around: MachineView) -> CheckResult:
     """Whether every file system of the profile and the run answers."""
     places = list_places(around)
     if not places:
@@ -53,7 +53,7 @@ def check_mounts(around: Surroundings) -> Finding:
     return good(", ".join(places))
 
 
-def list_places(around: Surroundings) -> list[str]:
+def list_places(around: MachineView) -> list[str]:
     """Folders of the profile's storage whose variables are set, and that of the run."""
     storage = around.site.storage
     texts = [text for text in (storage.home, storage.project, storage.scratch) if text]
@@ -63,13 +63,13 @@ def list_places(around: Surroundings) -> list[str]:
     return list(dict.fromkeys(place for place in named if place.startswith("/") and "$" not in place))
 
 
-def _expand(text: str, around: Surroundings) -> str:
+def _expand(text: str, around: MachineView) -> str:
     for name in sorted(around.environ, key=len, reverse=True):
         text = text.replace(f"${{{name}}}", around.environ[name]).replace(f"${name}", around.environ[name])
     return text
 
 
-def check_write(around: Surroundings) -> Finding:
+def check_write(around: MachineView) -> CheckResult:
     """Whether a file can be written, made durable, renamed and removed where the run writes."""
     if around.wanted.folder is None:
         return unknown("no run file or --dir says where the run writes")
@@ -102,7 +102,7 @@ def _write_and_remove(folder: Path, content: bytes) -> None:
                 each.unlink()
 
 
-def check_space(around: Surroundings) -> Finding:
+def check_space(around: MachineView) -> CheckResult:
     """Whether the run's checkpoints fit: bytes and inodes. Quotas that statvfs does not show are not seen."""
     if around.wanted.folder is None:
         return unknown("no run file or --dir says where the run writes")
@@ -115,7 +115,7 @@ def check_space(around: Surroundings) -> Finding:
     return judge_space(around, str(folder), facts.f_bavail * facts.f_frsize, inodes)
 
 
-def judge_space(around: Surroundings, folder: str, free: int, inodes: int | None) -> Finding:
+def judge_space(around: MachineView, folder: str, free: int, inodes: int | None) -> CheckResult:
     """A checkpoint more than are kept is on disk while it is written."""
     said = f"{folder} has {free / GIB:.1f} GiB free"
     remedy = "move old runs elsewhere, choose another folder with --dir, or keep fewer checkpoints (checkpoint.keep)"
@@ -134,7 +134,7 @@ def _say_size(size: float) -> str:
     return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"
 
 
-def check_speed(around: Surroundings) -> Finding:
+def check_speed(around: MachineView) -> CheckResult:
     """How fast the run's folder takes 256 MiB."""
     if around.wanted.folder is None:
         return unknown("no run file or --dir says where the run writes")
@@ -151,7 +151,7 @@ def check_speed(around: Surroundings) -> Finding:
     return good(said, write_rate=rate)
 
 
-def check_caches(around: Surroundings) -> Finding:
+def check_caches(around: MachineView) -> CheckResult:
     """Whether caches of libraries go to a home folder that is small."""
     home, storage = around.environ.get("HOME", ""), around.site.storage
     if around.site.scheduler == "local" or not home or not (storage.project or storage.scratch):
@@ -167,7 +167,7 @@ def check_caches(around: Surroundings) -> Finding:
     return good("no cache below the home folder")
 
 
-def check_python(around: Surroundings) -> Finding:
+def check_python(around: MachineView) -> CheckResult:
     """Whether Python's thousands of small files are read from a parallel file system."""
     import sys
 
