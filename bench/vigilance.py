@@ -28,18 +28,18 @@ from typing import Any
 import psutil
 
 from plain_loops import QUIET, ours
-from shardway.ranks.agent.page import VARIABLE
+from shardway.ranks.agent.heartbeat import VARIABLE
 from shardway.ranks.progress import Progress
 from shardway.rundir.directory import RunDir
-from shardway.train.before import Changeable
 from shardway.train.guard import Guard
 from shardway.train.guards.repeat import RepeatablePasses
 from shardway.train.record import Recorder
+from shardway.train.snapshot import RngAndBufferSnapshot
 from turns import Task
 
 PARTS: dict[str, tuple[tuple[type, str], ...]] = {
     "progress page": ((Progress, "enter"),),
-    "guard": ((Changeable, "remember"), (Guard, "watch"), (Guard, "look_at"), (RepeatablePasses, "read")),
+    "guard": ((RngAndBufferSnapshot, "remember"), (Guard, "watch"), (Guard, "look_at"), (RepeatablePasses, "read")),
     "events and status": ((Recorder, "step"), (Recorder, "status")),
 }
 WARM_UP = 10

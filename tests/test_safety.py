@@ -19,7 +19,7 @@ REMOVERS = {
     "checkpoint/retention.py": "checkpoints by their names, unfinished ones too",
     "checkpoint/save.py": "the unfinished folder of this step",
     "checkpoint/state_dicts.py": "the hidden, unfinished neighbour of the folder that it writes, and a file in it",
-    "checkpoint/stock.py": "the folder of links and of received files that it made to read through",
+    "checkpoint/shard_store.py": "the folder of links and of received files that it made to read through",
     "cli/local.py": "empty folders for output of a start that was refused",
     "cli/rehearse.py": "a temporary folder of its own",
     "data/sources/cache.py": "temporary files of its own",

@@ -14,7 +14,7 @@ from shardway.parallel.mesh import build_mesh
 from shardway.ranks.start import Ranks
 from shardway.runfile.schema import ParallelSection
 from shardway.train.loss import token_cross_entropy
-from shardway.train.passes import Passes, Portions
+from shardway.train.passes import BatchSplit, Passes
 
 FP32 = Precision(None, torch.float32)
 SHAPE = TransformerShape(vocab=64, dim=32, layers=2, heads=2, kv_heads=1, ffn_dim=64)
@@ -34,7 +34,7 @@ def make_parallel(model: nn.Module, on: Ranks, shape: tuple[int, int] = (1, 1), 
 def make_passes(parallel: ParallelModel, on: Ranks, global_batch: int = 1, accumulation: int = 1) -> Passes:
     """Passes of a rank's even share of a global batch."""
     micro = -(-global_batch // (parallel.mesh.data_ranks * accumulation))
-    return Passes(parallel, Portions(global_batch, micro, accumulation), FP32, on.device)
+    return Passes(parallel, BatchSplit(global_batch, micro, accumulation), FP32, on.device)
 
 
 def make_trained(

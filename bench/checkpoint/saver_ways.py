@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from saver_bench import Bench, Paced, evict, flatten
 from torch import nn
 
-from shardway.checkpoint.flight import Flight
+from shardway.checkpoint.async_save import Flight
 from shardway.checkpoint.load import load_latest
 from shardway.checkpoint.place import shared_place
 from shardway.checkpoint.save import collect_content, save_checkpoint, write_checkpoint

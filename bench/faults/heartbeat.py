@@ -17,9 +17,9 @@ from pathlib import Path
 import torch.multiprocessing
 from nvidia_resiliency_ext.fault_tolerance import FaultToleranceConfig, RankMonitorServer
 
-from shardway.ranks.agent.patience import Patience
+from shardway.ranks.agent.hang_timeout import HangTimeout
+from shardway.ranks.ft_launcher_client import MonitorHeartbeat, open_monitor
 from shardway.ranks.launcher import Placement
-from shardway.ranks.monitor import MonitorPage, open_monitor
 from shardway.ranks.progress import Activity
 
 TIMES = 2000
@@ -37,7 +37,7 @@ def measure(work: Callable[[int], None]) -> str:
     return f"median {spent[TIMES // 2]:.1f}, 99th percentile {spent[TIMES * 99 // 100]:.1f}"
 
 
-def write(page: MonitorPage, apart_s: float) -> Callable[[int], None]:
+def write(page: MonitorHeartbeat, apart_s: float) -> Callable[[int], None]:
     """A change of activity in the loop, so many seconds after the one before."""
     begun = time.monotonic()
 
@@ -57,7 +57,7 @@ def main() -> None:
         page = open_monitor(Placement(0, 1, 0, 1, 0, 1, "127.0.0.1", 0, "ft_launcher"))
         if page is None:
             raise SystemExit("the monitor does not answer")
-        page.watch(Patience(600.0))
+        page.watch(HangTimeout(600.0))
         print("us of a change of activity that beats:", measure(write(page, 2.0)))
         print("us of one in steps of 20 ms, of which one a second beats:", measure(write(page, STEP_S)))
         monitor.terminate()

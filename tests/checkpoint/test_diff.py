@@ -11,11 +11,11 @@ from pool import ranks
 from runs import lone_rank, pool_ranks
 from saved_tensors import read_whole
 from shardway.checkpoint import diff
+from shardway.checkpoint.checksum import FileChecksum
 from shardway.checkpoint.contents import PARTS, TensorEntry
 from shardway.checkpoint.diff import TensorDifference, Values, compare_values, find_differences, find_other_files
 from shardway.checkpoint.manifest import Damaged, Manifest, write_manifest
 from shardway.checkpoint.save import save_checkpoint
-from shardway.checkpoint.seal import Seal
 from shardway.checkpoint.shards.write import write_tensors
 from shardway.checkpoint.tensors import TensorReader
 from shardway.rundir.directory import RunDir
@@ -85,13 +85,17 @@ def test_what_was_changed_is_told(tmp_path: Path) -> None:
         TensorReader(tmp_path)
 
 
-def seal(digest: str) -> Seal:
-    return Seal(1, (digest,))
+def seal(digest: str) -> FileChecksum:
+    return FileChecksum(1, (digest,))
 
 
 def test_files_of_other_libraries_are_compared_by_their_seals() -> None:
-    first = Manifest(1, 1, {}, {"tensors.json": seal("a"), "rank-00000.bin": seal("a"), "zero/a": Seal(3, ("b",))})
-    second = Manifest(1, 1, {}, {"tensors.json": seal("x"), "zero/a": Seal(3, ("c",)), "zero/b": Seal(4, ("d",))})
+    first = Manifest(
+        1, 1, {}, {"tensors.json": seal("a"), "rank-00000.bin": seal("a"), "zero/a": FileChecksum(3, ("b",))}
+    )
+    second = Manifest(
+        1, 1, {}, {"tensors.json": seal("x"), "zero/a": FileChecksum(3, ("c",)), "zero/b": FileChecksum(4, ("d",))}
+    )
     found = [(each.name, each.first, each.second) for each in find_other_files(first, second)]
     assert found == [("zero/a", 3, 3), ("zero/b", None, 4)]
     assert find_other_files(first, first) == []

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from pool import ranks
 from runs import lone_rank, pool_ranks
-from shardway.checkpoint.flight import Flight
+from shardway.checkpoint.async_save import Flight
 from shardway.checkpoint.load import load_latest
 from shardway.checkpoint.manifest import read_manifest
 from shardway.checkpoint.place import shared_place

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardway.checkpoint.fetch import Transfer, plan_transfers
 from shardway.checkpoint.find import PassedOver
-from shardway.checkpoint.nearby import LocalCopy, survey
+from shardway.checkpoint.local_checkpoints import LocalCopy, survey
 
 FILES = ("rank-00000.bin", "rank-00001.bin", "tensors.json")
 

@@ -19,7 +19,7 @@ from runs import lone_rank, pool_ranks
 from shardway.checkpoint import save
 from shardway.checkpoint.load import load_latest
 from shardway.checkpoint.manifest import read_manifest
-from shardway.checkpoint.retention import Keep, remove_leftovers, retire
+from shardway.checkpoint.retention import RetentionPolicy, remove_leftovers, retire
 from shardway.checkpoint.save import save_checkpoint
 from shardway.checkpoint.state import count_bytes
 from shardway.errors import Bug, JobError
@@ -180,31 +180,31 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     directory, trained = made(tmp_path), make_trained(lone_rank())
     for step in (3, 20, 100, 101):
         save_checkpoint(directory, lone_rank(), trained, step, numbers(step))
-    retire(directory, lone_rank(), Keep(3), 101)
+    retire(directory, lone_rank(), RetentionPolicy(3), 101)
     assert directory.checkpoint_steps() == [20, 100, 101]
-    retire(directory, lone_rank(), Keep(1), 101)
+    retire(directory, lone_rank(), RetentionPolicy(1), 101)
     assert directory.checkpoint_steps() == [101]
-    retire(directory, lone_rank(), Keep(2), 101)
+    retire(directory, lone_rank(), RetentionPolicy(2), 101)
     assert directory.checkpoint_steps() == [101]
     assert os.listdir(directory.checkpoints) == ["step-000000101"]
 
 
 def test_two_rules_keep_checkpoints() -> None:
     saved = [5, 10, 15, 20, 25, 30]
-    assert Keep(2, 10).find_doomed(saved) == [5, 15]
-    assert Keep(1, 15).find_doomed(saved) == [5, 10, 20, 25]
-    assert Keep(2).find_doomed(saved) == [5, 10, 15, 20]
-    assert Keep(9, 10).find_doomed(saved) == []
+    assert RetentionPolicy(2, 10).find_doomed(saved) == [5, 15]
+    assert RetentionPolicy(1, 15).find_doomed(saved) == [5, 10, 20, 25]
+    assert RetentionPolicy(2).find_doomed(saved) == [5, 10, 15, 20]
+    assert RetentionPolicy(9, 10).find_doomed(saved) == []
 
 
 def test_the_best_are_kept_beside_them() -> None:
     """Of those that are there: what was validated and not saved takes no place."""
     saved = [5, 10, 15, 20, 25]
-    assert Keep(1, None, 2).find_doomed(saved, [10, 15, 25, 5]) == [5, 20]
-    assert Keep(1, None, 2).find_doomed(saved, [7, 5, 8, 9, 20, 25]) == [10, 15]
-    assert Keep(2, 10, 1).find_doomed(saved, [20, 5]) == [5, 15]
-    assert Keep(1, None, 2).find_doomed(saved) == [5, 10, 15, 20]
-    assert Keep(1).find_doomed(saved, [5, 10]) == [5, 10, 15, 20]
+    assert RetentionPolicy(1, None, 2).find_doomed(saved, [10, 15, 25, 5]) == [5, 20]
+    assert RetentionPolicy(1, None, 2).find_doomed(saved, [7, 5, 8, 9, 20, 25]) == [10, 15]
+    assert RetentionPolicy(2, 10, 1).find_doomed(saved, [20, 5]) == [5, 15]
+    assert RetentionPolicy(1, None, 2).find_doomed(saved) == [5, 10, 15, 20]
+    assert RetentionPolicy(1).find_doomed(saved, [5, 10]) == [5, 10, 15, 20]
 
 
 def test_a_removal_that_is_cut_off_leaves_no_half_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +213,7 @@ def test_a_removal_that_is_cut_off_leaves_no_half_checkpoint(tmp_path: Path, mon
         save_checkpoint(directory, lone_rank(), trained, step, numbers(step))
     with monkeypatch.context() as patch, pytest.raises(Killed):
         kill_at_second_removal(patch)
-        retire(directory, lone_rank(), Keep(1), 2)
+        retire(directory, lone_rank(), RetentionPolicy(1), 2)
     assert directory.checkpoint_steps() == [2]
     assert len(directory.partial_checkpoints()) == 1
     remove_leftovers(directory)
@@ -245,9 +245,9 @@ def test_a_checkpoint_that_cannot_be_removed_ends_nothing(tmp_path: Path, monkey
         save_checkpoint(directory, lone_rank(), trained, step, numbers(step))
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", refuse)
-        retire(directory, lone_rank(), Keep(1), 2)
+        retire(directory, lone_rank(), RetentionPolicy(1), 2)
     assert directory.checkpoint_steps() == [1, 2]
-    retire(directory, lone_rank(), Keep(1), 2)
+    retire(directory, lone_rank(), RetentionPolicy(1), 2)
     assert directory.checkpoint_steps() == [2]
 
 

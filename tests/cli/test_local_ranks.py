@@ -12,16 +12,16 @@ from command_line import Shardway
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardway.cli import blame, local
-from shardway.cli.blame import LaunchOutcome
+from shardway.cli import failure_cause, local
+from shardway.cli.completion import has_come_to_its_end
+from shardway.cli.failure_cause import LaunchOutcome
 from shardway.cli.local import Alone, build_launch, pack_request, train_local
-from shardway.cli.over import has_come_to_its_end
 from shardway.cli.rank import read_packed
 from shardway.errors import Bug, Fenced, JobError, LateStop, ShardwayError, SiteError, UserError
-from shardway.ranks.agent.patience import Patience
+from shardway.ranks.agent.hang_timeout import HangTimeout
 from shardway.ranks.failure import RankFailure
 from shardway.ranks.processes import LocalLaunch
-from shardway.ranks.spares import Reserve
+from shardway.ranks.spares import WarmStandby
 from shardway.resolve.request import ResolveRequest, resolve_request
 from shardway.rundir.attempts import Ending
 from shardway.rundir.directory import RunDir
@@ -71,7 +71,7 @@ def train(run: RunDir, play: Play, monkeypatch: pytest.MonkeyPatch, **request: A
     monkeypatch.setattr(local, "run_local", play)
     words = ("run.max_restarts=0", *request.pop("overrides", ()))
     resolution = resolve_request(ResolveRequest(directory=run.path, overrides=words, **request), 2, 2)
-    return train_local(resolution, build_launch(resolution, 2), Alone(2, Reserve(None)))
+    return train_local(resolution, build_launch(resolution, 2), Alone(2, WarmStandby(None)))
 
 
 def failing(run: RunDir, play: Play, monkeypatch: pytest.MonkeyPatch) -> ShardwayError:
@@ -415,7 +415,7 @@ def test_a_stop_before_ranks_could_hear_it_has_the_words_of_who_asked(
     if words is not None:
         run.request_stop(words)
     resolution = resolve_request(ResolveRequest(directory=run.path), 2, 2)
-    train_local(resolution, build_launch(resolution, 2), CalledOff(2, Reserve(None)))
+    train_local(resolution, build_launch(resolution, 2), CalledOff(2, WarmStandby(None)))
     result = run.attempt(1).read_result()
     assert result is not None
     assert (result.state, result.failure, result.reason) == (state, failure, reason)
@@ -426,7 +426,7 @@ def test_a_stop_before_ranks_could_hear_it_has_the_words_of_who_asked(
 class CalledOff(Alone):
     """A crew of which a stop was asked for before all nodes were there."""
 
-    def start(self, run: RunDir, launch: LocalLaunch, patience: Patience | None) -> LaunchOutcome:
+    def start(self, run: RunDir, launch: LocalLaunch, patience: HangTimeout | None) -> LaunchOutcome:
         return LaunchOutcome(called_off=True)
 
 
@@ -443,7 +443,7 @@ def test_nothing_starts_again_where_too_few_nodes_are_left(run: RunDir, monkeypa
     monkeypatch.setattr(local, "run_local", play)
     resolution = resolve_request(ResolveRequest(directory=run.path), 2, 2)
     with pytest.raises(JobError, match=r"was ended by SIGKILL") as told:
-        train_local(resolution, build_launch(resolution, 2), Few(2, Reserve(None)))
+        train_local(resolution, build_launch(resolution, 2), Few(2, WarmStandby(None)))
     assert play.starts == 1
     assert str(told.value).endswith("\n  The ranks were started once; it is not started again: 1 of 2 nodes are left.")
 
@@ -454,7 +454,7 @@ class Scattered(Alone):
 
     starts: list[int] = field(default_factory=list)
 
-    def start(self, run: RunDir, launch: LocalLaunch, patience: Patience | None) -> LaunchOutcome:
+    def start(self, run: RunDir, launch: LocalLaunch, patience: HangTimeout | None) -> LaunchOutcome:
         self.starts.append(1)
         if len(self.starts) > 1:
             raise SiteError("1 of 2 nodes is there")
@@ -467,7 +467,7 @@ class Scattered(Alone):
 def test_what_keeps_ranks_from_starting_again_is_in_the_status(run: RunDir) -> None:
     resolution = resolve_request(ResolveRequest(directory=run.path), 2, 2)
     with pytest.raises(SiteError, match=r"1 of 2 nodes is there"):
-        train_local(resolution, build_launch(resolution, 2), Scattered(2, Reserve(None)))
+        train_local(resolution, build_launch(resolution, 2), Scattered(2, WarmStandby(None)))
     assert run.read_status()["state"] == "failed"
     assert run.read_status()["reason"].startswith("1 of 2 nodes is there")
 
@@ -640,7 +640,7 @@ def test_ranks_that_were_overtaken_leave_the_record_to_the_other_run(
 
 
 def test_a_rank_that_could_say_nothing_on_a_full_disk(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blame, "why_refused", lambda folder: "No space left on device")
+    monkeypatch.setattr(failure_cause, "why_refused", lambda folder: "No space left on device")
     error = failing(run, Play(failures=exited(1, code=4)), monkeypatch)
     assert type(error) is JobError
     assert str(error) == (

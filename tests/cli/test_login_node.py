@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from shardway.checkpoint.checksum import seal_file
 from shardway.checkpoint.manifest import Manifest, write_manifest
-from shardway.checkpoint.seal import seal_file
 from shardway.checkpoint.shards import table
 from shardway.checkpoint.shards.table import Chunk, TensorRow, TensorTable, shard_name, write_table
 from shardway.rundir.directory import RunDir

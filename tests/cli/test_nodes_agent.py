@@ -12,14 +12,14 @@ import pytest
 from command_line import TINY, Shardway, write_text
 
 from shardway.cli import nodes as cli_nodes
-from shardway.cli.blame import LaunchOutcome
+from shardway.cli.failure_cause import LaunchOutcome
 from shardway.cli.local import build_launch
 from shardway.cli.nodes import Led, train_on_nodes
 from shardway.cli.train import _read_nodes
 from shardway.errors import SiteError, UserError
-from shardway.ranks.crew.board import host_board
+from shardway.ranks.crew.kv_store import host_board
 from shardway.ranks.place import NodeSpec
-from shardway.ranks.spares import Reserve
+from shardway.ranks.spares import WarmStandby
 from shardway.resolve.request import ResolveRequest, resolve_request
 from shardway.rundir.directory import RunDir
 
@@ -42,7 +42,7 @@ class Lead:
 
 def led(folder: Path, *free: int, words: tuple[str, ...] = ()) -> Led:
     request = ResolveRequest(directory=folder / "run", overrides=("site.nodes=4", *words))
-    return Led(resolve_request(request, 4, 1), PLACE, Lead(free), 5.0, Reserve(None))  # type: ignore[arg-type]
+    return Led(resolve_request(request, 4, 1), PLACE, Lead(free), 5.0, WarmStandby(None))  # type: ignore[arg-type]
 
 
 def begin(crew: Led) -> LaunchOutcome:

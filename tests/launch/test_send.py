@@ -17,10 +17,10 @@ from shardway.launch.runs.ledger import Ledger, LedgerEntry
 from shardway.launch.runs.registry import Known, read_known
 from shardway.launch.submission.checks import places
 from shardway.launch.submission.checks.code import Code
+from shardway.launch.submission.job_request import JobRequest
 from shardway.launch.submission.prepare import Prepared, SubmitRequest, prepare
 from shardway.launch.submission.send import SentSubmission, send
 from shardway.launch.submission.submit import Submitter
-from shardway.launch.submission.wish import JobRequest
 from shardway.resolve.request import ResolveRequest
 from shardway.rundir.attempts import Attempt, Ending, Result, Submission
 from shardway.rundir.directory import RunDir

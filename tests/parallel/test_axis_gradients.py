@@ -20,8 +20,8 @@ from shardway.parallel.apply import ApplyOptions, apply_parallelism
 from shardway.parallel.mesh import build_mesh
 from shardway.runfile.schema import ParallelSection
 from shardway.train.loss import IGNORED, token_cross_entropy
-from shardway.train.passes import Passes, Portions
-from shardway.train.step import Moment, StepParts, StepResult, take_step
+from shardway.train.passes import BatchSplit, Passes
+from shardway.train.step import StepContext, StepParts, StepResult, take_step
 from trained import FP32, plain, whole
 
 DENSE = TransformerShape(vocab=24, dim=16, layers=4, heads=4, kv_heads=2, ffn_dim=32, tied=False)
@@ -95,10 +95,10 @@ def take(model: Transformer, section: ParallelSection) -> tuple[StepResult, dict
     optimizer = Recorded(parallel.module.parameters())
     rows = list(position_share(ROWS, mesh.data_rank, mesh.data_ranks))
     accumulation = len(rows) // 2
-    passes = Passes(parallel, Portions(ROWS, 2, accumulation, accumulation), FP32, on.device)
+    passes = Passes(parallel, BatchSplit(ROWS, 2, accumulation, accumulation), FP32, on.device)
     inputs, targets = make_batch()
     batch = (inputs[rows], targets[rows])
-    result = take_step(StepParts(passes, optimizer, on, None), parallel.call, batch, token_cross_entropy, Moment())
+    result = take_step(StepParts(passes, optimizer, on, None), parallel.call, batch, token_cross_entropy, StepContext())
     return result, {plain(name): optimizer.seen[id(p)] for name, p in parallel.module.named_parameters()}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shardway.ranks.gate import VARIABLE, Gate, find_released, wait_at_gate
+from shardway.ranks.gate import VARIABLE, StandbyGate, find_released, wait_at_gate
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
@@ -27,16 +27,16 @@ print(is_rank, os.environ.get("RANK"), os.environ.get(VARIABLE), find_released(o
 HOLDER = """
 import sys, time
 from pathlib import Path
-from shardway.ranks.gate import Gate
-gate = Gate(Path(sys.argv[1]))
+from shardway.ranks.gate import StandbyGate
+gate = StandbyGate(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(600)
 """
 
 
 @pytest.fixture
-def gate(tmp_path: Path) -> Iterator[Gate]:
-    gate = Gate(tmp_path / "gate")
+def gate(tmp_path: Path) -> Iterator[StandbyGate]:
+    gate = StandbyGate(tmp_path / "gate")
     yield gate
     gate.close()
 
@@ -60,7 +60,7 @@ def test_who_is_no_spare_goes_on_at_once() -> None:
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["before it is there", "while it waits"])
-def test_a_spare_that_is_released_has_the_variables_of_its_rank(gate: Gate, early: bool) -> None:
+def test_a_spare_that_is_released_has_the_variables_of_its_rank(gate: StandbyGate, early: bool) -> None:
     if early:
         gate.release({"RANK": "5", "LONG": "x" * 2000})
     spare = start(SPARE, **{VARIABLE: str(gate.path), "RANK": "0"})
@@ -73,7 +73,7 @@ def test_a_spare_that_is_released_has_the_variables_of_its_rank(gate: Gate, earl
     assert said(spare)[-1] == "True 5 None True"
 
 
-def test_a_spare_that_nobody_needs_leaves(gate: Gate) -> None:
+def test_a_spare_that_nobody_needs_leaves(gate: StandbyGate) -> None:
     spare = start(SPARE, **{VARIABLE: str(gate.path), "RANK": "0"})
     assert spare.stdout is not None
     assert spare.stdout.readline() == "ready\n"

@@ -13,16 +13,16 @@ from functools import partial
 
 import pytest
 
-from shardway.ranks import lookout
-from shardway.ranks.lookout import LEAVE_S, PATIENCE_S, Duties, Lookout, Times
+from shardway.ranks import stop_watchdog
 from shardway.ranks.signals import BrokenOff, SignalWatch, find_received
+from shardway.ranks.stop_watchdog import LEAVE_S, PATIENCE_S, Duties, StopWatchdog, Times
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookout, "TICK_S", 0.01)
-    monkeypatch.setattr(lookout, "PATIENCE_S", 0.05)
-    monkeypatch.setattr(lookout, "LEAVE_S", 0.05)
+    monkeypatch.setattr(stop_watchdog, "TICK_S", 0.01)
+    monkeypatch.setattr(stop_watchdog, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(stop_watchdog, "LEAVE_S", 0.05)
 
 
 def send(number: signal.Signals) -> None:
@@ -93,7 +93,7 @@ def watch() -> Iterator[SignalWatch]:
 
 def test_a_stop_that_takes_too_long(quick: None, watch: SignalWatch) -> None:
     called = Called(timeout_s=0.05)
-    with Lookout(watch, called.duties):
+    with StopWatchdog(watch, called.duties):
         time.sleep(0.1)
         assert called.acts == []
         send(signal.SIGTERM)
@@ -102,14 +102,14 @@ def test_a_stop_that_takes_too_long(quick: None, watch: SignalWatch) -> None:
 
 def test_a_stop_that_was_agreed_counts_as_well(quick: None, watch: SignalWatch) -> None:
     called = Called(timeout_s=0.05)
-    with Lookout(watch, called.duties) as out:
+    with StopWatchdog(watch, called.duties) as out:
         out.ask()
         assert called.wait() == ["late"]
 
 
 def test_a_second_ctrl_c_that_somebody_caught(quick: None, watch: SignalWatch) -> None:
     called = Called()
-    with Lookout(watch, called.duties):
+    with StopWatchdog(watch, called.duties):
         send(signal.SIGTERM)
         time.sleep(0.05)
         with pytest.raises(KeyboardInterrupt):
@@ -136,7 +136,7 @@ def test_a_signal_that_comes_while_the_main_thread_is_in_a_library(quick: None, 
 
     guard = threading.Timer(60.0, library.meet)  # should nobody tell
     guard.start()
-    with Lookout(watch, Duties(on_deaf=tell)):
+    with StopWatchdog(watch, Duties(on_deaf=tell)):
         list(map(operator.call, (library.terminate, library.meet)))  # no line of Python in between: none hears of it
         guard.cancel()
         assert acts == ["deaf"]
@@ -146,7 +146,7 @@ def test_a_signal_that_comes_while_the_main_thread_is_in_a_library(quick: None, 
 
 def test_a_wait_is_broken_off_once_a_stop_is_asked_for(quick: None, watch: SignalWatch) -> None:
     asked = threading.Event()
-    with Lookout(watch, Duties()) as out:
+    with StopWatchdog(watch, Duties()) as out:
         started = time.monotonic()
         out.begin_wait(asked.is_set)
         with pytest.raises(BrokenOff):
@@ -159,7 +159,7 @@ def test_a_wait_is_broken_off_once_a_stop_is_asked_for(quick: None, watch: Signa
 
 
 def test_a_wait_that_must_not_end_goes_on(quick: None, watch: SignalWatch) -> None:
-    with Lookout(watch, Duties()) as out:
+    with StopWatchdog(watch, Duties()) as out:
         out.begin_wait(lambda: True)
         time.sleep(0.3)
         out.end_wait()
@@ -168,7 +168,7 @@ def test_a_wait_that_must_not_end_goes_on(quick: None, watch: SignalWatch) -> No
 
 def test_in_another_thread_it_does_nothing() -> None:
     def enter() -> None:
-        with SignalWatch() as watch, Lookout(watch, Duties(0.0)) as out:
+        with SignalWatch() as watch, StopWatchdog(watch, Duties(0.0)) as out:
             out.ask()
 
     thread = threading.Thread(target=enter)

@@ -13,8 +13,8 @@ import pytest
 
 from runs import place
 from shardway.errors import SiteError
-from shardway.ranks.agent.patience import Patience
-from shardway.ranks.monitor import ANSWER_S, MonitorPage, open_monitor
+from shardway.ranks.agent.hang_timeout import HangTimeout
+from shardway.ranks.ft_launcher_client import ANSWER_S, MonitorHeartbeat, open_monitor
 from shardway.ranks.progress import Activity, Progress
 
 BEAT = "beat"
@@ -72,18 +72,18 @@ def heard() -> Heard:
     return Heard()
 
 
-def watched(heard: Heard, fixed_s: float | None = None) -> MonitorPage:
+def watched(heard: Heard, fixed_s: float | None = None) -> MonitorHeartbeat:
     """A page whose start was said."""
-    page = MonitorPage(heard)
-    page.watch(Patience(600.0, fixed_s))
+    page = MonitorHeartbeat(heard)
+    page.watch(HangTimeout(600.0, fixed_s))
     heard.hear()
     return page
 
 
 def test_a_rank_beats_at_once_and_waits_as_long_as_the_launcher_was_told(heard: Heard) -> None:
-    page = MonitorPage(heard)
+    page = MonitorHeartbeat(heard)
     assert heard.hear() == [BEAT, 300.0]
-    page.watch(Patience(600.0, 5.0))
+    page.watch(HangTimeout(600.0, 5.0))
     assert heard.hear() == [BEAT, 601.0]
 
 
@@ -143,7 +143,7 @@ def test_training_goes_on_without_its_monitor(heard: Heard, monkeypatch: pytest.
 
 
 def test_off_is_said_by_leaving(heard: Heard) -> None:
-    page = MonitorPage(heard)
+    page = MonitorHeartbeat(heard)
     page.watch(None)
     page.write(Activity.STEP, 0, 10.0)
     assert heard.hear() == [BEAT, 300.0, "closed"]

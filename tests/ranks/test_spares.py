@@ -21,7 +21,7 @@ from shardway.ranks.agent import folders
 from shardway.ranks.agent.folders import GATES
 from shardway.ranks.agent.hang import NOBODY, Behind
 from shardway.ranks.processes import LocalLaunch, Seats
-from shardway.ranks.spares import MOST_OF_MEMORY, SPARE_BYTES, Reserve
+from shardway.ranks.spares import MOST_OF_MEMORY, SPARE_BYTES, WarmStandby
 from shardway.runfile.machine import RunSection
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
@@ -49,7 +49,7 @@ from pathlib import Path
 from shardway.ranks.agent.hang import Behind
 from shardway.ranks.local import run_local
 from shardway.ranks.processes import LocalLaunch, Seats
-from shardway.ranks.spares import Reserve
+from shardway.ranks.spares import WarmStandby
 
 folder, first = Path(sys.argv[1]), int(sys.argv[2])
 launch = LocalLaunch(2, "a_rank_of_a_test", [str(folder)], folder / "logs", 1, folder / "stop", 60.0)
@@ -65,7 +65,7 @@ def run(start, first, until):
     seats = Seats(first, 4, 0, 2, "127.0.0.1", 29000 + start, start)
     ends.append([f.exit_code for f in run_local(replace(launch, seats=seats), lambda: None, look, reserve.start)])
 
-with Reserve(0.01, bounded=False) as reserve:
+with WarmStandby(0.01, bounded=False) as reserve:
     run(0, 0, 2)
     run(1, first, 4)
 print(json.dumps(ends))
@@ -135,7 +135,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
 
 def test_spares_come_some_time_after_the_first_step(started: list[Started]) -> None:
     now = [0.0]
-    with Reserve(60.0, bounded=False, clock=lambda: now[0]) as reserve:
+    with WarmStandby(60.0, bounded=False, clock=lambda: now[0]) as reserve:
         reserve.look(Behind((40, ORDER)))
         reserve.start(LAUNCH, SEATS)
         for behind in (NOBODY, Behind((0, 0)), Behind((40, ORDER)), Behind((40, ORDER))):
@@ -159,7 +159,7 @@ def test_spares_come_some_time_after_the_first_step(started: list[Started]) -> N
 
 
 def test_spares_come_at_once_where_a_rank_that_trained_has_failed(started: list[Started]) -> None:
-    with Reserve(60.0, bounded=False, clock=lambda: 0.0) as reserve:
+    with WarmStandby(60.0, bounded=False, clock=lambda: 0.0) as reserve:
         reserve.start(LAUNCH, SEATS)
         reserve.look(Behind((0, 0)), ends=True)
         assert started == [], "no step was done: what failed may fail again at once"
@@ -177,7 +177,7 @@ def test_spares_need_memory_to_spare(
     started: list[Started], monkeypatch: pytest.MonkeyPatch, left: float, count: int
 ) -> None:
     monkeypatch.setattr(spares, "read_memory_left", lambda: int(left))
-    with Reserve(1.0, clock=iter(range(100)).__next__) as reserve:
+    with WarmStandby(1.0, clock=iter(range(100)).__next__) as reserve:
         reserve.start(LAUNCH, SEATS)
         for step in range(10):
             reserve.look(Behind((step, ORDER)))
@@ -185,7 +185,7 @@ def test_spares_need_memory_to_spare(
 
 
 def test_no_spares_where_none_are_wanted(started: list[Started]) -> None:
-    with Reserve(None) as reserve:
+    with WarmStandby(None) as reserve:
         reserve.start(LAUNCH, SEATS)
         for step in range(10):
             reserve.look(Behind((step, ORDER)))
@@ -218,7 +218,7 @@ def test_a_machine_that_gives_no_more_processes_goes_without(
 
     monkeypatch.setattr(spares, "start_program", refuse_spares)
     monkeypatch.setattr(folders, "find_memory", lambda: tmp_path)
-    with Reserve(1.0, bounded=False, clock=iter(range(100)).__next__) as reserve:
+    with WarmStandby(1.0, bounded=False, clock=iter(range(100)).__next__) as reserve:
         reserve.start(LAUNCH, SEATS)
         for step in range(10):
             reserve.look(Behind((step, ORDER)))
@@ -230,7 +230,7 @@ def test_a_machine_without_room_for_gates_goes_without(
     started: list[Started], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(folders, "find_memory", lambda: tmp_path / "none")
-    with Reserve(1.0, bounded=False, clock=iter(range(100)).__next__) as reserve:
+    with WarmStandby(1.0, bounded=False, clock=iter(range(100)).__next__) as reserve:
         reserve.start(LAUNCH, SEATS)
         for step in range(10):
             reserve.look(Behind((step, ORDER)))
@@ -247,7 +247,7 @@ def test_a_mark_that_cannot_be_taken_away_does_not_keep_spares_from_being_ranks(
     def refuse(path: Path, missing_ok: bool = False) -> None:
         raise OSError(30, "Read-only file system", str(path))
 
-    with Reserve(1.0, bounded=False, clock=iter(range(100)).__next__) as reserve:
+    with WarmStandby(1.0, bounded=False, clock=iter(range(100)).__next__) as reserve:
         reserve.start(LAUNCH, SEATS)
         for step in range(10):
             reserve.look(Behind((step, ORDER)))

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardway.rundir.line import LOCAL, MOST, NAME, SHARED, Descent, Lineage, has_line, read_line, write_line
+from shardway.rundir.lineage import LOCAL, MOST, NAME, SHARED, Lineage, LineageBranch, has_line, read_line, write_line
 
-OLD, NEW = Descent(1, 0, SHARED, "old"), Descent(2, 20, LOCAL, "new")
+OLD, NEW = LineageBranch(1, 0, SHARED, "old"), LineageBranch(2, 20, LOCAL, "new")
 
 
 def test_what_an_overtaken_writer_saved_later_is_off() -> None:
@@ -23,7 +23,7 @@ def test_what_an_overtaken_writer_saved_later_is_off() -> None:
 
 def test_what_was_saved_before_the_run_went_back_is_off() -> None:
     """Also in the same epoch: the process goes on under another name."""
-    line = Lineage((OLD, Descent(1, 10, SHARED, "back")))
+    line = Lineage((OLD, LineageBranch(1, 10, SHARED, "back")))
     assert line.why_off("old", 15)
     assert line.why_off("back", 15) == ""
 
@@ -34,13 +34,13 @@ def test_what_was_saved_before_the_run_went_back_is_off() -> None:
         ([], False),
         ([NEW], False),
         ([OLD, NEW], False),
-        ([NEW, Descent(3, 20, LOCAL)], True),
-        ([NEW, Descent(3, 20, SHARED)], False),
-        ([NEW, Descent(3, 20, LOCAL), Descent(4, 0, SHARED)], False),
-        ([NEW, Descent(3, 30, LOCAL)], False),
+        ([NEW, LineageBranch(3, 20, LOCAL)], True),
+        ([NEW, LineageBranch(3, 20, SHARED)], False),
+        ([NEW, LineageBranch(3, 20, LOCAL), LineageBranch(4, 0, SHARED)], False),
+        ([NEW, LineageBranch(3, 30, LOCAL)], False),
     ],
 )
-def test_when_a_checkpoint_has_failed_twice(entries: list[Descent], expected: bool) -> None:
+def test_when_a_checkpoint_has_failed_twice(entries: list[LineageBranch], expected: bool) -> None:
     assert Lineage(tuple(entries)).failed_twice(20) is expected
 
 
@@ -48,7 +48,7 @@ def test_it_is_kept_and_kept_short(tmp_path: Path) -> None:
     assert not has_line(tmp_path)
     line = Lineage()
     for epoch in range(MOST + 6):
-        line = line.add(Descent(epoch, epoch, SHARED))
+        line = line.add(LineageBranch(epoch, epoch, SHARED))
     write_line(tmp_path, line)
     assert has_line(tmp_path)
     assert read_line(tmp_path) == line
@@ -73,7 +73,7 @@ def test_what_is_on_the_line_is_what_the_run_comes_from(data: st.DataObject) -> 
     saved: set[tuple[str, int]] = set()
     for epoch in range(data.draw(st.integers(1, 6))):
         base = data.draw(st.sampled_from([0, *sorted(made)]))
-        entry = Descent(epoch, base, data.draw(st.sampled_from([LOCAL, SHARED])), f"start {epoch}")
+        entry = LineageBranch(epoch, base, data.draw(st.sampled_from([LOCAL, SHARED])), f"start {epoch}")
         line, made = line.add(entry), {step: name for step, name in made.items() if step <= base}
         reached[entry.name] = base
         for _ in range(data.draw(st.integers(0, 6))):

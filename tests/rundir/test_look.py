@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardway.checkpoint.seal import find_damage, seal_file
+from shardway.checkpoint.checksum import find_damage, seal_file
 from shardway.errors import JobError
 from shardway.rundir.directory import RunDir
 from shardway.rundir.look import AWAY, answers, is_there, list_names

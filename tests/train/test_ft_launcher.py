@@ -25,7 +25,7 @@ from runs import TINY, place, read_column, read_named
 from shardway.launch.hosts.local import LocalHost
 from shardway.launch.schedulers.local import query
 from shardway.launch.starters.ft_launcher import MODULE
-from shardway.ranks import monitor
+from shardway.ranks import ft_launcher_client
 from shardway.ranks.progress import Activity
 from shardway.rundir.attempts import Ending, Result
 from shardway.rundir.directory import RunDir
@@ -75,12 +75,12 @@ def test_a_monitor_that_does_not_answer_holds_nobody(tmp_path: Path, monkeypatch
 
     for name, value in {"FT_RANK_MONITOR_IPC_SOCKET": str(tmp_path / "socket"), "RANK": "0", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(monitor, "ANSWER_S", 0.5)
+    monkeypatch.setattr(ft_launcher_client, "ANSWER_S", 0.5)
     fork = multiprocessing.get_context("fork")
     config = FaultToleranceConfig(enable_nic_monitor=False)
     process = RankMonitorServer.run_in_subprocess(config, str(tmp_path / "socket"), mp_ctx=fork)
     try:
-        page = monitor.open_monitor(place(0, 1, "ft_launcher"))
+        page = ft_launcher_client.open_monitor(place(0, 1, "ft_launcher"))
         assert page is not None
         os.kill(process.pid, signal.SIGSTOP)
         began = time.monotonic()

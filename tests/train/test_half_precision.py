@@ -15,7 +15,7 @@ from pool import ranks
 from runs import pool_ranks, read_column, read_steps, train_alone, train_tiny, worst_difference
 from shardway.train.loss import LossSum
 from shardway.train.loss_scale import LossScale
-from shardway.train.step import Moment, StepParts, take_step
+from shardway.train.step import StepContext, StepParts, take_step
 from speed import thinned
 from trained import apply_shape, make_passes, whole
 
@@ -72,7 +72,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(rank: int) -> None:
             return LossSum((outputs * targets).sum(), len(targets))
 
         targets = torch.full((2, 2), math.inf if rank == 1 else 1.0)
-        moment = Moment(loss_scale=LossScale(8.0))
+        moment = StepContext(loss_scale=LossScale(8.0))
         result = take_step(parts, parallel.call, (torch.ones(2, 3), targets), loss_of, moment)
         assert result.skipped
         assert result.loss_scale == LossScale(4.0)
@@ -94,7 +94,7 @@ def test_the_scale_leaves_no_trace_in_gradient_and_norm(rank: int) -> None:
             return LossSum(((outputs - targets) ** 2).sum(), len(targets))
 
         batch = (torch.ones(2, 3) * (rank + 1), torch.zeros(2, 2))
-        result = take_step(parts, parallel.call, batch, loss_of, Moment(loss_scale=scale))
+        result = take_step(parts, parallel.call, batch, loss_of, StepContext(loss_scale=scale))
         results.append((result.loss, result.grad_norm, [whole(p) for p in parallel.module.parameters()]))
     (loss, norm, weights), (scaled_loss, scaled_norm, scaled_weights) = results
     assert scaled_loss == loss

@@ -180,10 +180,10 @@ def test_damage_found_while_reading_leaves_nothing(rank: int, tmp_path: Path) ->
 
 
 def test_a_checkpoint_that_names_files_elsewhere_is_not_copied(tmp_path: Path) -> None:
+    from shardway.checkpoint.checksum import seal_bytes
     from shardway.checkpoint.copy import copy_checkpoint
     from shardway.checkpoint.find import FoundCheckpoint
     from shardway.checkpoint.manifest import Damaged, Manifest, write_manifest
-    from shardway.checkpoint.seal import seal_bytes
 
     source = tmp_path / "a/source"
     source.mkdir(parents=True)

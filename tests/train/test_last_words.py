@@ -16,24 +16,24 @@ pytestmark = pytest.mark.usefixtures("warm_starts")
 CODE = """
 import os, signal, sys, time
 from pathlib import Path
-from shardway.ranks import lookout
-from shardway.ranks.lookout import Lookout
+from shardway.ranks import stop_watchdog
+from shardway.ranks.stop_watchdog import StopWatchdog
 from shardway.ranks.progress import Activity, Progress
 from shardway.ranks.signals import SignalWatch
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
-from shardway.train import last_words
-from shardway.train.last_words import Speaker
+from shardway.train import exit_report
+from shardway.train.exit_report import ExitReport
 
-lookout.LEAVE_S = 0.1
-last_words.SAY_S = 60.0  # a busy disk is no part of these tests
+stop_watchdog.LEAVE_S = 0.1
+exit_report.SAY_S = 60.0  # a busy disk is no part of these tests
 progress = Progress()
 progress.enter(Activity.STEP, 7)
 attempt = Attempt(Path(sys.argv[2])) if sys.argv[2] else None
 with SignalWatch() as signals:
     run, rank, limit_s = RunDir(Path(sys.argv[1])), int(sys.argv[3]), float(sys.argv[5])
-    speaker = Speaker(run, rank, limit_s, "command line", progress, attempt)
-    with Lookout(signals, speaker.duties(lambda: signals.received is not None)):
+    speaker = ExitReport(run, rank, limit_s, "command line", progress, attempt)
+    with StopWatchdog(signals, speaker.duties(lambda: signals.received is not None)):
         def stuck():
             for number in sys.argv[4].split(","):
                 try:

@@ -31,8 +31,8 @@ from runs import (
 from shardway.hardware.device import DeviceFacts
 from shardway.models.build import build_model
 from shardway.models.contract import ModelPlan
+from shardway.parallel.backend_flags import apply_backend_switches, tf32_put_back
 from shardway.parallel.formats.model_autocast import autocast_model
-from shardway.parallel.switches import apply_backend_switches, tf32_put_back
 from shardway.resolve import device_defaults as decided
 from shardway.resolve.device_defaults import KEYS
 from shardway.resolve.request import ResolveRequest, resolve_request

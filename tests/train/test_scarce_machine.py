@@ -17,7 +17,7 @@ from runs import TINY, lone_rank, open_tiny, place, read_column, read_named, tra
 from shardway.errors import JobError
 from shardway.hardware.limits import TaskLimit
 from shardway.ranks import start
-from shardway.train import feed, session
+from shardway.train import dataloader, session
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
@@ -54,12 +54,12 @@ def test_a_folder_for_temporary_files_that_is_missing_is_a_line(
 def test_fewer_cores_than_processes_are_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet_threads: None
 ) -> None:
-    monkeypatch.setattr(feed, "describe_few_cores", lambda workers, ranks: f"{workers} + {ranks} on few cores")
+    monkeypatch.setattr(dataloader, "describe_few_cores", lambda workers, ranks: f"{workers} + {ranks} on few cores")
     with open_tiny(tmp_path / "run", lone_rank(), "data.workers=2") as run:
-        feed._options(run.session)
+        dataloader._options(run.session)
         assert "2 + 1 on few cores" in run.session.noted
     with open_tiny(tmp_path / "alone", lone_rank()) as run:
-        feed._options(run.session)
+        dataloader._options(run.session)
         assert run.session.noted == set()
 
 

@@ -16,7 +16,7 @@ import torch
 
 import shardway
 from shardway.errors import Bug, JobError, SiteError, UserError
-from shardway.ranks.leave import ScriptHook, script_hook, tell_errors
+from shardway.ranks.shutdown import ScriptHook, script_hook, tell_errors
 from shardway.rundir.directory import RunDir
 from shardway.train.script import OpenedRun
 

@@ -26,7 +26,7 @@ from shardway.ranks.start import Ranks
 from shardway.train.guards.repeat import GuardChecks
 from shardway.train.loss import IGNORED, LossSum, token_cross_entropy
 from shardway.train.passes import count_rows, cut
-from shardway.train.step import Moment, StepParts, StepResult, take_step
+from shardway.train.step import StepContext, StepParts, StepResult, take_step
 from trained import apply_shape, make_passes, whole
 
 SHAPE = TransformerShape(vocab=11, dim=16, layers=2, heads=2, kv_heads=1, ffn_dim=24)
@@ -87,7 +87,7 @@ def step_once(
     """One step on this rank's share."""
     passes = make_passes(applied, way.ranks, global_batch, way.accumulation)
     parts = StepParts(passes, optimizer, way.ranks, way.clip)
-    return take_step(parts, applied.call, share, loss, Moment(0, wishes or Wishes()))
+    return take_step(parts, applied.call, share, loss, StepContext(0, wishes or Wishes()))
 
 
 def filled(seed: int = 1) -> Transformer:
@@ -321,5 +321,5 @@ def test_the_device_is_read_once_and_before_the_update(monkeypatch: pytest.Monke
     for name in ("tolist", "item", "__float__", "__int__", "__bool__"):
         monkeypatch.setattr(torch.Tensor, name, noting("read", getattr(torch.Tensor, name)))
     monkeypatch.setattr(optimizer, "step", noting("update", optimizer.step))
-    take_step(parts, applied.call, (inputs, targets), token_cross_entropy, Moment(watch=GuardChecks(repeat=True)))
+    take_step(parts, applied.call, (inputs, targets), token_cross_entropy, StepContext(watch=GuardChecks(repeat=True)))
     assert happened == ["read", "update"]

@@ -11,9 +11,9 @@ import shutil
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
+from shardway.checkpoint.checksum import find_damage
 from shardway.checkpoint.find import FoundCheckpoint
 from shardway.checkpoint.manifest import Damaged, Manifest, write_manifest
-from shardway.checkpoint.seal import find_damage
 from shardway.checkpoint.verify import manifest_of
 from shardway.errors import JobError
 from shardway.rundir.atomic import fsync_folder

@@ -17,7 +17,7 @@ from typing import BinaryIO
 import torch
 import torch.distributed as dist
 
-from shardway.checkpoint.seal import BLOCK, Seal, Sealer
+from shardway.checkpoint.checksum import BLOCK, ChecksumWriter, FileChecksum
 from shardway.ranks.start import Ranks
 
 
@@ -43,7 +43,7 @@ def plan_transfers(holders: Mapping[str, Sequence[int]], wanted: Mapping[int, fr
 
 
 def make_transfers(
-    ranks: Ranks, transfers: Sequence[Transfer], folder: Path, seals: Mapping[str, Seal]
+    ranks: Ranks, transfers: Sequence[Transfer], folder: Path, seals: Mapping[str, FileChecksum]
 ) -> Iterator[str]:
     """Send and receive this rank's files, read from and written into `folder`; what came damaged or could not be kept.
 
@@ -69,9 +69,9 @@ def _send(ranks: Ranks, transfer: Transfer, path: Path, size: int) -> None:
                 dist.send(block, dst=transfer.receiver, group=ranks.group)
 
 
-def _receive(ranks: Ranks, transfer: Transfer, folder: Path, seal: Seal) -> str:
+def _receive(ranks: Ranks, transfer: Transfer, folder: Path, seal: FileChecksum) -> str:
     """Receive a file; what is wrong with it, or nothing."""
-    sealer, wrong = Sealer(), ""
+    sealer, wrong = ChecksumWriter(), ""
     path = folder / transfer.name
     with contextlib.ExitStack() as stack:
         file: BinaryIO | None = None

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from shardway.checkpoint.checksum import find_damage
 from shardway.checkpoint.find import FoundCheckpoint, PassedOver, find_in_run
 from shardway.checkpoint.manifest import Damaged, Manifest
-from shardway.checkpoint.seal import find_damage
+from shardway.checkpoint.shard_store import ShardStore, SharedShardStore
 from shardway.checkpoint.shards.read import ShardSource, list_wanted, read_tensors
 from shardway.checkpoint.shards.table import NAME as TABLE
 from shardway.checkpoint.shards.table import TensorTable, read_table
@@ -31,12 +32,11 @@ from shardway.checkpoint.state import (
     random_state,
     set_random_state,
 )
-from shardway.checkpoint.stock import SharedStock, Stock
 from shardway.checkpoint.verify import manifest_of, manifest_of_step
 from shardway.errors import JobError, UserError, list_some
 from shardway.ranks.start import Ranks
 from shardway.rundir.directory import START_OVER, RunDir
-from shardway.rundir.line import SHARED
+from shardway.rundir.lineage import SHARED
 from shardway.rundir.steps import step_name
 
 
@@ -93,7 +93,7 @@ def load_latest(
     steps = [step for step in ranks.ask_first(directory.checkpoint_steps) if step not in without]
     passed_over: list[PassedOver] = []
     for step in reversed(steps):
-        loaded = load_from(SharedStock(find_in_run(directory, step), ranks), ranks, state)
+        loaded = load_from(SharedShardStore(find_in_run(directory, step), ranks), ranks, state)
         if isinstance(loaded, LoadedCheckpoint):
             return replace(loaded, passed_over=tuple(passed_over))
         passed_over.append(loaded)
@@ -102,7 +102,7 @@ def load_latest(
     return None
 
 
-def load_from(stock: Stock, ranks: Ranks, state: CheckpointState) -> LoadedCheckpoint | PassedOver:
+def load_from(stock: ShardStore, ranks: Ranks, state: CheckpointState) -> LoadedCheckpoint | PassedOver:
     """Restore one checkpoint, or say what of it is damaged; the same on every rank."""
     step = stock.found.step or 0
     if damaged := _agree(ranks, step, stock.bring(lambda: [TABLE])):

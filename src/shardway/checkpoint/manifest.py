@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from shardway.checkpoint.seal import BLOCK, Seal
+from shardway.checkpoint.checksum import BLOCK, FileChecksum
 from shardway.errors import JobError, UserError
 from shardway.rundir.atomic import render_json, write_json
 from shardway.rundir.look import check_answers
@@ -33,7 +33,7 @@ class Manifest:
     step: int
     world: int
     numbers: Mapping[str, Any]
-    files: Mapping[str, Seal]
+    files: Mapping[str, FileChecksum]
     epoch: int = 0
     run: str = ""
 
@@ -97,8 +97,8 @@ def _digest(content: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(render_json(content, sort_keys=True).encode())
 
 
-def _read_seal(name: str, seal: Mapping[str, Any]) -> Seal:
-    found = Seal(int(seal["bytes"]), tuple(map(str, seal["xxh3"])))
+def _read_seal(name: str, seal: Mapping[str, Any]) -> FileChecksum:
+    found = FileChecksum(int(seal["bytes"]), tuple(map(str, seal["xxh3"])))
     if len(found.blocks) != -(-found.bytes // BLOCK):
         raise ValueError(f"{name} has {len(found.blocks)} checksums for {found.bytes} bytes")
     return found

@@ -13,7 +13,7 @@ from shardway.errors import JobError, ShardwayError
 from shardway.ranks.start import Ranks
 from shardway.refusals import find_remedy
 from shardway.rundir.directory import RunDir
-from shardway.rundir.line import LOCAL, SHARED
+from shardway.rundir.lineage import LOCAL, SHARED
 from shardway.rundir.local import LocalRun
 from shardway.rundir.steps import list_steps, partial_name, step_name
 

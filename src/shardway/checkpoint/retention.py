@@ -19,7 +19,7 @@ from shardway.rundir.directory import RunDir
 
 
 @dataclass(frozen=True)
-class Keep:
+class RetentionPolicy:
     """Which checkpoints stay: the `newest` (at least 1), for ever those whose step is a multiple of `every`, and as
     many as `best` of those with the best validation."""
 
@@ -38,7 +38,7 @@ class Keep:
         return [s for s in steps[: -self.newest] if (self.every is None or s % self.every) and s not in best]
 
 
-def retire(directory: RunDir, ranks: Ranks, keep: Keep, newest: int, ranking: Sequence[int] = ()) -> None:
+def retire(directory: RunDir, ranks: Ranks, keep: RetentionPolicy, newest: int, ranking: Sequence[int] = ()) -> None:
     """Remove what no rule keeps, after the checkpoint of step `newest` was read back; on all ranks together.
 
     Raises JobError on every rank where it is not what was saved, or another run has taken over: nothing goes then.

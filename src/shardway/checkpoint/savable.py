@@ -14,7 +14,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from shardway.checkpoint.shards.special import is_known
+from shardway.checkpoint.shards.tensor_subclasses import is_known
 from shardway.checkpoint.shards.values import survives_json
 from shardway.checkpoint.state import Tensors
 from shardway.errors import Problem, ShardwayError, UserError, check_no_problems

@@ -18,9 +18,9 @@ from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from shardway.checkpoint.checksum import FileChecksum, seal_file
 from shardway.checkpoint.manifest import Manifest, list_files, write_manifest
 from shardway.checkpoint.place import CheckpointFolder, shared_place
-from shardway.checkpoint.seal import Seal, seal_file
 from shardway.checkpoint.shards.write import write_tensors
 from shardway.checkpoint.state import CheckpointState, Tensors, count_bytes, random_state
 from shardway.errors import Bug, Fenced, JobError, LostContact, ShardwayError
@@ -143,7 +143,9 @@ def make_checkpoint(place: CheckpointFolder, ranks: Ranks, work: SaveRequest) ->
     return SavedCheckpoint(final.name, manifest.total_bytes, manifest, tuple(own))
 
 
-def _agree_on_manifest(place: CheckpointFolder, ranks: Ranks, content: Content, seals: Mapping[str, Seal]) -> Manifest:
+def _agree_on_manifest(
+    place: CheckpointFolder, ranks: Ranks, content: Content, seals: Mapping[str, FileChecksum]
+) -> Manifest:
     """The same on every rank, also where several write it: rank 0 says what is not known from the files."""
     numbers, run = ranks.ask_first(lambda: (content.numbers, find_run_id(place.run.path)))
     return Manifest(content.step, ranks.world, numbers, seals, place.run.epoch, run)
@@ -171,7 +173,7 @@ def _clear_and_make(partial: Path) -> None:
         partial.mkdir(exist_ok=True)
 
 
-def _write_share(ranks: Ranks, content: Content, folder: Path) -> dict[str, Seal]:
+def _write_share(ranks: Ranks, content: Content, folder: Path) -> dict[str, FileChecksum]:
     """Write what this rank has to write; the seals of its files of tensors, made from what was in memory."""
     with ranks.contact("during a save"), told_of_files(ranks.rank):
         seals = write_tensors(folder, ranks, content.tensors)
@@ -197,10 +199,10 @@ def told_of_files(rank: int = 0) -> Iterator[None]:
         raise JobError(_say(error)) from error
 
 
-def _seal_others(ranks: Ranks, folder: Path, known: Mapping[str, Seal]) -> dict[str, Seal]:
+def _seal_others(ranks: Ranks, folder: Path, known: Mapping[str, FileChecksum]) -> dict[str, FileChecksum]:
     """The seals of what another library wrote: every rank reads its share of these files."""
 
-    def seal_share() -> dict[str, Seal]:
+    def seal_share() -> dict[str, FileChecksum]:
         with told_of_files():
             names = [name for name in list_files(folder) if name not in known]
             return {name: seal_file(folder / name) for name in names[ranks.rank :: ranks.world]}

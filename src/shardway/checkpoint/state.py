@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from shardway.checkpoint.shards.special import find_dtype
+from shardway.checkpoint.shards.tensor_subclasses import find_dtype
 from shardway.checkpoint.structure import Parts, Unstorable, put_state_together, take_state_apart
 from shardway.errors import UserError
 

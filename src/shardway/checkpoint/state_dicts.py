@@ -25,7 +25,7 @@ import torch
 from shardway.checkpoint.contents import VALUE, TensorEntry
 from shardway.checkpoint.export import SAFETENSORS_FORMATS, begin_folder, finish_folder, render_header
 from shardway.checkpoint.find import FoundCheckpoint
-from shardway.checkpoint.shards.special import dtype_name, find_dtype
+from shardway.checkpoint.shards.tensor_subclasses import dtype_name, find_dtype
 from shardway.checkpoint.tensors import TensorReader
 from shardway.errors import JobError, UserError
 from shardway.refusals import find_remedy

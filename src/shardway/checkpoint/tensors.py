@@ -15,8 +15,8 @@ import torch
 from shardway.checkpoint.contents import TensorEntry, make_entries
 from shardway.checkpoint.manifest import Damaged, read_manifest
 from shardway.checkpoint.shards.blocks import BlockReader
-from shardway.checkpoint.shards.special import find_dtype, put_together
 from shardway.checkpoint.shards.table import Chunk, Shape, Special, TensorRow, read_table
+from shardway.checkpoint.shards.tensor_subclasses import find_dtype, put_together
 
 
 class TensorReader:

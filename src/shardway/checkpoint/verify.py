@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from shardway.checkpoint.checksum import find_damage, find_short
 from shardway.checkpoint.find import FoundCheckpoint, find_in_run
 from shardway.checkpoint.manifest import Damaged, Manifest, read_manifest
-from shardway.checkpoint.seal import find_damage, find_short
 from shardway.rundir.directory import RunDir
 
 

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn, Protocol
 
-from shardway.cli.blame import Blame, LaunchOutcome, find_blame, has_begun
-from shardway.cli.over import has_come_to_its_end, name_trouble
+from shardway.cli.completion import has_come_to_its_end, name_trouble
+from shardway.cli.failure_cause import Blame, LaunchOutcome, find_blame, has_begun
 from shardway.errors import Fenced, JobError, LateStop, ShardwayError, SiteError, UserError, render_reason
 from shardway.ranks.agent.hang import Hang
-from shardway.ranks.agent.patience import Patience, read_patience
+from shardway.ranks.agent.hang_timeout import HangTimeout, read_patience
 from shardway.ranks.agent.policy import RepeatedFailure, RestartDecision, decide
 from shardway.ranks.agent.watch import watched
 from shardway.ranks.agreement import Decision
@@ -28,12 +28,12 @@ from shardway.ranks.cores import VARIABLE as MASKS
 from shardway.ranks.local import run_local
 from shardway.ranks.processes import LocalLaunch
 from shardway.ranks.signals import STOP_SIGNALS, find_received
-from shardway.ranks.spares import AUTO_AFTER_S, Reserve
+from shardway.ranks.spares import AUTO_AFTER_S, WarmStandby
 from shardway.resolve.request import Resolution, ResolveRequest
 from shardway.rundir.atomic import why_refused
 from shardway.rundir.attempts import BY_AGENT, BY_SIGNAL, SECOND_SIGNAL, Attempt, Ending, Result
 from shardway.rundir.directory import RunDir
-from shardway.rundir.line import LOCAL, read_line
+from shardway.rundir.lineage import LOCAL, read_line
 from shardway.rundir.local import find_local_run
 from shardway.rundir.look import answers, list_missing
 from shardway.rundir.run_id import find_run_id
@@ -49,14 +49,14 @@ _STOPS = tuple(number.name for number in STOP_SIGNALS)
 """What ends a rank that does not listen yet; one that does, obeys."""
 
 
-class Crew(Protocol):
+class NodeGroup(Protocol):
     """Who starts the ranks: this machine alone, or with others (`cli.nodes`)."""
 
     @property
     def ranks(self) -> int:
         """How many ranks there are at most."""
 
-    def start(self, run: RunDir, launch: LocalLaunch, patience: Patience | None) -> LaunchOutcome:
+    def start(self, run: RunDir, launch: LocalLaunch, patience: HangTimeout | None) -> LaunchOutcome:
         """Run the ranks to their end. Raises LateStop, KeyboardInterrupt, and what keeps them from starting."""
 
     def why_not_again(self) -> str:
@@ -68,9 +68,9 @@ class Alone:
     """All ranks are on this machine."""
 
     ranks: int
-    reserve: Reserve
+    reserve: WarmStandby
 
-    def start(self, run: RunDir, launch: LocalLaunch, patience: Patience | None) -> LaunchOutcome:
+    def start(self, run: RunDir, launch: LocalLaunch, patience: HangTimeout | None) -> LaunchOutcome:
         """Run the ranks to their end. Raises LateStop, KeyboardInterrupt."""
         with watched(launch.ranks, patience, tell_wake) as watch:
 
@@ -87,13 +87,13 @@ class Alone:
         return ""
 
 
-def open_reserve(settings: RunSection) -> Reserve:
+def open_reserve(settings: RunSection) -> WarmStandby:
     """The spares that a run file asks for; none where ranks do not start again."""
     if settings.spares == "off" or settings.max_restarts == 0:
-        return Reserve(None)
+        return WarmStandby(None)
     if settings.spares == "auto":
-        return Reserve(AUTO_AFTER_S)
-    return Reserve(float(settings.spares), bounded=False)
+        return WarmStandby(AUTO_AFTER_S)
+    return WarmStandby(float(settings.spares), bounded=False)
 
 
 def build_launch(resolution: Resolution, ranks: int) -> LocalLaunch:
@@ -118,7 +118,7 @@ def _as_rank(resolution: Resolution) -> ResolveRequest:
     return replace(request, fresh=False, overrides=(*request.overrides, *further))
 
 
-def train_local(resolution: Resolution, launch: LocalLaunch, crew: Crew) -> dict[str, Any]:
+def train_local(resolution: Resolution, launch: LocalLaunch, crew: NodeGroup) -> dict[str, Any]:
     """Train on the ranks of a crew, again after a failure where `ranks.agent.policy` says so.
 
     Raises the error of the rank that failed first, that of the last time.
@@ -158,7 +158,7 @@ def _as_it_was(run: RunDir, *, fresh: bool) -> Iterator[None]:
         run.clear_setup_faults()
 
 
-def _train_local(resolution: Resolution, launch: LocalLaunch, crew: Crew) -> dict[str, Any]:
+def _train_local(resolution: Resolution, launch: LocalLaunch, crew: NodeGroup) -> dict[str, Any]:
     run, attempt = resolution.directory, find_attempt(os.environ)
     settings = resolution.resolved.values.run
     patience = read_patience(settings)
@@ -227,7 +227,7 @@ def _why_refused(run: RunDir) -> str:
     return f"nothing can be written into {run.path} now ({why})" if why else ""
 
 
-def _run_once(run: RunDir, launch: LocalLaunch, patience: Patience | None, crew: Crew) -> Blame | None:
+def _run_once(run: RunDir, launch: LocalLaunch, patience: HangTimeout | None, crew: NodeGroup) -> Blame | None:
     """Run the ranks to their end; the error of who failed first, or None."""
     marks = {rank: sum(1 for _ in run.all_events(rank)) for rank in range(crew.ranks)}
     run.clear_setup_faults()

@@ -25,7 +25,7 @@ from shardway.cli.text import ensure_utf8_mode, print_anything
 from shardway.cli.verbs import Verbs
 from shardway.errors import Bug, JobError, ShardwayError, SiteError, UserError, legible
 from shardway.places import folder_is_gone
-from shardway.ranks.leave import LastExit, flush_output
+from shardway.ranks.shutdown import Shutdown, flush_output
 from shardway.refusals import FULL, find_remedy
 from shardway.rundir.look import UNREADABLE, unanswered
 
@@ -61,14 +61,14 @@ def main() -> None:
     """Entry point of the command `shardway`."""
     ensure_utf8_mode()
     print_anything()
-    last = LastExit()
+    last = Shutdown()
     if sys.argv[1:2] != ["train"]:  # whose garbage may hold memory of a device
         gc.set_threshold(START_THRESHOLD)
     code = run_guarded(lambda: app(standalone_mode=False))
     leave(code, last, at_once=any(thread.daemon for thread in threading.enumerate()))
 
 
-def leave(code: int, last: LastExit, *, at_once: bool = False) -> None:
+def leave(code: int, last: Shutdown, *, at_once: bool = False) -> None:
     """End this process with a code, or return where all is well and was printed, unless it is to end `at_once`; then
     `last` ends it.
 

@@ -16,23 +16,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardway.cli.blame import LaunchOutcome
+from shardway.cli.failure_cause import LaunchOutcome
 from shardway.cli.local import ask_to_stop, build_launch, open_reserve, tell_restart, tell_wake, train_local
 from shardway.errors import JobError, LateStop, NodeLost, ShardwayError, SiteError, UserError
 from shardway.ranks.agent.hang import NOBODY
-from shardway.ranks.agent.patience import Patience, read_patience
+from shardway.ranks.agent.hang_timeout import HangTimeout, read_patience
 from shardway.ranks.agent.watch import SHARE_S, UNSEEN, merge_found, merge_seen, watched
 from shardway.ranks.attempt import find_attempt
-from shardway.ranks.crew.board import Board, Unreachable, host_board, join_board
-from shardway.ranks.crew.follow import Follow
-from shardway.ranks.crew.lead import Ends, Lead
-from shardway.ranks.crew.member import Member
+from shardway.ranks.crew.follow import FollowingAgent
+from shardway.ranks.crew.kv_store import KeyValueStore, Unreachable, host_board, join_board
+from shardway.ranks.crew.lead import Coordinator, Ends
+from shardway.ranks.crew.member import RendezvousMember
 from shardway.ranks.crew.notes import AgentState, News, NodeOutcome
 from shardway.ranks.local import host_store, run_local
 from shardway.ranks.place import NodeSpec
 from shardway.ranks.processes import LocalLaunch, Seats
 from shardway.ranks.signals import find_received
-from shardway.ranks.spares import Reserve
+from shardway.ranks.spares import WarmStandby
 from shardway.resolve.request import Resolution, resolve_request
 from shardway.rundir.attempts import Result
 from shardway.rundir.directory import RunDir
@@ -75,10 +75,10 @@ class Led:
 
     resolution: Resolution
     nodes: NodeSpec
-    lead: Lead
+    lead: Coordinator
     first_wait_s: float
     """How long to wait for nodes before the first start."""
-    reserve: Reserve
+    reserve: WarmStandby
 
     @property
     def ranks(self) -> int:
@@ -91,7 +91,7 @@ class Led:
         elastic = self.resolution.resolved.values.run.elastic
         return len(self.nodes.addresses) if elastic == "off" else int(elastic[0])
 
-    def start(self, run: RunDir, launch: LocalLaunch, patience: Patience | None) -> LaunchOutcome:
+    def start(self, run: RunDir, launch: LocalLaunch, patience: HangTimeout | None) -> LaunchOutcome:
         """Run the ranks of all nodes to their end."""
         members, store = self._gather(run), host_store()
         if not members:
@@ -159,7 +159,7 @@ class Led:
 def _lead(resolution: Resolution, nodes: NodeSpec, gone: Sequence[int] = ()) -> dict[str, Any]:
     settings = resolution.resolved.values.run
     board = host_board(nodes.port, len(nodes.addresses))
-    lead, code = Lead(board, nodes.node, len(nodes.addresses)), JobError.exit_code
+    lead, code = Coordinator(board, nodes.node, len(nodes.addresses)), JobError.exit_code
     lead.give_up_on(tuple(gone))
     patient = settings.start_timeout if settings.elastic == "off" else min(settings.start_timeout, ELASTIC_S)
     first = SUCCEED_S if gone else patient
@@ -194,7 +194,7 @@ def _follow(resolution: Resolution, nodes: NodeSpec) -> dict[str, Any] | int:
             "  To do: start the same command there with --node 0; look whether its address and port can be reached."
         ) from error
     while True:
-        follow = Follow(board, nodes.node)
+        follow = FollowingAgent(board, nodes.node)
         code = _obey(resolution, nodes, follow, leader)
         if code is not None:
             return code
@@ -204,7 +204,7 @@ def _follow(resolution: Resolution, nodes: NodeSpec) -> dict[str, Any] | int:
         leader, board = successor
 
 
-def _join_first(nodes: NodeSpec, wait_s: float) -> Board:
+def _join_first(nodes: NodeSpec, wait_s: float) -> KeyValueStore:
     """The board of the first node, which may begin later than this one, unless it has said how the attempt ended.
     Raises Unreachable."""
     until = time.monotonic() + wait_s
@@ -223,7 +223,7 @@ def find_told() -> Result | None:
     return attempt.read_result() if attempt is not None else None
 
 
-def _obey(resolution: Resolution, nodes: NodeSpec, follow: Follow, leader: int) -> int | None:
+def _obey(resolution: Resolution, nodes: NodeSpec, follow: FollowingAgent, leader: int) -> int | None:
     """Do what the one who leads says; the exit code of the whole, or None once nobody leads."""
     run, launch = resolution.directory, _launch(resolution, nodes)
     settings, start = resolution.resolved.values.run, 0
@@ -248,7 +248,7 @@ def _pass_on(run: RunDir) -> None:
         ask_to_stop(run)
 
 
-def _find_successor(nodes: NodeSpec, leader: int) -> tuple[int, Board] | None:
+def _find_successor(nodes: NodeSpec, leader: int) -> tuple[int, KeyValueStore] | None:
     """Who leads after `leader`, and its board; None: this node does."""
     for node in range(leader + 1, nodes.node):
         try:
@@ -300,9 +300,9 @@ def _seat(nodes: NodeSpec, news: News, leader: int) -> Seats:
 class Here:
     """What an agent brings to each start of its ranks: its patience, its place in the crew, its spares."""
 
-    patience: Patience | None
-    member: Member
-    reserve: Reserve
+    patience: HangTimeout | None
+    member: RendezvousMember
+    reserve: WarmStandby
 
 
 def run_seats(run: RunDir, launch: LocalLaunch, seats: Seats, here: Here) -> NodeOutcome:

@@ -173,7 +173,7 @@ def _of_images(values: RunFile) -> _FoundShape:
 def _trace(values: RunFile, path: Path, module: str) -> _FoundShape:
     """The model that the run file names, counted with torch; kept for the next plan."""
     try:
-        from shardway.train.counted import count_model
+        from shardway.train.param_count import count_model
     except ModuleNotFoundError as error:
         raise UserError(
             f"--trace builds the model, and {error.name} is not installed here.\n"

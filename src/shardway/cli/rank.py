@@ -17,8 +17,8 @@ from shardway.hardware.limits import ensure_temporary
 from shardway.ranks.agent.join import join_agent
 from shardway.ranks.cores import bind_to_cores
 from shardway.ranks.gate import wait_at_gate
-from shardway.ranks.leave import LastExit
 from shardway.ranks.parent import stop_with_agent
+from shardway.ranks.shutdown import Shutdown
 from shardway.ranks.signals import SignalWatch
 from shardway.resolve.request import ResolveRequest
 
@@ -50,7 +50,7 @@ def main() -> None:
 
         train(read_packed(sys.argv[1]))
 
-    last = LastExit()
+    last = Shutdown()
     with SignalWatch():  # from the first moment: the import of torch takes seconds
         stop_with_agent(os.environ)
         if wait_at_gate(os.environ, import_all):

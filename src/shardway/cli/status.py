@@ -25,9 +25,9 @@ from shardway.errors import ShardwayError, legible
 from shardway.units import render_clock, render_count
 
 if TYPE_CHECKING:
+    from shardway.launch.runs.job_status import JobStatus
     from shardway.launch.runs.ledger import Ledger
     from shardway.launch.runs.registry import Known
-    from shardway.launch.runs.standing import JobStatus
     from shardway.watch.summary import RunSummary
 
 RunWord = Annotated[
@@ -88,8 +88,8 @@ def _by_host(chosen: Sequence[Known]) -> list[list[Known]]:
 def _look(group: Sequence[Known], *, alone: bool) -> list[_ShownRun]:
     """The runs of one host, asked in a few exchanges. A host that cannot be asked is told, and the others are shown."""
     from shardway.launch.hosts import find_host
+    from shardway.launch.runs.job_status import read_standings
     from shardway.launch.runs.ledger import read_ledgers
-    from shardway.launch.runs.standing import read_standings
 
     shown: list[_ShownRun] = []
     readable = [known for known in group if known.host or _is_readable(Path(known.run), alone=alone)]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from shardway.models.contract import canonical_name
-from shardway.parallel.bits import sum_bits
+from shardway.parallel.bit_checksum import sum_bits
 from shardway.parallel.mesh import Mesh, Part
 from shardway.ranks.start import Ranks
 

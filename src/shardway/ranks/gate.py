@@ -24,7 +24,7 @@ _RELEASED = "SHARDWAY_RELEASED"
 """When it was released, in seconds of `time.monotonic()` on its own host."""
 
 
-class Gate:
+class StandbyGate:
     """The agent's side of the gate of one spare. Raises OSError where no FIFO can be made."""
 
     def __init__(self, path: Path) -> None:

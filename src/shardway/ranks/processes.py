@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing import (
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from shardway.inherited import list_unfit_for_ranks
-from shardway.ranks.agent.page import VARIABLE
+from shardway.ranks.agent.heartbeat import VARIABLE
 from shardway.ranks.agent.recorder import choose_recording
 from shardway.ranks.gate import VARIABLE as GATE
 from shardway.ranks.launcher import AGENT_VARIABLE

@@ -32,7 +32,7 @@ class Activity(IntEnum):
     SCRIPT = 8
 
 
-class Page(Protocol):
+class HeartbeatSink(Protocol):
     """Somewhere that others see what this rank does."""
 
     def write(self, activity: Activity, step: int, now: float) -> None:
@@ -47,7 +47,7 @@ class Progress:
     """
 
     def __init__(
-        self, page: Page | None = None, clock: Callable[[], float] = time.monotonic, began: float | None = None
+        self, page: HeartbeatSink | None = None, clock: Callable[[], float] = time.monotonic, began: float | None = None
     ) -> None:
         self._page = page
         self._clock = clock

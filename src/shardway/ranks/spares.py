@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing import PContext
 from shardway.hardware.memory import read_memory_left
 from shardway.ranks.agent.folders import GATES, private_folder
 from shardway.ranks.agent.hang import Behind
-from shardway.ranks.gate import Gate
+from shardway.ranks.gate import StandbyGate
 from shardway.ranks.processes import (
     LocalLaunch,
     Seats,
@@ -46,7 +46,7 @@ class _Batch:
     """Spares that were started together, their gates, what closes these, and the folder of what they print."""
 
     processes: PContext
-    gates: Sequence[Gate]
+    gates: Sequence[StandbyGate]
     around_gates: contextlib.ExitStack
     output: Path | None
 
@@ -55,7 +55,7 @@ class _Batch:
         return all(handler.proc.poll() is None for handler in handlers_of(self.processes).values())
 
 
-class Reserve:
+class WarmStandby:
     """The spares of one node; `after_s`: how long after the first step of a start they are started, None: never.
 
     `bounded`: only where they take no more than MOST_OF_MEMORY of the memory that is left.
@@ -72,7 +72,7 @@ class Reserve:
         self._taken: list[_Batch] = []
         """Their gates stay open: a spare may not have come to its gate when it is released."""
 
-    def __enter__(self) -> Reserve:
+    def __enter__(self) -> WarmStandby:
         return self
 
     def __exit__(
@@ -153,8 +153,8 @@ def _start_batch(launch: LocalLaunch, seats: Seats) -> _Batch:
         return _Batch(processes, gates, around.pop_all(), _mark_waiting(processes))
 
 
-def _open_gate(around: contextlib.ExitStack, path: Path) -> Gate:
-    gate = Gate(path)
+def _open_gate(around: contextlib.ExitStack, path: Path) -> StandbyGate:
+    gate = StandbyGate(path)
     around.callback(gate.close)
     return gate
 

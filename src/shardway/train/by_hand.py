@@ -38,7 +38,6 @@ from shardway.parallel.formats.float8 import compute_scales
 from shardway.parallel.gradients import own_squares, scale_gradients
 from shardway.parallel.host import send
 from shardway.ranks.agreement import read_decision
-from shardway.train.before import Before, Changeable, find_changeable
 from shardway.train.engines.base import Engine
 from shardway.train.engines.explain import explained
 from shardway.train.guards.repeat import First, Tried, Watched
@@ -48,7 +47,8 @@ from shardway.train.open_step import OpenStep, TakenStep
 from shardway.train.passes import SUMS
 from shardway.train.session import Session
 from shardway.train.several import let_go
-from shardway.train.step import Moment, StepResult
+from shardway.train.snapshot import Before, RngAndBufferSnapshot, find_changeable
+from shardway.train.step import StepContext, StepResult
 
 PART = "kept-gradients"
 """What the names of gradients that no update has used yet begin with in a checkpoint."""
@@ -142,7 +142,9 @@ class GradientsByHand(WithoutFiles):
 
     # --- run.backward
 
-    def take(self, step: OpenStep, call: BackwardCall, lr: float, moment: Moment, freeze: Callable[[], None]) -> float:
+    def take(
+        self, step: OpenStep, call: BackwardCall, lr: float, moment: StepContext, freeze: Callable[[], None]
+    ) -> float:
         """A call for a batch that waits for it, and the loss; `freeze` keeps what a checkpoint holds of the script.
 
         Losses of one name add up until an update has used their gradients.
@@ -164,7 +166,7 @@ class GradientsByHand(WithoutFiles):
                 each.grad = None
         return result.loss
 
-    def _run_backward(self, call: BackwardCall, moment: Moment, batch: Batch) -> StepResult:
+    def _run_backward(self, call: BackwardCall, moment: StepContext, batch: Batch) -> StepResult:
         """The gradients of a loss that the script has computed from its share of a batch, and what all ranks agree on.
 
         The host waits for the device once. Raises UserError where gradients cannot be computed so.
@@ -272,7 +274,7 @@ class GradientsByHand(WithoutFiles):
         return next(iter(self._engines.values())).passes
 
     @cached_property
-    def _changeable(self) -> Changeable:
+    def _changeable(self) -> RngAndBufferSnapshot:
         return find_changeable(*(model.parallel for model in self._held.models))
 
     @cached_property
@@ -520,7 +522,7 @@ def _silenced(loss: torch.Tensor) -> Iterator[None]:
             hook.remove()
 
 
-def _find_not_finite(tried: Tried, moment: Moment) -> First | None:
+def _find_not_finite(tried: Tried, moment: StepContext) -> First | None:
     """The numbers where the guard looks at them and they are not finite."""
     if moment.watch is None:
         return None

@@ -19,9 +19,9 @@ from shardway.checkpoint.export import save_weights
 from shardway.checkpoint.find import PassedOver, find_checkpoint, find_checkpoints, find_in_run
 from shardway.checkpoint.load import LoadedCheckpoint, load_from, load_latest, nothing_whole
 from shardway.checkpoint.manifest import Damaged
+from shardway.checkpoint.shard_store import SharedShardStore
 from shardway.checkpoint.state import Trained
 from shardway.checkpoint.state_dicts import find_models, no_weights, write_state_dicts
-from shardway.checkpoint.stock import SharedStock
 from shardway.errors import JobError, UserError
 from shardway.hfconfig import locate_model
 from shardway.models.build import build_model
@@ -36,7 +36,7 @@ from shardway.resolve.request import Resolution, ResolveRequest, resolve_loaded
 from shardway.rundir.directory import RunDir
 from shardway.runfile.load import load_run
 from shardway.runfile.schema import PrecisionSection, RunFile
-from shardway.train.evenly import lay_evenly
+from shardway.train.offline_layout import lay_evenly
 from shardway.watch.progress import find_best_checkpoint
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -111,7 +111,7 @@ def export_run(
 
 
 def _load_chosen(run: RunDir, ranks: Ranks, state: Trained, step: int) -> LoadedCheckpoint:
-    loaded = load_from(SharedStock(find_in_run(run, step), ranks), ranks, state)
+    loaded = load_from(SharedShardStore(find_in_run(run, step), ranks), ranks, state)
     if isinstance(loaded, PassedOver):
         raise _damaged(loaded)
     return loaded

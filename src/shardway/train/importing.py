@@ -45,7 +45,7 @@ from shardway.rundir.run_id import ensure_run_id
 from shardway.runfile.load import load_run
 from shardway.runfile.schema import PrecisionSection, RunFile
 from shardway.train.counters import Counters
-from shardway.train.evenly import is_of_layout, lay_evenly
+from shardway.train.offline_layout import is_of_layout, lay_evenly
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from shardway.errors import UserError
 from shardway.ranks.notebook import Interrupts
 from shardway.ranks.start import Ranks
 from shardway.train.engines.base import Engine
-from shardway.train.step import Moment
+from shardway.train.step import StepContext
 
 
 class Intact:
@@ -28,7 +28,7 @@ class Intact:
         return self._interrupts.held() if apply else contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def update(self, engine: Engine, moment: Moment) -> Iterator[None]:
+    def update(self, engine: Engine, moment: StepContext) -> Iterator[None]:
         """One update: before it has begun, an error leaves the model as it was."""
         with self._interrupts.held():
             try:

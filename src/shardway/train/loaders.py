@@ -29,7 +29,7 @@ from shardway.data.stateful import read_state
 from shardway.data.stream import HeldOutStream
 from shardway.errors import UserError
 from shardway.runfile.load import DEFAULT
-from shardway.train.feed import Collate, Loader
+from shardway.train.dataloader import Collate, Loader
 from shardway.train.session import Session
 from shardway.units import Span
 

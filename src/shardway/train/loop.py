@@ -22,8 +22,7 @@ from shardway.parallel.formats.float8 import compute_scales
 from shardway.ranks.progress import Activity
 from shardway.rundir.attempts import Ending
 from shardway.rundir.left_out import SkippedRange
-from shardway.rundir.line import LOCAL
-from shardway.train.before import Before, find_changeable, find_generators
+from shardway.rundir.lineage import LOCAL
 from shardway.train.by_hand import BackwardCall, check_awaits_backward, refuse_mixture
 from shardway.train.counters import Counters
 from shardway.train.device_defaults import describe_numerics
@@ -46,7 +45,8 @@ from shardway.train.script_state import ScriptState
 from shardway.train.session import Session, machine_facts
 from shardway.train.several import evaluating, let_go
 from shardway.train.skipping import tell_late_spans, tell_skipped
-from shardway.train.step import Moment
+from shardway.train.snapshot import Before, find_changeable, find_generators
+from shardway.train.step import StepContext
 from shardway.train.stops.stopping import StopAgreement
 from shardway.train.stops.waiting import TrainingStream
 from shardway.train.validate import validate
@@ -233,7 +233,7 @@ class Loop:
         else:
             self._end("stopped", AttemptEnd(Ending.STOPPED, "the script left its loop"))
 
-    def _moment(self, *, void: bool = False) -> Moment:
+    def _moment(self, *, void: bool = False) -> StepContext:
         """What the step to come needs to know of where the run stands."""
         watch = self._guard.watch(self._counters.step + 1, scales_loss=self._loss_scale is not None)
         missed = self._stream is not None and self._stream.missed
@@ -241,7 +241,7 @@ class Loop:
         due, logged = self._saver.is_due(), self._metrics.is_waiting
         wishes = self._stopping.wishes(save=due, void=missed or void, finish=finish, log=logged)
         rows = len(self._open_step.batch.ids) if self._open_step is not None and not missed else None
-        return Moment(self._counters.position, wishes, self._loss_scale, watch, rows)
+        return StepContext(self._counters.position, wishes, self._loss_scale, watch, rows)
 
     def _agree(self, *, void: bool = False) -> bool:
         """Whether all ranks stop between two steps; the clock is obeyed once this attempt has taken a step."""

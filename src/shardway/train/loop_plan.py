@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardway.best import LOSS, Monitor
-from shardway.checkpoint.retention import Keep
+from shardway.checkpoint.retention import RetentionPolicy
 from shardway.checkpoint.state import CheckpointState
 from shardway.data.loader import Batch
 from shardway.parallel.apply import ParallelModel
@@ -21,7 +21,7 @@ from shardway.train.held import Holdings
 from shardway.train.loss_scale import LossScale
 from shardway.train.saves.cadence import LeastCost
 from shardway.train.saves.tiers import LocalPlan
-from shardway.train.schedule import Course
+from shardway.train.schedule import LRSchedule
 from shardway.train.validate import Validation
 
 
@@ -40,10 +40,10 @@ class LoopPlan:
     save_every: int | None = None
     save_every_s: float | LeastCost | None = None
     save_at_end: bool = True
-    keep: Keep = field(default_factory=lambda: Keep(3))
+    keep: RetentionPolicy = field(default_factory=lambda: RetentionPolicy(3))
     schedule: str = "constant"
     writes_lr: bool = True
-    course: Course = field(default_factory=lambda: Course(1, 0, 0, 1.0))
+    course: LRSchedule = field(default_factory=lambda: LRSchedule(1, 0, 0, 1.0))
     data_fingerprint: str = ""
     loss_scale: LossScale | None = None
     stop_margin_s: float | None = None

@@ -21,10 +21,10 @@ from torch import nn
 
 from shardway.data.batch_tree import count_rows, cut_rows
 from shardway.errors import LostContact
-from shardway.train.before import find_changeable
 from shardway.train.passes import Loss, Passes
 from shardway.train.python_state import PythonState
 from shardway.train.session import Session
+from shardway.train.snapshot import find_changeable
 
 MOST_ROWS, MOST_WINDOWS = 16, 4
 """How many rows are looked at, and in how many groups of the size of a micro-batch."""

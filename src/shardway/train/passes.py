@@ -41,7 +41,7 @@ SUMS = 4
 
 
 @dataclass(frozen=True)
-class Portions:
+class BatchSplit:
     """How a rank's share is cut: into `accumulation` parts of at most `micro_batch` samples; a pipeline takes
     `per_pass` of them at a time."""
 
@@ -78,7 +78,7 @@ class Passes:
     """What runs a model on this rank's share of a batch."""
 
     parallel: ParallelModel
-    portions: Portions
+    portions: BatchSplit
     precision: Precision
     device: torch.device
 

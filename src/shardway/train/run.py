@@ -26,25 +26,25 @@ import torch
 from torch import nn
 
 from shardway.checkpoint.kept import KeptObjects
-from shardway.checkpoint.retention import Keep
+from shardway.checkpoint.retention import RetentionPolicy
 from shardway.checkpoint.savable import check_savable
 from shardway.data.sources.base import DataSource
 from shardway.errors import UserError
 from shardway.parallel.apply import ApplyOptions, ParallelModel, apply_parallelism
 from shardway.parallel.compile import CompileOptions
 from shardway.plan.economy import GPU_MTBF_SECONDS
-from shardway.ranks.leave import tell_errors
+from shardway.ranks.shutdown import tell_errors
 from shardway.resolve import DataFacts, Resolved, scale_of
 from shardway.resolve.request import ResolveRequest, parse_words
 from shardway.rundir.directory import RunDir
 from shardway.runfile.schema import PrecisionSection
 from shardway.train.by_hand import BackwardCall, GradientsByHand
 from shardway.train.data_state import find_data_state
+from shardway.train.dataloader import Loader, training_batches, validation_data, validation_rows
 from shardway.train.display import ScriptDisplay, open_display
 from shardway.train.engines import ENGINES
 from shardway.train.engines.base import Engine, EngineParts
 from shardway.train.engines.explain import script_explained
-from shardway.train.feed import Loader, training_batches, validation_data, validation_rows
 from shardway.train.guard import plan_guard
 from shardway.train.held import HeldOptimizer, Holdings, check_several
 from shardway.train.intact import refuse_broken
@@ -59,10 +59,10 @@ from shardway.train.metrics import check_metrics
 from shardway.train.model_numerics import format_named, keep_formats, resolve_for_model
 from shardway.train.monitoring import check_is_validated
 from shardway.train.open_step import StepCall
-from shardway.train.passes import Portions
+from shardway.train.passes import BatchSplit
 from shardway.train.saves.cadence import LeastCost
 from shardway.train.saves.tiers import LocalPlan
-from shardway.train.schedule import Course
+from shardway.train.schedule import LRSchedule
 from shardway.train.script import OpenedRun, close_earlier
 from shardway.train.session import Session, open_session
 from shardway.train.several import let_go
@@ -459,7 +459,7 @@ class Run:
         parts = EngineParts(
             parallel=first,
             optimizer=held.optimizer,
-            portions=Portions(train.global_batch, int(train.micro_batch), derived.accumulation, derived.per_pass),
+            portions=BatchSplit(train.global_batch, int(train.micro_batch), derived.accumulation, derived.per_pass),
             precision=held.model.precision or session.precision,
             clip=None if clip == "off" or session.leaves_alone("optim.clip") else float(clip),
             ranks=session.ranks,
@@ -487,14 +487,14 @@ class Run:
             save_every=max(1, every.in_steps(scale)) if isinstance(every, Span) else None,
             save_every_s=self._save_interval(every),
             save_at_end=every != "off" or values.checkpoint.local_every != "off",
-            keep=Keep(
+            keep=RetentionPolicy(
                 values.checkpoint.keep,
                 None if kept == "off" else max(1, kept.in_steps(scale)),
                 values.checkpoint.keep_best,
             ),
             schedule="constant" if constant else values.optim.schedule,
             writes_lr=not constant,
-            course=Course(derived.total_steps, warmup_steps, derived.decay_steps, values.optim.final_lr),
+            course=LRSchedule(derived.total_steps, warmup_steps, derived.decay_steps, values.optim.final_lr),
             data_fingerprint=loader.fingerprint,
             loss_scale=_loss_scale_of(values.precision) if self._session.precision.scales_loss else None,
             stop_margin_s=None if margin == "auto" else float(margin),

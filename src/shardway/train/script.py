@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Generic, TypeVar
 
-from shardway.ranks.leave import restore_hook, script_hook
 from shardway.ranks.notebook import find_shell
+from shardway.ranks.shutdown import restore_hook, script_hook
 
 T = TypeVar("T")
 

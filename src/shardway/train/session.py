@@ -24,22 +24,22 @@ from shardway.errors import Bug, JobError, ShardwayError, render_reason
 from shardway.hardware.facts import render_machine
 from shardway.hardware.limits import TaskLimit, explain_limit, read_task_limit, settle_temporary
 from shardway.hardware.probe import probe_machine
+from shardway.parallel.backend_flags import apply_backend_switches, tf32_put_back
 from shardway.parallel.formats.precision import Precision, read_precision
 from shardway.parallel.mesh import Mesh, build_mesh
-from shardway.parallel.switches import apply_backend_switches, tf32_put_back
-from shardway.ranks.agent.page import open_page
-from shardway.ranks.agent.patience import read_patience
+from shardway.ranks.agent.hang_timeout import read_patience
+from shardway.ranks.agent.heartbeat import open_page
 from shardway.ranks.attempt import describe_error, find_attempt, tell_fault
-from shardway.ranks.began import find_began
+from shardway.ranks.ft_launcher_client import open_monitor
 from shardway.ranks.launcher import Placement, find_placement
-from shardway.ranks.leave import left_at_once
-from shardway.ranks.lookout import Duties, Lookout
-from shardway.ranks.monitor import open_monitor
 from shardway.ranks.notebook import find_shell
 from shardway.ranks.parent import find_agent, stop_with_parent
+from shardway.ranks.process_start import find_began
 from shardway.ranks.progress import Progress
+from shardway.ranks.shutdown import left_at_once
 from shardway.ranks.signals import BREAK, STOP_SIGNALS, SignalWatch
 from shardway.ranks.start import Ranks, StartOptions, is_out_of_memory, start_ranks
+from shardway.ranks.stop_watchdog import Duties, StopWatchdog
 from shardway.resolve import DataFacts, Resolved, check_same_run, find_changes, resolve_with_data
 from shardway.resolve.device_defaults import TF32
 from shardway.resolve.request import Resolution, ResolveRequest, check_variables, read_before, resolve_request
@@ -52,8 +52,8 @@ from shardway.runfile.load import DEFAULT
 from shardway.train.device_defaults import agree, look_here
 from shardway.train.ending import AttemptEnd
 from shardway.train.engines import ENGINES
+from shardway.train.exit_report import KILLED, ExitReport
 from shardway.train.hold import DirectoryHold, take_directory
-from shardway.train.last_words import KILLED, Speaker
 from shardway.train.record import Recorder
 
 
@@ -86,7 +86,7 @@ class Session:
     starts_over: bool = False
     to_write: list[Callable[[RunDir], None]] = field(default_factory=list)
     agent: int = 0
-    lookout: Lookout = field(default_factory=lambda: Lookout(SignalWatch(), Duties()))
+    lookout: StopWatchdog = field(default_factory=lambda: StopWatchdog(SignalWatch(), Duties()))
     noted: set[str] = field(default_factory=set)
     task_limit: TaskLimit | None = None
     """What limits processes and threads here, as it was before any rank had loader processes."""
@@ -236,13 +236,13 @@ def hold_session(
             yield session
 
 
-def _lookout(session: Session) -> Lookout:
+def _lookout(session: Session) -> StopWatchdog:
     """The thread that ends this rank where a stop takes longer than it may."""
     signals, rank, resolved = session.signals, session.ranks.rank, session.resolved
     limit, origin = resolved.values.run.stop_timeout, resolved.origins["run.stop_timeout"]
-    speaker = Speaker(session.directory, rank, limit, origin, session.progress, session.attempt)
+    speaker = ExitReport(session.directory, rank, limit, origin, session.progress, session.attempt)
     speaker = replace(speaker, may_write=lambda: session.recorder.is_open)
-    return Lookout(signals, speaker.duties(lambda: signals.received is not None))
+    return StopWatchdog(signals, speaker.duties(lambda: signals.received is not None))
 
 
 def _hold_directory(

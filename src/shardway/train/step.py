@@ -27,10 +27,10 @@ from shardway.parallel.gradients import own_squares, scale_gradients
 from shardway.parallel.host import send
 from shardway.ranks.agreement import Decision, Wishes, read_decision
 from shardway.ranks.start import Ranks
-from shardway.train.before import Before, Changeable, find_changeable
 from shardway.train.guards.repeat import GuardChecks, RepeatablePasses, Tried, Watched, run_watched
 from shardway.train.loss_scale import LossScale
 from shardway.train.passes import SUMS, Loss, Passes
+from shardway.train.snapshot import Before, RngAndBufferSnapshot, find_changeable
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class StepParts:
     beside: Sequence[ParallelModel] = ()
 
     @cached_property
-    def changeable(self) -> Changeable:
+    def changeable(self) -> RngAndBufferSnapshot:
         """What the passes change beside gradients."""
         return find_changeable(*self.passes.parallels, *self.beside)
 
@@ -95,7 +95,7 @@ class UpdateMark:
 
 
 @dataclass(frozen=True)
-class Moment:
+class StepContext:
     """When a step happens: where it begins in the order of samples, what this rank wishes, the loss scale (None: no
     fp16), what is looked at before the update (None: nothing), and how many samples this rank has (None: as many as the
     tensors of its batch say)."""
@@ -127,7 +127,7 @@ class StepResult:
     watched: Watched | None = None
 
 
-def take_step(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, moment: Moment) -> StepResult:
+def take_step(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, moment: StepContext) -> StepResult:
     """Forward, backward and update for this rank's share of a global batch.
 
     The host waits for the device once, before the update, which the device does while the host goes on.
@@ -208,7 +208,7 @@ def _run_passes(
     )
 
 
-def _accumulate(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, moment: Moment) -> Tried:
+def _accumulate(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, moment: StepContext) -> Tried:
     """The gradients of this rank's share, and the numbers of all ranks."""
     passes, scale = parts.passes, moment.loss_scale
     factor = scale.scale if scale is not None else 1.0

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardway.best import LOSS, Monitor, parse_monitor
-from shardway.rundir.line import SHARED
+from shardway.rundir.lineage import SHARED
 
 MOST = 2.0**63
 MOST_SECONDS = 1e12

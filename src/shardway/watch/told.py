@@ -42,7 +42,7 @@ class StepLabel(Enum):
 
 
 @dataclass(frozen=True)
-class Told:
+class EventText:
     """A line, how much it matters, and the step it belongs to."""
 
     words: str
@@ -90,7 +90,7 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
 )
 
 
-def tell(event: Event) -> Told | None:
+def tell(event: Event) -> EventText | None:
     """What an event tells; None for one that is no news of its own, such as a step."""
     kind = _KINDS.get(event["event"])
-    return Told(kind.words(event), kind.weight, kind.place) if kind is not None else None
+    return EventText(kind.words(event), kind.weight, kind.place) if kind is not None else None

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from shardway.rundir.left_out import SkippedRange
-from shardway.rundir.line import LOCAL
+from shardway.rundir.lineage import LOCAL
 from shardway.units import render_clock, render_count
 from shardway.watch.account import TimeAccount
 from shardway.watch.facts import (

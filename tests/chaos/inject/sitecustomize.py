@@ -35,7 +35,7 @@ from typing import Any
 
 def _hang(folder: Path, rank: str, step: int, mark: Path) -> None:
     """Once this rank has done so many steps, take Python's lock and keep it."""
-    from shardway.ranks.agent.page import page_path, read_page
+    from shardway.ranks.agent.heartbeat import page_path, read_page
 
     while (entry := read_page(page_path(folder, int(rank)))) is None or entry.step < step:
         time.sleep(0.002)
@@ -212,7 +212,7 @@ def _kill_in_save(save: _Save, phase: str) -> dict[str, Callable[[Any], None]]:
 
             module.Sealer = Sealer
 
-        changes["shardway.checkpoint.carry"] = change_copy
+        changes["shardway.checkpoint.tier_copy"] = change_copy
     return changes
 
 

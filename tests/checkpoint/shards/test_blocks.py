@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from runs import lone_rank
-from shardway.checkpoint import manifest, seal
+from shardway.checkpoint import checksum, manifest
+from shardway.checkpoint.checksum import seal_bytes, seal_file
 from shardway.checkpoint.contents import PARTS
 from shardway.checkpoint.diff import find_differences
 from shardway.checkpoint.manifest import Damaged, Manifest, write_manifest
-from shardway.checkpoint.seal import seal_bytes, seal_file
 from shardway.checkpoint.shards import blocks, table
 from shardway.checkpoint.shards.blocks import BlockReader
 from shardway.checkpoint.shards.table import Chunk, TensorRow, TensorTable
@@ -24,7 +24,7 @@ BLOCK = 4096
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (seal, manifest, blocks):
+    for module in (checksum, manifest, blocks):
         monkeypatch.setattr(module, "BLOCK", BLOCK)
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shardway.checkpoint import seal
-from shardway.checkpoint.seal import seal_bytes, seal_file
+from shardway.checkpoint import checksum
+from shardway.checkpoint.checksum import seal_bytes, seal_file
 from shardway.checkpoint.shards import ranges
 from shardway.checkpoint.shards.ranges import Range, read_ranges
 
@@ -19,7 +19,7 @@ BLOCK, STEP = 64, 16
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (seal, ranges):
+    for module in (checksum, ranges):
         monkeypatch.setattr(module, "BLOCK", BLOCK)
         monkeypatch.setattr(module, "STEP", STEP)
     monkeypatch.setattr(ranges, "MOST_PIECES", 3)

@@ -12,8 +12,8 @@ import torch
 from runs import lone_rank
 from shardway.checkpoint.manifest import Manifest
 from shardway.checkpoint.shards.read import ShardSource, read_tensors
-from shardway.checkpoint.shards.special import put_together, take_apart
 from shardway.checkpoint.shards.table import NAME, Special, read_table
+from shardway.checkpoint.shards.tensor_subclasses import put_together, take_apart
 from shardway.checkpoint.shards.write import write_tensors
 from shardway.errors import Bug
 

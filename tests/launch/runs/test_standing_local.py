@@ -11,9 +11,9 @@ from shardway.cli import status
 from shardway.errors import SiteError, UserError
 from shardway.launch.hosts.base import Done
 from shardway.launch.hosts.local import LocalHost
+from shardway.launch.runs.job_status import JobStatus, read_standing
 from shardway.launch.runs.ledger import Ledger, LedgerEntry, read_ledger
 from shardway.launch.runs.render import render_attempts
-from shardway.launch.runs.standing import JobStatus, read_standing
 from shardway.launch.runs.stop import Stopper
 from shardway.launch.schedulers.clients import find_client
 from shardway.launch.schedulers.local import query

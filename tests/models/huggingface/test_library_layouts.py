@@ -18,7 +18,7 @@ from shardway.parallel.axes.tensor import sum_partial_gradients
 from shardway.parallel.mesh import build_mesh
 from shardway.runfile.schema import ParallelSection
 from shardway.train.loss import token_cross_entropy
-from shardway.train.passes import Passes, Portions
+from shardway.train.passes import BatchSplit, Passes
 from speed import picked
 from tiny_hf import TOKENS, load_reference, logits_of, save_tiny
 from trained import FP32
@@ -61,7 +61,7 @@ def train_one(parallel: ParallelModel) -> float:
     mesh = parallel.mesh
     share = slice(mesh.data_rank * 4 // mesh.data_ranks, (mesh.data_rank + 1) * 4 // mesh.data_ranks)
     rows = 4 // mesh.data_ranks
-    portions = Portions(4, rows // 2 if parallel.pipeline else rows, 2 if parallel.pipeline else 1, 2)
+    portions = BatchSplit(4, rows // 2 if parallel.pipeline else rows, 2 if parallel.pipeline else 1, 2)
     passes = Passes(parallel, portions, FP32, torch.device("cpu"))
     sums = passes.train(parallel.call, (INPUTS[share], TARGETS[share]), token_cross_entropy)
     if parallel.partial:

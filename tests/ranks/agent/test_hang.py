@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardway.ranks.agent.hang import NOBODY, Behind, Hang, HangFinder, Sighting, Stopped, find_behind, merge_behind
-from shardway.ranks.agent.page import HeartbeatEntry
-from shardway.ranks.agent.patience import ActivitySpan, Patience
+from shardway.ranks.agent.hang_timeout import ActivitySpan, HangTimeout
+from shardway.ranks.agent.heartbeat import HeartbeatEntry
 from shardway.ranks.progress import Activity
 
 LOOK_S = 0.25
@@ -21,7 +21,7 @@ class Ranks:
 
     def __init__(self, count: int) -> None:
         self.now = 1000.0
-        self.patience = Patience(start_s=600.0)
+        self.patience = HangTimeout(start_s=600.0)
         self.finder = HangFinder(self.patience, longest_tick_s=2 * LOOK_S)
         self.pages = {rank: HeartbeatEntry(1, 10 + rank, Activity.START, 0, self.now) for rank in range(count)}
         self.stopped: dict[int, Stopped] = {}

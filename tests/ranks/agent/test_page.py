@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from shardway.ranks.agent.page import (
+from shardway.ranks.agent.heartbeat import (
     VARIABLE,
     HeartbeatEntry,
-    PageWriter,
+    HeartbeatWriter,
     open_page,
     page_path,
     read_page,
@@ -22,7 +22,7 @@ from shardway.ranks.progress import Activity
 
 
 def test_a_reader_gets_what_was_written_last(tmp_path: Path) -> None:
-    page = PageWriter(tmp_path / "rank-0")
+    page = HeartbeatWriter(tmp_path / "rank-0")
     assert read_page(tmp_path / "rank-0") is None
     page.write(Activity.LOAD, 0, 1.5)
     page.write(Activity.STEP, 7, 2.5)
@@ -30,9 +30,9 @@ def test_a_reader_gets_what_was_written_last(tmp_path: Path) -> None:
 
 
 def test_a_page_that_is_opened_again_goes_on(tmp_path: Path) -> None:
-    PageWriter(tmp_path / "rank-0").write(Activity.START, 0, 1.0)
+    HeartbeatWriter(tmp_path / "rank-0").write(Activity.START, 0, 1.0)
     assert read_page(tmp_path / "rank-0") is not None
-    PageWriter(tmp_path / "rank-0").write(Activity.LOAD, 0, 2.0)
+    HeartbeatWriter(tmp_path / "rank-0").write(Activity.LOAD, 0, 2.0)
     entry = read_page(tmp_path / "rank-0")
     assert entry is not None
     assert (entry.changes, entry.activity) == (2, Activity.LOAD)
@@ -55,9 +55,9 @@ def test_a_page_is_whole_at_any_moment(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
-from shardway.ranks.agent.page import PageWriter
+from shardway.ranks.agent.heartbeat import HeartbeatWriter
 from shardway.ranks.progress import Activity
-page, step = PageWriter(Path(sys.argv[1])), 0
+page, step = HeartbeatWriter(Path(sys.argv[1])), 0
 while True:
     step += 1
     page.write(Activity.STEP, step, float(step))

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardway.ranks.agent.patience import ActivitySpan, Patience, read_patience
+from shardway.ranks.agent.hang_timeout import ActivitySpan, HangTimeout, read_patience
 from shardway.ranks.progress import Activity
 from shardway.runfile.machine import RunSection
 
 STEP, SAVE = ActivitySpan(Activity.STEP), ActivitySpan(Activity.SAVE)
 
 
-def learnt(span: ActivitySpan, *seconds: float) -> Patience:
-    patience = Patience(start_s=600.0)
+def learnt(span: ActivitySpan, *seconds: float) -> HangTimeout:
+    patience = HangTimeout(start_s=600.0)
     for each in seconds:
         patience.observe(span, each)
     return patience
@@ -31,7 +31,7 @@ def test_what_waits_for_files_gets_a_minute_more() -> None:
 
 def test_a_process_that_is_stopped_waits_for_no_file() -> None:
     assert learnt(SAVE, 2.0, 2.0, 2.0).limit_s(SAVE, stopped=True) == 3 * 2.0 + 5.0
-    assert Patience(600.0).limit_s(SAVE, stopped=True) == 5.0
+    assert HangTimeout(600.0).limit_s(SAVE, stopped=True) == 5.0
 
 
 def test_what_is_unknown_has_the_patience_of_a_start() -> None:
@@ -57,7 +57,7 @@ def test_a_step_that_is_repeated_is_a_step() -> None:
 
 @pytest.mark.parametrize("activity", [Activity.STEP, Activity.DATA, Activity.SAVE, Activity.VALIDATE])
 def test_a_fixed_limit_is_kept(activity: Activity) -> None:
-    patience = Patience(600.0, fixed_s=30.0)
+    patience = HangTimeout(600.0, fixed_s=30.0)
     for _ in range(5):
         patience.observe(ActivitySpan(activity), 100.0)
     assert patience.limit_s(ActivitySpan(activity), stopped=False) == 30.0

@@ -16,7 +16,7 @@ import pytest
 import warm
 from shardway.ranks.agent import recorder
 from shardway.ranks.agent.collectives import Heard, explain_collectives
-from shardway.ranks.agent.page import VARIABLE
+from shardway.ranks.agent.heartbeat import VARIABLE
 from shardway.ranks.agent.record import Record
 from shardway.ranks.agent.recorder import SIZE, answer_with_record, ask_for_records, choose_recording
 

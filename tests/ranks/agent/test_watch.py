@@ -16,8 +16,8 @@ import pytest
 import warm
 from shardway.ranks.agent import recorder, stacks
 from shardway.ranks.agent.hang import Hang, Sighting, Stopped
-from shardway.ranks.agent.page import VARIABLE, page_path, read_page
-from shardway.ranks.agent.patience import ActivitySpan, Patience
+from shardway.ranks.agent.hang_timeout import ActivitySpan, HangTimeout
+from shardway.ranks.agent.heartbeat import VARIABLE, page_path, read_page
 from shardway.ranks.agent.stacks import StackGroup, ask_for_stacks, group_stacks, read_crash
 from shardway.ranks.agent.watch import HeartbeatWatch, Seen, Unwatched, watched
 from shardway.ranks.progress import Activity
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("warm_starts")
 RANK = """
 import os, sys, time
 from shardway.ranks.agent.join import join_agent
-from shardway.ranks.agent.page import open_page
+from shardway.ranks.agent.heartbeat import open_page
 from shardway.ranks.progress import Activity
 
 join_agent(os.environ)
@@ -48,7 +48,7 @@ for step in range(10_000_000):
 LOADED_RANK = """
 import os, subprocess, sys, time
 from shardway.ranks.agent.join import join_agent
-from shardway.ranks.agent.page import open_page
+from shardway.ranks.agent.heartbeat import open_page
 from shardway.ranks.progress import Activity
 
 join_agent(os.environ)
@@ -104,9 +104,9 @@ class Node:
         """Until a rank has come to this step."""
         wait_until(lambda: self.step(rank) >= step)
 
-    def patience(self) -> Patience:
+    def patience(self) -> HangTimeout:
         """One that knows how long steps take."""
-        patience = Patience(start_s=60.0, fixed_s=1.5)
+        patience = HangTimeout(start_s=60.0, fixed_s=1.5)
         for _ in range(5):
             patience.observe(ActivitySpan(Activity.STEP), 0.02)
         return patience
@@ -172,7 +172,7 @@ def test_a_loader_process_that_is_stopped_is_told_to_go_on(node: Node) -> None:
 def test_ranks_are_asked_where_one_of_another_node_hangs_and_go_on(node: Node) -> None:
     node.start(NEVER, 20)
     node.wait_for_step(20)
-    with HeartbeatWatch(node.folder, 2, Patience(start_s=60.0, fixed_s=60.0), node.woken.append) as watch:
+    with HeartbeatWatch(node.folder, 2, HangTimeout(start_s=60.0, fixed_s=60.0), node.woken.append) as watch:
         watch.is_asked = True
         wait_until(lambda: watch.seen is not None)
         before = node.step(0)

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardway.ranks.agent.hang import NOBODY, Behind
-from shardway.ranks.crew.board import Unreachable
-from shardway.ranks.crew.follow import Follow
-from shardway.ranks.crew.lead import Lead
-from shardway.ranks.crew.member import Member
+from shardway.ranks.crew.follow import FollowingAgent
+from shardway.ranks.crew.kv_store import Unreachable
+from shardway.ranks.crew.lead import Coordinator
+from shardway.ranks.crew.member import RendezvousMember
+from shardway.ranks.crew.membership import LOST_S, Membership
 from shardway.ranks.crew.notes import AgentState, News, NodeOutcome, Note, read_news, read_note, render
-from shardway.ranks.crew.roll import LOST_S, Roll
 from shardway.ranks.failure import RankFailure
 
 KILLED = NodeOutcome((RankFailure(1, 4711, -9),))
@@ -57,8 +57,8 @@ class Scene:
 
     def __post_init__(self) -> None:
         self.board = MemoryBoard()
-        self.lead = Lead(self.board, 0, 4, self.clock)  # type: ignore[arg-type]
-        self.others = {node: Follow(self.board, node, self.clock) for node in (1, 2, 3)}  # type: ignore[arg-type]
+        self.lead = Coordinator(self.board, 0, 4, self.clock)  # type: ignore[arg-type]
+        self.others = {node: FollowingAgent(self.board, node, self.clock) for node in (1, 2, 3)}  # type: ignore[arg-type]
 
     def clock(self) -> float:
         return self.now
@@ -124,7 +124,7 @@ def test_ranks_run_where_the_news_name_them(scene: Scene) -> None:
 
 def test_a_failure_on_one_node_ends_the_start_on_all(scene: Scene) -> None:
     start = scene.run_ranks(0, 1, 2, 3)
-    members: list[Member] = [scene.lead, *scene.others.values()]
+    members: list[RendezvousMember] = [scene.lead, *scene.others.values()]
     assert not any(member.is_over(start) for member in members)
     scene.say(2, AgentState.FAILED, start)
     scene.pass_time(1)
@@ -133,7 +133,7 @@ def test_a_failure_on_one_node_ends_the_start_on_all(scene: Scene) -> None:
 
 def test_a_hang_on_one_node_has_all_asked_and_ends_nothing_yet(scene: Scene) -> None:
     start = scene.run_ranks(0, 1, 2, 3)
-    members: list[Member] = [scene.lead, *scene.others.values()]
+    members: list[RendezvousMember] = [scene.lead, *scene.others.values()]
     scene.say(2, AgentState.HANGS, start, behind=Behind((7, 1)))
     assert not any(member.is_asked(start) for member in members)
     scene.pass_time(1)
@@ -208,7 +208,7 @@ def test_the_hindmost_rank_of_all_nodes_is_known_to_all(scene: Scene) -> None:
 
 
 def test_silence_grows_by_what_the_observer_lived_through() -> None:
-    roll = Roll()
+    roll = Membership()
     roll.look({1: 5}, 0.0)
     roll.look({1: 5}, 1000.0)
     assert not roll.is_lost(1)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardway.ranks.agent.collectives import Heard
 from shardway.ranks.agent.hang import Behind, Hang, Sighting, Stopped
-from shardway.ranks.agent.page import HeartbeatEntry
+from shardway.ranks.agent.heartbeat import HeartbeatEntry
 from shardway.ranks.agent.record import Call, CallTimeline, Record, Team
 from shardway.ranks.agent.stacks import StackGroup
 from shardway.ranks.agent.watch import Seen

@@ -22,17 +22,17 @@ from made_machines import check, make, make_placement, make_site
 from commands import free_port
 from shardway.ranks.doctor import examine as visit
 from shardway.ranks.doctor import wire as wire_module
-from shardway.ranks.doctor.examine import Diagnosis, examine
-from shardway.ranks.doctor.finding import CheckResult, Report
-from shardway.ranks.doctor.rollcall import (
+from shardway.ranks.doctor.connectivity_check import (
     Attendance,
     CheckPortTaken,
+    ConnectivityCheck,
     MeetingPoint,
-    RollCall,
     attend,
     explain_error,
     find_point,
 )
+from shardway.ranks.doctor.examine import Diagnosis, examine
+from shardway.ranks.doctor.finding import CheckResult, Report
 from shardway.ranks.doctor.surroundings import MachineNeeds, MachineView
 from shardway.ranks.doctor.wire import Wire
 from shardway.ranks.doctor.world import judge_attendance, judge_meeting, list_ranks
@@ -57,7 +57,7 @@ def alongside(*works: Callable[[], object]) -> Iterator[None]:
 
 
 def test_ranks_report_answer_and_are_let_go() -> None:
-    call, ended = RollCall(at(free_port()), 3), []
+    call, ended = ConnectivityCheck(at(free_port()), 3), []
 
     def follow(rank: int) -> None:
         hello = {"rank": rank, "host": f"n{rank}", "findings": []}
@@ -80,7 +80,7 @@ def test_ranks_report_answer_and_are_let_go() -> None:
 
 
 def test_a_clock_that_is_ahead_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = RollCall(at(free_port()), 2)
+    call = ConnectivityCheck(at(free_port()), 2)
     monkeypatch.setattr(call, "ask", lambda questions, limit: {1: {"time": time.time() + 7.0}})
     clock = call.compare_clocks([1])[1]
     assert clock.ahead_s == pytest.approx(7.0, abs=0.05)
@@ -89,7 +89,7 @@ def test_a_clock_that_is_ahead_is_measured(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_rank_that_never_comes_is_named() -> None:
     point = at(free_port())
-    call = RollCall(point, 3)
+    call = ConnectivityCheck(point, 3)
     with alongside(lambda: attend(point, {"rank": 1, "host": "n1", "findings": []}, dict, 60.0)):
         while call.here != [1]:  # on a busy machine it may come after so short a wait
             call.gather(0.3)
@@ -142,7 +142,7 @@ STRANGERS = (
 def test_strangers_are_let_go_and_ranks_of_other_launches_too() -> None:
     """One after another, and the rank that is waited for comes last."""
     point = at(free_port())
-    call = RollCall(point, 2)
+    call = ConnectivityCheck(point, 2)
 
     def send(words: bytes) -> bytes:
         with socket.create_connection(("127.0.0.1", point.port), 60.0) as connection:
@@ -210,7 +210,7 @@ def test_the_point_is_that_of_the_launch() -> None:
 
 def test_the_doctor_avoids_a_port_that_is_held_as_training_does() -> None:
     point = replace(at(free_port()), further=(free_port(),))
-    call, ended = RollCall(point, 2), []
+    call, ended = ConnectivityCheck(point, 2), []
     with socket.create_server(("", point.port)):
         with alongside(lambda: ended.append(attend(point, {"rank": 1}, dict, 30.0))):
             call.gather(30.0)
@@ -221,7 +221,7 @@ def test_the_doctor_avoids_a_port_that_is_held_as_training_does() -> None:
         socket.create_server(("", point.further[0])),
         pytest.raises(CheckPortTaken, match="in use"),
     ):
-        RollCall(point, 2).gather(5.0)
+        ConnectivityCheck(point, 2).gather(5.0)
 
 
 @pytest.mark.parametrize(("ranks", "text"), [([1], "1"), ([1, 2, 3, 7], "1-3, 7"), ([2, 4], "2, 4"), ([], "")])

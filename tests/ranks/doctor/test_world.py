@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from made_machines import check, make, make_placement, make_site
 
+from shardway.ranks.doctor.connectivity_check import ClockOffset
 from shardway.ranks.doctor.examine import Diagnosis, run_preflight
 from shardway.ranks.doctor.finding import (
     CheckResult,
@@ -22,7 +23,6 @@ from shardway.ranks.doctor.finding import (
     poor,
     unknown,
 )
-from shardway.ranks.doctor.rollcall import ClockOffset
 from shardway.ranks.doctor.runner import run_checks
 from shardway.ranks.doctor.summary import as_json, judge, list_rows, render
 from shardway.ranks.doctor.surroundings import MachineView, look_around

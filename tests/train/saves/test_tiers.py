@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 from pool import ranks
 from runs import Died, die_at, lone_rank, pool_ranks, read_column, read_named, signal_at, train_tiny
-from shardway.checkpoint import carry, stock
+from shardway.checkpoint import shard_store, tier_copy
 from shardway.cli.status import status
 from shardway.errors import UserError
 from shardway.ranks.launcher import Placement
 from shardway.ranks.start import Ranks
 from shardway.rundir.directory import RunDir
-from shardway.rundir.line import SHARED, read_line
+from shardway.rundir.lineage import SHARED, read_line
 from shardway.rundir.local import LocalRun, find_local_run
 from shardway.rundir.run_id import find_run_id
 from shardway.train.run import Run
@@ -298,7 +298,7 @@ def test_a_full_disk_of_a_node_costs_no_save_in_the_run_directory(tmp_path: Path
 
 def test_a_damaged_file_is_not_copied(tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saving, "RETRY_S", 0.0)
-    copy, struck = carry._carry, []
+    copy, struck = tier_copy._carry, []
 
     def damage_first(source: Path, target: Path, seal: Any) -> None:
         if not struck:
@@ -306,7 +306,7 @@ def test_a_damaged_file_is_not_copied(tmp_path: Path, quiet_threads: None, monke
             flip(source.parent)
         copy(source.with_name("rank-00000.bin") if source in struck else source, target, seal)
 
-    monkeypatch.setattr(carry, "_carry", damage_first)
+    monkeypatch.setattr(tier_copy, "_carry", damage_first)
     train(tmp_path, shared=4)
     failed = [(event["step"], event["tier"]) for event in read_named(tmp_path / "run", "save_failed")]
     assert failed == [(4, "shared")]
@@ -405,7 +405,7 @@ def on_two_disks(rank: int, tmp_path: Path, *more: str, between: Callable[[], No
 @ranks(2)
 def test_files_of_another_node_are_fetched(rank: int, tmp_path: Path) -> None:
     """Replicated parameters lie partly on one node and partly on the other."""
-    with mock.patch.object(stock, "make_transfers", wraps=stock.make_transfers) as made:
+    with mock.patch.object(shard_store, "make_transfers", wraps=shard_store.make_transfers) as made:
         on_two_disks(rank, tmp_path, "parallel.dp_replicate=2")
     sent = [(each.name, each.sender, each.receiver) for call in made.call_args_list for each in call.args[1]]
     assert sent == [("tensors.json", 0, 1), ("rank-00000.bin", 0, 1), ("rank-00001.bin", 1, 0)]

@@ -18,10 +18,10 @@ from runs import TINY, TINY_IMAGES, layout, lone_rank, pool_ranks, read_column, 
 from shardway.checkpoint import save
 from shardway.checkpoint.shards import write as shards
 from shardway.data.loader import Batch
-from shardway.ranks import lookout
+from shardway.ranks import stop_watchdog
 from shardway.ranks.start import Ranks
 from shardway.rundir.directory import RunDir
-from shardway.train import feed, run
+from shardway.train import dataloader, run
 from shardway.train.passes import Passes
 from shardway.train.stops import breaking
 from shardway.train.stops.breaking import count_until_next
@@ -60,8 +60,8 @@ def stalled(read: str, number: int, stops: Callable[[], None] = terminate, *, on
             yield batch
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lookout, "PATIENCE_S", 0.05)
-        patch.setattr(lookout, "TICK_S", 0.02)
+        patch.setattr(stop_watchdog, "PATIENCE_S", 0.05)
+        patch.setattr(stop_watchdog, "TICK_S", 0.02)
         patch.setattr(breaking, "ASK_EVERY_S", 0.0)
         patch.setattr(run, read, batches)
         yield
@@ -252,9 +252,9 @@ def test_a_stand_in_has_the_shapes_of_what_it_stands_for() -> None:
 def test_how_many_samples_each_batch_of_a_validation_has(
     samples: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    share = feed.Share(8, 0, 2)
-    monkeypatch.setattr(feed, "_validation_share", lambda session, data: (100, share))
-    assert feed.validation_rows(None, range(samples)) == expected  # type: ignore[arg-type]
+    share = dataloader.Share(8, 0, 2)
+    monkeypatch.setattr(dataloader, "_validation_share", lambda session, data: (100, share))
+    assert dataloader.validation_rows(None, range(samples)) == expected  # type: ignore[arg-type]
 
 
 # --- saves and starts

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import xxhash
 
+from shardway.checkpoint.checksum import BLOCK, FileChecksum, find_short, say_changed, say_unreadable
 from shardway.checkpoint.manifest import Damaged
-from shardway.checkpoint.seal import BLOCK, Seal, find_short, say_changed, say_unreadable
 
 HELD = 8
 """Blocks that are kept for what is asked for next: one for each of a few files that are read side by side."""
@@ -25,7 +25,7 @@ class BlockReader:
     What is wanted of a block that was let go of is read alone then, since the block was found whole before.
     """
 
-    def __init__(self, folder: Path, seals: Mapping[str, Seal]) -> None:
+    def __init__(self, folder: Path, seals: Mapping[str, FileChecksum]) -> None:
         self._folder = folder
         self._seals = seals
         self._held: OrderedDict[tuple[str, int], memoryview] = OrderedDict()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import xxhash
 
-from shardway.checkpoint.seal import BLOCK, STEP, Seal, find_short, say_changed
+from shardway.checkpoint.checksum import BLOCK, STEP, FileChecksum, find_short, say_changed
 
 MOST_PIECES = 512
 """Of one read; systems take 1024 (IOV_MAX)."""
@@ -35,7 +35,7 @@ class Range:
         return self.at + self.length
 
 
-def read_ranges(folder: Path, name: str, seal: Seal, ranges: Sequence[Range], *, whole: bool) -> str | None:
+def read_ranges(folder: Path, name: str, seal: FileChecksum, ranges: Sequence[Range], *, whole: bool) -> str | None:
     """Read ranges that do not overlap; what is damaged, or None. `whole`: compare the blocks around which nothing is
     wanted as well. Raises OSError."""
     if short := find_short(folder, name, seal):

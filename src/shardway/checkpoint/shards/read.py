@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from shardway.checkpoint.seal import Seal, say_unreadable
+from shardway.checkpoint.checksum import FileChecksum, say_unreadable
 from shardway.checkpoint.shards.ranges import Range, read_ranges
-from shardway.checkpoint.shards.special import find_dtype, put_together
 from shardway.checkpoint.shards.table import Chunk, Shape, Special, TensorTable
+from shardway.checkpoint.shards.tensor_subclasses import find_dtype, put_together
 from shardway.checkpoint.shards.values import LoadPlanner
 from shardway.checkpoint.state import Tensors
 
@@ -39,7 +39,7 @@ class ShardSource:
     that they are compared whatever is wanted of them."""
 
     folder: Path
-    seals: Mapping[str, Seal]
+    seals: Mapping[str, FileChecksum]
     table: TensorTable
     whole: Collection[str] = ()
 

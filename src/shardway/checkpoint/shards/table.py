@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardway.checkpoint.checksum import FileChecksum, find_damage, seal_bytes
 from shardway.checkpoint.manifest import Damaged, Manifest
-from shardway.checkpoint.seal import Seal, find_damage, seal_bytes
 from shardway.rundir.atomic import render_json
 from shardway.rundir.look import check_answers
 
@@ -82,7 +82,7 @@ class TensorTable:
     values: Mapping[str, str]
 
 
-def write_table(path: Path, table: TensorTable) -> Seal:
+def write_table(path: Path, table: TensorTable) -> FileChecksum:
     """Write a table; the seal of its file. The caller makes it durable."""
     files = sorted({chunk.file for row in table.tensors.values() for chunk in row.chunks})
     numbers = {name: number for number, name in enumerate(files)}

@@ -20,16 +20,16 @@ from torch.distributed.checkpoint.planner import SavePlanner as AnySavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from shardway.checkpoint.seal import STEP, Seal, Sealer
+from shardway.checkpoint.checksum import STEP, ChecksumWriter, FileChecksum
 from shardway.checkpoint.shards import table
-from shardway.checkpoint.shards.special import dtype_name, take_apart
 from shardway.checkpoint.shards.table import Chunk, TensorRow, TensorTable, shard_name
+from shardway.checkpoint.shards.tensor_subclasses import dtype_name, take_apart
 from shardway.checkpoint.shards.values import SavePlanner
 from shardway.checkpoint.state import Tensors
 from shardway.ranks.start import Ranks
 
 
-def write_tensors(folder: Path, ranks: Ranks, tensors: Tensors) -> dict[str, Seal]:
+def write_tensors(folder: Path, ranks: Ranks, tensors: Tensors) -> dict[str, FileChecksum]:
     """Write a state on all ranks together; the seals of the files that this rank wrote.
 
     Raises CheckpointException (a BaseException) on every rank where one fails.
@@ -61,7 +61,7 @@ class _ShardWriter(StorageWriter):
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder = folder
         self._file = shard_name(rank)
-        self.seals: dict[str, Seal] = {}
+        self.seals: dict[str, FileChecksum] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing: a writer writes once."""
@@ -120,7 +120,7 @@ class _Stream:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self.sealer = Sealer()
+        self.sealer = ChecksumWriter()
         self.written = 0
 
     def write(self, data: memoryview) -> None:

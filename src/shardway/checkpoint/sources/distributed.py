@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from shardway.checkpoint.shards.special import dtype_name, find_dtype
+from shardway.checkpoint.shards.tensor_subclasses import dtype_name, find_dtype
 from shardway.checkpoint.sources.base import Described, WholeTensors, source_error
 from shardway.models.huggingface.pieces import Shape, TensorRegion
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shardway.checkpoint.shards.special import dtype_name
+from shardway.checkpoint.shards.tensor_subclasses import dtype_name
 from shardway.checkpoint.sources.base import Described, WholeTensors, source_error
 
 

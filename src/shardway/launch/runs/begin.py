@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardway.launch.hosts.base import Host
+from shardway.launch.runs.job_status import read_standing
 from shardway.launch.runs.ledger import read_ledger
 from shardway.launch.runs.logs import render_end
-from shardway.launch.runs.standing import read_standing
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from shardway.errors import UserError
 from shardway.launch.hosts.base import Host
+from shardway.launch.runs.job_status import JobStatus, describe_active, read_standing
 from shardway.launch.runs.ledger import Ledger, read_ledger
-from shardway.launch.runs.standing import JobStatus, describe_active, read_standing
 
 
 def check_free_for_job(host: Host, ledger: Ledger, tell: Callable[[str], None]) -> None:

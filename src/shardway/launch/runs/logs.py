@@ -19,8 +19,8 @@ from pathlib import Path
 
 from shardway.errors import UserError, list_some
 from shardway.launch.hosts.base import Host, HostUnreachable
+from shardway.launch.runs.job_status import JobStatus, read_standing
 from shardway.launch.runs.ledger import Ledger, LedgerEntry, read_ledger
-from shardway.launch.runs.standing import JobStatus, read_standing
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
 

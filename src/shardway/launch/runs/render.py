@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from shardway.launch.runs.standing import JobStatus
+from shardway.launch.runs.job_status import JobStatus
 from shardway.units import render_clock
 
 

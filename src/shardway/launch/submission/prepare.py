@@ -25,8 +25,8 @@ from shardway.launch.submission.checks import commands, numbers, places, run_fil
 from shardway.launch.submission.checks.code import Code
 from shardway.launch.submission.command import CommandRead, read_command
 from shardway.launch.submission.findings import ProblemCollector
+from shardway.launch.submission.job_request import JobRequest, build_job, with_account, with_site_defaults
 from shardway.launch.submission.secrets import read_secrets
-from shardway.launch.submission.wish import JobRequest, build_job, with_account, with_site_defaults
 from shardway.places import expand_place
 from shardway.resolve.request import ResolveRequest
 from shardway.resolve.resolved import Resolved

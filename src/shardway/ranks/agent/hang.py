@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from shardway.ranks.agent.page import HeartbeatEntry
-from shardway.ranks.agent.patience import ENOUGH, ActivitySpan, Patience
+from shardway.ranks.agent.hang_timeout import ENOUGH, ActivitySpan, HangTimeout
+from shardway.ranks.agent.heartbeat import HeartbeatEntry
 from shardway.ranks.progress import Activity
 
 WORDS = {
@@ -133,7 +133,7 @@ class _Watched:
 class HangFinder:
     """Looks at all ranks of a node together; `longest_tick_s` is the most that one look adds to an age."""
 
-    def __init__(self, patience: Patience, longest_tick_s: float) -> None:
+    def __init__(self, patience: HangTimeout, longest_tick_s: float) -> None:
         self._patience = patience
         self._longest_tick_s = longest_tick_s
         self._ranks: dict[int, _Watched] = {}

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from shardway.ranks.agent.page import VARIABLE, open_page
+from shardway.ranks.agent.heartbeat import VARIABLE, open_page
 from shardway.ranks.agent.recorder import answer_with_record
 from shardway.ranks.agent.stacks import answer_with_stacks
 from shardway.ranks.progress import Activity

@@ -22,8 +22,8 @@ from types import TracebackType
 from shardway.ranks.agent.collectives import NOTHING, Heard, merge_heard
 from shardway.ranks.agent.folders import PAGES, private_folder
 from shardway.ranks.agent.hang import NOBODY, Behind, Hang, HangFinder, Sighting, Stopped, find_behind, find_place
-from shardway.ranks.agent.page import HeartbeatEntry, page_path, read_page
-from shardway.ranks.agent.patience import Patience
+from shardway.ranks.agent.hang_timeout import HangTimeout
+from shardway.ranks.agent.heartbeat import HeartbeatEntry, page_path, read_page
 from shardway.ranks.agent.recorder import ask_for_records
 from shardway.ranks.agent.stacks import StackGroup, ask_for_stacks, group_stacks, merge_groups
 from shardway.ranks.progress import Activity
@@ -73,7 +73,7 @@ class HeartbeatWatch:
     """
 
     def __init__(
-        self, folder: Path, ranks: int, patience: Patience, on_wake: Callable[[Hang], None], share_s: float = 0.0
+        self, folder: Path, ranks: int, patience: HangTimeout, on_wake: Callable[[Hang], None], share_s: float = 0.0
     ) -> None:
         self.folder = folder
         self._share_s = share_s
@@ -164,7 +164,7 @@ class Unwatched:
 
 @contextlib.contextmanager
 def watched(
-    ranks: int, patience: Patience | None, on_wake: Callable[[Hang], None], share_s: float = 0.0
+    ranks: int, patience: HangTimeout | None, on_wake: Callable[[Hang], None], share_s: float = 0.0
 ) -> Iterator[HeartbeatWatch | Unwatched]:
     """Watch over the ranks that are started meanwhile with the watch's folder; without patience nobody looks."""
     if patience is None:

@@ -11,22 +11,22 @@ import time
 from collections.abc import Callable, Iterator
 
 from shardway.ranks.agent.hang import Behind
-from shardway.ranks.crew.board import Board, Unreachable
+from shardway.ranks.crew.kv_store import KeyValueStore, Unreachable
 from shardway.ranks.crew.member import Keeper
+from shardway.ranks.crew.membership import Membership
 from shardway.ranks.crew.notes import AgentState, News, NodeOutcome, Note
-from shardway.ranks.crew.roll import Roll
 
 PAUSE_S = 0.05
 
 
-class Follow:
+class FollowingAgent:
     """Node `node`, which follows the agent that keeps the board; while `keep` is entered it hears the news."""
 
-    def __init__(self, board: Board, node: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, board: KeyValueStore, node: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.node = node
         self._board = board
         self._clock = clock
-        self._roll = Roll()
+        self._roll = Membership()
         self._news = News()
         self._unreachable = False
         self._keeper = Keeper(self.look)

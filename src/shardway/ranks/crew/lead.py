@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardway.ranks.agent.hang import Behind, merge_behind
-from shardway.ranks.crew.board import Board, Unreachable
+from shardway.ranks.crew.kv_store import KeyValueStore, Unreachable
 from shardway.ranks.crew.member import Keeper
+from shardway.ranks.crew.membership import Membership
 from shardway.ranks.crew.notes import AgentState, News, NodeOutcome, Note
-from shardway.ranks.crew.roll import Roll
 
 PAUSE_S = 0.05
 END_S = 120.0
@@ -42,15 +42,17 @@ class Ends:
         return tuple(node for node, outcome in self.outcomes.items() if outcome is None)
 
 
-class Lead:
+class Coordinator:
     """Node `node` of `nodes`, which leads; while `keep` is entered it hears the others."""
 
-    def __init__(self, board: Board, node: int, nodes: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, board: KeyValueStore, node: int, nodes: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.node = node
         self._board = board
         self._nodes = nodes
         self._clock = clock
-        self._roll = Roll()
+        self._roll = Membership()
         self._notes: dict[int, Note] = {}
         self._gone: set[int] = set()
         self._news = News()

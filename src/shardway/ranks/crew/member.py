@@ -19,7 +19,7 @@ LOOK_EVERY_S = 0.25
 LEAVE_S = 2.0
 
 
-class Member(Protocol):
+class RendezvousMember(Protocol):
     """An agent of a crew, as whoever runs its ranks sees it."""
 
     @property

@@ -14,7 +14,7 @@ from typing import Any
 
 from shardway.ranks.agent.collectives import Heard
 from shardway.ranks.agent.hang import NOBODY, Behind, Hang, Sighting, Stopped
-from shardway.ranks.agent.page import HeartbeatEntry
+from shardway.ranks.agent.heartbeat import HeartbeatEntry
 from shardway.ranks.agent.record import read_record
 from shardway.ranks.agent.stacks import StackGroup
 from shardway.ranks.agent.watch import UNSEEN, Seen

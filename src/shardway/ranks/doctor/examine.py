@@ -16,8 +16,15 @@ from typing import Any
 
 from shardway.ranks.doctor import torch_verdicts, world
 from shardway.ranks.doctor.checks.storage import find_existing
+from shardway.ranks.doctor.connectivity_check import (
+    Answer,
+    CheckPortTaken,
+    ConnectivityCheck,
+    MeetingPoint,
+    attend,
+    find_point,
+)
 from shardway.ranks.doctor.finding import CheckResult, CheckVerdict, Report, parse_finding, unknown
-from shardway.ranks.doctor.rollcall import Answer, CheckPortTaken, MeetingPoint, RollCall, attend, find_point
 from shardway.ranks.doctor.runner import run_checks
 from shardway.ranks.doctor.surroundings import MachineView
 from shardway.ranks.doctor.table import CHECKS
@@ -55,7 +62,7 @@ def examine(around: MachineView, *, quick: bool = False, wait_s: float = 60.0) -
     point = find_point(around.placement, around.job)
     if around.rank:
         return _follow(around, own, point, wait_s)
-    return _Visit(around, own, RollCall(point, around.world)).lead(wait_s, quick=quick)
+    return _Visit(around, own, ConnectivityCheck(point, around.world)).lead(wait_s, quick=quick)
 
 
 def _follow(around: MachineView, own: Report, point: MeetingPoint, wait_s: float) -> Diagnosis:
@@ -115,7 +122,7 @@ def _judge_probes(
 class _Visit:
     """Rank 0's part."""
 
-    def __init__(self, around: MachineView, own: Report, call: RollCall) -> None:
+    def __init__(self, around: MachineView, own: Report, call: ConnectivityCheck) -> None:
         self._around, self._own, self._call = around, own, call
         self._found: list[CheckResult] = []
 

@@ -11,8 +11,8 @@ from statistics import median
 
 from shardway.errors import list_some
 from shardway.ranks.doctor.checks.software import VERSIONS
+from shardway.ranks.doctor.connectivity_check import Attendance, ClockOffset, MeetingPoint
 from shardway.ranks.doctor.finding import CheckResult, Report, bad, good, poor, unknown
-from shardway.ranks.doctor.rollcall import Attendance, ClockOffset, MeetingPoint
 from shardway.ranks.doctor.surroundings import MachineView
 from shardway.units import render_seconds
 

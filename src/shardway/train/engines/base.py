@@ -20,8 +20,8 @@ from shardway.parallel.formats.precision import Precision
 from shardway.ranks.start import Ranks
 from shardway.resolve import Resolved
 from shardway.rundir.directory import RunDir
-from shardway.train.passes import Loss, Passes, Portions
-from shardway.train.step import Moment, StepResult
+from shardway.train.passes import BatchSplit, Loss, Passes
+from shardway.train.step import StepContext, StepResult
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class EngineParts:
 
     parallel: ParallelModel
     optimizer: torch.optim.Optimizer
-    portions: Portions
+    portions: BatchSplit
     precision: Precision
     clip: float | None
     ranks: Ranks
@@ -75,6 +75,6 @@ class Engine(Protocol):
         """Elements of the parameters that this rank answers for: over all ranks, those of the whole model."""
         ...
 
-    def step(self, model: nn.Module, batch: Any, loss_fn: Loss, moment: Moment) -> StepResult:
+    def step(self, model: nn.Module, batch: Any, loss_fn: Loss, moment: StepContext) -> StepResult:
         """One optimizer step on this rank's share of a global batch; see `train.step`."""
         ...

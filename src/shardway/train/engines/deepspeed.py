@@ -29,7 +29,7 @@ from shardway.resolve.deepspeed import Settings, render_settings, resolve_ds_con
 from shardway.train.engines.base import EngineParts
 from shardway.train.engines.zero import started_zero
 from shardway.train.passes import Loss, Passes
-from shardway.train.step import Moment, StepResult
+from shardway.train.step import StepContext, StepResult
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class DeepSpeedEngine:
         """All are counted by rank 0: once they are sharded, their shapes are gone."""
         return self._parameters if self._ranks.is_first else 0
 
-    def step(self, model: nn.Module, batch: Any, loss_fn: Loss, moment: Moment) -> StepResult:
+    def step(self, model: nn.Module, batch: Any, loss_fn: Loss, moment: StepContext) -> StepResult:
         """One step; `model` is what the script has, and DeepSpeed's wrapper of it is what runs."""
         scale = moment.loss_scale
         factor = scale.scale if scale is not None else 1.0

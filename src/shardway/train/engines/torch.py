@@ -17,7 +17,7 @@ from shardway.train.engines.base import EngineParts
 from shardway.train.engines.explain import explained
 from shardway.train.passes import Loss, Passes
 from shardway.train.several import SeveralPasses
-from shardway.train.step import Moment, StepParts, StepResult, take_step
+from shardway.train.step import StepContext, StepParts, StepResult, take_step
 
 
 class TorchEngine:
@@ -55,7 +55,7 @@ class TorchEngine:
         }
         return sum(held_by_rank(parameter).numel() for parameter in own)
 
-    def step(self, model: nn.Module, batch: Any, loss_fn: Loss, moment: Moment) -> StepResult:
+    def step(self, model: nn.Module, batch: Any, loss_fn: Loss, moment: StepContext) -> StepResult:
         """One step, as `take_step`; a script may have frozen or freed parameters since the last."""
         for each in self._copies:
             follow_frozen(each.call, each.module, each.mesh, self._section)

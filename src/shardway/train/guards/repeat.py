@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from shardway.errors import UserError
-from shardway.parallel.bits import sum_bits
+from shardway.parallel.bit_checksum import sum_bits
 from shardway.ranks.start import Ranks
-from shardway.train.before import Before
+from shardway.train.snapshot import Before
 
 
 @dataclass(frozen=True)

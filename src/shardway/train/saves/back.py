@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from shardway.checkpoint.corrupt import CorruptCheckpoint, set_aside
 from shardway.checkpoint.find import PassedOver
 from shardway.checkpoint.manifest import Damaged
-from shardway.checkpoint.quarantine import CorruptCheckpoint, set_aside
 from shardway.checkpoint.verify import manifest_of_step
 from shardway.data.skips import Skips
 from shardway.errors import JobError

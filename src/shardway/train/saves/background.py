@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from shardway.checkpoint.flight import Flight
+from shardway.checkpoint.async_save import Flight
 from shardway.checkpoint.place import CheckpointFolder
 from shardway.checkpoint.save import Content, SavedCheckpoint, write_checkpoint
 from shardway.checkpoint.staging import Staging, has_room
 from shardway.checkpoint.state import CheckpointState, Tensors
 from shardway.parallel.mesh import set_apart
 from shardway.ranks.start import Ranks, is_out_of_memory
-from shardway.rundir.line import SHARED
+from shardway.rundir.lineage import SHARED
 from shardway.train.session import Session
 from shardway.watch.words import render_size
 

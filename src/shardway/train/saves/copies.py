@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from shardway.checkpoint.carry import carry_checkpoint
-from shardway.checkpoint.flight import Flight
+from shardway.checkpoint.async_save import Flight
 from shardway.checkpoint.place import CheckpointFolder
 from shardway.checkpoint.save import SavedCheckpoint
+from shardway.checkpoint.tier_copy import carry_checkpoint
 from shardway.ranks.start import Ranks
-from shardway.rundir.line import SHARED
+from shardway.rundir.lineage import SHARED
 from shardway.train.saves.background import Landed, UnderWay
 from shardway.train.saves.tiers import LocalTier
 from shardway.train.session import Session

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 
 from shardway.checkpoint.find import PassedOver
 from shardway.checkpoint.load import LoadedCheckpoint, load_from
+from shardway.checkpoint.local_checkpoints import Survey, list_held, survey
 from shardway.checkpoint.manifest import Manifest
-from shardway.checkpoint.nearby import Survey, list_held, survey
+from shardway.checkpoint.shard_store import open_local_stock
 from shardway.checkpoint.state import CheckpointState
-from shardway.checkpoint.stock import open_local_stock
 from shardway.rundir.left_out import SkippedRange
-from shardway.rundir.line import LOCAL, Lineage, read_line
+from shardway.rundir.lineage import LOCAL, Lineage, read_line
 from shardway.train.saves.back import why_undone
 from shardway.train.saves.tiers import LocalTier, line_of
 from shardway.train.session import Session

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from shardway.checkpoint.corrupt import CorruptCheckpoint, set_aside
 from shardway.checkpoint.load import LoadedCheckpoint, load_latest
-from shardway.checkpoint.quarantine import CorruptCheckpoint, set_aside
 from shardway.checkpoint.state import CheckpointState
 from shardway.errors import UserError
 from shardway.rundir.directory import START_OVER, START_OVER_IN_SCRIPT
 from shardway.rundir.left_out import SkippedRange
-from shardway.rundir.line import LOCAL, SHARED
+from shardway.rundir.lineage import LOCAL, SHARED
 from shardway.rundir.steps import step_name
 from shardway.train.counters import Counters, read_counters
 from shardway.train.loop_plan import LoopPlan

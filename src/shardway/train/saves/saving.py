@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardway.checkpoint.place import CheckpointFolder, shared_place
-from shardway.checkpoint.retention import Keep, retire
+from shardway.checkpoint.retention import RetentionPolicy, retire
 from shardway.checkpoint.save import SavedCheckpoint, collect_content, is_saved, save_to
 from shardway.checkpoint.state import CheckpointState
 from shardway.errors import Fenced, JobError, LostContact, render_reason
 from shardway.ranks.start import Ranks, is_out_of_memory
-from shardway.rundir.line import LOCAL, SHARED
+from shardway.rundir.lineage import LOCAL, SHARED
 from shardway.train.saves.background import Background, Landed, UnderWay
 from shardway.train.saves.cadence import Cadence, LeastCost
 from shardway.train.saves.copies import RankCopies
@@ -67,7 +67,7 @@ class Saver:
         self,
         session: Session,
         every_s: float | LeastCost | None,
-        keep: Keep,
+        keep: RetentionPolicy,
         on_saved: Callable[[float], None] = lambda seconds: None,
         clock: Callable[[], float] = time.monotonic,
         tier: tuple[LocalTier, float | LeastCost | None] | None = None,

@@ -16,7 +16,7 @@ from shardway.checkpoint.place import CheckpointFolder, Local
 from shardway.errors import UserError
 from shardway.parallel.mesh import set_apart
 from shardway.ranks.start import Ranks
-from shardway.rundir.line import Descent, has_line, read_line, write_line
+from shardway.rundir.lineage import LineageBranch, has_line, read_line, write_line
 from shardway.rundir.local import LocalRun, find_local_run
 from shardway.train.saves.cadence import LeastCost
 from shardway.train.session import Session
@@ -147,6 +147,6 @@ def line_kept(session: Session, tier: LocalTier | None) -> Iterator[None]:
 def _write_down(session: Session, from_step: int, tier: str) -> str:
     directory = session.directory
     directory.confirm_writer()
-    entry = Descent(directory.epoch, from_step, tier)
+    entry = LineageBranch(directory.epoch, from_step, tier)
     write_line(directory.path, read_line(directory.path).add(entry))
     return entry.name

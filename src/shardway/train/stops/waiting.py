@@ -19,9 +19,9 @@ import torch
 from shardway.data.batch_tree import map_tensors
 from shardway.data.loader import Batch
 from shardway.errors import Bug
-from shardway.ranks.lookout import Lookout
 from shardway.ranks.signals import BrokenOff, SignalWatch
-from shardway.train.before import Generators, find_generators
+from shardway.ranks.stop_watchdog import StopWatchdog
+from shardway.train.snapshot import Generators, find_generators
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class Waits:
     """The waits of one rank; `is_asked` (called in any thread) says whether it knows of a wish to stop."""
 
     signals: SignalWatch
-    lookout: Lookout
+    lookout: StopWatchdog
     is_asked: Callable[[], bool]
 
     def fetch(self, stream: Iterator[T], *, breakable: bool = True) -> Fetched[T]:

@@ -24,7 +24,7 @@ from shardway.launch.submission.checks.code import Code
 from shardway.launch.submission.checks.copies import list_copies
 from shardway.launch.submission.checks.look import HostCheck, always, test_exists
 from shardway.launch.submission.command import CommandRead, find_launcher
-from shardway.launch.submission.wish import JobRequest, build_job, launcher_of, runtime_of, shape_of
+from shardway.launch.submission.job_request import JobRequest, build_job, launcher_of, runtime_of, shape_of
 from shardway.places import expand_home
 
 _KEY, _ORIGIN = "the command", "command line"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from shardway.launch.submission.checks.code import Code
 from shardway.launch.submission.command import CommandRead
-from shardway.launch.submission.wish import JobRequest, shape_of
+from shardway.launch.submission.job_request import JobRequest, shape_of
 
 _LIBRARIES = frozenset(
     (

@@ -11,7 +11,14 @@ from types import MappingProxyType
 
 from shardway.errors import Problem
 from shardway.launch.job_script import LAUNCHERS, RUNTIMES
-from shardway.launch.submission.wish import JobRequest, is_elastic, launcher_of, runtime_of, shape_of, walltime_of
+from shardway.launch.submission.job_request import (
+    JobRequest,
+    is_elastic,
+    launcher_of,
+    runtime_of,
+    shape_of,
+    walltime_of,
+)
 from shardway.units import render_seconds, say_bytes
 
 Check = Callable[[JobRequest], Iterator[Problem]]

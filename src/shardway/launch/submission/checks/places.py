@@ -15,7 +15,7 @@ from shardway.launch.hosts.base import Done, Host
 from shardway.launch.submission.checks import commands
 from shardway.launch.submission.checks.code import Code
 from shardway.launch.submission.checks.look import HostCheck, always, take_looks, test_exists
-from shardway.launch.submission.wish import JobRequest, build_job, parse_mount, runtime_of
+from shardway.launch.submission.job_request import JobRequest, build_job, parse_mount, runtime_of
 from shardway.places import list_variables
 
 _OF_ONE_NODE = ("/tmp", "/var/tmp", "/dev/shm", "/run")

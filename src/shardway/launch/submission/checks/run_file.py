@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from shardway.hardware.catalogue import load_accelerators
 from shardway.hardware.device import facts_of_part
-from shardway.launch.submission.wish import JobRequest, shape_of
+from shardway.launch.submission.job_request import JobRequest, shape_of
 from shardway.resolve.build import resolve
 from shardway.resolve.request import ResolveRequest, machine_of_known, resolve_request
 from shardway.resolve.resolved import Circumstances, Resolved

@@ -14,7 +14,7 @@ from shardway.inherited import find_family, name_key
 from shardway.launch.containers.base import all_mounts
 from shardway.launch.job import SECRETS
 from shardway.launch.submission.checks.numbers import NAMED_BY_KEYS, Check, problem
-from shardway.launch.submission.wish import JobRequest, build_job, list_memory_options, parse_mount, runtime_of
+from shardway.launch.submission.job_request import JobRequest, build_job, list_memory_options, parse_mount, runtime_of
 from shardway.places import list_variables
 from shardway.runfile.load import is_text
 

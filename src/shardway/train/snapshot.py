@@ -91,7 +91,7 @@ class Before:
 
 
 @dataclass(frozen=True)
-class Changeable:
+class RngAndBufferSnapshot:
     """The parts of a model that passes may change; found once, since walking over a large model takes time."""
 
     owners: tuple[nn.Module, ...]
@@ -111,11 +111,11 @@ class Changeable:
         return Before(find_generators(), buffers, compressions, tuple(_versions(list_leaves(batch))))
 
 
-def find_changeable(*parallels: ParallelModel) -> Changeable:
+def find_changeable(*parallels: ParallelModel) -> RngAndBufferSnapshot:
     """Of models as they are trained."""
     owners = tuple(module for each in parallels for module in each.module.modules() if module._buffers)
     found = (find_compression(each.call) for each in parallels)
-    return Changeable(owners, tuple(each for each in found if each is not None))
+    return RngAndBufferSnapshot(owners, tuple(each for each in found if each is not None))
 
 
 def _versions(leaves: Iterable[Any]) -> list[tuple[torch.Tensor, int]]:

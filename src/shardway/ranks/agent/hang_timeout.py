@@ -39,7 +39,7 @@ class ActivitySpan:
     is_first: bool = False
 
 
-class Patience:
+class HangTimeout:
     """Limits for every activity in seconds. `fixed_s` stands in place of what was learnt; `start_s` until then."""
 
     def __init__(self, start_s: float, fixed_s: float | None = None) -> None:
@@ -78,9 +78,9 @@ class Patience:
         return {activity.name.lower(): usual for activity, usual in known.items() if usual is not None}
 
 
-def read_patience(settings: RunSection) -> Patience | None:
+def read_patience(settings: RunSection) -> HangTimeout | None:
     """How long ranks may do nothing, as a run file says; None where nobody shall look for hangs."""
     limit = settings.hang_timeout
     if limit == "off":
         return None
-    return Patience(settings.start_timeout, None if limit == "auto" else float(limit))
+    return HangTimeout(settings.start_timeout, None if limit == "auto" else float(limit))

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shardway.checkpoint.checksum import find_short
 from shardway.checkpoint.find import FoundCheckpoint, PassedOver
 from shardway.checkpoint.manifest import Damaged, Manifest, digest_manifest
-from shardway.checkpoint.seal import find_short
 from shardway.checkpoint.verify import manifest_of
 from shardway.rundir.local import LocalRun
 from shardway.rundir.steps import step_name

@@ -19,7 +19,7 @@ from shardway.ranks.start import Ranks
 
 
 @dataclass(frozen=True)
-class Landing:
+class AsyncSave:
     """How a flight ended: what was saved (None: there was nothing to save), or what went wrong.
 
     `ended` is a time of `time.perf_counter`.
@@ -37,12 +37,12 @@ class Flight:
         self.step = step
         self._device = ranks.device
         self._write = write
-        self._landing: Landing | None = None
+        self._landing: AsyncSave | None = None
         self._thread = threading.Thread(target=self._fly, name=f"save of step {step}", daemon=True)
         self._thread.start()
 
     @property
-    def landing(self) -> Landing | None:
+    def landing(self) -> AsyncSave | None:
         """How it ended; None while it is under way."""
         return self._landing
 
@@ -65,4 +65,4 @@ class Flight:
             saved = self._write()
         except BaseException as caught:  # told by the thread of training, which decides what it means
             error = caught
-        self._landing = Landing(saved, error, time.perf_counter())
+        self._landing = AsyncSave(saved, error, time.perf_counter())

@@ -34,7 +34,7 @@ TWICE = 2
 
 
 @dataclass(frozen=True)
-class Descent:
+class LineageBranch:
     """The run went on in that epoch from that step (0: its beginning) of that tier; `name` is in what it saves then."""
 
     epoch: int
@@ -47,14 +47,14 @@ class Descent:
 class Lineage:
     """Where the run went on from, the newest last."""
 
-    entries: tuple[Descent, ...] = ()
+    entries: tuple[LineageBranch, ...] = ()
 
     @property
-    def last(self) -> Descent | None:
+    def last(self) -> LineageBranch | None:
         """Where it went on from last."""
         return self.entries[-1] if self.entries else None
 
-    def add(self, entry: Descent) -> Lineage:
+    def add(self, entry: LineageBranch) -> Lineage:
         """The line with one entry more, and no more than `MOST`."""
         return Lineage((*self.entries, entry)[-MOST:])
 
@@ -82,7 +82,7 @@ def read_line(run: Path) -> Lineage:
     """The line of a run; without entries where there is none that can be read."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         content = json.loads((run / NAME).read_text(encoding="utf-8"))
-        entries = [read_fields(Descent, entry) for entry in content["entries"]]
+        entries = [read_fields(LineageBranch, entry) for entry in content["entries"]]
         if content["format"] == FORMAT and None not in entries:
             return Lineage(tuple(entry for entry in entries if entry is not None))
     return Lineage()

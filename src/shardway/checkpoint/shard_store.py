@@ -16,8 +16,8 @@ from typing import Protocol
 
 from shardway.checkpoint.fetch import Transfer, make_transfers, plan_transfers
 from shardway.checkpoint.find import FoundCheckpoint
+from shardway.checkpoint.local_checkpoints import Nearby, read_nearby
 from shardway.checkpoint.manifest import Damaged, Manifest, write_manifest
-from shardway.checkpoint.nearby import Nearby, read_nearby
 from shardway.checkpoint.place import CheckpointFolder
 from shardway.errors import JobError
 from shardway.ranks.start import Ranks
@@ -26,7 +26,7 @@ from shardway.rundir.look import list_names
 from shardway.rundir.steps import partial_name
 
 
-class Stock(Protocol):
+class ShardStore(Protocol):
     """The files of one checkpoint; all but `found` are called on all ranks together."""
 
     @property
@@ -44,7 +44,7 @@ class Stock(Protocol):
 
 
 @dataclass(frozen=True)
-class SharedStock:
+class SharedShardStore:
     """Every rank sees every file."""
 
     found: FoundCheckpoint
@@ -60,7 +60,7 @@ class SharedStock:
 
 
 @dataclass(frozen=True)
-class LocalStock:
+class LocalShardStore:
     """Each node sees what it has saved; `nodes` is the node of each rank, `apart` opens the ranks over which files are
     sent."""
 
@@ -113,7 +113,7 @@ class LocalStock:
 @contextlib.contextmanager
 def open_local_stock(
     place: CheckpointFolder, ranks: Ranks, nearby: Nearby, nodes: tuple[int, ...], apart: Callable[[], Ranks]
-) -> Iterator[LocalStock]:
+) -> Iterator[LocalShardStore]:
     """The files of a checkpoint on disks of nodes, which each node reads through links in a folder of its own."""
     start = place.local.start if place.local is not None else ""
     folder = place.folder / partial_name(nearby.step, f"read-{start}")
@@ -123,7 +123,7 @@ def open_local_stock(
     try:
         made = _try_to_link(place, folder, nearby.here, manifest) if place.leads and manifest is not None else ""
         refused = next((why for why in (told, *ranks.gather(made)) if isinstance(why, str) and why), "")
-        yield LocalStock(FoundCheckpoint(folder, nearby.step), ranks, nearby, nodes, manifest, apart, refused)
+        yield LocalShardStore(FoundCheckpoint(folder, nearby.step), ranks, nearby, nodes, manifest, apart, refused)
     finally:
         if place.leads:
             remove_folder(folder)

@@ -26,7 +26,7 @@ class Unreachable(Exception):
     """The store does not answer: whoever keeps it is gone, or the network is."""
 
 
-class Board:
+class KeyValueStore:
     """Notes and news in one store."""
 
     def __init__(self, store: TCPStore, nodes: int) -> None:
@@ -60,7 +60,7 @@ class Board:
             return read_news(_decode(self._store.get(_NEWS)))
 
 
-def host_board(port: int, nodes: int) -> Board:
+def host_board(port: int, nodes: int) -> KeyValueStore:
     """A board of this process; `port` 0 chooses one. Raises SiteError where something else listens there."""
     try:
         store = TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
@@ -70,18 +70,18 @@ def host_board(port: int, nodes: int) -> Board:
             f"port {port} of this node could not be had, by which the agents of the nodes meet: {why}\n"
             "  To do: choose another port for all of them (--port), or look for a job that was left over."
         ) from error
-    board = Board(store, nodes)
+    board = KeyValueStore(store, nodes)
     for key in board._keys:  # so that reading one that was never written does not wait
         store.set(key, "")
     board.write_news(News())
     return board
 
 
-def join_board(address: str, port: int, nodes: int, wait_s: float) -> Board:
+def join_board(address: str, port: int, nodes: int, wait_s: float) -> KeyValueStore:
     """The board that the agent at `address` keeps, once it does. Raises Unreachable after `wait_s`."""
     with _reaching():
         store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=wait_s))
-        board = Board(store, nodes)
+        board = KeyValueStore(store, nodes)
         board.read_news()
         return board
 

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from shardway.errors import SiteError
-from shardway.ranks.agent.patience import ActivitySpan, Patience
+from shardway.ranks.agent.hang_timeout import ActivitySpan, HangTimeout
 from shardway.ranks.launcher import FT_LAUNCHER, Placement
 from shardway.ranks.progress import Activity
 
@@ -58,7 +58,7 @@ class MonitorClient(Protocol):
     def shutdown_workload_monitoring(self) -> None: ...
 
 
-class MonitorPage:
+class MonitorHeartbeat:
     """A `Page` for `ranks.progress` that the monitor of this rank reads; `client` is connected.
 
     Until `watch` is called the monitor waits as long as ft_launcher was told to for the first heartbeat.
@@ -67,7 +67,7 @@ class MonitorPage:
     def __init__(self, client: MonitorClient) -> None:
         self._client: MonitorClient | None = client
         self._start_s = client.hb_timeouts.initial
-        self._patience: Patience | None = None
+        self._patience: HangTimeout | None = None
         self._activity, self._step, self._since = Activity.START, 0, 0.0
         self._first_step: int | None = None
         self._seen: set[Activity] = set()
@@ -77,7 +77,7 @@ class MonitorPage:
         # hears no further rank (RankMonitorState.ABORTED).
         self._beat()
 
-    def watch(self, patience: Patience | None) -> None:
+    def watch(self, patience: HangTimeout | None) -> None:
         """From now on these limits count; None: nobody shall look for hangs."""
         self._patience = patience
         if patience is None:
@@ -136,7 +136,7 @@ class MonitorPage:
         self._told_s = limit_s
 
 
-def open_monitor(placement: Placement) -> MonitorPage | None:
+def open_monitor(placement: Placement) -> MonitorHeartbeat | None:
     """The page of a rank that ft_launcher has started; None for any other, and where its monitor does not answer.
 
     Raises SiteError where nvidia_resiliency_ext cannot be imported.
@@ -147,7 +147,7 @@ def open_monitor(placement: Placement) -> MonitorPage | None:
     try:
         client.init_workload_monitoring()
         client.rank_monitor_socket.settimeout(ANSWER_S)
-        return MonitorPage(client)
+        return MonitorHeartbeat(client)
     except Exception as error:  # of whatever class: what watches a rank must not end it
         _say_unwatched(error)
         return None

@@ -22,7 +22,7 @@ class _Seen:
     silent_s: float = 0.0
 
 
-class Roll:
+class Membership:
     """Looks at the counts of notes, by node; a node that was never seen is neither there nor lost."""
 
     def __init__(self) -> None:

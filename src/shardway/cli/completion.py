@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from shardway.cli.blame import LaunchOutcome
+from shardway.cli.failure_cause import LaunchOutcome
 from shardway.ranks.signals import find_received
 from shardway.rundir.attempts import BY_SIGNAL, SECOND_SIGNAL
 from shardway.rundir.directory import RunDir

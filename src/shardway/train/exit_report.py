@@ -17,9 +17,9 @@ from typing import Any
 from shardway.errors import LateStop, UserError, render_reason
 from shardway.ranks.agent.hang import WORDS
 from shardway.ranks.attempt import RankFault, tell_end, tell_fault
-from shardway.ranks.leave import leave_now
-from shardway.ranks.lookout import Duties
 from shardway.ranks.progress import Progress
+from shardway.ranks.shutdown import leave_now
+from shardway.ranks.stop_watchdog import Duties
 from shardway.rundir.attempts import BY_SIGNAL, SECOND_SIGNAL, Attempt, Ending, Result
 from shardway.rundir.directory import RunDir
 from shardway.units import render_seconds
@@ -34,7 +34,7 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Speaker:
+class ExitReport:
     """One rank as its last words need it. `origin` says where `run.stop_timeout`, `limit_s` seconds, came from."""
 
     directory: RunDir

@@ -80,7 +80,7 @@ def _past(since: float | None, seconds: float, now: float) -> bool:
     return since is not None and now - since >= seconds
 
 
-class Lookout:
+class StopWatchdog:
     """While entered in the main thread, where its `signals` are watched; elsewhere it does nothing."""
 
     def __init__(self, signals: SignalWatch, duties: Duties) -> None:
@@ -107,7 +107,7 @@ class Lookout:
         """The data came."""
         self._times.waits = None
 
-    def __enter__(self) -> Lookout:
+    def __enter__(self) -> StopWatchdog:
         if self._signals.is_listening:
             self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             self._before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)

@@ -25,14 +25,14 @@ STEP = 2**20
 
 
 @dataclass(frozen=True)
-class Seal:
+class FileChecksum:
     """Size of one file, and the checksum of each block (`BLOCK` bytes, the last one what is left) in hexadecimal."""
 
     bytes: int
     blocks: tuple[str, ...]
 
 
-class Sealer:
+class ChecksumWriter:
     """Computes the seal of bytes that come one after another."""
 
     def __init__(self) -> None:
@@ -52,29 +52,29 @@ class Sealer:
                 self._blocks.append(self._digest.hexdigest())
                 self._digest.reset()
 
-    def seal(self) -> Seal:
+    def seal(self) -> FileChecksum:
         """Of all bytes that came."""
         rest = [self._digest.hexdigest()] if self._bytes % BLOCK else []
-        return Seal(self._bytes, (*self._blocks, *rest))
+        return FileChecksum(self._bytes, (*self._blocks, *rest))
 
 
-def seal_bytes(data: bytes) -> Seal:
+def seal_bytes(data: bytes) -> FileChecksum:
     """The seal of a file with this content."""
-    sealer = Sealer()
+    sealer = ChecksumWriter()
     sealer.update(data)
     return sealer.seal()
 
 
-def seal_file(path: Path) -> Seal:
+def seal_file(path: Path) -> FileChecksum:
     """Read a whole file and compute its seal."""
-    sealer, step = Sealer(), memoryview(bytearray(STEP))
+    sealer, step = ChecksumWriter(), memoryview(bytearray(STEP))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(step):
             sealer.update(step[:count])
     return sealer.seal()
 
 
-def find_damage(folder: Path, name: str, seal: Seal) -> str | None:
+def find_damage(folder: Path, name: str, seal: FileChecksum) -> str | None:
     """What is wrong with one file of a checkpoint, or None."""
     if short := find_short(folder, name, seal):
         return short
@@ -88,7 +88,7 @@ def find_damage(folder: Path, name: str, seal: Seal) -> str | None:
     return None if found == seal else say_changed(name, seal, next(changed, 0))
 
 
-def find_short(folder: Path, name: str, seal: Seal) -> str | None:
+def find_short(folder: Path, name: str, seal: FileChecksum) -> str | None:
     """What is wrong with the size of one file of a checkpoint, or None; its content is not read."""
     try:
         size = (folder / name).stat().st_size
@@ -103,12 +103,12 @@ def say_unreadable(folder: Path, name: str, error: OSError) -> str:
     return f"{name} is missing" if isinstance(error, FileNotFoundError) else f"{name} cannot be read ({error.strerror})"
 
 
-def say_changed(name: str, seal: Seal, block: int) -> str:
+def say_changed(name: str, seal: FileChecksum, block: int) -> str:
     """A block that is not what was saved."""
     first, end = block * BLOCK, min((block + 1) * BLOCK, seal.bytes)
     which = "its checksum" if len(seal.blocks) == 1 else f"the checksum of its bytes {first} to {end}"
     return f"the content of {name} has changed ({which} is another)"
 
 
-def _say_size(name: str, size: int, seal: Seal) -> str:
+def _say_size(name: str, size: int, seal: FileChecksum) -> str:
     return f"{name} has {size} bytes, the manifest says {seal.bytes}"

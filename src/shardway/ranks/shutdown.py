@@ -132,7 +132,7 @@ class ScriptExit:
             os._exit(0)
 
 
-class LastExit:
+class Shutdown:
     """Made before anything else registers what it does at the end, so that this comes last of all.
 
     After it come destructors of C++. Those of torch have ended a rank with SIGABRT after all its work was done, when

@@ -41,7 +41,7 @@ class HeartbeatEntry:
     since: float
 
 
-class PageWriter:
+class HeartbeatWriter:
     """The page of this process; a `Page` for `ranks.progress`. Raises OSError where the file cannot be made.
 
     Opened once more in the same process, it goes on.
@@ -79,12 +79,12 @@ def page_path(folder: Path, local_rank: int) -> Path:
     return folder / f"rank-{local_rank}"
 
 
-def open_page(environ: Mapping[str, str], local_rank: int) -> PageWriter | None:
+def open_page(environ: Mapping[str, str], local_rank: int) -> HeartbeatWriter | None:
     """The page of this rank where an agent wants one; None where none does or it cannot be made."""
     folder = environ.get(VARIABLE, "")
     if not folder:
         return None
     try:
-        return PageWriter(page_path(Path(folder), local_rank))
+        return HeartbeatWriter(page_path(Path(folder), local_rank))
     except OSError:
         return None

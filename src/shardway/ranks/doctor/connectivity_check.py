@@ -77,7 +77,7 @@ class ClockOffset:
 
 
 @dataclass
-class RollCall:
+class ConnectivityCheck:
     """Rank 0's side."""
 
     point: MeetingPoint
