@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from page_tables import check_table
 from shardway.inherited import (
     FAMILIES,
+    describe_options,
     find_family,
     list_options,
     list_patterns,
     list_unfit_for_ranks,
     strip,
-    tell_options,
 )
 from shardway.launch.blocks import read_block
 from variables_of_jobs import OF_JOBS
@@ -104,7 +104,7 @@ ASKED = {"site.account": "proj", "site.queue": "gpu", "site.walltime": "1800 s",
     ],
 )
 def test_options_for_sbatch_are_told(options: Mapping[str, str], told: list[str]) -> None:
-    found = list(tell_options(list_options(options), ASKED))
+    found = list(describe_options(list_options(options), ASKED))
     assert len(found) == len(told)
     assert all(text in sentence for text, sentence in zip(told, found, strict=True)), found
 

@@ -13,6 +13,7 @@ from shardway.units import (
     Cadence,
     Scale,
     Span,
+    format_bytes,
     parse_bytes,
     parse_cadence,
     parse_seconds,
@@ -22,7 +23,6 @@ from shardway.units import (
     render_clock,
     render_count,
     render_seconds,
-    say_bytes,
 )
 
 AMOUNTS = st.one_of(st.integers(0, 2**53).map(float), st.floats(0.0, 2.0**53, allow_subnormal=False))
@@ -155,7 +155,7 @@ def test_bytes_in_their_shortest_form(count: int, text: str) -> None:
     ],
 )
 def test_a_size_that_is_a_long_number_is_told_in_gib_as_well(count: int, text: str) -> None:
-    assert say_bytes(count) == text
+    assert format_bytes(count) == text
 
 
 @pytest.mark.parametrize(

@@ -233,7 +233,7 @@ def name_key(name: str) -> str:
     return KEYS.get(name, f"site.options.{_option_of(name)}") if _matches(name, OPTIONS) else ""
 
 
-def tell_options(options: Mapping[str, str], asked: Mapping[str, str]) -> Iterator[str]:
+def describe_options(options: Mapping[str, str], asked: Mapping[str, str]) -> Iterator[str]:
     """A sentence for each option of `list_options`: that it is used (an account), or what holds in its place.
 
     `asked`: what the job asks of Slurm, by key. Nothing is told of one that says the same.

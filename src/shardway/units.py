@@ -55,7 +55,7 @@ def render_bytes(count: int) -> str:
     return f"{count // size}{unit}" if count else "0B"
 
 
-def say_bytes(count: int) -> str:
+def format_bytes(count: int) -> str:
     """A size for people: `render_bytes`, and where that is a long number, about how many GiB it is:
     540016640000 -> "515000MiB (about 502.9GiB)"."""
     exact = render_bytes(count)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardway.errors import JobError, LostContact, NodeLost, SiteError, UserError
-from shardway.ranks.attempt import RankFault, describe_error, find_attempt, sign_failure, tell_end, tell_fault
+from shardway.ranks.attempt import RankFault, describe_error, find_attempt, report_end, report_fault, sign_failure
 from shardway.rundir.attempts import VARIABLE, Attempt, AttemptStart, Ending, Result
 
 
@@ -94,7 +94,7 @@ def test_an_error_of_another_library_is_named_as_it_is() -> None:
 
 
 def test_what_ended_a_rank_is_the_result(attempt: Attempt) -> None:
-    assert tell_fault(attempt, "rank 1", describe_error(JobError("step 5 broke\n  To do: x")), step=5)
+    assert report_fault(attempt, "rank 1", describe_error(JobError("step 5 broke\n  To do: x")), step=5)
     result = attempt.read_result()
     assert result is not None
     assert abs(result.ended - time.time()) < 60
@@ -113,15 +113,15 @@ def test_what_ended_a_rank_is_the_result(attempt: Attempt) -> None:
     ],
 )
 def test_what_is_no_crash_has_a_state_of_its_own(attempt: Attempt, fault: RankFault, state: Ending) -> None:
-    assert tell_fault(attempt, "rank 0", fault, patience_s=0.0)
+    assert report_fault(attempt, "rank 0", fault, patience_s=0.0)
     result = attempt.read_result()
     assert result is not None
     assert result.state is state
 
 
 def test_the_first_words_stand(attempt: Attempt) -> None:
-    assert tell_end(attempt, Result(Ending.FINISHED, step=9, by="rank 0"))
-    assert not tell_fault(attempt, "rank 1", describe_error(JobError("late")))
+    assert report_end(attempt, Result(Ending.FINISHED, step=9, by="rank 0"))
+    assert not report_fault(attempt, "rank 1", describe_error(JobError("late")))
     result = attempt.read_result()
     assert result is not None
     assert (result.state, result.step, result.job) == (Ending.FINISHED, 9, "4711")
@@ -129,9 +129,11 @@ def test_the_first_words_stand(attempt: Attempt) -> None:
 
 def test_lost_contact_waits_for_the_cause(attempt: Attempt) -> None:
     """The rank with the cause comes a moment later."""
-    cause = threading.Timer(0.1, lambda: tell_fault(attempt, "rank 1", describe_error(JobError("its disk is gone"))))
+    cause = threading.Timer(0.1, lambda: report_fault(attempt, "rank 1", describe_error(JobError("its disk is gone"))))
     cause.start()
-    assert not tell_fault(attempt, "rank 0", describe_error(LostContact("rank 0 lost contact: closed")), patience_s=30)
+    assert not report_fault(
+        attempt, "rank 0", describe_error(LostContact("rank 0 lost contact: closed")), patience_s=30
+    )
     cause.join()
     result = attempt.read_result()
     assert result is not None
@@ -140,12 +142,12 @@ def test_lost_contact_waits_for_the_cause(attempt: Attempt) -> None:
 
 def test_lost_contact_speaks_where_nobody_else_does(attempt: Attempt) -> None:
     """The rank with the cause was killed."""
-    assert tell_fault(attempt, "rank 0", describe_error(LostContact("rank 0 lost contact: closed")), patience_s=0.06)
+    assert report_fault(attempt, "rank 0", describe_error(LostContact("rank 0 lost contact: closed")), patience_s=0.06)
     result = attempt.read_result()
     assert result is not None
     assert (result.by, result.failure) == ("rank 0", "LostContact: rank # lost contact")
 
 
 def test_a_folder_that_is_gone_does_not_hide_the_error(tmp_path: Path) -> None:
-    assert not tell_fault(Attempt(tmp_path / "0001"), "rank 0", describe_error(JobError("what")))
-    assert not tell_fault(None, "rank 0", describe_error(JobError("what")))
+    assert not report_fault(Attempt(tmp_path / "0001"), "rank 0", describe_error(JobError("what")))
+    assert not report_fault(None, "rank 0", describe_error(JobError("what")))

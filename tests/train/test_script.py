@@ -16,7 +16,7 @@ import torch
 
 import shardway
 from shardway.errors import Bug, JobError, SiteError, UserError
-from shardway.ranks.shutdown import ScriptHook, script_hook, tell_errors
+from shardway.ranks.shutdown import ScriptHook, report_errors, script_hook
 from shardway.rundir.directory import RunDir
 from shardway.train.script import OpenedRun
 
@@ -51,7 +51,7 @@ def uncaught(error: BaseException) -> int | None:
 def test_an_error_of_shardway_is_its_message_and_its_exit_code(
     error: Exception, code: int, hooks: list[BaseException], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    tell_errors()
+    report_errors()
     assert uncaught(error) == code
     assert capfd.readouterr().err == f"shardway: {error}\n"
     assert hooks == []
@@ -59,14 +59,14 @@ def test_an_error_of_shardway_is_its_message_and_its_exit_code(
 
 @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()])
 def test_any_other_error_goes_to_the_hook_that_was_there(error: BaseException, hooks: list[BaseException]) -> None:
-    tell_errors()
-    tell_errors()
+    report_errors()
+    report_errors()
     assert uncaught(error) is None
     assert hooks == [error]
 
 
 def test_a_defect_is_shown_whole(hooks: list[BaseException]) -> None:
-    tell_errors()
+    report_errors()
     bug = Bug("never")
     assert (uncaught(bug), hooks) == (70, [bug])
 
@@ -178,7 +178,7 @@ def test_what_an_error_means_is_told_in_its_place(
     def close(kind: object, error: BaseException, trace: object) -> None:
         raise UserError("a weight was used that is not gathered") from error
 
-    tell_errors()
+    report_errors()
     script_hook().closes.append(close)
     try:
         assert uncaught(RuntimeError("mixed")) == 2

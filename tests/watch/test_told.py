@@ -10,14 +10,14 @@ from watch_events import BEGIN, event, started
 from shardway.watch import told
 from shardway.watch.live import LiveView
 from shardway.watch.plain import PlainLines
-from shardway.watch.told import tell
+from shardway.watch.told import describe
 
 
 def test_every_kind_of_news_is_one_line_in_both_views() -> None:
     assert len(told._KINDS) > 15
     for name in told._KINDS:
         bare = event(name, 3, 0.2)
-        found = tell(bare)
+        found = describe(bare)
         assert found is not None
         assert found.words
         assert "\n" not in found.words
@@ -33,7 +33,7 @@ def test_every_kind_of_news_is_one_line_in_both_views() -> None:
 
 
 def test_a_save_that_was_left_out_names_the_one_under_way() -> None:
-    found = tell(event("save_skipped", 40, 0.2, saving=20))
+    found = describe(event("save_skipped", 40, 0.2, saving=20))
     assert found is not None
     assert found.words == "no save: that of step 20 is still written"
 
@@ -56,8 +56,8 @@ def test_what_the_disks_of_nodes_had_is_told() -> None:
             "local_checkpoints_ignored", 20, 0.2, dropped=40, reason="it failed twice"
         ),
     }
-    assert [found.words for each in lines.values() if (found := tell(each)) is not None] == list(lines)
+    assert [found.words for each in lines.values() if (found := describe(each)) is not None] == list(lines)
 
 
 def test_a_step_is_no_news() -> None:
-    assert tell(event("step", 3, 0.2, loss=1.0)) is None
+    assert describe(event("step", 3, 0.2, loss=1.0)) is None

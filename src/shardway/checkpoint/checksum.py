@@ -81,11 +81,11 @@ def find_damage(folder: Path, name: str, seal: FileChecksum) -> str | None:
     try:
         found = seal_file(folder / name)
     except OSError as error:
-        return say_unreadable(folder, name, error)
+        return describe_unreadable(folder, name, error)
     if found.bytes != seal.bytes:
-        return _say_size(name, found.bytes, seal)
+        return _format_size(name, found.bytes, seal)
     changed = (i for i, pair in enumerate(zip(found.blocks, seal.blocks, strict=False)) if pair[0] != pair[1])
-    return None if found == seal else say_changed(name, seal, next(changed, 0))
+    return None if found == seal else describe_changed(name, seal, next(changed, 0))
 
 
 def find_short(folder: Path, name: str, seal: FileChecksum) -> str | None:
@@ -93,22 +93,22 @@ def find_short(folder: Path, name: str, seal: FileChecksum) -> str | None:
     try:
         size = (folder / name).stat().st_size
     except OSError as error:
-        return say_unreadable(folder, name, error)
-    return None if size == seal.bytes else _say_size(name, size, seal)
+        return describe_unreadable(folder, name, error)
+    return None if size == seal.bytes else _format_size(name, size, seal)
 
 
-def say_unreadable(folder: Path, name: str, error: OSError) -> str:
+def describe_unreadable(folder: Path, name: str, error: OSError) -> str:
     """A file that cannot be opened or read. Raises JobError where its file system is away: that is no damage."""
     check_answers(folder / name, error)
     return f"{name} is missing" if isinstance(error, FileNotFoundError) else f"{name} cannot be read ({error.strerror})"
 
 
-def say_changed(name: str, seal: FileChecksum, block: int) -> str:
+def describe_changed(name: str, seal: FileChecksum, block: int) -> str:
     """A block that is not what was saved."""
     first, end = block * BLOCK, min((block + 1) * BLOCK, seal.bytes)
     which = "its checksum" if len(seal.blocks) == 1 else f"the checksum of its bytes {first} to {end}"
     return f"the content of {name} has changed ({which} is another)"
 
 
-def _say_size(name: str, size: int, seal: FileChecksum) -> str:
+def _format_size(name: str, size: int, seal: FileChecksum) -> str:
     return f"{name} has {size} bytes, the manifest says {seal.bytes}"

@@ -78,7 +78,7 @@ def _receive(ranks: Ranks, transfer: Transfer, folder: Path, seal: FileChecksum)
         try:
             file = stack.enter_context(open(path, "wb", buffering=0))
         except OSError as error:
-            wrong = _say_unkept(transfer.name, error)
+            wrong = _describe_unkept(transfer.name, error)
         for length in _lengths(seal.bytes):
             block = torch.empty(length, dtype=torch.uint8)
             with ranks.contact("while receiving a checkpoint"):
@@ -109,9 +109,9 @@ def _keep(file: BinaryIO, data: memoryview, name: str) -> str:
         while len(data):
             data = data[file.write(data) :]
     except OSError as error:
-        return _say_unkept(name, error)
+        return _describe_unkept(name, error)
     return ""
 
 
-def _say_unkept(name: str, error: OSError) -> str:
+def _describe_unkept(name: str, error: OSError) -> str:
     return f"{name} cannot be kept where it is wanted: {error.strerror}"

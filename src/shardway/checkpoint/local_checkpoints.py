@@ -99,12 +99,12 @@ def _judge(step: int, held: Sequence[tuple[int, LocalCopy]], rank: int) -> Nearb
         for name in each.present:
             holders[name] = (*holders[name], *(() if other in holders[name] else (other,)))
     if lost := [name for name, ranks in holders.items() if not ranks]:
-        return PassedOver(step, _join((*(_say(of_step)), *(f"no node has {name}" for name in lost))))
+        return PassedOver(step, _join((*(_describe(of_step)), *(f"no node has {name}" for name in lost))))
     here = {name: where for other, each in right if other == rank for name, where in each.present.items()}
     return Nearby(step, right[0][1].digest, holders, here)
 
 
-def _say(of_step: Sequence[tuple[int, LocalCopy]]) -> Iterator[str]:
+def _describe(of_step: Sequence[tuple[int, LocalCopy]]) -> Iterator[str]:
     for _, each in of_step:
         yield from ([each.wrong] if each.wrong else each.short)
 

@@ -155,7 +155,7 @@ def _check_space(place: CheckpointFolder, ranks: Ranks, whole_bytes: int) -> Non
     needed, files = int(whole_bytes * place.share * HEADROOM), int(ranks.world * place.share) + FURTHER_FILES
 
     def check() -> None:
-        with told_of_files():
+        with with_file_errors():
             folder = place.make()
             free = shutil.disk_usage(folder).free
             system = os.statvfs(folder)
@@ -168,21 +168,21 @@ def _check_space(place: CheckpointFolder, ranks: Ranks, whole_bytes: int) -> Non
 
 
 def _clear_and_make(partial: Path) -> None:
-    with told_of_files():
+    with with_file_errors():
         remove_folder(partial)
         partial.mkdir(exist_ok=True)
 
 
 def _write_share(ranks: Ranks, content: Content, folder: Path) -> dict[str, FileChecksum]:
     """Write what this rank has to write; the seals of its files of tensors, made from what was in memory."""
-    with ranks.contact("during a save"), told_of_files(ranks.rank):
+    with ranks.contact("during a save"), with_file_errors(ranks.rank):
         seals = write_tensors(folder, ranks, content.tensors)
         content.write_files(folder)
         return seals
 
 
 @contextlib.contextmanager
-def told_of_files(rank: int = 0) -> Iterator[None]:
+def with_file_errors(rank: int = 0) -> Iterator[None]:
     """What a file system refuses, or torch's writer for it, as a JobError.
 
     torch's CheckpointException is a BaseException: it would escape `except Exception`. Every rank gets those of all.
@@ -194,16 +194,16 @@ def told_of_files(rank: int = 0) -> Iterator[None]:
         cause = (own or next(iter(error.failures.values())))[0]
         if own is None and is_out_of_memory(cause):
             raise LostContact("another rank ran out of memory during a save") from None
-        raise JobError(_say(cause)) from (cause if own else None)
+        raise JobError(_describe(cause)) from (cause if own else None)
     except OSError as error:
-        raise JobError(_say(error)) from error
+        raise JobError(_describe(error)) from error
 
 
 def _seal_others(ranks: Ranks, folder: Path, known: Mapping[str, FileChecksum]) -> dict[str, FileChecksum]:
     """The seals of what another library wrote: every rank reads its share of these files."""
 
     def seal_share() -> dict[str, FileChecksum]:
-        with told_of_files():
+        with with_file_errors():
             names = [name for name in list_files(folder) if name not in known]
             return {name: seal_file(folder / name) for name in names[ranks.rank :: ranks.world]}
 
@@ -212,7 +212,7 @@ def _seal_others(ranks: Ranks, folder: Path, known: Mapping[str, FileChecksum]) 
 
 
 def _commit(partial: Path, final: Path, manifest: Manifest, confirm: Callable[[], None]) -> None:
-    with told_of_files():
+    with with_file_errors():
         write_manifest(partial, manifest)
         here = {(partial / name).parent for name in manifest.files} | {partial}
         for within in (folder for folder in here if folder.is_dir()):
@@ -222,7 +222,7 @@ def _commit(partial: Path, final: Path, manifest: Manifest, confirm: Callable[[]
         fsync_folder(final.parent)
 
 
-def _say(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return "no space is left on the device"
     if isinstance(error, OSError) and error.errno == errno.EDQUOT:

@@ -13,7 +13,7 @@ from pathlib import Path
 from shardway.checkpoint.checksum import STEP, ChecksumWriter, FileChecksum
 from shardway.checkpoint.manifest import Manifest
 from shardway.checkpoint.place import CheckpointFolder
-from shardway.checkpoint.save import SavedCheckpoint, SaveRequest, make_checkpoint, told_of_files
+from shardway.checkpoint.save import SavedCheckpoint, SaveRequest, make_checkpoint, with_file_errors
 from shardway.errors import JobError
 from shardway.ranks.start import Ranks
 
@@ -42,7 +42,7 @@ def _carry_all(source: Path, target: Path, saved: SavedCheckpoint) -> None:
 def _carry(source: Path, target: Path, seal: FileChecksum) -> None:
     """Copy one file, durably, and compare what was read with its seal on the way."""
     sealer, step = ChecksumWriter(), memoryview(bytearray(STEP))
-    with told_of_files(), open(source, "rb", buffering=0) as old, open(target, "xb") as new:
+    with with_file_errors(), open(source, "rb", buffering=0) as old, open(target, "xb") as new:
         while count := old.readinto(step):
             sealer.update(step[:count])
             new.write(step[:count])

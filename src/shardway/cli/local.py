@@ -23,7 +23,7 @@ from shardway.ranks.agent.hang_timeout import HangTimeout, read_patience
 from shardway.ranks.agent.policy import RepeatedFailure, RestartDecision, decide
 from shardway.ranks.agent.watch import watched
 from shardway.ranks.agreement import Decision
-from shardway.ranks.attempt import describe_error, find_attempt, sign_failure, tell_end, tell_fault
+from shardway.ranks.attempt import describe_error, find_attempt, report_end, report_fault, sign_failure
 from shardway.ranks.cores import VARIABLE as MASKS
 from shardway.ranks.local import run_local
 from shardway.ranks.processes import LocalLaunch
@@ -72,7 +72,7 @@ class Alone:
 
     def start(self, run: RunDir, launch: LocalLaunch, patience: HangTimeout | None) -> LaunchOutcome:
         """Run the ranks to their end. Raises LateStop, KeyboardInterrupt."""
-        with watched(launch.ranks, patience, tell_wake) as watch:
+        with watched(launch.ranks, patience, report_wake) as watch:
 
             def look(failed: bool) -> bool:
                 self.reserve.look(watch.behind, ends=failed)
@@ -175,7 +175,7 @@ def _train_local(resolution: Resolution, launch: LocalLaunch, crew: NodeGroup) -
             if run.stop_requested() or isinstance(blame.error, LateStop) or not verdict.restart:
                 _give_up(run, attempt, blame, failures, verdict, began=began)
             if began:
-                tell_restart(run, blame.error, len(failures), failures[-1].saved_step)
+                report_restart(run, blame.error, len(failures), failures[-1].saved_step)
             else:
                 print(f"the ranks start again: {render_reason(str(blame.error))}", file=sys.stderr)
         if find_received() is not None:
@@ -185,10 +185,10 @@ def _train_local(resolution: Resolution, launch: LocalLaunch, crew: NodeGroup) -
         if has_begun(run, marks):
             _mark_ended(run, "stopped", SECOND_SIGNAL)
         if attempt is not None:
-            tell_end(attempt, Result(Ending.STOPPED, SECOND_SIGNAL, run.read_step(), exit_code=130, by=BY_AGENT))
+            report_end(attempt, Result(Ending.STOPPED, SECOND_SIGNAL, run.read_step(), exit_code=130, by=BY_AGENT))
         raise
     if attempt is not None:
-        _tell_good_end(run, attempt)
+        _report_good_end(run, attempt)
     return _read_outcome(run, failures)
 
 
@@ -203,12 +203,12 @@ def _read_outcome(run: RunDir, failures: list[RepeatedFailure]) -> dict[str, Any
     }
 
 
-def _tell_good_end(run: RunDir, attempt: Attempt) -> None:
+def _report_good_end(run: RunDir, attempt: Attempt) -> None:
     """How the ranks say that it ended, once they do not start again: the words of rank 0, from its last event."""
     last = next((event for event in reversed(run.last_events(0)) if event["event"] in ("stopped", "finished")), None)
     if last is not None and (ending := last.get("ending")) in set(Ending):
         failure = str(last.get("failure", ""))
-        tell_end(attempt, Result(Ending(ending), str(last["reason"]), run.read_step(), 0, failure, by="rank 0"))
+        report_end(attempt, Result(Ending(ending), str(last["reason"]), run.read_step(), 0, failure, by="rank 0"))
 
 
 def _end_early(run: RunDir, attempt: Attempt | None) -> None:
@@ -218,7 +218,7 @@ def _end_early(run: RunDir, attempt: Attempt | None) -> None:
     run.clear_stop()
     _mark_ended(run, "stopped", end.reason, where_missing=True)
     if attempt is not None:
-        tell_end(attempt, Result(end.state, end.reason, run.read_step(), failure=end.failure, by=BY_AGENT))
+        report_end(attempt, Result(end.state, end.reason, run.read_step(), failure=end.failure, by=BY_AGENT))
 
 
 def _why_refused(run: RunDir) -> str:
@@ -266,7 +266,7 @@ def _await_answer(run: RunDir) -> None:
         time.sleep(LOOK_EVERY_S)
 
 
-def tell_wake(hang: Hang) -> None:
+def report_wake(hang: Hang) -> None:
     """Say on stderr that ranks were stopped and go on."""
     print(f"{hang.message}, and was told to go on", file=sys.stderr)
 
@@ -310,11 +310,11 @@ def _give_up(
         if began:
             _mark_ended(run, "failed", render_reason(str(error)))
     fault = describe_error(error, out_of_memory=blame.out_of_memory)
-    tell_fault(attempt, blame.by, fault, run.read_step(), patience_s=0.0)
+    report_fault(attempt, blame.by, fault, run.read_step(), patience_s=0.0)
     raise error
 
 
-def tell_restart(run: RunDir, error: ShardwayError, failures: int, saved_step: int | None = None) -> None:
+def report_restart(run: RunDir, error: ShardwayError, failures: int, saved_step: int | None = None) -> None:
     """In the events of rank 0, which is gone by now, for whoever reads or shows the run: the ranks start again.
 
     `saved_step` is the newest checkpoint, where that is known and not only in the run directory.

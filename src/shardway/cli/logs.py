@@ -84,7 +84,7 @@ def _job_lines(known: Known, rank: int | None, node: int | None, attempt: int | 
 
     host = find_host(known.host)
     entry = choose_attempt(read_ledger(host, Path(known.run)), attempt)
-    lines = follow_output(host, entry.attempt, node, _tell) if follow else read_output(host, entry.attempt, node)
+    lines = follow_output(host, entry.attempt, node, _report) if follow else read_output(host, entry.attempt, node)
     return lines if rank is None else only_rank(lines, rank)
 
 
@@ -104,10 +104,10 @@ def _followed_lines(run: RunDir, rank: int, as_json: bool) -> Iterator[str]:
             yield from read_output(host, attempts[-1], None)
     finally:
         if why:
-            _tell(why)
+            _report(why)
 
 
-def _tell(text: str) -> None:
+def _report(text: str) -> None:
     typer.echo(f"shardway: {text}", err=True)
 
 
@@ -146,7 +146,7 @@ def _followed_events(run: RunDir, rank: int) -> Iterator[Event]:
         left.put_off()
         yield event
     if why:
-        _tell(why)
+        _report(why)
 
 
 def _read_output(run: RunDir, rank: int) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardway.cli.failure_cause import LaunchOutcome
-from shardway.cli.local import ask_to_stop, build_launch, open_reserve, tell_restart, tell_wake, train_local
+from shardway.cli.local import ask_to_stop, build_launch, open_reserve, report_restart, report_wake, train_local
 from shardway.errors import JobError, LateStop, NodeLost, ShardwayError, SiteError, UserError
 from shardway.ranks.agent.hang import NOBODY
 from shardway.ranks.agent.hang_timeout import HangTimeout, read_patience
@@ -267,7 +267,7 @@ def _succeed(resolution: Resolution, nodes: NodeSpec, leader: int, present: Sequ
             f"  To do: run the same command again: it goes on from {resolution.directory.describe_base()}. "
             "run.elastic lets a run go on with fewer nodes."
         )
-    tell_restart(resolution.directory, JobError(f"{lost}; {nodes.name(nodes.node)} leads now"), failures=1)
+    report_restart(resolution.directory, JobError(f"{lost}; {nodes.name(nodes.node)} leads now"), failures=1)
     gone = [node for node in range(len(nodes.addresses)) if node < nodes.node or node not in present]
     return _lead(resolution, nodes, gone)
 
@@ -310,7 +310,7 @@ def run_seats(run: RunDir, launch: LocalLaunch, seats: Seats, here: Here) -> Nod
     member = here.member
     launch = _seated(launch, seats)
     share_s = SHARE_S if seats.nodes > 1 else 0.0
-    with watched(launch.ranks, here.patience, tell_wake, share_s) as watch:
+    with watched(launch.ranks, here.patience, report_wake, share_s) as watch:
 
         def look(failed: bool) -> bool:
             watch.elsewhere, watch.is_asked = member.elsewhere, member.is_asked(seats.start)

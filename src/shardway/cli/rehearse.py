@@ -56,7 +56,7 @@ def rehearse(
     with _ended_by_sigterm(), _scratch(root, keep) as folder:
         if not as_json:
             typer.echo(f"rehearsing in {folder}")
-        checks = list(_told(piece, folder, quiet=as_json))
+        checks = list(_describe(piece, folder, quiet=as_json))
     if as_json:
         typer.echo(json.dumps({"checks": [asdict(check) for check in checks], "folder": str(folder)}, indent=1))
     failed = [check for check in checks if check.verdict == "fail"]
@@ -143,7 +143,7 @@ def _scratch(root: Path, keep: bool) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _told(piece: RehearsedProgram, folder: Path, *, quiet: bool) -> Iterator[RehearsalCheck]:
+def _describe(piece: RehearsedProgram, folder: Path, *, quiet: bool) -> Iterator[RehearsalCheck]:
     from shardway.launch.rehearsal.rehearse import rehearse as run_rehearsal
 
     try:

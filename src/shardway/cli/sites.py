@@ -62,7 +62,7 @@ def show(name: NameArgument, as_json: JsonOption = False) -> None:
     if as_json:
         typer.echo(json.dumps({**_head(file, profile), "facts": [_fact_json(fact) for fact in facts]}, indent=1))
         return
-    typer.echo(legible(f"{profile.title}\n{_say_origin(file, profile)}"))
+    typer.echo(legible(f"{profile.title}\n{_describe_origin(file, profile)}"))
     typer.echo(legible("\n".join(["", *_render_facts(facts)])))
     unsure = sum(fact.is_unsure for fact in facts)
     typer.echo(f"\n{len(facts)} facts, {unsure} of them not verified (?). What is not listed is not known.")
@@ -110,7 +110,7 @@ def _describe(file: ProfileFile) -> dict[str, str]:
     return {
         "name": file.name,
         "scheduler": profile.scheduler,
-        "node": _say_node(profile),
+        "node": _describe_node(profile),
         "origin": origin,
         "title": profile.title,
     }
@@ -121,7 +121,7 @@ def _first_line(error: UserError) -> str:
     return str(error).splitlines()[0].rstrip(".:")
 
 
-def _say_node(profile: SiteProfile) -> str:
+def _describe_node(profile: SiteProfile) -> str:
     count, part = profile.node.accelerators_per_node, profile.node.accelerator
     if count == 0:
         return "no accelerators"
@@ -142,7 +142,7 @@ def _head(file: ProfileFile, profile: SiteProfile) -> dict[str, Any]:
     }
 
 
-def _say_origin(file: ProfileFile, profile: SiteProfile) -> str:
+def _describe_origin(file: ProfileFile, profile: SiteProfile) -> str:
     origin = "shipped with Shardway" if file.path is None else f"your profile {file.path}"
     place = ", in place of the shipped one of this name" if file.shadows else ""
     return f"{origin}{place}" + (f", which extends {profile.extends}" if profile.extends else "")

@@ -94,19 +94,19 @@ def _look(group: Sequence[Known], *, alone: bool) -> list[_ShownRun]:
     shown: list[_ShownRun] = []
     readable = [known for known in group if known.host or _is_readable(Path(known.run), alone=alone)]
     host = find_host(group[0].host)
-    with _told(alone=alone):
+    with _describe(alone=alone):
         ledgers = read_ledgers(host, [Path(known.run) for known in readable])
         standings = read_standings(host, ledgers)
         for known, ledger, attempts in zip(readable, ledgers, standings, strict=True):
             if alone or not known.host or attempts or ledger.status:  # elsewhere, one that is gone is no news
-                with _told(alone=alone):
+                with _describe(alone=alone):
                     summary = None if known.host else _summarise(ledger, attempts)
                     shown.append(_ShownRun(known, ledger, attempts, summary))
     return shown
 
 
 @contextmanager
-def _told(*, alone: bool) -> Iterator[None]:
+def _describe(*, alone: bool) -> Iterator[None]:
     """Of many runs, what cannot be read is told, and the others are still shown."""
     try:
         yield
@@ -158,7 +158,7 @@ def _is_readable(path: Path, *, alone: bool) -> bool:
     """Whether this Shardway, and this person, can read a run."""
     from shardway.rundir.directory import RunDir
 
-    with _told(alone=alone):
+    with _describe(alone=alone):
         RunDir(path).check_format()
         RunDir(path).check_readable()
         return True
@@ -204,25 +204,25 @@ def _summary_lines(summary: RunSummary, standings: Sequence[JobStatus]) -> list[
         f"{summary.path}  {summary.state}" + (f": {summary.reason}" if summary.reason else ""),
         f"  step        {summary.step}{total}{share}",
         _line("loss", summary.loss, "{:.4f}"),
-        f"  validation  {_say_metrics(summary)}" if summary.validation else "",
-        _say_best(summary),
-        f"  logged      {_say_logged(summary)}" if summary.logged else "",
+        f"  validation  {_describe_metrics(summary)}" if summary.validation else "",
+        _describe_best(summary),
+        f"  logged      {_describe_logged(summary)}" if summary.logged else "",
         f"  speed       {render_count(rate)} {summary.unit}/s" if rate else "",
         f"  time left   {render_clock(summary.seconds_left)}" if summary.seconds_left else "",
         f"  last save   step {save.step}, {render_clock(time.time() - save.time)} ago" if save else "",
-        _say_productive(summary),
-        *_say_left_out(summary),
-        _say_dropped(summary),
+        _describe_productive(summary),
+        *_describe_left_out(summary),
+        _describe_dropped(summary),
         f"  ranks       {summary.world} on {summary.device}" if summary.world else "",
-        _say_attempts(summary.attempts, len(standings)),
+        _describe_attempts(summary.attempts, len(standings)),
         f"  restarts    {summary.restarts} (the ranks started again in their attempt)" if summary.restarts else "",
-        _say_jobs_to_go(summary, standings),
+        _describe_jobs_to_go(summary, standings),
         f"  writer      {summary.writer}" if summary.writer else "",
     ]
     return [line for line in lines if line]
 
 
-def _say_best(summary: RunSummary) -> str:
+def _describe_best(summary: RunSummary) -> str:
     """The best validation, and the best checkpoint where that is another one."""
     from shardway.watch.words import render_monitored
 
@@ -235,30 +235,30 @@ def _say_best(summary: RunSummary) -> str:
     return f"{words}, not kept; of those that are, step {kept.step} is the best"
 
 
-def _say_productive(summary: RunSummary) -> str:
+def _describe_productive(summary: RunSummary) -> str:
     from shardway.watch.words import render_account
 
     return f"  productive  {render_account(summary.account)}" if summary.account else ""
 
 
-def _say_dropped(summary: RunSummary) -> str:
+def _describe_dropped(summary: RunSummary) -> str:
     step = summary.local_checkpoints_ignored
     return f"  nodes       what they have saved is left out: two starts from step {step} failed" if step else ""
 
 
-def _say_left_out(summary: RunSummary) -> list[str]:
+def _describe_left_out(summary: RunSummary) -> list[str]:
     from shardway.watch.words import render_left_out
 
     return [f"  left out    {render_left_out(each)}" for each in summary.left_out]
 
 
-def _say_attempts(begun: int, known: int) -> str:
+def _describe_attempts(begun: int, known: int) -> str:
     if max(begun, known) < 2:
         return ""
     return f"  attempts    {known}, of which {begun} began to train" if known > begun else f"  attempts    {begun}"
 
 
-def _say_jobs_to_go(summary: RunSummary, standings: Sequence[JobStatus]) -> str:
+def _describe_jobs_to_go(summary: RunSummary, standings: Sequence[JobStatus]) -> str:
     """How many more jobs a chain takes whose jobs end with their wall-time, and whether that is well spent."""
     from shardway.rundir.attempts import Ending
 
@@ -277,13 +277,13 @@ def _line(label: str, value: float | None, form: str) -> str:
     return f"  {label:<11} {form.format(value)}" if value is not None else ""
 
 
-def _say_logged(summary: RunSummary) -> str:
+def _describe_logged(summary: RunSummary) -> str:
     from shardway.watch.words import render_logged
 
     return render_logged(summary.logged) if summary.logged else ""
 
 
-def _say_metrics(summary: RunSummary) -> str:
+def _describe_metrics(summary: RunSummary) -> str:
     from shardway.watch.words import render_validation
 
     return render_validation(summary.validation, summary.monitor) if summary.validation else ""

@@ -54,7 +54,7 @@ def carry_out(order: SubmitRequest, host: Host, *, dry_run: bool, as_json: bool)
         from shardway.launch.submission.send import send
         from shardway.launch.submission.submit import Submitter
 
-        _print_sent(send(order, host, Submitter(host, tell=_tell)), as_json)
+        _print_sent(send(order, host, Submitter(host, tell=_report)), as_json)
         return
     from shardway.launch.submission.prepare import prepare
 
@@ -108,10 +108,10 @@ def _set(words: list[str], nodes: int | None, walltime: str | None) -> list[str]
 def _warn(prepared: Prepared) -> None:
     """Tell what may be meant so, on stderr."""
     for warning in prepared.warnings:
-        _tell(warning)
+        _report(warning)
 
 
-def _tell(text: str) -> None:
+def _report(text: str) -> None:
     typer.echo(f"shardway: {text}", err=True)
 
 

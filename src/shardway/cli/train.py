@@ -168,7 +168,7 @@ class Telling:
 def _failure_told(telling: Telling) -> Iterator[None]:
     """Tell the job, where there is one, what went wrong before a rank could or after all are gone; not where the ranks
     start again."""
-    from shardway.ranks.attempt import describe_error, find_attempt, tell_fault
+    from shardway.ranks.attempt import describe_error, find_attempt, report_fault
     from shardway.ranks.launcher import has_restarts_left
 
     attempt = find_attempt(os.environ) if not has_restarts_left(os.environ) else None
@@ -178,7 +178,7 @@ def _failure_told(telling: Telling) -> Iterator[None]:
         raise
     except Exception as error:  # a library that is not there on one node, for instance: the other nodes wait for it
         told = error if isinstance(error, ShardwayError) else Bug(f"{type(error).__name__}: {error}")
-        tell_fault(attempt if telling.ends_attempt else None, BY_AGENT, describe_error(told))
+        report_fault(attempt if telling.ends_attempt else None, BY_AGENT, describe_error(told))
         raise
 
 
@@ -208,8 +208,8 @@ def _check_free(resolution: Resolution) -> None:
         from shardway.launch.hosts import LocalHost
         from shardway.launch.runs.busy import check_free_for_hand
 
-        check_free_for_hand(LocalHost(), run.path, _tell)
-    run.writer_lock().await_free(_tell)
+        check_free_for_hand(LocalHost(), run.path, _report)
+    run.writer_lock().await_free(_report)
 
 
 @contextmanager
@@ -232,7 +232,7 @@ def _old_stop_dropped(run: RunDir) -> Iterator[None]:
         raise
 
 
-def _tell(line: str) -> None:
+def _report(line: str) -> None:
     typer.echo(f"shardway: {line}", err=True)
 
 

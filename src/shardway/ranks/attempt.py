@@ -82,7 +82,7 @@ _STATES = {NodeLost.__name__: Ending.NODE_FAILURE}
 """Error -> how an attempt ends with it, where that is no crash."""
 
 
-def tell_fault(
+def report_fault(
     attempt: Attempt | None, by: str, fault: RankFault, step: int = 0, patience_s: float = PATIENCE_S
 ) -> bool:
     """Write that the attempt crashed, ran out of memory or lost a node, unless somebody has said how it ended.
@@ -94,13 +94,13 @@ def tell_fault(
         return False
     state = _STATES.get(fault.kind, Ending.CRASHED) if not fault.out_of_memory else Ending.OUT_OF_MEMORY
     with contextlib.suppress(OSError):
-        return tell_end(
+        return report_end(
             attempt, Result(state, render_reason(fault.message), step, fault.exit_code, sign_failure(fault), by=by)
         )
     return False
 
 
-def tell_end(attempt: Attempt, result: Result) -> bool:
+def report_end(attempt: Attempt, result: Result) -> bool:
     """Write how the attempt ended, with its job, this host and the time; whether these words were taken."""
     started = attempt.read_started()
     job = started.job if started is not None else ""

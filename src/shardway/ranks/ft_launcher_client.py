@@ -117,7 +117,7 @@ class MonitorHeartbeat:
             self._client.send_heartbeat()  # first: a limit that falls would be past already
             self._tell_limit(self._client, self._limit_s())
         except Exception as error:  # of whatever class: what watches a rank must not end it
-            _say_unwatched(error)
+            _report_unwatched(error)
             self._leave()
 
     def _leave(self) -> None:
@@ -149,7 +149,7 @@ def open_monitor(placement: Placement) -> MonitorHeartbeat | None:
         client.rank_monitor_socket.settimeout(ANSWER_S)
         return MonitorHeartbeat(client)
     except Exception as error:  # of whatever class: what watches a rank must not end it
-        _say_unwatched(error)
+        _report_unwatched(error)
         return None
 
 
@@ -165,7 +165,7 @@ def _make_client() -> Any:
     return RankMonitorClient()
 
 
-def _say_unwatched(error: Exception) -> None:
+def _report_unwatched(error: Exception) -> None:
     why = str(error).strip().partition("\n")[0] or type(error).__name__
     logging.getLogger("shardway").warning(
         "the monitor of ft_launcher does not answer, nobody watches this rank: %s", why

@@ -13,7 +13,7 @@ from pathlib import Path
 from shardway.errors import JobError
 from shardway.hardware.cgroup import count_oom_kills, read_cgroup_limits
 from shardway.ranks.failure import RankFailure
-from shardway.units import say_bytes
+from shardway.units import format_bytes
 
 
 def mark_oom(failures: Sequence[RankFailure], before: int | None, root: Path = Path("/")) -> list[RankFailure]:
@@ -31,7 +31,7 @@ def mark_oom(failures: Sequence[RankFailure], before: int | None, root: Path = P
 def explain_oom(killed: RankFailure, base: str, root: Path = Path("/")) -> JobError:
     """The error of such a rank; `base` says where the run goes on from."""
     limit = read_cgroup_limits(root).memory_bytes
-    bound = f", which may have {say_bytes(limit)}," if limit is not None and limit < 1 << 60 else ""
+    bound = f", which may have {format_bytes(limit)}," if limit is not None and limit < 1 << 60 else ""
     return JobError(
         f"the memory of this control group{bound} ran out, so the kernel ended rank {killed.rank} (process "
         f"{killed.pid}) by SIGKILL; the other ranks were ended with it.\n"

@@ -89,7 +89,7 @@ def restore_hook() -> None:
         sys.excepthook = sys.excepthook.previous
 
 
-def tell_errors() -> None:
+def report_errors() -> None:
     """From now on an error of Shardway that nobody catches is its message; IPython shows it so by itself
     (`errors`)."""
     script_hook()

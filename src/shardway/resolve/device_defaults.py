@@ -175,7 +175,7 @@ def _find_no_gain(draft: Draft) -> Iterator[str]:
         yield "Transformer Engine has kernels of its own"
     steps = _count_steps(draft)
     if steps is not None and steps < SHORT_RUN:
-        yield _tell_short(steps)
+        yield _describe_short(steps)
 
 
 def leave_short_runs_uncompiled(resolved: Resolved) -> Resolved:
@@ -186,10 +186,10 @@ def leave_short_runs_uncompiled(resolved: Resolved) -> Resolved:
         return resolved
     if resolved.values.train.compile == "off":
         return resolved
-    return resolved.with_values({COMPILE: Settled("off", _tell_short(steps))})
+    return resolved.with_values({COMPILE: Settled("off", _describe_short(steps))})
 
 
-def _tell_short(steps: int) -> str:
+def _describe_short(steps: int) -> str:
     return f"compiling takes longer than it saves in {steps} steps"
 
 

@@ -50,7 +50,7 @@ def _problem(error: ErrorDetails, dotted: str, origin: str) -> Problem:
     if error["type"] == "model_type":
         names = ", ".join(sections()[dotted].model_fields)
         return Problem(dotted, f"{error['input']!r} is not a section", origin, f"a table [{dotted}] with {names}")
-    what, allowed = _say(error)
+    what, allowed = _describe(error)
     return Problem(dotted, what, origin, allowed)
 
 
@@ -77,7 +77,7 @@ def unknown_key(dotted: str, origin: str) -> Problem:
     )
 
 
-def _say(error: ErrorDetails) -> tuple[str, str]:
+def _describe(error: ErrorDetails) -> tuple[str, str]:
     value, context = error["input"], error.get("ctx", {})
     kind = error["type"]
     if kind == "literal_error":

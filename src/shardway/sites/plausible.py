@@ -16,7 +16,7 @@ from shardway.errors import Problem
 from shardway.sites.evidence import list_stray_sources
 from shardway.sites.find import find_nearest
 from shardway.sites.schema import SiteProfile
-from shardway.units import render_bytes, render_seconds, say_bytes
+from shardway.units import format_bytes, render_bytes, render_seconds
 
 _ACCELERATOR_REQUESTS = {"slurm": ("gres", "gpus-per-node", "none"), "pbs": ("ngpus", "none"), "local": ("none",)}
 
@@ -87,7 +87,7 @@ def _check_node(profile: SiteProfile) -> Iterator[Problem]:
     least, most_bytes = _MEMORY
     if node.memory is not None and not least <= node.memory <= most_bytes:
         allowed = f"{render_bytes(least)} to {render_bytes(most_bytes)}"
-        yield Problem("node.memory", f"{say_bytes(node.memory)} is no memory of a node", allowed=allowed)
+        yield Problem("node.memory", f"{format_bytes(node.memory)} is no memory of a node", allowed=allowed)
 
 
 def _check_queues(profile: SiteProfile) -> Iterator[Problem]:

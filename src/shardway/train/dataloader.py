@@ -189,10 +189,10 @@ def _options(session: Session, loader: Loader | None = None) -> LoaderOptions:
         if said:
             session.note_once("data_order_noted", said)
     pinned = session.ranks.device.type == "cuda"
-    return LoaderOptions(workers, data.prefetch, pinned, init, functools.partial(_tell, session))
+    return LoaderOptions(workers, data.prefetch, pinned, init, functools.partial(_report, session))
 
 
-def _tell(session: Session, text: str) -> None:
+def _report(session: Session, text: str) -> None:
     """Say what happened on this rank alone."""
     if session.ranks.is_first:
         session.note_once("data_order_noted", text)

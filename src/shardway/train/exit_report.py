@@ -16,7 +16,7 @@ from typing import Any
 
 from shardway.errors import LateStop, UserError, render_reason
 from shardway.ranks.agent.hang import WORDS
-from shardway.ranks.attempt import RankFault, tell_end, tell_fault
+from shardway.ranks.attempt import RankFault, report_end, report_fault
 from shardway.ranks.progress import Progress
 from shardway.ranks.shutdown import leave_now
 from shardway.ranks.stop_watchdog import Duties
@@ -82,7 +82,7 @@ class ExitReport:
         stacks = [{"ranks": [self.rank], "frames": frames}]
         facts = {"rank": self.rank, "kind": kind, "exit_code": code, "message": message, "stacks": stacks}
         self._write("fault", "failed", facts, render_reason(message))
-        tell_fault(self.attempt, f"rank {self.rank}", RankFault(kind, message, code), step)
+        report_fault(self.attempt, f"rank {self.rank}", RankFault(kind, message, code), step)
         if self.attempt is None:  # the job script of an attempt wants to know that somebody asked
             self.directory.clear_stop()
 
@@ -95,7 +95,7 @@ class ExitReport:
         self._write("stopped", "stopped", facts, SECOND_SIGNAL)
         if self.attempt is not None and self.rank == 0:
             result = Result(Ending.STOPPED, SECOND_SIGNAL, self.directory.read_step(), KILLED, by="rank 0")
-            tell_end(self.attempt, result)
+            report_end(self.attempt, result)
 
     def _write(self, event: str, state: str, facts: dict[str, Any], reason: str) -> None:
         """An event of this rank, and by rank 0 the status, unless the main thread has said it."""

@@ -44,7 +44,7 @@ from shardway.train.saves.tiers import open_tier
 from shardway.train.script_state import ScriptState
 from shardway.train.session import Session, machine_facts
 from shardway.train.several import evaluating, let_go
-from shardway.train.skipping import tell_late_spans, tell_skipped
+from shardway.train.skipping import report_late_spans, report_skipped
 from shardway.train.snapshot import Before, find_changeable, find_generators
 from shardway.train.step import StepContext
 from shardway.train.stops.stopping import StopAgreement
@@ -314,7 +314,7 @@ class Loop:
             agent=session.agent or None,
         )
         set_damaged_aside(session, restored)
-        tell_late_spans(session, self._counters)
+        report_late_spans(session, self._counters)
         self._stopping.set_deadline(self._plan.stop_margin_s, self._counters.step, parameters)
         session.recorder.status(
             now=True, state="running", reason="", step=self._counters.step, total_steps=self._plan.total_steps
@@ -630,7 +630,7 @@ class Loop:
         self._record(step, seconds)
         if decision.log or (self._metrics.is_waiting and self._session.ranks.world == 1):
             self._metrics.flush()
-        tell_skipped(self._session, before, self._counters, self._left_out)
+        report_skipped(self._session, before, self._counters, self._left_out)
         for taken in step.taken:
             self._guard.look_at(self._counters.step, taken.result, step.batch)
 

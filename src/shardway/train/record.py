@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from shardway.errors import Fenced, JobError, LostContact, render_reason
-from shardway.ranks.attempt import tell_end
+from shardway.ranks.attempt import report_end
 from shardway.ranks.progress import Progress
 from shardway.ranks.start import Ranks
 from shardway.rundir.attempts import Attempt, Result
@@ -174,7 +174,7 @@ class Recorder:
         if self._attempt is not None and self._ranks.is_first:
             with refusals(self._directory.path):
                 result = Result(end.state, end.reason, self.step_done, exit_code, end.failure, by="rank 0")
-                tell_end(self._attempt, result)
+                report_end(self._attempt, result)
 
     def _write_end(self, event: str, end: AttemptEnd) -> None:
         step = self.step_done

@@ -33,7 +33,7 @@ from shardway.errors import UserError
 from shardway.parallel.apply import ApplyOptions, ParallelModel, apply_parallelism
 from shardway.parallel.compile import CompileOptions
 from shardway.plan.economy import GPU_MTBF_SECONDS
-from shardway.ranks.shutdown import tell_errors
+from shardway.ranks.shutdown import report_errors
 from shardway.resolve import DataFacts, Resolved, scale_of
 from shardway.resolve.request import ResolveRequest, parse_words
 from shardway.rundir.directory import RunDir
@@ -525,7 +525,7 @@ def start(*words: str | Path | None, directory: str | Path | None = None, fresh:
     there aside. The run ends with the block of a `with`, by `run.close()`, or with the script. Raises ShardwayError on
     every rank alike; one that nobody catches ends the script with its message and its exit code.
     """
-    tell_errors()
+    report_errors()
     close_earlier()
     request = parse_words([str(word) for word in words if word is not None])
     place = Path(directory) if directory is not None else None

@@ -29,7 +29,7 @@ from shardway.parallel.formats.precision import Precision, read_precision
 from shardway.parallel.mesh import Mesh, build_mesh
 from shardway.ranks.agent.hang_timeout import read_patience
 from shardway.ranks.agent.heartbeat import open_page
-from shardway.ranks.attempt import describe_error, find_attempt, tell_fault
+from shardway.ranks.attempt import describe_error, find_attempt, report_fault
 from shardway.ranks.ft_launcher_client import open_monitor
 from shardway.ranks.launcher import Placement, find_placement
 from shardway.ranks.notebook import find_shell
@@ -328,7 +328,7 @@ def _failure_told(
     try:
         yield
     except Exception as error:
-        tell_fault(
+        report_fault(
             told, f"rank {placement.rank}", describe_error(error, out_of_memory=is_out_of_memory(error)), find_step()
         )
         raise

@@ -13,7 +13,7 @@ from shardway.train.counters import Counters
 from shardway.train.session import Session
 
 
-def tell_skipped(session: Session, before: Counters, after: Counters, own: Sequence[SkippedRange] = ()) -> None:
+def report_skipped(session: Session, before: Counters, after: Counters, own: Sequence[SkippedRange] = ()) -> None:
     """An event where the step between these counters has left positions out; `own` are those of the run itself."""
     left_out = (after.position - before.position) - (after.samples - before.samples)
     if left_out:
@@ -30,7 +30,7 @@ def _meet(one: Sequence[int], other: Sequence[int]) -> bool:
     return one[0] < other[1] and other[0] < one[1]
 
 
-def tell_late_spans(session: Session, counters: Counters) -> None:
+def report_late_spans(session: Session, counters: Counters) -> None:
     """An event where a span that is new lies behind a run that goes on, at least in part: it comes too late."""
     before, now = session.changes.get("data.skip", ([], []))
     late = [span for span in now if span not in before and span[0] < counters.position]

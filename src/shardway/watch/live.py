@@ -23,7 +23,7 @@ from shardway.watch.facts import ValidatedEvent, measured, read_ending, read_sta
 from shardway.watch.guarded import render_guarded
 from shardway.watch.plain import PlainLines
 from shardway.watch.progress import RunProgress
-from shardway.watch.told import Severity, tell
+from shardway.watch.told import Severity, describe
 from shardway.watch.words import (
     one_line,
     render_ending,
@@ -121,7 +121,7 @@ class LiveView:
             case "rolled_back":
                 self._losses.undo_after(self._progress.step)
                 self._say(render_guarded(event), event, _STYLES[Severity.WARNING])
-            case _ if (told := tell(event)) is not None:
+            case _ if (told := describe(event)) is not None:
                 self._say(told.words, event, _STYLES[told.weight])
 
     def note(self, text: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from shardway.rundir.events import Event
 from shardway.watch.facts import ValidatedEvent, read_ending, read_start, whole
 from shardway.watch.progress import RunProgress
-from shardway.watch.told import StepLabel, tell
+from shardway.watch.told import StepLabel, describe
 from shardway.watch.words import (
     render_ending,
     render_loss,
@@ -68,7 +68,7 @@ class PlainLines:
         return self._news(event)
 
     def _news(self, event: Event) -> list[str]:
-        told = tell(event)
+        told = describe(event)
         if told is None:
             return []
         places = {

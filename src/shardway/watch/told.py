@@ -90,7 +90,7 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
 )
 
 
-def tell(event: Event) -> EventText | None:
+def describe(event: Event) -> EventText | None:
     """What an event tells; None for one that is no news of its own, such as a step."""
     kind = _KINDS.get(event["event"])
     return EventText(kind.words(event), kind.weight, kind.place) if kind is not None else None

@@ -216,7 +216,7 @@ def test_what_says_enough_is_not_explained(result: Result, tmp_path: Path) -> No
     [(1, 1, ""), (1, 0, ""), (3, 3, "3"), (3, 0, "3"), (3, 5, "5, of which 3 began to train")],
 )
 def test_attempts_are_counted_as_they_are_shown(begun: int, known: int, line: str) -> None:
-    assert status._say_attempts(begun, known).removeprefix("  attempts    ") == line
+    assert status._describe_attempts(begun, known).removeprefix("  attempts    ") == line
 
 
 # --- records that are damaged

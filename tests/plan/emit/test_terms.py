@@ -15,7 +15,7 @@ from shardway.plan.case import Case, Degrees
 from shardway.plan.emit.emitted import EmittedHeader, gather
 from shardway.plan.emit.flavors import Flavor, find_flavor
 from shardway.plan.emit.pipeline import name_schedule, render_layout, schedule_of
-from shardway.plan.emit.sizes import read_sizes, render_pattern, tell_irregular
+from shardway.plan.emit.sizes import describe_irregular, read_sizes, render_pattern
 from shardway.plan.emit.table import emit
 from shardway.plan.emit.torchtitan_job import fp4_parts
 from shardway.plan.shapes.architecture import Architecture, LayerRun
@@ -44,14 +44,14 @@ def test_a_flavor_is_one_of_the_same_sizes() -> None:
 def test_sizes_of_a_mixture_are_those_of_each_kind_of_layer() -> None:
     sizes = read_sizes(MIXTURE)
     assert (sizes.count, sizes.ffn, sizes.mixed) == (27, 10944, (False, *[True] * 26))
-    assert list(tell_irregular(MIXTURE)) == []
+    assert list(describe_irregular(MIXTURE)) == []
 
 
 def test_layers_that_differ_are_told() -> None:
     first, *_ = LLAMA_8B.layers
     wider = replace(first, ffn=2 * first.ffn, attention=replace(first.attention, bias=True))
     model = replace(LLAMA_8B, runs=(LayerRun(first, 2), LayerRun(wider, 2)))
-    assert [line.split(";")[0] for line in tell_irregular(model)] == [
+    assert [line.split(";")[0] for line in describe_irregular(model)] == [
         "Layers differ in attention",
         "Layers differ in the feed-forward layer",
     ]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import xxhash
 
-from shardway.checkpoint.checksum import BLOCK, FileChecksum, find_short, say_changed, say_unreadable
+from shardway.checkpoint.checksum import BLOCK, FileChecksum, describe_changed, describe_unreadable, find_short
 from shardway.checkpoint.manifest import Damaged
 
 HELD = 8
@@ -63,7 +63,7 @@ class BlockReader:
         block = memoryview(bytearray(min(BLOCK, seal.bytes - number * BLOCK)))
         self._fill(name, number * BLOCK, block)
         if xxhash.xxh3_128_hexdigest(block) != seal.blocks[number]:
-            raise Damaged(self._folder, [say_changed(name, seal, number)])
+            raise Damaged(self._folder, [describe_changed(name, seal, number)])
         return block
 
     def _fill(self, name: str, at: int, target: memoryview) -> None:
@@ -78,4 +78,4 @@ class BlockReader:
                         raise OSError(5, "it ends too early")
                     left = left[count:]
         except OSError as error:
-            raise Damaged(self._folder, [say_unreadable(self._folder, name, error)]) from None
+            raise Damaged(self._folder, [describe_unreadable(self._folder, name, error)]) from None

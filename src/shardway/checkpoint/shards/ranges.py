@@ -13,7 +13,7 @@ from pathlib import Path
 
 import xxhash
 
-from shardway.checkpoint.checksum import BLOCK, STEP, FileChecksum, find_short, say_changed
+from shardway.checkpoint.checksum import BLOCK, STEP, FileChecksum, describe_changed, find_short
 
 MOST_PIECES = 512
 """Of one read; systems take 1024 (IOV_MAX)."""
@@ -48,7 +48,7 @@ def read_ranges(folder: Path, name: str, seal: FileChecksum, ranges: Sequence[Ra
         for number, wanted in enumerate(seal.blocks):
             first, end = number * BLOCK, min((number + 1) * BLOCK, seal.bytes)
             if (whole or pending.touches(first, end)) and _read_block(file.fileno(), first, end, pending) != wanted:
-                return say_changed(name, seal, number)
+                return describe_changed(name, seal, number)
             pending.finish(end)
     return None
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from shardway.checkpoint.checksum import FileChecksum, say_unreadable
+from shardway.checkpoint.checksum import FileChecksum, describe_unreadable
 from shardway.checkpoint.shards.ranges import Range, read_ranges
 from shardway.checkpoint.shards.table import Chunk, Shape, Special, TensorTable
 from shardway.checkpoint.shards.tensor_subclasses import find_dtype, put_together
@@ -90,7 +90,7 @@ def _read_file(source: ShardSource, name: str, wanted: Sequence[Range]) -> str |
     try:
         return read_ranges(source.folder, name, seal, wanted, whole=name in source.whole)
     except OSError as error:
-        return say_unreadable(source.folder, name, error)
+        return describe_unreadable(source.folder, name, error)
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,9 @@ class SshHost:
             finally:
                 _hang_up(process)
             messages.seek(0)
-            raise self.connection.lost("the connection broke while it was followed", _say(exchange, messages.read()))
+            raise self.connection.lost(
+                "the connection broke while it was followed", _describe(exchange, messages.read())
+            )
 
     def read_files(self, paths: Sequence[PurePosixPath]) -> dict[PurePosixPath, str]:
         """The text of each of these files that can be read, in one exchange."""
@@ -142,7 +144,7 @@ class SshHost:
             script.seek(0)
             code, out, err = _call(self.connection.command([BOOTSTRAP]), script, timeout_s + _ANSWER_S)
         ended = exchange.parse(out, err)
-        said = _say(exchange, err)
+        said = _describe(exchange, err)
         if ended is None:
             raise self._not_begun(code, said, timeout_s)
         if not ended[-1].whole and not (keep_late and code is None):
@@ -224,7 +226,7 @@ def _pack(source: Path, file: IO[bytes]) -> None:
         archive.add(source, arcname=".", filter=drop_owner)
 
 
-def _say(exchange: Exchange, err: bytes) -> str:
+def _describe(exchange: Exchange, err: bytes) -> str:
     """What was said outside of the commands: by ssh, a profile or a login shell."""
     return _text(re.sub(re.escape(exchange.mark.encode()) + rb":\d+:\d+:\d+:", b"", err))
 

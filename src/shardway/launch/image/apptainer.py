@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 from textwrap import indent
 
 from shardway.errors import Problem
-from shardway.launch.image.base import PART, Tool, arch_words, say_source, write_file
+from shardway.launch.image.base import PART, Tool, arch_words, describe_source, write_file
 from shardway.launch.image.order import Ground, ImageRequest
 from shardway.launch.image.recipe import render_recipe
 from shardway.launch.image.uri import ImageFile, Reference, render_docker
@@ -66,7 +66,7 @@ def _prefix(order: ImageRequest) -> str:
 
 
 def _problems(order: ImageRequest) -> Iterator[Problem]:
-    source, shown = order.source, say_source(order.source)
+    source, shown = order.source, describe_source(order.source)
     if isinstance(source, Reference) and source.transport == "podman":
         what = f"{shown}: Apptainer does not read podman's images"
         remedy = "push it to a registry, or build it from its base image with `shardway image build`"

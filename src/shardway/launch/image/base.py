@@ -38,7 +38,7 @@ def arch_words(order: ImageRequest, ground: Ground) -> tuple[str, ...]:
     return () if wanted is None or wanted == ground.architecture else ("--arch", DEBIAN_NAMES[wanted])
 
 
-def say_source(source: Source) -> str:
+def describe_source(source: Source) -> str:
     """A source as a person may write it again."""
     if isinstance(source, ImageFile):
         return source.path

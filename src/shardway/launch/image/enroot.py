@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardway.errors import Problem
-from shardway.launch.image.base import PART, Tool, arch_words, say_source, write_file
+from shardway.launch.image.base import PART, Tool, arch_words, describe_source, write_file
 from shardway.launch.image.order import Ground, ImageRequest
 from shardway.launch.image.recipe import render_recipe
 from shardway.launch.image.uri import ImageFile, Reference, render_enroot
@@ -63,7 +63,7 @@ def _proxy_names(order: ImageRequest) -> tuple[str, ...]:
 
 
 def _problems(order: ImageRequest) -> Iterator[Problem]:
-    source, shown = order.source, say_source(order.source)
+    source, shown = order.source, describe_source(order.source)
     if isinstance(source, Reference) and source.transport == "oras":
         what = f"{shown}: enroot does not read oras://"
         yield Problem("the image", what, remedy="name an image with docker://, or use --runtime apptainer")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardway.launch.image.order import ImageRequest
-from shardway.launch.image.uri import Reference, say_credentials
+from shardway.launch.image.uri import Reference, describe_credentials
 
 
 @dataclass(frozen=True)
@@ -102,4 +102,4 @@ def parse_failure(lines: Sequence[str], order: ImageRequest) -> ImageFailure:
 
 def _credentials(order: ImageRequest) -> str:
     registry = order.source.registry if isinstance(order.source, Reference) else ""
-    return say_credentials(registry, order.runtime).removesuffix(".")
+    return describe_credentials(registry, order.runtime).removesuffix(".")

@@ -58,7 +58,7 @@ def make_image(host: Host, order: ImageRequest, making: Making, limit_s: float, 
         if code is None:
             _clean(host, making)
     if code != 0:
-        raise SiteError(_say_failure(order, making, code, list(lines), limit_s))
+        raise SiteError(_describe_failure(order, making, code, list(lines), limit_s))
     size = host.run(["stat", "-c", "%s", str(making.target)]).out.strip()
     return Made(making.target, int(size) if size.isdecimal() else 0)
 
@@ -84,7 +84,7 @@ def _clean(host: Host, making: Making) -> None:
         raise HostUnreachable(f"{error}\n  Half-made files may be left there: {work} and {part}.") from None
 
 
-def _say_failure(order: ImageRequest, making: Making, code: int | None, lines: list[str], limit_s: float) -> str:
+def _describe_failure(order: ImageRequest, making: Making, code: int | None, lines: list[str], limit_s: float) -> str:
     printed = [line for line in lines if line.strip()][-_SHOWN_LINES:]
     shown = "".join(f"\n    {line}" for line in printed) or "\n    It printed nothing."
     if code == _TIMED_OUT:

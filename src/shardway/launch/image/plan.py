@@ -13,10 +13,10 @@ from pathlib import PurePosixPath
 
 from shardway.errors import Problem, check_no_problems
 from shardway.launch.image.apptainer import APPTAINER
-from shardway.launch.image.base import Tool, path_of, say_source
+from shardway.launch.image.base import Tool, describe_source, path_of
 from shardway.launch.image.enroot import ENROOT
 from shardway.launch.image.order import BuildFolder, Ground, ImageRequest
-from shardway.launch.image.uri import ImageFile, Reference, say_credentials
+from shardway.launch.image.uri import ImageFile, Reference, describe_credentials
 from shardway.launch.script import ScriptLine, ScriptSection, quote, quote_all, render_script, wrap_command
 
 TOOLS: dict[str, Tool] = {tool.name: tool for tool in (ENROOT, APPTAINER)}
@@ -59,7 +59,7 @@ def check_order(order: ImageRequest) -> None:
         if _UNFIT.search(path) or (option == "--scratch" and ":" in path):
             what = f"{path!r} holds a character that the runtimes take for something else"
             problems.append(Problem(option, what, remedy="choose a path without control characters, # and :"))
-    check_no_problems(f"the image {say_source(order.source)}", problems)
+    check_no_problems(f"the image {describe_source(order.source)}", problems)
 
 
 def plan_image(order: ImageRequest, ground: Ground) -> Making:
@@ -100,7 +100,9 @@ def _parts(order: ImageRequest, ground: Ground, work: PurePosixPath, part: PureP
     folders = " ".join(f'"$work/{name}"' for name in tool.folders)
     head = (
         ScriptLine("#!/bin/bash"),
-        ScriptLine("set -euo pipefail", f"Makes {_plain(str(ground.target))} from {_plain(say_source(order.source))}."),
+        ScriptLine(
+            "set -euo pipefail", f"Makes {_plain(str(ground.target))} from {_plain(describe_source(order.source))}."
+        ),
         ScriptLine("exec 2>&1"),
         ScriptLine(f"work={quote(str(work))}", "for everything but the image, and the image until it is whole"),
         ScriptLine(f"part={quote(str(part))}"),
@@ -171,17 +173,17 @@ def _list_hindrances(order: ImageRequest, ground: Ground) -> Iterator[Problem]:
         yield Problem("the architecture", what, remedy=remedy)
     if order.way.internet == "none" and (order.source.is_remote or order.adds):
         what = f"the login nodes of {order.site} reach nothing outside"
-        yield Problem("the internet", what, f"profile of {order.site}", remedy=_say_elsewhere(order, ground))
+        yield Problem("the internet", what, f"profile of {order.site}", remedy=_describe_elsewhere(order, ground))
 
 
-def _say_elsewhere(order: ImageRequest, ground: Ground) -> str:
+def _describe_elsewhere(order: ImageRequest, ground: Ground) -> str:
     """How to make it on another machine, and to bring it over."""
     name = ground.target.name
     words = [
         "shardway",
         "image",
         "build" if order.adds else "import",
-        say_source(order.source),
+        describe_source(order.source),
         "--runtime",
         order.runtime,
     ]
@@ -201,14 +203,14 @@ def _list_warnings(order: ImageRequest, ground: Ground, scratch: BuildFolder) ->
     need, where = _room_needed(order, ground), ground.host or "this machine"
     if scratch.free_bytes is not None and scratch.free_bytes < need:
         yield (
-            f"space may be short: {scratch.path} on {where} has {_say_gb(scratch.free_bytes)}; a large image takes "
-            f"{_say_gb(need)} while it is made.\n"
+            f"space may be short: {scratch.path} on {where} has {_format_gb(scratch.free_bytes)}; a large image takes "
+            f"{_format_gb(need)} while it is made.\n"
             "  To do: name a folder with more room by --scratch."
         )
     place = ground.target_place
     if place.free_bytes is not None and place.free_bytes < need // 3:
         yield (
-            f"space may be short: {place.path} on {where} has {_say_gb(place.free_bytes)} for the image.\n"
+            f"space may be short: {place.path} on {where} has {_format_gb(place.free_bytes)} for the image.\n"
             "  To do: name a file on a larger file system by --to; homes have small quotas."
         )
     if scratch.kind in _MEMORY:
@@ -216,13 +218,13 @@ def _list_warnings(order: ImageRequest, ground: Ground, scratch: BuildFolder) ->
     if isinstance(order.source, Reference) and order.source.user and order.runtime == "apptainer":
         yield (
             f"Apptainer is not told the user {order.source.user}; it takes the one that it knows.\n"
-            f"  To do: {say_credentials(order.source.registry, order.runtime)}"
+            f"  To do: {describe_credentials(order.source.registry, order.runtime)}"
         )
     if isinstance(order.source, Reference) and order.source.tag == "latest":
         yield "the tag latest means another image tomorrow.\n  To do: name the version that you want."
 
 
-def _say_gb(count: int) -> str:
+def _format_gb(count: int) -> str:
     return f"{count / 1e9:.1f} GB"
 
 

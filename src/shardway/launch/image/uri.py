@@ -181,7 +181,7 @@ def _split_user(text: str, body: str) -> tuple[str | None, str]:
     if ":" in before:
         raise UserError(
             f"the image {before.partition(':')[0]}:...@{rest}: a password or token stands in it, where `ps` and the "
-            f"history of a shell show it.\n  To do: {say_credentials(rest.split('#')[0].split('/')[0])}"
+            f"history of a shell show it.\n  To do: {describe_credentials(rest.split('#')[0].split('/')[0])}"
         )
     if before and not _USER.fullmatch(before):
         raise _refused(text, f'"{before}" is no name of a user')
@@ -213,11 +213,11 @@ def _check_user(text: str, registry: str, user: str | None) -> None:
     raise UserError(
         f'the image "{text}": {_NGC} knows no user "{user}".\n'
         f"  Allowed: {NGC_USER}, these very characters, with an API key as its password; or no user (public images).\n"
-        f"  To do: name the image without a user, or {say_credentials(_NGC)}"
+        f"  To do: name the image without a user, or {describe_credentials(_NGC)}"
     )
 
 
-def say_credentials(registry: str, runtime: str = "") -> str:
+def describe_credentials(registry: str, runtime: str = "") -> str:
     """Where a person keeps the password of a registry, for one runtime or for either; never on a command line."""
     host = registry or "docker.io"
     user = NGC_USER if host == _NGC else "USER"

@@ -52,15 +52,15 @@ def check_stop(trial: TrialOutcome) -> RehearsalCheck:
     name = f"attempt {trial.attempt.number} stops in time"
     if trial.killed and not trial.says_deadline:
         return RehearsalCheck(
-            name, RehearsalVerdict.FAIL, f"it was still running at its deadline{_told(trial)}", LONGER
+            name, RehearsalVerdict.FAIL, f"it was still running at its deadline{_describe(trial)}", LONGER
         )
     if not trial.says_deadline or (trial.code and not trial.killed):
         remedy = "" if trial.code else LONGER
         return RehearsalCheck(name, RehearsalVerdict.FAIL, f"{_how(trial)}\n{trial.last_words()}".rstrip(), remedy)
     if trial.killed:
-        found = f"at step {trial.last_step}; it had saved, and was leaving at its deadline{_told(trial)}"
+        found = f"at step {trial.last_step}; it had saved, and was leaving at its deadline{_describe(trial)}"
     else:
-        found = f"at step {trial.last_step}, {trial.left_s or 0.0:.1f} s before its deadline{_told(trial)}"
+        found = f"at step {trial.last_step}, {trial.left_s or 0.0:.1f} s before its deadline{_describe(trial)}"
     return RehearsalCheck(name, RehearsalVerdict.OK, found)
 
 
@@ -116,7 +116,7 @@ DIFFERENT = (
 )
 
 
-def _told(trial: TrialOutcome) -> str:
+def _describe(trial: TrialOutcome) -> str:
     """The deadline, and the margin in the words of the run: " of 20.0 s (it stopped with ...)"."""
     whole = f" of {trial.seconds + trial.left_s:.1f} s" if trial.left_s is not None else ""
     told = [str(event.get("reason", "")) for event in trial.named("stopped") or trial.named("deadline")]

@@ -47,7 +47,7 @@ def plan_snapshot(root: Path, limits: SnapshotLimits | None = None, *, links: bo
         links=linked,
         left_out=left_out,
         folders=tuple(folder for folder in listing.folders if folder not in {link.path for link in linked}),
-        notes=(*listing.notes, *sorter.notes, *_say_large(sorter.large, left_out, limits, links)),
+        notes=(*listing.notes, *sorter.notes, *_describe_large(sorter.large, left_out, limits, links)),
     )
 
 
@@ -59,7 +59,7 @@ def _list(folder: Path, limits: SnapshotLimits) -> tuple[Path, str, Listing]:
             return found.top, found.below, list_repository(found.top, limits)
         notes = [f"The git repository at {found.top} is a home folder's and is left aside."]
     except GitUnusable as error:
-        notes = _say_unusable(folder, str(error))
+        notes = _describe_unusable(folder, str(error))
     if _is_too_wide(folder):
         raise UserError(
             f"{folder} is no project folder: a snapshot of it would hold far more than the code of one run.\n"
@@ -75,7 +75,7 @@ def _is_too_wide(folder: Path) -> bool:
     return folder in (home.resolve(), *home.resolve().parents)
 
 
-def _say_unusable(folder: Path, why: str) -> list[str]:
+def _describe_unusable(folder: Path, why: str) -> list[str]:
     """Why git's rule does not apply, where somebody would expect it to."""
     repository = next((place for place in (folder, *folder.parents) if (place / ".git").exists()), None)
     if repository is None:
@@ -88,7 +88,7 @@ def _say_unusable(folder: Path, why: str) -> list[str]:
     ]
 
 
-def _say_large(
+def _describe_large(
     large: list[CopiedFile], left_out: tuple[ExcludedPath, ...], limits: SnapshotLimits, linked: bool
 ) -> list[str]:
     """Which files are too large to be copied: the job sees them as they are when it runs, or not at all."""

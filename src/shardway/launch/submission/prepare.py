@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 from shardway.errors import Bug, UserError
-from shardway.inherited import tell_options
+from shardway.inherited import describe_options
 from shardway.launch.hosts.base import Host
 from shardway.launch.job import SECRETS, Chain, Job, Program
 from shardway.launch.job_script import render_job_script
@@ -131,8 +131,8 @@ def prepare(order: SubmitRequest, host: Host, *, look: bool = False) -> Prepared
         files |= copies
         files[folder.run_file] = render_run(loaded.values, loaded.origins, _is_set(loaded))
     warnings = (
-        *(*notes, *secrets.warnings, *tell_options(options, _asked(wish)), *numbers.list_warnings(wish)),
-        *(*commands.list_warnings(wish, code), *_tell_other_command(order, host, ledger)),
+        *(*notes, *secrets.warnings, *describe_options(options, _asked(wish)), *numbers.list_warnings(wish)),
+        *(*commands.list_warnings(wish, code), *_describe_other_command(order, host, ledger)),
     )
     return Prepared(wish, build_job(wish, number), files, snapshot, warnings, ledger)
 
@@ -264,7 +264,7 @@ def _plan_snapshot(order: SubmitRequest, host: Host) -> tuple[SnapshotPlan | Non
     return plan, plan.notes
 
 
-def _tell_other_command(order: SubmitRequest, host: Host, ledger: Ledger) -> Iterator[str]:
+def _describe_other_command(order: SubmitRequest, host: Host, ledger: Ledger) -> Iterator[str]:
     """Whether the run had another command, whose outputs this one would find in the folder where it works."""
     paths = [PurePosixPath(entry.attempt.order_path) for entry in ledger.entries] if order.command else []
     texts = host.read_files(paths) if paths else {}

@@ -65,7 +65,7 @@ def _nothing(attempt: Attempt) -> None:
     pass
 
 
-def _tell_nobody(text: str) -> None:
+def _ignore(text: str) -> None:
     pass
 
 
@@ -76,7 +76,7 @@ class Submitter:
 
     host: Host
     pause: Callable[[float], None] = time.sleep
-    tell: Callable[[str], None] = _tell_nobody
+    tell: Callable[[str], None] = _ignore
 
     def submit(self, job: Job, files: dict[Path, str], after: str = "", fill: Fill = _nothing) -> Submitted:
         """Submit an attempt whose folder does not exist yet, with these files and what `fill` puts into it.

@@ -14,7 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from shardway.plan.case import Case
 from shardway.plan.emit.emitted import Emitted, EmittedHeader, gather, write
 from shardway.plan.emit.pipeline import name_schedule
-from shardway.plan.emit.tellings import tell_engine, tell_offload, tell_own_model, tell_script, tell_tf32, tell_zero
+from shardway.plan.emit.tellings import (
+    describe_engine,
+    describe_offload,
+    describe_own_model,
+    describe_script,
+    describe_tf32,
+    describe_zero,
+)
 from shardway.plan.emit.texts import Settings, Value, write_yaml
 
 FILE = "accelerate.yaml"
@@ -24,7 +31,7 @@ _PRECISION = {"fp32": "no", "tf32": "no", "fp16": "fp16", "fp8": "fp8"}
 
 def emit(case: Case, prediction_lines: Sequence[str]) -> Emitted:
     """accelerate.yaml."""
-    told = gather(_tell(case))
+    told = gather(_describe(case))
     head = EmittedHeader(case, prediction_lines, degrees_of(case), told)
     return Emitted((write(FILE, head, write_yaml(_settings(case))),), told)
 
@@ -81,19 +88,19 @@ def _sharding(case: Case) -> Mapping[str, Settings]:
     }
 
 
-def _tell(case: Case) -> Iterator[str]:
-    yield from tell_engine(case, "Accelerate", ("fsdp2",))
-    yield from _tell_axes(case)
-    yield from _tell_sharing(case)
-    yield from _tell_formats(case)
-    yield from _tell_model(case)
+def _describe(case: Case) -> Iterator[str]:
+    yield from describe_engine(case, "Accelerate", ("fsdp2",))
+    yield from _describe_axes(case)
+    yield from _describe_sharing(case)
+    yield from _describe_formats(case)
+    yield from _describe_model(case)
     accumulate = f"gradient_accumulation_steps={case.micro_batches}"
     batches = f"batches of {case.micro_batch} x {case.seq_len} tokens a data rank and Accelerator({accumulate})"
-    yield from tell_script(case, f"the model, the data, the optimizer ({case.optimizer}), {batches}")
-    yield from tell_script(case, "--num_machines, --machine_rank, --main_process_ip and --main_process_port")
+    yield from describe_script(case, f"the model, the data, the optimizer ({case.optimizer}), {batches}")
+    yield from describe_script(case, "--num_machines, --machine_rank, --main_process_ip and --main_process_port")
 
 
-def _tell_axes(case: Case) -> Iterator[str]:
+def _describe_axes(case: Case) -> Iterator[str]:
     degrees = case.degrees
     left = "it refuses to start as many ranks" if _shards(case) else "the file starts the data ranks alone"
     if degrees.pp > 1:
@@ -115,7 +122,7 @@ def _tell_axes(case: Case) -> Iterator[str]:
         yield "cp wants attention by scaled_dot_product_attention, causal and without a mask of its own."
 
 
-def _tell_sharing(case: Case) -> Iterator[str]:
+def _describe_sharing(case: Case) -> Iterator[str]:
     degrees = case.degrees
     if _shards(case) and degrees.dp_shard * degrees.cp == 1:
         yield "Accelerate's FSDP refuses a layout with neither dp_shard nor cp above 1."
@@ -123,24 +130,24 @@ def _tell_sharing(case: Case) -> Iterator[str]:
         yield "Accelerate refuses tp or cp beside copies without dp_shard above 1."
     if case.zero == 0 and _shards(case):
         yield "The plan shares no states; with tp or cp Accelerate shards weights too: less memory than predicted."
-    yield from tell_zero(case, "Accelerate")
+    yield from describe_zero(case, "Accelerate")
     if _shards(case):
-        yield from tell_offload(case, "Accelerate")
+        yield from describe_offload(case, "Accelerate")
     elif case.offload:
         yield "Without sharding Accelerate offloads nothing: more memory than predicted."
 
 
-def _tell_formats(case: Case) -> Iterator[str]:
-    yield from tell_tf32(case, 'The file says "no" mixed precision')
+def _describe_formats(case: Case) -> Iterator[str]:
+    yield from describe_tf32(case, 'The file says "no" mixed precision')
     if case.precision in ("mxfp8", "fp4"):
         yield f"Accelerate has no {case.precision} here: the file says bf16."
     if case.precision == "fp8":
         yield "fp8 is that of torchao, without which Accelerate refuses to start; Transformer Engine does it too."
 
 
-def _tell_model(case: Case) -> Iterator[str]:
+def _describe_model(case: Case) -> Iterator[str]:
     if case.recompute not in ("none", "full"):
         yield f"Accelerate recomputes whole layers or nothing: nothing here, where the plan says {case.recompute}."
     if case.recompute == "full" and not _shards(case):
         yield "Recompute is the model's without FSDP: call gradient_checkpointing_enable()."
-    yield from tell_own_model(case)
+    yield from describe_own_model(case)

@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from shardway.plan.case import Case
-from shardway.plan.emit.deepspeed_told import tell_all
+from shardway.plan.emit.deepspeed_told import describe_all
 from shardway.plan.emit.emitted import Emitted, EmittedFile, EmittedHeader, gather
 from shardway.plan.emit.texts import Settings, Value
 
@@ -28,7 +28,7 @@ _UNTESTED = ("sgd", "adafactor")
 
 def emit(case: Case, prediction_lines: Sequence[str]) -> Emitted:
     """ds_config.json, and ds_config.txt with prediction, degrees and what is told."""
-    told = gather(tell_all(case, sums_in_fp32(case), degrees_of(case)))
+    told = gather(describe_all(case, sums_in_fp32(case), degrees_of(case)))
     head = EmittedHeader(case, prediction_lines, degrees_of(case), told)
     notes = "\n".join(head.lines()) + "\n"
     settings = json.dumps(_settings(case), indent=2) + "\n"

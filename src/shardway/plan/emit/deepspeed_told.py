@@ -13,29 +13,35 @@ from collections.abc import Iterator, Mapping
 
 from shardway.plan.case import Case
 from shardway.plan.emit.pipeline import is_even, name_schedule
-from shardway.plan.emit.tellings import tell_copies, tell_engine, tell_own_model, tell_script, tell_tf32
+from shardway.plan.emit.tellings import (
+    describe_copies,
+    describe_engine,
+    describe_own_model,
+    describe_script,
+    describe_tf32,
+)
 from shardway.plan.stages import layers_of_stages
 
 _LIBRARY = "DeepSpeed"
 
 
-def tell_all(case: Case, sums_in_fp32: bool, made: Mapping[str, int]) -> Iterator[str]:
+def describe_all(case: Case, sums_in_fp32: bool, made: Mapping[str, int]) -> Iterator[str]:
     """Everything, the layout first; `made` are the degrees of the file."""
-    yield from tell_engine(case, _LIBRARY, ("deepspeed", "megatron-deepspeed"))
-    yield from _tell_pipeline(case)
-    yield from _tell_tensor(case, made["tp"])
-    yield from _tell_sequence(case, made["sp"])
-    yield from _tell_experts(case)
-    yield from tell_copies(case, _LIBRARY)
-    yield from _tell_states(case)
-    yield from _tell_optimizer(case, sums_in_fp32)
-    yield from _tell_formats(case, sums_in_fp32)
-    yield from _tell_model(case)
+    yield from describe_engine(case, _LIBRARY, ("deepspeed", "megatron-deepspeed"))
+    yield from _describe_pipeline(case)
+    yield from _describe_tensor(case, made["tp"])
+    yield from _describe_sequence(case, made["sp"])
+    yield from _describe_experts(case)
+    yield from describe_copies(case, _LIBRARY)
+    yield from _describe_states(case)
+    yield from _describe_optimizer(case, sums_in_fp32)
+    yield from _describe_formats(case, sums_in_fp32)
+    yield from _describe_model(case)
     data = f"the data in sequences of {case.seq_len}"
-    yield from tell_script(case, f"the model, {data}, the number of steps, the learning rate (optimizer.params.lr)")
+    yield from describe_script(case, f"the model, {data}, the number of steps, the learning rate (optimizer.params.lr)")
 
 
-def _tell_pipeline(case: Case) -> Iterator[str]:
+def _describe_pipeline(case: Case) -> Iterator[str]:
     degrees = case.degrees
     if degrees.pp == 1:
         return
@@ -52,13 +58,13 @@ def _tell_pipeline(case: Case) -> Iterator[str]:
         yield f"{_LIBRARY} sums gradients after the last micro-batch of a pipeline: slower steps than predicted."
 
 
-def _tell_tensor(case: Case, made: int) -> Iterator[str]:
+def _describe_tensor(case: Case, made: int) -> Iterator[str]:
     if case.degrees.tp == 1:
         return
-    yield from _tell_split_of_stages(case) if made == 1 else _tell_autotp(case)
+    yield from _describe_split_of_stages(case) if made == 1 else _describe_autotp(case)
 
 
-def _tell_split_of_stages(case: Case) -> Iterator[str]:
+def _describe_split_of_stages(case: Case) -> Iterator[str]:
     degrees = case.degrees
     yield (
         f"tp {degrees.tp} is not in the file: {_LIBRARY} refuses AutoTP in a pipeline. The model has to split itself, "
@@ -70,7 +76,7 @@ def _tell_split_of_stages(case: Case) -> Iterator[str]:
         yield "The plan runs collectives of tp beside products: the model has to."
 
 
-def _tell_autotp(case: Case) -> Iterator[str]:
+def _describe_autotp(case: Case) -> Iterator[str]:
     tp, heads = case.degrees.tp, min(run.layer.attention.kv_heads for run in case.model.runs)
     yield (
         f"train_batch_size ({case.global_batch}) is not in the file: DeepSpeed would count the ranks of AutoTP as data "
@@ -85,7 +91,7 @@ def _tell_autotp(case: Case) -> Iterator[str]:
         yield f"AutoTP gives attention to the first {heads} ranks of tp {tp}, one a key-value head; the others wait."
 
 
-def _tell_sequence(case: Case, made: int) -> Iterator[str]:
+def _describe_sequence(case: Case, made: int) -> Iterator[str]:
     cp, beside = case.degrees.cp, "a pipeline" if case.degrees.pp > 1 else "AutoTP"
     if cp == 1:
         return
@@ -100,7 +106,7 @@ def _tell_sequence(case: Case, made: int) -> Iterator[str]:
         yield "Whether ZeRO shares over the ranks of cp as well follows from how the script makes its groups."
 
 
-def _tell_experts(case: Case) -> Iterator[str]:
+def _describe_experts(case: Case) -> Iterator[str]:
     degrees = case.degrees
     if not any(run.layer.experts for run in case.model.runs):
         return
@@ -119,14 +125,14 @@ def _tell_experts(case: Case) -> Iterator[str]:
         yield "DeepSpeed refuses moe.layer.MoE under ZeRO 3; AutoEP goes with it."
 
 
-def _tell_states(case: Case) -> Iterator[str]:
+def _describe_states(case: Case) -> Iterator[str]:
     if case.zero == 0 and case.engine.overlaps_gradients and case.degrees.data > 1 and case.degrees.pp == 1:
         yield "Without ZeRO, DeepSpeed sums gradients after the backward pass: slower steps than predicted."
     if case.offload and not case.zero:
         yield "DeepSpeed puts optimizer states into CPU memory from ZeRO 1 on: nothing is offloaded here."
 
 
-def _tell_optimizer(case: Case, sums_in_fp32: bool) -> Iterator[str]:
+def _describe_optimizer(case: Case, sums_in_fp32: bool) -> Iterator[str]:
     if case.optimizer == "adamw8bit":
         yield "DeepSpeed has no AdamW of 8 bits: the file says AdamW, whose states take more memory than predicted."
     if case.optimizer == "adafactor" and case.zero:
@@ -150,17 +156,17 @@ def _refuses_muon(case: Case, sums_in_fp32: bool) -> bool:
     return case.zero == 1 and sums_in_fp32 and not case.offload and degrees.pp * degrees.tp * degrees.ep > 1
 
 
-def _tell_formats(case: Case, sums_in_fp32: bool) -> Iterator[str]:
+def _describe_formats(case: Case, sums_in_fp32: bool) -> Iterator[str]:
     if case.gradient_bytes == 4 and not sums_in_fp32:
         yield "Without ZeRO, DeepSpeed sums gradients in the format of the weights; the plan sums them in fp32."
-    yield from tell_tf32(case, "The file says fp32")
+    yield from describe_tf32(case, "The file says fp32")
     if case.low_bits:
         yield f"DeepSpeed has no {case.precision} of its own: the file says bf16, and the model has to bring the rest."
 
 
-def _tell_model(case: Case) -> Iterator[str]:
+def _describe_model(case: Case) -> Iterator[str]:
     if case.recompute != "none":
         yield f"Recompute ({case.recompute}) is the script's: DeepSpeed's settings only say where what is kept lies."
     if case.compiled:
         yield "Call engine.compile() in the script: the plan compiles."
-    yield from tell_own_model(case)
+    yield from describe_own_model(case)

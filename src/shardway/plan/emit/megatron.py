@@ -15,9 +15,9 @@ from shardway.plan.case import Case
 from shardway.plan.emit import megatron_settings as shared
 from shardway.plan.emit import megatron_terms as terms
 from shardway.plan.emit.emitted import Emitted, EmittedHeader, gather, write
-from shardway.plan.emit.megatron_model import model_flags, tell_model
+from shardway.plan.emit.megatron_model import describe_model, model_flags
 from shardway.plan.emit.pipeline import render_layout
-from shardway.plan.emit.tellings import tell_script
+from shardway.plan.emit.tellings import describe_script
 from shardway.plan.emit.texts import Settings, write_flags
 from shardway.plan.stages import layers_of_stages
 
@@ -37,7 +37,9 @@ _PRECISION: Mapping[str, Settings] = {
 def emit(case: Case, prediction_lines: Sequence[str]) -> Emitted:
     """megatron.sh."""
     left = "the data, the tokenizer, the number of iterations, the learning rate, the folders of checkpoints"
-    told = gather([*tell_model(case), *terms.tell_megatron(case, "Megatron-LM", _PRICED_AS), *tell_script(case, left)])
+    told = gather(
+        [*describe_model(case), *terms.describe_megatron(case, "Megatron-LM", _PRICED_AS), *describe_script(case, left)]
+    )
     head = EmittedHeader(case, prediction_lines, terms.degrees_of(case), told)
     return Emitted((write(FILE, head, _body(case)),), told)
 

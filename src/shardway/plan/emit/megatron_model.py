@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from shardway.plan.case import Case
 from shardway.plan.emit.megatron_settings import dashed, expert_settings, latent_settings
-from shardway.plan.emit.sizes import UniformSizes, read_sizes, render_pattern, tell_irregular
+from shardway.plan.emit.sizes import UniformSizes, describe_irregular, read_sizes, render_pattern
 from shardway.plan.emit.texts import Settings
 from shardway.plan.shapes.layer import AttentionShape
 
@@ -75,11 +75,11 @@ def _has_biases(sizes: UniformSizes) -> bool:
     return sizes.layer.ffn_bias or sizes.layer.attention.output_bias
 
 
-def tell_model(case: Case) -> Iterator[str]:
+def describe_model(case: Case) -> Iterator[str]:
     """What these flags leave open, or cannot say."""
     sizes = read_sizes(case.model)
     attention = sizes.layer.attention
-    yield from tell_irregular(case.model)
+    yield from describe_irregular(case.model)
     if len({attention.bias, attention.output_bias, sizes.layer.ffn_bias}) > 1 and _has_biases(sizes):
         yield "Megatron has biases in all matrices or in none but queries, keys and values; here it has them in all."
     if not sizes.layer.gated:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from shardway.plan.case import Case
 from shardway.plan.emit.pipeline import is_even, schedule_of
-from shardway.plan.emit.tellings import tell_engine, tell_optimizer, tell_order
+from shardway.plan.emit.tellings import describe_engine, describe_optimizer, describe_order
 
 OPTIMIZERS = {"adamw": "adam", "sgd": "sgd", "muon": "muon"}
 
@@ -49,20 +49,20 @@ def needs_layout(case: Case) -> bool:
     return case.degrees.pp > 1 and not is_even(case)
 
 
-def tell_megatron(case: Case, library: str, priced_as: Collection[str]) -> Iterator[str]:
+def describe_megatron(case: Case, library: str, priced_as: Collection[str]) -> Iterator[str]:
     """What either library lacks; `priced_as` are the engines whose prediction is that of the library."""
-    yield from tell_engine(case, library, priced_as)
-    yield from _tell_sharing(case)
-    yield from _tell_pipeline(case)
-    yield from _tell_products(case)
-    yield from tell_optimizer(case, library, OPTIMIZERS)
-    yield from _tell_rest(case)
-    yield from _tell_vocabulary(case)
+    yield from describe_engine(case, library, priced_as)
+    yield from _describe_sharing(case)
+    yield from _describe_pipeline(case)
+    yield from _describe_products(case)
+    yield from describe_optimizer(case, library, OPTIMIZERS)
+    yield from _describe_rest(case)
+    yield from _describe_vocabulary(case)
 
 
-def _tell_sharing(case: Case) -> Iterator[str]:
+def _describe_sharing(case: Case) -> Iterator[str]:
     if not keeps_mapping(case):
-        yield from tell_order(case, "Megatron")
+        yield from describe_order(case, "Megatron")
     if uses_fsdp(case) and case.optimizer == "muon":
         yield "Megatron-FSDP refuses Muon: share the optimizer states alone, as ZeRO-1 does."
     if case.zero == 3 and not case.reshard:
@@ -74,7 +74,7 @@ def _tell_sharing(case: Case) -> Iterator[str]:
         )
 
 
-def _tell_pipeline(case: Case) -> Iterator[str]:
+def _describe_pipeline(case: Case) -> Iterator[str]:
     if case.degrees.pp == 1:
         return
     schedule = schedule_of(case)
@@ -88,7 +88,7 @@ def _tell_pipeline(case: Case) -> Iterator[str]:
         )
 
 
-def _tell_products(case: Case) -> Iterator[str]:
+def _describe_products(case: Case) -> Iterator[str]:
     if case.precision == "tf32":
         yield "Megatron has no option for tf32: the file says fp32, and NVIDIA_TF32_OVERRIDE=1 sets the rest."
     if case.precision == "fp8":
@@ -97,7 +97,7 @@ def _tell_products(case: Case) -> Iterator[str]:
         yield f"{case.precision} needs Transformer Engine and a GPU that has it; weights are gathered in bf16."
 
 
-def _tell_rest(case: Case) -> Iterator[str]:
+def _describe_rest(case: Case) -> Iterator[str]:
     if case.recompute in ("products", "operators"):
         yield (
             f'Megatron recomputes named modules, the plan "{case.recompute}": nothing is recomputed, which takes more '
@@ -118,7 +118,7 @@ def _tell_rest(case: Case) -> Iterator[str]:
         yield f"Megatron refuses sequences that are no multiple of 2 x cp = {whole}, and the plan has {case.seq_len}."
 
 
-def _tell_vocabulary(case: Case) -> Iterator[str]:
+def _describe_vocabulary(case: Case) -> Iterator[str]:
     """Megatron rounds the vocabulary up to a multiple of 128 for each rank of the tensor axis."""
     unit = 128 * case.degrees.tp
     padded = -(-case.model.vocab // unit) * unit

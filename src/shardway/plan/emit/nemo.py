@@ -15,8 +15,8 @@ from shardway.plan.emit import megatron_settings as shared
 from shardway.plan.emit import megatron_terms as terms
 from shardway.plan.emit.emitted import Emitted, EmittedHeader, gather, write
 from shardway.plan.emit.pipeline import render_layout
-from shardway.plan.emit.sizes import UniformSizes, read_sizes, tell_irregular
-from shardway.plan.emit.tellings import tell_script
+from shardway.plan.emit.sizes import UniformSizes, describe_irregular, read_sizes
+from shardway.plan.emit.tellings import describe_script
 from shardway.plan.emit.texts import Settings, write_yaml
 from shardway.plan.shapes.layer import AttentionShape
 
@@ -41,24 +41,28 @@ _RECOMPUTES_NOTHING: Settings = {
 def emit(case: Case, prediction_lines: Sequence[str]) -> Emitted:
     """megatron_bridge.yaml."""
     told = gather(
-        [*tell_irregular(case.model), *_tell(case), *terms.tell_megatron(case, "Megatron-Bridge", _PRICED_AS)]
+        [
+            *describe_irregular(case.model),
+            *_describe(case),
+            *terms.describe_megatron(case, "Megatron-Bridge", _PRICED_AS),
+        ]
     )
     head = EmittedHeader(case, prediction_lines, terms.degrees_of(case), told)
     return Emitted((write(FILE, head, write_yaml(_settings(case))),), told)
 
 
-def _tell(case: Case) -> Iterator[str]:
+def _describe(case: Case) -> Iterator[str]:
     yield (
         "Start from a recipe of the model's family: norms, gates, biases and positions are not settings of a file, and "
         "the recipe has them."
     )
-    yield from tell_script(case, "the recipe, the data, the tokenizer, the number of iterations, the learning rate")
+    yield from describe_script(case, "the recipe, the data, the tokenizer, the number of iterations, the learning rate")
     if case.precision in ("fp32", "tf32"):
         yield "Megatron-Bridge has no recipe of mixed precision for fp32: set mixed_precision to null in Python."
-    yield from _tell_gradients(case)
+    yield from _describe_gradients(case)
 
 
-def _tell_gradients(case: Case) -> Iterator[str]:
+def _describe_gradients(case: Case) -> Iterator[str]:
     """Of the recipe of mixed precision, which no other setting of a file overrules."""
     if case.value_bytes == 2 and case.precision == "fp16" and case.gradient_bytes == 4:
         yield "Megatron-Bridge sums gradients in fp16 beside fp16; the plan sums them in fp32."

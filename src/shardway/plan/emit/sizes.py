@@ -46,7 +46,7 @@ def read_sizes(model: Architecture) -> UniformSizes:
     )
 
 
-def tell_irregular(model: Architecture) -> Iterator[str]:
+def describe_irregular(model: Architecture) -> Iterator[str]:
     """What one set of sizes cannot say about a model."""
     layers = _decoder(model)
     if any(run.side == "encoder" for run in model.runs):

@@ -15,10 +15,10 @@ from shardway.plan.case import Case, Schedule
 from shardway.plan.emit.emitted import Emitted, EmittedHeader, gather, write
 from shardway.plan.emit.flavors import find_flavor
 from shardway.plan.emit.pipeline import schedule_of
-from shardway.plan.emit.sizes import tell_irregular
+from shardway.plan.emit.sizes import describe_irregular
 from shardway.plan.emit.texts import Settings, write_toml
 from shardway.plan.emit.torchtitan_job import JOB, render_job
-from shardway.plan.emit.torchtitan_told import tell_all
+from shardway.plan.emit.torchtitan_told import describe_all
 from shardway.plan.stages import layers_of_stages
 
 TOML = "torchtitan.toml"
@@ -35,7 +35,7 @@ _RECOMPUTE = {"none": "none", "selective": "none", "products": "selective", "ope
 
 def emit(case: Case, prediction_lines: Sequence[str]) -> Emitted:
     """torchtitan.toml, and torchtitan_job.py where torchtitan has a model of these sizes to start from."""
-    told = gather([*tell_irregular(case.model), *tell_all(case, *_replicas_and_shards(case))])
+    told = gather([*describe_irregular(case.model), *describe_all(case, *_replicas_and_shards(case))])
     flavor = find_flavor(case.model)
     head = EmittedHeader(case, prediction_lines, degrees_of(case), told)
     files = [write(TOML, head, write_toml(_tables(case)))]

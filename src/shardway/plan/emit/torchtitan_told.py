@@ -12,15 +12,15 @@ from shardway.plan.case import Case
 from shardway.plan.emit.flavors import find_flavor
 from shardway.plan.emit.pipeline import schedule_of
 from shardway.plan.emit.tellings import (
-    tell_dropout,
-    tell_engine,
-    tell_kernel,
-    tell_offload,
-    tell_optimizer,
-    tell_order,
-    tell_script,
-    tell_tf32,
-    tell_zero,
+    describe_dropout,
+    describe_engine,
+    describe_kernel,
+    describe_offload,
+    describe_optimizer,
+    describe_order,
+    describe_script,
+    describe_tf32,
+    describe_zero,
 )
 from shardway.plan.emit.torchtitan_job import fp4_parts
 
@@ -30,21 +30,23 @@ _LOSS_BYTES = (
 )
 
 
-def tell_all(case: Case, copies: int, shards: int) -> Iterator[str]:
+def describe_all(case: Case, copies: int, shards: int) -> Iterator[str]:
     """Everything, the model first; `copies` and `shards` are what the files have."""
-    yield from _tell_model(case)
-    yield from tell_engine(case, _LIBRARY, ("fsdp2", "torchtitan"))
-    yield from _tell_sharing(case, copies, shards)
-    yield from tell_order(case, _LIBRARY)
-    yield from _tell_axes(case)
-    yield from _tell_pipeline(case)
-    yield from _tell_experts(case)
-    yield from _tell_formats(case)
-    yield from _tell_rest(case)
-    yield from tell_script(case, "the data set, the number of steps, the learning rate, the folder of the tokenizer")
+    yield from _describe_model(case)
+    yield from describe_engine(case, _LIBRARY, ("fsdp2", "torchtitan"))
+    yield from _describe_sharing(case, copies, shards)
+    yield from describe_order(case, _LIBRARY)
+    yield from _describe_axes(case)
+    yield from _describe_pipeline(case)
+    yield from _describe_experts(case)
+    yield from _describe_formats(case)
+    yield from _describe_rest(case)
+    yield from describe_script(
+        case, "the data set, the number of steps, the learning rate, the folder of the tokenizer"
+    )
 
 
-def _tell_model(case: Case) -> Iterator[str]:
+def _describe_model(case: Case) -> Iterator[str]:
     flavor = find_flavor(case.model)
     if flavor is None:
         yield (
@@ -55,17 +57,17 @@ def _tell_model(case: Case) -> Iterator[str]:
         yield "torchtitan 0.3 reads no TOML and has no config of these sizes: write one for its config_registry."
 
 
-def _tell_sharing(case: Case, copies: int, shards: int) -> Iterator[str]:
+def _describe_sharing(case: Case, copies: int, shards: int) -> Iterator[str]:
     alone = shards * case.degrees.cp == 1
     if not alone:
-        yield from tell_zero(case, _LIBRARY)
+        yield from describe_zero(case, _LIBRARY)
     if case.zero == 0 and not alone:
         yield "The plan shares no states, and torchtitan shards them over dp_shard x cp in this layout: less memory."
     if copies > 1 and alone and case.degrees.tp * case.degrees.pp > 1:
         yield "torchtitan 0.2 refuses copies of a model that is split by tp or pp; shard over some of the data ranks."
 
 
-def _tell_axes(case: Case) -> Iterator[str]:
+def _describe_axes(case: Case) -> Iterator[str]:
     degrees = case.degrees
     if degrees.tp > 1 and not case.sequence:
         yield "torchtitan 0.2 always splits norms and the residual stream with tp: less memory than predicted."
@@ -76,7 +78,7 @@ def _tell_axes(case: Case) -> Iterator[str]:
         yield "torchtitan overlaps the collectives of tp only where it compiles, and the plan does not: it is off."
 
 
-def _tell_pipeline(case: Case) -> Iterator[str]:
+def _describe_pipeline(case: Case) -> Iterator[str]:
     if case.degrees.pp == 1:
         return
     schedule, per_rank = schedule_of(case), case.stages_per_rank
@@ -88,7 +90,7 @@ def _tell_pipeline(case: Case) -> Iterator[str]:
         yield f"ZBV has two stages a rank, and the plan has {per_rank}: torchtitan refuses that."
 
 
-def _tell_experts(case: Case) -> Iterator[str]:
+def _describe_experts(case: Case) -> Iterator[str]:
     degrees = case.degrees
     if degrees.ep > 1 and degrees.etp not in (1, degrees.tp):
         yield f"torchtitan splits an expert over 1 or over {degrees.tp} ranks (tp), and the plan says {degrees.etp}."
@@ -98,18 +100,18 @@ def _tell_experts(case: Case) -> Iterator[str]:
         yield "Without ep, torchtitan splits each expert over the tensor axis, and the plan does not."
 
 
-def _tell_formats(case: Case) -> Iterator[str]:
+def _describe_formats(case: Case) -> Iterator[str]:
     if case.precision == "fp16":
         yield "torchtitan computes in bf16 or fp32; the files say bf16 where the plan says fp16."
-    yield from tell_tf32(case, "The files say fp32")
+    yield from describe_tf32(case, "The files say fp32")
     if case.precision == "fp4":
-        yield from _tell_fp4(case)
+        yield from _describe_fp4(case)
     if case.low_bits and not case.compiled:
         yield f"torchtitan wants the model compiled for {case.precision} to be fast, and the plan does not compile."
-    yield from tell_optimizer(case, _LIBRARY, ("adamw",))
+    yield from describe_optimizer(case, _LIBRARY, ("adamw",))
 
 
-def _tell_fp4(case: Case) -> Iterator[str]:
+def _describe_fp4(case: Case) -> Iterator[str]:
     yield "torchtitan.toml says bf16 where the plan says fp4: torchtitan 0.2 has none."
     odd = fp4_parts(case)[1]
     if odd:
@@ -118,14 +120,14 @@ def _tell_fp4(case: Case) -> Iterator[str]:
         yield "torchtitan has fp4 for linear layers alone: experts are computed in bf16."
 
 
-def _tell_rest(case: Case) -> Iterator[str]:
+def _describe_rest(case: Case) -> Iterator[str]:
     if case.recompute == "selective":
         yield "torchtitan cannot recompute the scores of attention alone; with a fused kernel none are kept anyway."
     if case.recompute == "products":
         yield "torchtitan recomputes every second product as well: less memory and slower steps than predicted."
-    yield from tell_kernel(case, _LIBRARY)
-    yield from tell_dropout(case, _LIBRARY)
-    yield from tell_offload(case, _LIBRARY)
+    yield from describe_kernel(case, _LIBRARY)
+    yield from describe_dropout(case, _LIBRARY)
+    yield from describe_offload(case, _LIBRARY)
     if case.fused_loss:
         yield f"{_LOSS_BYTES}, as the plan says."
     else:

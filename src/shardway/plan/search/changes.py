@@ -43,14 +43,14 @@ def list_changes(question: Question) -> tuple[Change, ...]:
     for each in _list_tries(here):
         best = search(each.question, most=1).best
         if best is not None:
-            found.append(Change(each.what or _tell(best, each.told), best))
+            found.append(Change(each.what or _describe(best, each.told), best))
     more = _more_nodes(here)
     if found or more or not fixed_settings(here):
         return tuple([*found, more] if more else found)
     freed = replace(here, fixed=here.fixed - fixed_settings(here))
     best = search(freed, most=1).best
     if best is not None:
-        return (Change(f"all that is set left open: {best.case.degrees.render()}, {_tell(best, _ALL)}", best),)
+        return (Change(f"all that is set left open: {best.case.degrees.render()}, {_describe(best, _ALL)}", best),)
     more = _more_nodes(freed)
     return (replace(more, what=f"{more.what}, and all that is set left open"),) if more else ()
 
@@ -84,7 +84,7 @@ def _changed(question: Question, **values: object) -> Question:
     return replace(question, case=replace(question.case, **values))  # type: ignore[arg-type]
 
 
-def _tell(best: Estimate, names: tuple[str, ...]) -> str:
+def _describe(best: Estimate, names: tuple[str, ...]) -> str:
     case = best.case
     words = {
         "micro_batch": f"a micro-batch of {case.micro_batch}",

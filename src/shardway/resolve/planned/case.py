@@ -169,7 +169,7 @@ def list_assumptions(values: RunFile) -> tuple[str, ...]:
     return tuple(_find_assumptions(values, values.parallel))
 
 
-def _tell_batch(values: RunFile) -> Iterator[str]:
+def _describe_batch(values: RunFile) -> Iterator[str]:
     """Where shares do not divide."""
     batch, sizes = values.train.global_batch, (values.train.micro_batch, values.parallel.dp_replicate)
     if "auto" in (*sizes, values.parallel.dp_shard):
@@ -184,7 +184,7 @@ def _find_assumptions(values: RunFile, parallel: ParallelSection) -> Iterator[st
     recompute = values.recompute
     if values.model.vocab == "auto" and values.model.kind not in IMAGE_MODELS and not values.model.hf:
         yield f"a vocabulary of {ASSUMED_VOCAB:,}, since only the data say it"
-    yield from _tell_batch(values)
+    yield from _describe_batch(values)
     if recompute.mode in ("selective", "full") and recompute.every > 1:
         yield "all blocks keep what they compute, since recompute.every leaves some out"
     if recompute.mode == "budget":

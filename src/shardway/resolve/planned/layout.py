@@ -29,7 +29,7 @@ from shardway.resolve.planned.case import (
     recompute_of,
     split_experts,
 )
-from shardway.resolve.planned.tell import tell_memory
+from shardway.resolve.planned.tell import describe_memory
 from shardway.resolve.planned.trial import TrialDraft, list_values
 from shardway.resolve.rules.numbers import ceil_div
 from shardway.resolve.rules.pipeline import stages_of_schedule
@@ -96,7 +96,7 @@ def choose_layout(wish: OpenLayout) -> Chosen | Missed:
     ranks = wish.draft.circumstances.ranks
     found = _search(wish, ranks)
     if found is not None and found.best is not None:
-        return Chosen(*_tell_choice(wish, found, found.best))
+        return Chosen(*_describe_choice(wish, found, found.best))
     nearest = found.nearest if found else None
     if nearest is None:
         return Missed(None, {}, "")
@@ -207,7 +207,7 @@ def values_of(wish: OpenLayout, case: Case) -> dict[str, Any]:
     return values
 
 
-def _tell_choice(wish: OpenLayout, found: SearchResult, best: Estimate) -> tuple[dict[str, Any], dict[str, str]]:
+def _describe_choice(wish: OpenLayout, found: SearchResult, best: Estimate) -> tuple[dict[str, Any], dict[str, str]]:
     """The open keys with their values, and with why."""
     values = _list_open(wish, best.case)
     told = f"the fastest of {found.looked_at:,} ways to run that were priced"
@@ -217,7 +217,7 @@ def _tell_choice(wish: OpenLayout, found: SearchResult, best: Estimate) -> tuple
     if wish.draft.get("model.vocab") == "auto":
         told += f" (for a vocabulary of {ASSUMED_VOCAB:,})"
     reasons = {
-        "train.micro_batch": f"the fastest with this layout; {tell_memory(best)}",
+        "train.micro_batch": f"the fastest with this layout; {describe_memory(best)}",
         "recompute.mode": "as little as fits",
         "parallel.reshard_after_forward": "the fastest with this layout",
         "parallel.pp_stages_per_rank": "the fastest with this layout",

@@ -14,7 +14,7 @@ from shardway.plan.machine import Machine
 from shardway.plan.search.best import NEAR
 from shardway.plan.shapes.measured import Shape
 from shardway.resolve.planned.case import case_of, shape_of_run
-from shardway.resolve.planned.tell import tell_memory, tell_need
+from shardway.resolve.planned.tell import describe_memory, describe_need
 from shardway.runfile.schema import RunFile
 
 LARGEST = 4096
@@ -40,11 +40,11 @@ def fastest_micro_batch(values: RunFile, share: int, machine: Machine, hf: Shape
         return None
     fitting = [each for each in priced if each.fits]
     if not fitting:
-        return Sized(1, f"even one sample does not fit by the plan: it needs {tell_need(priced[0])}")
+        return Sized(1, f"even one sample does not fit by the plan: it needs {describe_need(priced[0])}")
     quickest = min(each.time.seconds for each in fitting)
     near = [each for each in fitting if each.time.seconds <= quickest * (1 + NEAR)]
     best = min(near, key=lambda each: each.peak.device)
-    told = f"the fastest of {len(fitting)} sizes that fit {machine.accelerator.name}; {tell_memory(best)}"
+    told = f"the fastest of {len(fitting)} sizes that fit {machine.accelerator.name}; {describe_memory(best)}"
     return Sized(best.case.micro_batch, told)
 
 

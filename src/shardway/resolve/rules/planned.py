@@ -88,14 +88,14 @@ def _search(draft: Draft, rules: Sequence[Rule], shape: Architecture, machine: M
         return
     chosen = choose_layout(wish)
     if isinstance(chosen, Missed):
-        _tell_missed(wish, chosen)
+        _report_missed(wish, chosen)
         return
     for dotted, value in chosen.values.items():
         draft.derive(dotted, value, chosen.reasons[dotted])
 
 
-def _tell_missed(wish: OpenLayout, missed: Missed) -> None:
-    from shardway.resolve.planned.tell import tell_need
+def _report_missed(wish: OpenLayout, missed: Missed) -> None:
+    from shardway.resolve.planned.tell import describe_need
     from shardway.resolve.planned.trial import TrialDraft, list_values
 
     draft, ranks = wish.draft, wish.draft.circumstances.ranks
@@ -104,7 +104,7 @@ def _tell_missed(wish: OpenLayout, missed: Missed) -> None:
         draft.refuse(
             LAYOUT,
             f'"auto": no layout of {count_of(ranks, "rank")} fits. The nearest, {nearest.case.degrees.render()}, needs '
-            f"{tell_need(nearest)}",
+            f"{describe_need(nearest)}",
             "",
             missed.help or "train a smaller model, shorter sequences, or on far more ranks",
         )

@@ -91,7 +91,7 @@ def _settle_tier(session: Session, tier: LocalTier | None, loaded: LoadedCheckpo
 
 def set_damaged_aside(session: Session, restored: Restored) -> None:
     """A damaged checkpoint must not stand where this run will save the same step again. Tells of undone ones too."""
-    _tell_nearest(session, restored)
+    _report_nearest(session, restored)
     damaged = restored.loaded.passed_over if restored.loaded is not None else ()
     if not damaged and not restored.undone:
         return
@@ -108,7 +108,7 @@ def set_damaged_aside(session: Session, restored: Restored) -> None:
         )
 
 
-def _tell_nearest(session: Session, restored: Restored) -> None:
+def _report_nearest(session: Session, restored: Restored) -> None:
     """What lay on the disks of the nodes and was not used, which is gone by now."""
     step, recorder = restored.counters.step, session.recorder
     for each in restored.nearest.passed_over:

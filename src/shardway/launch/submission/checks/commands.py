@@ -250,7 +250,7 @@ def _look_for_modules(wish: JobRequest, code: Code) -> Iterator[HostCheck]:
 
     def judge(done: Done) -> Iterator[Problem]:
         for name in done.out.split() if done.ok else ():
-            yield _tell_module(wish, venv, name)
+            yield _describe_module(wish, venv, name)
 
     def words(python: str) -> tuple[str, ...]:
         find = ("timeout", "10", python, "-c", _FIND, *names)  # seconds: nobody waits for a slow file system
@@ -292,7 +292,7 @@ def _list_modules(wish: JobRequest, code: Code) -> tuple[str, ...]:
     )
 
 
-def _tell_module(wish: JobRequest, venv: str, name: str) -> Problem:
+def _describe_module(wish: JobRequest, venv: str, name: str) -> Problem:
     if name in ("torch", "shardway", "nvidia_resiliency_ext"):
         remedy = f"`{venv}/bin/pip install {name.replace('_', '-')}`, or name another environment"
         return Problem("site.venv", f"{venv} has no {name}", wish.loaded.origins["site.venv"], remedy=remedy)

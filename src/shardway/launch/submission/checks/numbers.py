@@ -19,7 +19,7 @@ from shardway.launch.submission.job_request import (
     shape_of,
     walltime_of,
 )
-from shardway.units import render_seconds, say_bytes
+from shardway.units import format_bytes, render_seconds
 
 Check = Callable[[JobRequest], Iterator[Problem]]
 
@@ -88,8 +88,8 @@ def memory_is_there_and_may_be_asked_for(wish: JobRequest) -> Iterator[Problem]:
         what = f"{wish.profile.name} does not take a job that says how much memory it wants"
         yield problem(wish, "memory", what, '"auto"', "leave it out")
     if node.memory is not None and int(asked) > node.memory:
-        what = f"{say_bytes(int(asked))} of nodes with {say_bytes(node.memory)}"
-        yield problem(wish, "memory", what, f"at most {say_bytes(node.memory)}")
+        what = f"{format_bytes(int(asked))} of nodes with {format_bytes(node.memory)}"
+        yield problem(wish, "memory", what, f"at most {format_bytes(node.memory)}")
 
 
 def a_launcher_goes_with_its_scheduler(wish: JobRequest) -> Iterator[Problem]:

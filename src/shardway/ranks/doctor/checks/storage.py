@@ -124,13 +124,13 @@ def judge_space(around: MachineView, folder: str, free: int, inodes: int | None)
     size, keep = around.wanted.checkpoint_bytes, around.wanted.keep
     if not size:
         return poor(said, remedy) if free < GIB else good(said)
-    said += f"; a checkpoint is about {_say_size(size)}, and {keep} are kept"
+    said += f"; a checkpoint is about {_format_size(size)}, and {keep} are kept"
     if free < 2 * size:
         return bad(said, remedy)
     return poor(said, remedy) if free < (keep + 1) * size else good(said)
 
 
-def _say_size(size: float) -> str:
+def _format_size(size: float) -> str:
     return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"
 
 
