@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardway.models.build import build_model
 from shardway.parallel.axes.replicate import ReplicatedModule, fix_buckets
 from shardway.resolve import resolve
-from shardway.resolve.resolved import Circumstances
+from shardway.resolve.draft import Circumstances
 from shardway.runfile.load import load_run
 from shardway.train.loss import token_cross_entropy
 

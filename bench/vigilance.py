@@ -32,7 +32,7 @@ from shardway.ranks.agent.heartbeat import VARIABLE
 from shardway.ranks.progress import Progress
 from shardway.rundir.directory import RunDir
 from shardway.train.guard import Guard
-from shardway.train.guards.repeat import RepeatablePasses
+from shardway.train.guard_repeat import RepeatablePasses
 from shardway.train.record import Recorder
 from shardway.train.snapshot import RngAndBufferSnapshot
 from turns import Task

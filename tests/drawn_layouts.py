@@ -15,7 +15,7 @@ from typing import Any
 from runs import COMMON
 from shardway.errors import UserError
 from shardway.resolve import resolve
-from shardway.resolve.resolved import Circumstances
+from shardway.resolve.draft import Circumstances
 from shardway.runfile.load import load_run
 
 SMALL = (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardway.ranks.agent.folders import Kind, find_memory
-from shardway.rundir.holding import take_left_folder
+from shardway.ranks.agent.heartbeat import Kind, find_memory
+from shardway.rundir.lock import take_left_folder
 
 
 def list_left_folders(kind: Kind, since: float) -> list[Path]:

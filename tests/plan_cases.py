@@ -7,11 +7,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from shardway.plan.case import Case, Degrees
-from shardway.plan.engines import ENGINES, find_engine
+from shardway.plan.case import ENGINES, Case, Degrees, find_engine
 from shardway.plan.machine import Machine
-from shardway.plan.shapes.architecture import Architecture, LayerRun
-from shardway.plan.shapes.layer import AttentionShape, ExpertsShape, LayerShape
+from shardway.plan.shapes.architecture import Architecture, AttentionShape, ExpertsShape, LayerRun, LayerShape
 from shardway.plan.site import machine_of_part
 
 

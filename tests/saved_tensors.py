@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from shardway.checkpoint.contents import VALUE
-from shardway.checkpoint.tensors import TensorReader
+from shardway.checkpoint.catalog import VALUE
+from shardway.checkpoint.reader import TensorReader
 
 
 def read_whole(folder: Path) -> dict[str, torch.Tensor]:

@@ -15,9 +15,6 @@ from importlinter.cli import lint_imports
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "shardway"
-MAX_FILE_LINES = 800
-"""A file is a concept, of usually 150 to 600 lines."""
-MAX_FUNCTION_LINES = 60
 
 
 @dataclass(frozen=True)
@@ -132,7 +129,7 @@ def test_only_ranks_reads_what_launchers_say() -> None:
         (r"torch\.save|(dcp|checkpoint)\.(async_)?save|save_file|save_model|save_pretrained", "checkpoint/"),
         (r"(.*\.)?(FileSystemWriter|write_tensors)", "checkpoint/"),
         (r".*engine\.(save|load)_checkpoint", "checkpoint/"),
-        (r"(.*\.)?deepspeed\.initialize", "train/engines/zero.py"),
+        (r"(.*\.)?deepspeed\.initialize", "train/engines/deepspeed.py"),
         (r"(.*\.)?(EventWriter|WriterLock)", "rundir/"),
         (r"fcntl\.\w+", "rundir/"),
         (r"print|(typer|click)\.(echo|secho)|sys\.std(out|err)\.write", "cli/"),
@@ -167,7 +164,7 @@ def names_in_a_run_directory(module: Module) -> list[str]:
 def test_only_rundir_knows_names_in_a_run_directory() -> None:
     """But for the manifest, which stands inside a checkpoint."""
     assert [
-        name for module in outside("rundir/", "checkpoint/manifest.py") for name in names_in_a_run_directory(module)
+        name for module in outside("rundir/", "checkpoint/file_format.py") for name in names_in_a_run_directory(module)
     ] == []
 
 
@@ -203,15 +200,20 @@ def test_every_module_says_what_it_is_for() -> None:
     assert lasting == []
 
 
-def test_no_file_is_too_long() -> None:
-    long = {module.name: module.text.count("\n") for module in MODULES if module.text.count("\n") > MAX_FILE_LINES}
-    assert long == {}
+def test_every_class_has_a_name_of_its_own() -> None:
+    """A search for a name finds one class."""
+    where: dict[str, list[str]] = {}
+    for module in MODULES:
+        for node in module.nodes:
+            if isinstance(node, ast.ClassDef):
+                where.setdefault(node.name, []).append(module.at(node))
+    assert {name: places for name, places in where.items() if len(places) > 1} == {}
 
 
-def test_no_function_is_too_long() -> None:
-    sizes = {f"{module.at(node)} {node.name}": (node.end_lineno or 0) - node.lineno + 1 for module, node in functions()}
-    assert {name: lines for name, lines in sizes.items() if lines > MAX_FUNCTION_LINES} == {}
-    assert sorted(sizes.values())[len(sizes) // 2] <= 10
+def test_functions_describe_and_report() -> None:
+    """Software neither tells nor says."""
+    found = [f"{module.at(node)} {node.name}" for module, node in functions()]
+    assert [name for name in found if re.search(r" _?(tell|say|take_up)(_|$)", name)] == []
 
 
 def test_nothing_is_asserted() -> None:
@@ -242,7 +244,7 @@ def test_the_scan_sees_what_it_should() -> None:
     by_name = {module.name: module for module in MODULES}
     assert find_calls([by_name["ranks/start.py"]], "dist.init_process_group")
     assert find_calls([by_name["parallel/mesh.py"]], "init_device_mesh")
-    assert find_calls([by_name["checkpoint/shards/write.py"]], "dcp.save")
+    assert find_calls([by_name["checkpoint/writer.py"]], "dcp.save")
     assert find_calls([by_name["cli/main.py"]], "os._exit")
     assert find_calls([by_name["cli/config.py"]], "typer.echo")
     assert len(names_in_a_run_directory(by_name["rundir/directory.py"])) >= 10

@@ -20,7 +20,7 @@ from shardway.inherited import (
     list_unfit_for_ranks,
     strip,
 )
-from shardway.launch.blocks import read_block
+from shardway.launch.script import read_block
 from variables_of_jobs import OF_JOBS
 
 PASSES = (  # noqa: SIM905

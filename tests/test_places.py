@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardway.launch.hosts.local import LocalHost
-from shardway.launch.runs.registry import Known, forget, read_known, registry_path, remember
+from shardway.launch.runs.find import Known, forget, read_known, registry_path, remember
 from shardway.places import LENT, expand_home, expand_place, find_home, find_own_folder, folder_is_gone, list_unset
 
 

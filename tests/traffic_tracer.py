@@ -7,7 +7,7 @@
 Invariant: none is left out in silence. Each passes through torch's dispatcher as an operator of `c10d` or
 `_c10d_functional`, where an unknown one raises; and at the end as many must have been seen as the groups themselves
 have numbered (gloo numbers every collective, sends and receives included). What counts is the payload that enters on
-this rank (`shardway.plan.exact.traffic` says what that is for each kind).
+this rank (`exact_traffic` says what that is for each kind).
 
 A group of one rank has nobody to talk to: what "enters" there goes nowhere and is not counted.
 """

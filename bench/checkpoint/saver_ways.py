@@ -12,9 +12,9 @@ from saver_bench import Bench, Paced, evict, flatten
 from torch import nn
 
 from shardway.checkpoint.async_save import Flight
-from shardway.checkpoint.load import load_latest
-from shardway.checkpoint.place import shared_place
-from shardway.checkpoint.save import collect_content, save_checkpoint, write_checkpoint
+from shardway.checkpoint.folders import shared_place
+from shardway.checkpoint.reader import load_latest
+from shardway.checkpoint.writer import collect_content, save_checkpoint, write_checkpoint
 from shardway.ranks.launcher import Placement
 from shardway.ranks.start import Ranks
 

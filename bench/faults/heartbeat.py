@@ -17,7 +17,7 @@ from pathlib import Path
 import torch.multiprocessing
 from nvidia_resiliency_ext.fault_tolerance import FaultToleranceConfig, RankMonitorServer
 
-from shardway.ranks.agent.hang_timeout import HangTimeout
+from shardway.ranks.agent.hang import HangTimeout
 from shardway.ranks.ft_launcher_client import MonitorHeartbeat, open_monitor
 from shardway.ranks.launcher import Placement
 from shardway.ranks.progress import Activity

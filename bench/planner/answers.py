@@ -13,8 +13,7 @@ from rows import Question
 
 from shardway.plan.case import Case
 from shardway.plan.machine import Machine
-from shardway.plan.memory.breakdown import StageMemory, estimate_memory, peak_stage
-from shardway.plan.memory.overheads import Overheads, load_overheads
+from shardway.plan.memory import Overheads, StageMemory, estimate_memory, load_overheads, peak_stage
 from shardway.plan.time.ceilings import Ceilings, load_ceilings
 from shardway.plan.time.step import StepTime, estimate_step
 

@@ -14,11 +14,9 @@ from rows_standins import find_accelerator, guess_engine, guess_sizes, read_numb
 
 from shardway.errors import UserError
 from shardway.hardware.catalogue import load_accelerators
-from shardway.plan.case import AttentionKernel, Case, Degrees, Precision, Recompute
-from shardway.plan.engines import EngineTraits, find_engine
+from shardway.plan.case import AttentionKernel, Case, Degrees, EngineTraits, Precision, Recompute, find_engine
 from shardway.plan.machine import Machine
-from shardway.plan.shapes.architecture import Architecture, LayerRun
-from shardway.plan.shapes.layer import AttentionShape, ExpertsShape, Latent, LayerShape
+from shardway.plan.shapes.architecture import Architecture, AttentionShape, ExpertsShape, Latent, LayerRun, LayerShape
 
 Row = Mapping[str, str]
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 
 from shardway.hardware.catalogue import load_accelerators
-from shardway.plan.engines import EngineTraits, find_engine
+from shardway.plan.case import EngineTraits, find_engine
 
 LAST_RESORT = "h100-sxm5-80gb"
 """Of an accelerator whose name is like none."""

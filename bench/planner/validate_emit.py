@@ -46,7 +46,7 @@ from emit_cases import GOLDEN_CASES, PREDICTION, cases  # noqa: E402
 from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402
 
 from shardway.plan.case import Case  # noqa: E402
-from shardway.plan.emit.emitted import Emitted  # noqa: E402
+from shardway.plan.emit.common import Emitted  # noqa: E402
 from shardway.plan.emit.table import EMITTERS  # noqa: E402
 from shardway.plan.stages import layers_of_stages  # noqa: E402
 

@@ -13,7 +13,7 @@ import pytest
 
 from commands import Command
 from runs import read_column, read_steps
-from shardway.checkpoint.verify import verify_checkpoint
+from shardway.checkpoint.catalog import verify_checkpoint
 from shardway.rundir.directory import RunDir
 
 

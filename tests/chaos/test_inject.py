@@ -15,7 +15,7 @@ import sitecustomize as inject
 
 mark = Path(sys.argv[1])
 changes = [("shardway.data.loader", inject._stall(0, mark)), ("shardway.train.passes", inject._slow(1.0))]
-changes += [("shardway.data.loader", inject._pace(1.0)), ("shardway.train.saves.saving", inject._retry(1.0))]
+changes += [("shardway.data.loader", inject._pace(1.0)), ("shardway.train.saving", inject._retry(1.0))]
 changes += [("shardway.train.step", inject._harm("nan", 0, mark))]
 for phase in sys.argv[2:]:
     changes += inject._kill_in_save(inject._Save(0, mark), phase).items()
@@ -29,4 +29,4 @@ def test_what_faults_change_is_there(tmp_path: Path) -> None:
     words = [sys.executable, "-c", CHANGE_ALL, str(tmp_path / "mark"), *PHASES.values(), "copying"]
     inject = Path(__file__).parent / "inject"
     done = subprocess.run(words, cwd=inject, capture_output=True, text=True, timeout=120)
-    assert (done.stderr, int(done.stdout or 0)) == ("", 5 + 5 + 2 + 1)
+    assert (done.stderr, int(done.stdout or 0)) == ("", 5 + 5 + 1 + 1)

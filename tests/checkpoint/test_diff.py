@@ -11,13 +11,11 @@ from pool import ranks
 from runs import lone_rank, pool_ranks
 from saved_tensors import read_whole
 from shardway.checkpoint import diff
-from shardway.checkpoint.checksum import FileChecksum
-from shardway.checkpoint.contents import PARTS, TensorEntry
+from shardway.checkpoint.catalog import PARTS, TensorEntry
 from shardway.checkpoint.diff import TensorDifference, Values, compare_values, find_differences, find_other_files
-from shardway.checkpoint.manifest import Damaged, Manifest, write_manifest
-from shardway.checkpoint.save import save_checkpoint
-from shardway.checkpoint.shards.write import write_tensors
-from shardway.checkpoint.tensors import TensorReader
+from shardway.checkpoint.file_format import Damaged, FileChecksum, Manifest, write_manifest
+from shardway.checkpoint.reader import TensorReader
+from shardway.checkpoint.writer import save_checkpoint, write_tensors
 from shardway.rundir.directory import RunDir
 from trained import make_trained
 

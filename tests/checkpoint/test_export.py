@@ -22,8 +22,7 @@ from shardway.checkpoint import export
 from shardway.checkpoint.export import save_weights
 from shardway.errors import JobError, UserError
 from shardway.models.contract import match_modules
-from shardway.models.huggingface.build import build_huggingface
-from shardway.models.huggingface.form import Form, form_of
+from shardway.models.huggingface.build import Form, build_huggingface, form_of
 from shardway.models.huggingface.model import HuggingFaceModel
 from shardway.models.huggingface.pieces import keep_names
 from shardway.models.mlp import MLP, MLPShape
@@ -101,7 +100,7 @@ def full(*_: Any, **__: Any) -> Iterator[Any]:
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("step", ["_Writer._append", "os.fsync", "_write_json", "os.rename"])
+@pytest.mark.parametrize("step", ["_TensorFileWriter._append", "os.fsync", "_write_json", "os.rename"])
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     monkeypatch.setattr(f"shardway.checkpoint.export.{step}", full)
     with pytest.raises(JobError, match="No space left on device") as told:

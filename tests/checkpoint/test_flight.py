@@ -12,12 +12,11 @@ import torch.distributed as dist
 
 from pool import ranks
 from runs import lone_rank, pool_ranks
-from shardway.checkpoint.async_save import Flight
-from shardway.checkpoint.load import load_latest
-from shardway.checkpoint.manifest import read_manifest
-from shardway.checkpoint.place import shared_place
-from shardway.checkpoint.save import SavedCheckpoint, collect_content, save_checkpoint, write_checkpoint
-from shardway.checkpoint.staging import Staging
+from shardway.checkpoint.async_save import Flight, Staging
+from shardway.checkpoint.file_format import read_manifest
+from shardway.checkpoint.folders import shared_place
+from shardway.checkpoint.reader import load_latest
+from shardway.checkpoint.writer import SavedCheckpoint, collect_content, save_checkpoint, write_checkpoint
 from shardway.errors import JobError
 from shardway.parallel.mesh import set_apart
 from shardway.rundir.directory import RunDir

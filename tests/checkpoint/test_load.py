@@ -14,14 +14,13 @@ from torch import nn
 
 from pool import RankPool, ranks
 from runs import lone_rank, pool_ranks
-from shardway.checkpoint import load
-from shardway.checkpoint.find import PassedOver
-from shardway.checkpoint.load import load_latest, peek_latest
-from shardway.checkpoint.place import shared_place
-from shardway.checkpoint.save import collect_content, save_checkpoint, write_checkpoint
-from shardway.checkpoint.shards.table import TensorTable
+from shardway.checkpoint import reader
+from shardway.checkpoint.catalog import PassedOver, verify_checkpoint
+from shardway.checkpoint.file_format import TensorTable
+from shardway.checkpoint.folders import shared_place
+from shardway.checkpoint.reader import load_latest, peek_latest
 from shardway.checkpoint.state import Trained, random_state
-from shardway.checkpoint.verify import verify_checkpoint
+from shardway.checkpoint.writer import collect_content, save_checkpoint, write_checkpoint
 from shardway.errors import JobError, UserError
 from shardway.models.transformer import TransformerShape
 from shardway.ranks.start import Ranks
@@ -432,7 +431,7 @@ def test_generators_that_were_not_saved_stay_as_they_are(part: str, restored: bo
     torch.manual_seed(4711)
     before = torch.get_rng_state()
     with pytest.MonkeyPatch.context() as patch:  # as on a GPU, whose generator the checkpoint of a CPU has not
-        patch.setattr(load, "random_state", lambda: {**random_state(), "cuda": torch.zeros(4, dtype=torch.uint8)})
+        patch.setattr(reader, "random_state", lambda: {**random_state(), "cuda": torch.zeros(4, dtype=torch.uint8)})
         loaded = load_latest(directory, lone_rank(), make_trained(lone_rank(), steps=0))
     assert loaded is not None
     assert loaded.random_restored is restored

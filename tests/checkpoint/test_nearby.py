@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardway.checkpoint.fetch import Transfer, plan_transfers
-from shardway.checkpoint.find import PassedOver
-from shardway.checkpoint.local_checkpoints import LocalCopy, survey
+from shardway.checkpoint.catalog import PassedOver
+from shardway.checkpoint.local_tier import LocalCopy, Transfer, plan_transfers, survey
 
 FILES = ("rank-00000.bin", "rank-00001.bin", "tensors.json")
 

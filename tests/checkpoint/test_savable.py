@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from pool import ranks
 from runs import layout, lone_rank, open_tiny, pool_ranks
-from shardway.checkpoint.savable import check_collects, check_savable
+from shardway.checkpoint.writer import check_collects, check_savable
 from shardway.errors import JobError, UserError
 from shardway.ranks.start import Ranks
 

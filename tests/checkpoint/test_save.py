@@ -16,12 +16,12 @@ import torch
 
 from pool import RankPool, ranks
 from runs import lone_rank, pool_ranks
-from shardway.checkpoint import save
-from shardway.checkpoint.load import load_latest
-from shardway.checkpoint.manifest import read_manifest
-from shardway.checkpoint.retention import RetentionPolicy, remove_leftovers, retire
-from shardway.checkpoint.save import save_checkpoint
+from shardway.checkpoint import writer
+from shardway.checkpoint.file_format import read_manifest
+from shardway.checkpoint.folders import RetentionPolicy, remove_leftovers, retire
+from shardway.checkpoint.reader import load_latest
 from shardway.checkpoint.state import count_bytes
+from shardway.checkpoint.writer import save_checkpoint
 from shardway.errors import Bug, JobError
 from shardway.models.transformer import TransformerShape
 from shardway.ranks.start import Ranks
@@ -54,13 +54,13 @@ def digest_tree(folder: Path) -> dict[str, str]:
 
 PHASES = {
     "collecting": "shardway.checkpoint.state.collect_tensors",
-    "checking space": "shardway.checkpoint.save._check_space",
-    "making the folder": "shardway.checkpoint.save._clear_and_make",
-    "writing tensors": "shardway.checkpoint.save.write_tensors",
-    "writing all files": "shardway.checkpoint.save._write_share",
-    "sealing": "shardway.checkpoint.save._seal_others",
-    "writing the manifest": "shardway.checkpoint.save.write_manifest",
-    "renaming": "shardway.checkpoint.save.os.rename",
+    "checking space": "shardway.checkpoint.writer._check_space",
+    "making the folder": "shardway.checkpoint.writer._clear_and_make",
+    "writing tensors": "shardway.checkpoint.writer.write_tensors",
+    "writing all files": "shardway.checkpoint.writer._write_share",
+    "sealing": "shardway.checkpoint.writer._seal_others",
+    "writing the manifest": "shardway.checkpoint.writer.write_manifest",
+    "renaming": "shardway.checkpoint.writer.os.rename",
 }
 
 
@@ -104,8 +104,8 @@ def test_a_save_that_is_cut_off_leaves_the_last_one(
 
 
 FAILING = {
-    "written": "shardway.checkpoint.shards.write._bytes_of",
-    "listed": "shardway.checkpoint.save.list_files",
+    "written": "shardway.checkpoint.writer._bytes_of",
+    "listed": "shardway.checkpoint.writer.list_files",
     "committed": PHASES["renaming"],
 }
 
@@ -268,7 +268,7 @@ def test_replicas_are_counted_once(rank: int, tmp_path: Path, shape: tuple[int, 
     directory, trained = made(tmp_path), make_trained(pool_ranks(), shape, sizes=LARGER)
     asked: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save, "_check_space", lambda directory, ranks, whole_bytes: asked.append(whole_bytes))
+        patch.setattr(writer, "_check_space", lambda directory, ranks, whole_bytes: asked.append(whole_bytes))
         saved = save_checkpoint(directory, pool_ranks(), trained, 1, numbers(1))
     assert saved is not None
     assert saved.bytes * 0.9 < asked[0] < saved.bytes * 1.02
@@ -310,7 +310,7 @@ def fill(rank: int, folder: Path, shape: tuple[int, int], blind: bool) -> None:
     train_on(trained, 1)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(JobError) as failure:
         if blind:
-            patch.setattr(save, "_check_space", lambda directory, ranks, whole_bytes: None)
+            patch.setattr(writer, "_check_space", lambda directory, ranks, whole_bytes: None)
         save_checkpoint(directory, on, trained, 3, numbers(3))
     check_full_disk(str(failure.value), directory, blind)
     on.barrier()

@@ -14,11 +14,11 @@ from torch.utils.data import TensorDataset
 
 from pool import ranks
 from runs import layout, lone_rank, open_tiny, pool_ranks
-from shardway.checkpoint import state_dicts
-from shardway.checkpoint.find import find_checkpoint
-from shardway.checkpoint.place import shared_place
-from shardway.checkpoint.save import Content, write_checkpoint
-from shardway.checkpoint.state_dicts import write_state_dicts
+from shardway.checkpoint import export
+from shardway.checkpoint.catalog import find_checkpoint
+from shardway.checkpoint.export import write_state_dicts
+from shardway.checkpoint.folders import shared_place
+from shardway.checkpoint.writer import Content, write_checkpoint
 from shardway.errors import JobError, UserError
 from shardway.models.contract import ModelPlan
 from shardway.ranks.start import Ranks
@@ -253,7 +253,7 @@ def full(*_: object) -> None:
 @pytest.mark.parametrize("step", ["_sync", "finish_folder", "torch.save"])
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     run = save(RunDir(tmp_path / "run"), {"model": {"weight": torch.ones(2)}})
-    monkeypatch.setattr(f"{state_dicts.__name__}.{step}", full)
+    monkeypatch.setattr(f"{export.__name__}.{step}", full)
     with pytest.raises(JobError, match="No space left on device"):
         write_state_dicts(find_checkpoint(run.path), tmp_path / "out", None)
     assert {path.name for path in tmp_path.iterdir()} == {"run"}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from command_line import Shardway
 
-from shardway.cli.completing import complete_example, complete_gpu, complete_key, complete_run, complete_words
+from shardway.cli.options import complete_example, complete_gpu, complete_key, complete_run, complete_words
 from shardway.rundir.directory import RunDir
 
 

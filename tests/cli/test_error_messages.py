@@ -22,7 +22,7 @@ from claimed import claim_from
 from golden_files import Golden, golden_names
 from shardway.rundir import lease, lock
 from shardway.rundir.directory import RunDir
-from shardway.rundir.watching import LeaseVerdict
+from shardway.rundir.lease import LeaseVerdict
 
 Setup = Callable[[Path], object]
 

@@ -13,15 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardway.cli import failure_cause, local
-from shardway.cli.completion import has_come_to_its_end
-from shardway.cli.failure_cause import LaunchOutcome
+from shardway.cli.failure_cause import LaunchOutcome, has_come_to_its_end
 from shardway.cli.local import Alone, build_launch, pack_request, train_local
 from shardway.cli.rank import read_packed
 from shardway.errors import Bug, Fenced, JobError, LateStop, ShardwayError, SiteError, UserError
-from shardway.ranks.agent.hang_timeout import HangTimeout
+from shardway.ranks.agent.hang import HangTimeout
 from shardway.ranks.failure import RankFailure
-from shardway.ranks.processes import LocalLaunch
-from shardway.ranks.spares import WarmStandby
+from shardway.ranks.local import LocalLaunch
+from shardway.ranks.warm_standby import WarmStandby
 from shardway.resolve.request import ResolveRequest, resolve_request
 from shardway.rundir.attempts import Ending
 from shardway.rundir.directory import RunDir

@@ -11,10 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from shardway.checkpoint.checksum import seal_file
-from shardway.checkpoint.manifest import Manifest, write_manifest
-from shardway.checkpoint.shards import table
-from shardway.checkpoint.shards.table import Chunk, TensorRow, TensorTable, shard_name, write_table
+from shardway.checkpoint import file_format
+from shardway.checkpoint.file_format import (
+    Chunk,
+    Manifest,
+    TensorRow,
+    TensorTable,
+    seal_file,
+    shard_name,
+    write_manifest,
+    write_table,
+)
 from shardway.rundir.directory import RunDir
 
 BLOCK = """
@@ -71,8 +78,9 @@ def folder(tmp_path: Path) -> Path:
     saved.checkpoint_path(5).mkdir()
     shard = saved.checkpoint_path(5) / shard_name(0)
     shard.write_bytes(bytes(8))
+    table = saved.checkpoint_path(5) / file_format.TABLE
     held = TensorTable({"model.weight": TensorRow("float32", (2,), (Chunk(shard.name, 0, (0,), (2,)),))}, {})
-    seals = {shard.name: seal_file(shard), table.NAME: write_table(saved.checkpoint_path(5) / table.NAME, held)}
+    seals = {shard.name: seal_file(shard), file_format.TABLE: write_table(table, held)}
     write_manifest(saved.checkpoint_path(5), Manifest(5, 1, {}, seals))
     return tmp_path
 

@@ -10,8 +10,8 @@ import pytest
 from command_line import Shardway
 
 from shardway.launch.hosts.local import LocalHost
-from shardway.launch.runs import begin, logs
-from shardway.launch.runs.registry import Known, remember
+from shardway.launch.runs import logs
+from shardway.launch.runs.find import Known, remember
 from shardway.rundir.attempts import Attempt, Ending, Result, Submission
 from shardway.rundir.directory import RunDir
 
@@ -40,21 +40,21 @@ def submitted(path: Path, job: str = GONE, said: str = "", *, command: bool = Fa
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks follow upon each other within milliseconds."""
-    monkeypatch.setattr(begin, "PAUSE_S", 0.005)
-    monkeypatch.setattr(begin, "FIRST_GAP_S", 0.02)
+    monkeypatch.setattr(logs, "PAUSE_S", 0.005)
+    monkeypatch.setattr(logs, "FIRST_GAP_S", 0.02)
 
 
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set once somebody has looked for a beginning, and found none."""
-    look, looked = begin._Training.is_seen, threading.Event()
+    look, looked = logs._Training.is_seen, threading.Event()
 
-    def is_seen(training: begin._Training) -> bool:
+    def is_seen(training: logs._Training) -> bool:
         found = look(training)
         looked.set()
         return found
 
-    monkeypatch.setattr(begin._Training, "is_seen", is_seen)
+    monkeypatch.setattr(logs._Training, "is_seen", is_seen)
     return looked
 
 
@@ -156,7 +156,7 @@ def test_events_are_a_beginning_where_locks_of_other_machines_are_not_seen(tmp_p
         with run.event_writer(0) as writer:
             writer.write("fault")
 
-    assert begin.Beginning(LocalHost(), run, sleep=write).wait(0) == ""
+    assert logs.Beginning(LocalHost(), run, sleep=write).wait(0) == ""
     assert len(run.events(0)) == 1
 
 
@@ -178,10 +178,10 @@ def test_a_scheduler_is_asked_ever_more_rarely_and_twice_before_a_job_counts_as_
     submitted(run.path)
     waits = iter([True, True, True, True, False, True, False, False])
 
-    class Told(begin.Beginning):
-        def _look(self) -> begin.SchedulerSnapshot:
+    class Told(logs.Beginning):
+        def _look(self) -> logs.SchedulerSnapshot:
             asked.append(round(clock.now))
-            return begin.SchedulerSnapshot((run.attempt(1),) if next(waits) else (), "over")
+            return logs.SchedulerSnapshot((run.attempt(1),) if next(waits) else (), "over")
 
     assert Told(LocalHost(), run, clock=lambda: clock.now, sleep=clock.sleep).wait(0) == "over"
     assert asked == [0, 10, 30, 70, 150, 160, 170, 180]

@@ -17,9 +17,9 @@ from shardway.cli.local import build_launch
 from shardway.cli.nodes import Led, train_on_nodes
 from shardway.cli.train import _read_nodes
 from shardway.errors import SiteError, UserError
-from shardway.ranks.crew.kv_store import host_board
-from shardway.ranks.place import NodeSpec
-from shardway.ranks.spares import WarmStandby
+from shardway.ranks.launcher import NodeSpec
+from shardway.ranks.rendezvous import host_board
+from shardway.ranks.warm_standby import WarmStandby
 from shardway.resolve.request import ResolveRequest, resolve_request
 from shardway.rundir.directory import RunDir
 

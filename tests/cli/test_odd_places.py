@@ -206,7 +206,7 @@ def test_a_folder_that_a_container_could_not_be_told_is_refused(
     assert (ended.code, 'of$HOME/runs/ls" has $HOME in its name, which the shell of a job' in ended.err) == (2, True)
 
 
-PRINTS = "import shardway.cli.text as t, sys; t.ensure_utf8_mode(); t.print_anything(); print(sys.argv[1], '\\ud800')"
+PRINTS = "import shardway.cli.main as t, sys; t.ensure_utf8_mode(); t.print_anything(); print(sys.argv[1], '\\ud800')"
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,11 @@ import pytest
 from command_line import Shardway
 
 from shardway.launch.hosts import LocalHost
-from shardway.launch.runs.busy import check_free_for_job
-from shardway.launch.runs.ledger import read_ledger
+from shardway.launch.runs.job_status import check_free_for_job, read_ledger
 from shardway.launch.runs.stop import ASKED, ASKED_AT_ONCE
 from shardway.rundir.attempts import Ending, Result, Submission
-from shardway.rundir.claims import DiskFiles
 from shardway.rundir.directory import RunDir
-from shardway.rundir.identity import Identity
-from shardway.rundir.lease import Lease, Means
+from shardway.rundir.lease import DiskFiles, Identity, Lease, Means
 from shardway.rundir.lock import WriterLock
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from command_line import Shardway
 
-from shardway.launch.rehearsal import rehearse as course
-from shardway.launch.rehearsal.checks import RehearsalCheck, RehearsalVerdict
-from shardway.launch.rehearsal.rehearse import RehearsedProgram
+from shardway.launch import rehearsal as course
+from shardway.launch.rehearsal import RehearsalCheck, RehearsalVerdict, RehearsedProgram
 
 GOOD = [
     RehearsalCheck("trains", RehearsalVerdict.OK, "9 steps"),

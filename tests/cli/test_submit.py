@@ -21,10 +21,9 @@ from test_login_node import CODE, LIBRARIES, is_quick, run_python
 from golden_files import Golden, golden_names
 from shardway.launch.hosts import LocalHost
 from shardway.launch.job_script import RUNTIMES
-from shardway.launch.runs.registry import Known, registry_path
-from shardway.launch.submission import submit
-from shardway.launch.submission.checks import numbers, words
-from shardway.launch.submission.resume import read_last_order
+from shardway.launch.runs.find import Known, registry_path
+from shardway.launch.submission import site_checks, submit
+from shardway.launch.submission.send import read_last_order
 from shardway.rundir.directory import RunDir
 from shardway.runfile.load import load_run
 from shardway.sites.load import list_sites, load_site
@@ -216,7 +215,7 @@ def test_a_mistake_is_told_before_the_queue(name: str, shardway: Shardway, golde
 
 def test_every_check_has_a_message() -> None:
     """The number of checks, so that a new one brings its message."""
-    assert (len(numbers.CHECKS), len(words.CHECKS)) == (8, 8)
+    assert (len(site_checks.NUMBER_CHECKS), len(site_checks.NAME_CHECKS)) == (8, 8)
     assert golden_names("submit") == {f"{name}.txt" for name in (*CASES, *REFUSALS, "idle-and-unknown")}
 
 
@@ -268,7 +267,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tools / name).write_text(text.format(tmp_path))
         (tools / name).chmod(stat.S_IRWXU)
     monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
-    monkeypatch.setattr("shardway.launch.submission.checks.places._OF_ONE_NODE", ())  # where tests write
+    monkeypatch.setattr("shardway.launch.submission.host_checks._OF_ONE_NODE", ())  # where tests write
     (tmp_path / "tiny.toml").write_text(PROFILE)
     return tmp_path
 
@@ -338,7 +337,7 @@ def test_a_scheduler_that_is_down_is_told_while_it_is_tried_again(
 def test_two_people_at_once_submit_one_job(slurm: Path) -> None:
     """Two processes; the one that is late is told."""
     ended = []
-    shared = "from shardway.launch.submission.checks import places; places._OF_ONE_NODE = ()"
+    shared = "from shardway.launch.submission import host_checks; host_checks._OF_ONE_NODE = ()"
     code = CODE.replace("\nmain()", f"\n{shared}\nmain()")
 
     def work() -> None:

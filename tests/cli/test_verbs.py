@@ -328,7 +328,7 @@ def test_logs_follow_ends_with_a_run_whose_node_died_with_the_lock(
     finally:
         lock.release()
     assert ended.out == shardway("logs", "--json").out
-    assert ended.err.startswith("shardway: attempt 1 (job 999999999.1) is over: lost: ")
+    assert ended.err.startswith("shardway: attempt 1 (job 999999999.1) is over: unknown: ")
 
 
 def test_logs_output_is_what_a_rank_printed(shardway: Shardway, trained: Path) -> None:

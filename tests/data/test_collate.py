@@ -13,8 +13,16 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
-from shardway.data.batch_tree import FieldList, FieldTuple, SampleList, SampleTuple, cut_rows, is_pair
-from shardway.data.collate import collate_by, collate_samples
+from shardway.data.batch_tree import (
+    FieldList,
+    FieldTuple,
+    SampleList,
+    SampleTuple,
+    collate_by,
+    collate_samples,
+    cut_rows,
+    is_pair,
+)
 from shardway.errors import UserError
 
 

@@ -22,9 +22,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from shardway.data import samplers
 from shardway.data.loader import Share, StepLoader
-from shardway.data.order import SampleOrder
+from shardway.data.order import SampleOrder, Skips
 from shardway.data.samplers import AnyOrder, BatchOrder, SamplerOrder, WholeBatches
-from shardway.data.skips import Skips
 from shardway.errors import UserError
 
 DATA = TensorDataset(torch.arange(10))

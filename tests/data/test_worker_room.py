@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardway.data import worker_room
-from shardway.data.worker_room import OWN_TASKS, SPARE_TASKS, fit_workers
+from shardway.data import workers
+from shardway.data.workers import OWN_TASKS, SPARE_TASKS, fit_workers
 from shardway.hardware.limits import TaskLimit
 
 ONE = {"OMP_NUM_THREADS": "1"}
@@ -18,8 +18,8 @@ def limit_of(left: int) -> TaskLimit:
 @pytest.fixture
 def files(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Any number of files, until a test says otherwise."""
-    monkeypatch.setattr(worker_room, "read_file_limit", lambda: None)
-    monkeypatch.setattr(worker_room, "count_open_files", lambda: 10)
+    monkeypatch.setattr(workers, "read_file_limit", lambda: None)
+    monkeypatch.setattr(workers, "count_open_files", lambda: 10)
     return monkeypatch
 
 
@@ -70,13 +70,13 @@ def test_it_is_said_why(left: int, words: str) -> None:
 
 @pytest.mark.parametrize(("most", "fit"), [(10, 0), (41, 0), (42, 1), (50, 2), (65536, 4)])
 def test_open_files_count_for_each_rank_alone(files: pytest.MonkeyPatch, most: int, fit: int) -> None:
-    files.setattr(worker_room, "read_file_limit", lambda: most)
+    files.setattr(workers, "read_file_limit", lambda: most)
     found, told = fit_workers(4, 8, None, environ=ONE)
     assert found == fit
     assert (f"ulimit -n allows {most} open files" in told) is (fit < 4)
 
 
 def test_the_tighter_limit_is_named(files: pytest.MonkeyPatch) -> None:
-    files.setattr(worker_room, "read_file_limit", lambda: 50)
+    files.setattr(workers, "read_file_limit", lambda: 50)
     assert "ulimit -u" in fit_workers(4, 1, limit_of(1), environ=ONE)[1]
     assert "ulimit -n" in fit_workers(4, 1, limit_of(1000), environ=ONE)[1]

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from runs import TINY, place, worst_difference
-from shardway.checkpoint.staging import Staging
+from shardway.checkpoint.async_save import Staging
 from shardway.errors import SiteError
 from shardway.models.initialise import normal_
 from shardway.parallel.axes.shard import Shards, shard
+from shardway.parallel.compile import find_units
 from shardway.parallel.formats.precision import Precision
 from shardway.parallel.mesh import build_mesh
-from shardway.parallel.units import find_units
 from shardway.ranks.launcher import find_placement
 from shardway.ranks.start import Ranks, StartOptions, start_ranks
 from shardway.resolve.request import ResolveRequest

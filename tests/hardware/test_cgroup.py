@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardway.hardware.cgroup import CgroupLimits, count_oom_kills, read_cgroup_limits, read_cgroup_tasks
+from shardway.hardware.limits import CgroupLimits, count_oom_kills, read_cgroup_limits, read_cgroup_tasks
 
 GIB = 2**30
 

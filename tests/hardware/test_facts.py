@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from shardway.hardware.catalogue import load_accelerators
-from shardway.hardware.facts import ReportFact, render_accelerator, render_machine
-from shardway.hardware.probe import Device, LocalMachine
+from shardway.hardware.probe import Device, LocalMachine, ReportFact, render_machine
 
 GIB = 2**30
 
@@ -38,19 +36,3 @@ def test_what_a_machine_does_not_tell_is_not_available() -> None:
     assert facts["cpu"] == "n/a"
     assert facts["cores"] == "1 usable, n/a physical"
     assert facts["memory"] == "n/a"
-
-
-def test_an_accelerator_shows_unknown_values_as_not_available() -> None:
-    assert render_accelerator(load_accelerators()["v100-sxm2-32gb"]) == (
-        ReportFact("name", "NVIDIA V100 SXM2 32 GB"),
-        ReportFact("peak fp32", "15.7 TFLOP/s"),
-        ReportFact("peak tf32", "n/a"),
-        ReportFact("peak fp16", "125 TFLOP/s"),
-        ReportFact("peak bf16", "n/a"),
-        ReportFact("peak fp8", "n/a"),
-        ReportFact("peak fp4", "n/a"),
-        ReportFact("memory", "29.8 GiB"),
-        ReportFact("memory bandwidth", "900 GB/s"),
-        ReportFact("link", "nvlink2"),
-        ReportFact("power", "300 W"),
-    )

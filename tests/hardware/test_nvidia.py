@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardway.hardware.command import run_command, run_commands
-from shardway.hardware.nvidia import NvidiaState, count_amd, has_device_files, parse_column, parse_list, read_nvidia
+from shardway.hardware.probe import NvidiaState, count_amd, has_device_files, parse_column, parse_list, read_nvidia
 
 LIST = """\
 GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77)

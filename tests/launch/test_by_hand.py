@@ -12,7 +12,7 @@ from job_cases import Cluster, Ran, make_job
 from shardway.launch.hosts.local import LocalHost
 from shardway.launch.job import Job
 from shardway.launch.job_script import render_job_script
-from shardway.launch.schedulers.local import query
+from shardway.launch.schedulers import local
 from shardway.launch.submission.prepare import SubmitRequest, prepare
 from shardway.resolve.request import ResolveRequest
 from shardway.rundir.attempts import Submission
@@ -135,5 +135,5 @@ def test_surroundings_that_fail_end_the_job(around: dict[str, str], line: str, t
 
 
 def test_a_job_of_this_machine_is_submitted_with_the_functions_of_its_script() -> None:
-    words = query.submit_command("/job.sh", "/job.out", "12.34")
+    words = local.submit_command("/job.sh", "/job.out", "12.34")
     assert words[-3:] == ("/job.sh", "12.34", "/job.out")

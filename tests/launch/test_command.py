@@ -13,8 +13,7 @@ import pytest
 from shardway.errors import UserError
 from shardway.launch.hosts.local import LocalHost
 from shardway.launch.job import Program
-from shardway.launch.submission.command import find_launcher, read_command
-from shardway.launch.submission.command_forms import FORMS, Role
+from shardway.launch.submission.command import FORMS, Role, find_launcher, read_command
 from shardway.launch.submission.prepare import Prepared, SubmitRequest, prepare
 from shardway.resolve.request import ResolveRequest
 

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from job_cases import OWN, Cluster, Ran, chained, make_job, wait_until
 
 from shardway.launch import job_script
-from shardway.launch.blocks import read_block, read_blocks
 from shardway.launch.job import Again, Job
 from shardway.launch.job_script import render_job_script
-from shardway.launch.schedulers.local import query
+from shardway.launch.schedulers import local as local_jobs
+from shardway.launch.script import read_block, read_blocks
 from shardway.rundir.attempts import Attempt, Ending, Result, Submission, parse_result, parse_started, parse_submission
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import EventWriter
@@ -532,12 +532,12 @@ def test_the_warning_before_the_wall_time_is_a_deadline(tmp_path: Path) -> None:
         ("TIMEOUT", "slurm", "deadline"),
         ("NODE_FAIL", "slurm", "node_failure"),
         ("PREEMPTED", "slurm", "preempted"),
-        ("COMPLETED", "slurm", "lost"),
+        ("COMPLETED", "slurm", "unknown"),
         ("271", "pbs", "stopped"),
         ("-20", "pbs", "node_failure"),
         ("-29", "pbs", "deadline"),
         ("-27", "pbs", "out_of_memory"),
-        ("137", "pbs", "lost"),
+        ("137", "pbs", "unknown"),
     ],
 )
 def test_an_attempt_that_was_killed_is_settled_by_its_successor(
@@ -712,10 +712,10 @@ class Local:
 
     def submit(self) -> str:
         """Start the first attempt's script as `submit` does; its job id."""
-        words = query.submit_command(str(self.chain.attempt(1).job_script), str(self.chain.attempt(1).job_log), "")
+        words = local_jobs.submit_command(str(self.chain.attempt(1).job_script), str(self.chain.attempt(1).job_log), "")
         env = self.chain.cluster.variables("")
         done = subprocess.run(words, env=env, capture_output=True, text=True, check=True, timeout=60)
-        return query.parse_job_id(done.stdout)
+        return local_jobs.parse_job_id(done.stdout)
 
     def settle(self, number: int) -> Result:
         """How an attempt ended, waited for."""

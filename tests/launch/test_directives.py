@@ -16,7 +16,7 @@ from shardway.launch.hosts import LocalHost
 from shardway.launch.job import JobEnvironment, QueueTerms, Shape
 from shardway.launch.job_script import render_job_script
 from shardway.launch.schedulers.clients import CLIENTS
-from shardway.launch.schedulers.pbs.script import directives
+from shardway.launch.schedulers.pbs import directives
 from shardway.launch.submission.prepare import Prepared, SubmitRequest, prepare
 from shardway.resolve.request import ResolveRequest
 from shardway.runfile.load import load_run

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from job_cases import OWN, Cluster, Ran, make_job
 
-from shardway.launch.blocks import read_block
 from shardway.launch.job import ContainerUse, Job
+from shardway.launch.script import read_block
 from shardway.sites.schema import ContainerRules
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from job_cases import make_job
 
-from shardway.launch.containers.podman import PODMAN
+from shardway.launch.containers import PODMAN
 from shardway.launch.job_script import SCHEDULERS
 
 

@@ -13,10 +13,10 @@ from job_cases import Cluster
 from shardway.errors import SiteError, UserError
 from shardway.launch.hosts.base import Done
 from shardway.launch.hosts.local import LocalHost
-from shardway.launch.runs.ledger import Ledger, LedgerEntry
-from shardway.launch.runs.registry import Known, read_known
-from shardway.launch.submission.checks import places
-from shardway.launch.submission.checks.code import Code
+from shardway.launch.runs.find import Known, read_known
+from shardway.launch.runs.job_status import Ledger, LedgerEntry
+from shardway.launch.submission import host_checks
+from shardway.launch.submission.host_checks import Code
 from shardway.launch.submission.job_request import JobRequest
 from shardway.launch.submission.prepare import Prepared, SubmitRequest, prepare
 from shardway.launch.submission.send import SentSubmission, send
@@ -149,7 +149,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
     monkeypatch.setenv("HOME", f"{cluster.path}/home")
     for name in ("STATE", "CONFIG"):
         monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name.lower()))
-    monkeypatch.setattr(places, "_OF_ONE_NODE", ())  # where tests write
+    monkeypatch.setattr(host_checks, "_OF_ONE_NODE", ())  # where tests write
     (tmp_path / "tiny.toml").write_text(PROFILE)
     project = tmp_path / "project"
     project.mkdir()
@@ -313,7 +313,7 @@ def prepare_training(desk: Desk, *overrides: str) -> Prepared:
 
 
 def list_problems(wish: JobRequest, host: There) -> list[tuple[str, str]]:
-    found = places.list_host_problems(wish, host, Code(Path.cwd(), is_there=False))
+    found = host_checks.list_host_problems(wish, host, Code(Path.cwd(), is_there=False))
     return [(problem.where, problem.what) for problem in found]
 
 

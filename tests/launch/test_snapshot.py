@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from shardway.errors import UserError
 from shardway.launch.snapshot import SnapshotLimits, SnapshotPlan, plan_snapshot, take, take_snapshot
-from shardway.launch.snapshot.git import parse_stage, parse_status
-from shardway.launch.snapshot.names import is_secret, is_source
+from shardway.launch.snapshot_files import is_secret, is_source, parse_stage, parse_status
 
 IDENTITY = {
     **{

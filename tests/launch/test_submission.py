@@ -19,8 +19,8 @@ from shardway.errors import SiteError, UserError
 from shardway.launch.hosts.base import Done
 from shardway.launch.hosts.local import LocalHost
 from shardway.launch.job import Job
-from shardway.launch.runs.ledger import read_ledger
-from shardway.launch.schedulers.records import SchedulerSilent
+from shardway.launch.runs.job_status import read_ledger
+from shardway.launch.schedulers.base import SchedulerSilent
 from shardway.launch.submission import submit
 from shardway.launch.submission.submit import Submitter
 

@@ -18,10 +18,17 @@ from job_cases import Cluster, make_job
 from shardway.errors import UserError
 from shardway.launch.hosts.local import LocalHost
 from shardway.launch.job import Job
-from shardway.launch.runs.ledger import LedgerEntry, read_ledger
+from shardway.launch.runs.job_status import LedgerEntry, read_ledger
 from shardway.launch.submission import submit
-from shardway.launch.submission.claim import Life, ProcessIdentity, claim_of_this_process, look_at, parse_claim
-from shardway.launch.submission.submit import UNDER_WAY_S, Submitter
+from shardway.launch.submission.submit import (
+    UNDER_WAY_S,
+    Life,
+    ProcessIdentity,
+    Submitter,
+    claim_of_this_process,
+    look_at,
+    parse_claim,
+)
 from shardway.rundir.attempts import Submission
 
 WORDS = st.text(st.characters(whitelist_categories=("L", "N")), min_size=1, max_size=8)

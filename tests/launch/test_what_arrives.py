@@ -15,11 +15,10 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from job_cases import Cluster, Ran, Rank, list_combinations, make_job
 
-from shardway.launch.blocks import read_block
 from shardway.launch.hosts.local import LocalHost
 from shardway.launch.job import ContainerMount, ContainerUse, Job, Program
-from shardway.launch.script import quote, quote_expanding, quote_place
-from shardway.launch.submission.secrets import Secrets, read_secrets
+from shardway.launch.script import quote, quote_expanding, quote_place, read_block
+from shardway.launch.submission.prepare import Secrets, read_secrets
 from speed import picked
 
 AWKWARD = (

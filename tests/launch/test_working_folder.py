@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from job_cases import Cluster, make_job
 
-from shardway.launch.blocks import read_block, read_blocks
+from shardway.launch.script import read_block, read_blocks
 from shardway.launch.snapshot import plan_snapshot, take_snapshot
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir

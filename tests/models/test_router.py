@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from shardway.models.router import Router, count_choices
+from shardway.models.experts import Router, count_choices
 from shardway.models.shapes import MixtureShape
 
 SHAPE = MixtureShape(experts=5, per_token=2, expert_dim=4)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from saved_per_sample import saved_bytes_per_sample
 from shardway.errors import UserError
 from shardway.models.build import build_model
 from shardway.models.trace import Inputs, trace_module
@@ -88,14 +89,14 @@ def test_kept_bytes_are_those_of_the_sizes(name: str) -> None:
     assert isinstance(shape, Measured)
     # Statistics of batch norms are of the whole batch, and not in the computed counts.
     traced = trace_module(module, inputs)
-    assert traced.saved_bytes_per_sample() == pytest.approx(shape.saved_bytes_per_sample(), rel=0.02)
+    assert saved_bytes_per_sample(traced) == pytest.approx(saved_bytes_per_sample(shape), rel=0.02)
 
 
 @pytest.mark.parametrize("changes", [*EVERY.values(), *DROPPED.values()], ids=[*EVERY, "dropout"])
 def test_kept_bytes_are_those_of_a_run(changes: dict[str, Any]) -> None:
     module, inputs = build(changes)
     assert isinstance(inputs, torch.Tensor)
-    traced = trace_module(module, inputs).saved_bytes_per_sample()
+    traced = saved_bytes_per_sample(trace_module(module, inputs))
     module.to_empty(device="cpu").init_weights(0)  # type: ignore[operator]
     real = torch.zeros(inputs.shape, dtype=inputs.dtype)
     assert traced == pytest.approx(run_for_real(module, real), rel=0.1)
@@ -182,14 +183,14 @@ def test_nothing_takes_memory() -> None:
     traced = trace_module(module, torch.empty(2**20, 2**23, device="meta"))
     assert traced.parameters == 4 * 2**46
     assert traced.forward_flops_per_sample == 2 * traced.parameters
-    assert traced.saved_bytes_per_sample() == 4 * 4 * 2**23
+    assert saved_bytes_per_sample(traced) == 4 * 4 * 2**23
 
 
 def test_half_precision_keeps_half() -> None:
     single = trace_module(nn.Linear(8, 8), torch.zeros(2, 8))
     half = trace_module(nn.Linear(8, 8).bfloat16(), torch.zeros(2, 8, dtype=torch.bfloat16))
     assert (single.value_bytes, half.value_bytes) == (4, 2)
-    assert half.saved_bytes_per_sample() == single.saved_bytes_per_sample(2)
+    assert saved_bytes_per_sample(half) == saved_bytes_per_sample(single, 2)
 
 
 def test_scores_of_unfused_attention_are_kept_and_counted() -> None:
@@ -204,7 +205,7 @@ def test_scores_of_unfused_attention_are_kept_and_counted() -> None:
     x = torch.zeros(2, 64, 4, requires_grad=True)
     plain, fused = (trace_module(nn.ModuleDict({"core": each}).core, x) for each in (Plain(), Fused()))
     assert plain.forward_flops_per_sample == fused.forward_flops_per_sample == 4 * 64 * 64 * 4
-    assert plain.saved_bytes_per_sample() >= 4 * 64 * 64 > fused.saved_bytes_per_sample()
+    assert saved_bytes_per_sample(plain) >= 4 * 64 * 64 > saved_bytes_per_sample(fused)
 
 
 # --- refusals
@@ -266,7 +267,7 @@ def test_models_of_the_library(family: str, changes: dict[str, Any]) -> None:
     """bf16: the library's products of experts have no other format without numbers."""
     import transformers
 
-    from shardway.plan.shapes.hf import shape_of_config
+    from shardway.plan.shapes.huggingface import shape_of_config
     from tiny_hf import MORE, SIZES
 
     config = transformers.CONFIG_MAPPING[family](**{**SIZES, **MORE[family], **changes})

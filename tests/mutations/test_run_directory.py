@@ -11,14 +11,14 @@ from mutate import form_of, restore
 from small_run import WORDS
 from verbs import call, guarded, picture
 
-from shardway.checkpoint.load import peek_latest
-from shardway.checkpoint.manifest import NAME
+from shardway.checkpoint.file_format import MANIFEST
+from shardway.checkpoint.reader import peek_latest
+from shardway.resolve.build import check_same_run, find_changes
 from shardway.resolve.request import ResolveRequest, resolve_request
-from shardway.resolve.same_run import check_same_run, find_changes
 from shardway.rundir.directory import RunDir
 from shardway.runfile.schema import all_keys
-from shardway.train.earlier import read_earlier
-from shardway.train.stops.deadline import find_deadline, read_pace
+from shardway.train.deadline import find_deadline, read_pace
+from shardway.train.record import read_earlier
 
 Tried = Callable[[Case, Callable[[], list[str]]], list[str]]
 
@@ -58,7 +58,7 @@ FILES = (
 def checkpoint_files(run: Path) -> list[str]:
     """The files of every checkpoint, whatever its format consists of, but for its manifest."""
     paths = sorted(RunDir(run).checkpoints.rglob("*"))
-    return [path.relative_to(run).as_posix() for path in paths if path.is_file() and path.name != NAME]
+    return [path.relative_to(run).as_posix() for path in paths if path.is_file() and path.name != MANIFEST]
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ from runs import lone_rank, pool_ranks
 from shardway.errors import UserError
 from shardway.models.contract import ModelPlan, find_plan
 from shardway.models.initialise import normal_
-from shardway.parallel.accumulate import accumulating
 from shardway.parallel.apply import ApplyOptions, apply_parallelism
 from shardway.parallel.axes.replicate import average_buffers
+from shardway.parallel.compile import find_units
+from shardway.parallel.gradients import accumulating
 from shardway.parallel.mesh import build_mesh
-from shardway.parallel.units import find_units
 from shardway.ranks.start import Ranks
 from shardway.runfile.schema import ParallelSection
 from trained import FP32, assert_same_bits, make_parallel, whole, whole_state

@@ -18,14 +18,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from exact_states import estimate_states
+from exact_weights import held_elements, transformer_weights, weights_of_rank
 from runs import place
 from shardway.layout import layout_of
 from shardway.models.build import build_model
 from shardway.models.contract import held_by_rank
 from shardway.parallel.apply import ApplyOptions, apply_parallelism
 from shardway.parallel.mesh import build_mesh
-from shardway.plan.exact.states import estimate_states
-from shardway.plan.exact.weights import held_elements, transformer_weights, weights_of_rank
 from shardway.plan.placement import place_mesh
 from shardway.ranks.start import Ranks
 from shardway.runfile.schema import ModelSection, ParallelSection

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardway.plan.case import Case, Degrees
-from shardway.plan.shapes.named import find_named
+from shardway.plan.shapes.section import find_named
 from shardway.plan.stages import fill_up, layers_of_stages, split_by_weight
 from shardway.plan.time.ceilings import Ceilings, ceilings_of
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from plan_cases import case_of, cases, expert_model
 from shardway.errors import UserError
-from shardway.plan.case import Case, Degrees, divisors
-from shardway.plan.engines import ENGINES, find_engine
+from shardway.plan.case import ENGINES, Case, Degrees, divisors, find_engine
 
 
 def refusal(**changes: Any) -> str:

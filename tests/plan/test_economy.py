@@ -25,8 +25,8 @@ from shardway.plan.economy import (
     daly_interval,
     estimate_run,
 )
-from shardway.plan.rules_of_thumb import young_interval
 from shardway.units import Scale, Span
+from workshop_formulas import young_interval
 
 NEVER = Faults(save_seconds=0, restart_seconds=0, node_mtbf_seconds=math.inf)
 HOUR, DAY = 3600.0, 86400.0

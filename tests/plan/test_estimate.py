@@ -13,8 +13,7 @@ from shardway.errors import UserError
 from shardway.plan.case import Case
 from shardway.plan.estimate import estimate
 from shardway.plan.machine import Machine
-from shardway.plan.memory.breakdown import estimate_memory, peak_stage
-from shardway.plan.memory.overheads import load_overheads
+from shardway.plan.memory import estimate_memory, load_overheads, peak_stage
 from shardway.plan.site import machine_of_part
 from shardway.plan.time.ceilings import load_ceilings
 from shardway.plan.time.step import estimate_step

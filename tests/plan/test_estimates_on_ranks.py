@@ -19,8 +19,7 @@ import pytest
 from kept_tensors import KeptTensors
 from pool import RankPool
 from runs import COMMON, open_tiny, pool_ranks
-from shardway.plan.memory.breakdown import StageMemory, estimate_memory
-from shardway.plan.memory.overheads import load_overheads
+from shardway.plan.memory import StageMemory, estimate_memory, load_overheads
 from shardway.resolve.planned import case_of, shape_of_run
 from shardway.runfile.schema import RunFile
 from shardway.train.memory import count_held

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardway.plan.rules_of_thumb import (
+from workshop_formulas import (
     PF_DAY,
     bubble_share,
     flops_utilisation,

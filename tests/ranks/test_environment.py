@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from runs import place
-from shardway.ranks.environment import variables_for_libraries
+from shardway.ranks.launcher import variables_for_libraries
 from shardway.ranks.start import StartOptions, start_ranks
 
 

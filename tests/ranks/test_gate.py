@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shardway.ranks.gate import VARIABLE, StandbyGate, find_released, wait_at_gate
+from shardway.ranks.standby_gate import VARIABLE, StandbyGate, find_released, wait_at_gate
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
@@ -20,14 +20,14 @@ PATIENCE_S = 60.0
 
 SPARE = """
 import os, sys
-from shardway.ranks.gate import VARIABLE, find_released, wait_at_gate
+from shardway.ranks.standby_gate import VARIABLE, find_released, wait_at_gate
 is_rank = wait_at_gate(os.environ, lambda: print("ready", flush=True))
 print(is_rank, os.environ.get("RANK"), os.environ.get(VARIABLE), find_released(os.environ) is not None)
 """
 HOLDER = """
 import sys, time
 from pathlib import Path
-from shardway.ranks.gate import StandbyGate
+from shardway.ranks.standby_gate import StandbyGate
 gate = StandbyGate(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(600)

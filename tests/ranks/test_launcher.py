@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from recorded_launchers import NODES, RECORDED
 from shardway.errors import SiteError
 from shardway.inherited import strip
-from shardway.ranks.launcher import Placement, describe_placement, find_placement
-from shardway.ranks.meeting import list_ports
+from shardway.ranks.launcher import Placement, find_placement, list_ports
 
 ALONE = Placement(0, 1, 0, 1, 0, 1, "127.0.0.1", 0, "none")
 
@@ -355,10 +354,10 @@ def test_a_host_by_any_name_or_address_passes(address: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["[fd00::1]", "fd00::1"])
-def test_an_address_of_ipv6_is_shown_in_brackets(address: str) -> None:
+def test_an_address_of_ipv6_may_have_brackets(address: str) -> None:
     placement = find_placement(SLURM_26_TASK_3 | {"MASTER_ADDR": address, "MASTER_PORT": "7000"})
     assert placement.master_addr == "fd00::1"
-    assert describe_placement(placement).endswith("meeting at [fd00::1]:7000")
+    assert placement.master_port == 7000
 
 
 def test_ranks_by_hand_on_one_node_need_no_local_world() -> None:
@@ -538,27 +537,6 @@ def test_a_host_beyond_the_node_file_is_refused(nodefile: Path) -> None:
         find_placement(OPENPBS_23_PBSDSH | {"PBS_NODEFILE": str(nodefile), "PBS_NODENUM": "2"})
 
 
-@pytest.mark.parametrize(
-    ("placement", "line"),
-    [
-        (
-            Placement(3, 8, 1, 4, 0, 2, "n1", 15213, "srun"),
-            "rank 3 of 8 (local 1 of 4) on node 0 of 2, started by srun, meeting at n1:15213",
-        ),
-        (
-            Placement(3, 8, 1, 4, None, None, "n1", 15213, "mpirun"),
-            "rank 3 of 8 (local 1 of 4) on a node without a number, started by mpirun, meeting at n1:15213",
-        ),
-        (
-            ALONE,
-            "rank 0 of 1 (local 0 of 1) on node 0 of 1, without a launcher, meeting at 127.0.0.1, any port",
-        ),
-    ],
-)
-def test_describe_placement(placement: Placement, line: str) -> None:
-    assert describe_placement(placement) == line
-
-
 def test_placement_needs_no_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; import shardway.ranks.launcher as m; m.find_placement({})"
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -609,7 +587,7 @@ def test_what_starts_ranks_is_found_above_them(tmp_path: Path) -> None:
     """Also past a shell in between; here the launcher is a shell by that name."""
     (tmp_path / "mpiexec").write_text('#!/bin/sh\nsh -c "$@; true"\n')
     (tmp_path / "mpiexec").chmod(0o755)
-    code = f"'{sys.executable}' -c 'from shardway.ranks.starter import find_launching_process as find; print(find())'"
+    code = f"'{sys.executable}' -c 'from shardway.ranks.launcher import find_launching_process as find; print(find())'"
     done = subprocess.run([str(tmp_path / "mpiexec"), code], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("mpiexec ")
     alone = subprocess.run(["sh", "-c", code], capture_output=True, text=True, check=True)

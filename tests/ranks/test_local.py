@@ -83,14 +83,14 @@ def stubborn():
     time.sleep(60)
 
 def bound():
-    from shardway.ranks.parent import stop_with_agent
+    from shardway.ranks.shutdown import stop_with_agent
 
     stop_with_agent(os.environ)
     (folder / f"bound-{rank}").touch()
     wait(60)
 
 def late():
-    from shardway.ranks.parent import stop_with_agent
+    from shardway.ranks.shutdown import stop_with_agent
 
     while os.getppid() == agent:
         time.sleep(0.02)
@@ -110,7 +110,7 @@ from pathlib import Path
 from shardway.errors import LateStop, UserError
 from shardway.ranks import local
 from shardway.ranks.local import run_local
-from shardway.ranks.processes import LocalLaunch
+from shardway.ranks.local import LocalLaunch
 
 local.LATER_S = local.LOOK_EVERY_S = 0.1
 folder = Path(sys.argv[2])

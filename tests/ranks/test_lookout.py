@@ -13,16 +13,24 @@ from functools import partial
 
 import pytest
 
-from shardway.ranks import stop_watchdog
-from shardway.ranks.signals import BrokenOff, SignalWatch, find_received
-from shardway.ranks.stop_watchdog import LEAVE_S, PATIENCE_S, Duties, StopWatchdog, Times
+from shardway.ranks import signals
+from shardway.ranks.signals import (
+    LEAVE_S,
+    PATIENCE_S,
+    BrokenOff,
+    Duties,
+    SignalWatch,
+    StopWatchdog,
+    Times,
+    find_received,
+)
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stop_watchdog, "TICK_S", 0.01)
-    monkeypatch.setattr(stop_watchdog, "PATIENCE_S", 0.05)
-    monkeypatch.setattr(stop_watchdog, "LEAVE_S", 0.05)
+    monkeypatch.setattr(signals, "TICK_S", 0.01)
+    monkeypatch.setattr(signals, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(signals, "LEAVE_S", 0.05)
 
 
 def send(number: signal.Signals) -> None:

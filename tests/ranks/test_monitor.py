@@ -13,7 +13,7 @@ import pytest
 
 from runs import place
 from shardway.errors import SiteError
-from shardway.ranks.agent.hang_timeout import HangTimeout
+from shardway.ranks.agent.hang import HangTimeout
 from shardway.ranks.ft_launcher_client import ANSWER_S, MonitorHeartbeat, open_monitor
 from shardway.ranks.progress import Activity, Progress
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardway.ranks.failure import RankFailure
-from shardway.ranks.oom import explain_oom, mark_oom
+from shardway.ranks.failure import RankFailure, explain_oom, mark_oom
 
 BASE = "the checkpoint of step 40"
 KILLED = [RankFailure(0, 4710, 4), RankFailure(1, 4711, -9)]

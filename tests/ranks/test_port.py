@@ -18,8 +18,7 @@ import pytest
 from commands import free_port
 from runs import place
 from shardway.ranks import port as port_module
-from shardway.ranks.launcher import Placement
-from shardway.ranks.meeting import list_ports
+from shardway.ranks.launcher import Placement, list_ports
 from shardway.ranks.port import NoMeeting, PortTaken, agree_on_port, describe_holder
 
 

@@ -16,20 +16,20 @@ import pytest
 
 from left_folders import list_left_folders
 from shardway.cli.local import open_reserve
-from shardway.ranks import spares
-from shardway.ranks.agent import folders
-from shardway.ranks.agent.folders import GATES
+from shardway.ranks import warm_standby
+from shardway.ranks.agent import heartbeat
 from shardway.ranks.agent.hang import NOBODY, Behind
-from shardway.ranks.processes import LocalLaunch, Seats
-from shardway.ranks.spares import MOST_OF_MEMORY, SPARE_BYTES, WarmStandby
-from shardway.runfile.machine import RunSection
+from shardway.ranks.agent.heartbeat import GATES
+from shardway.ranks.local import LocalLaunch, Seats
+from shardway.ranks.warm_standby import MOST_OF_MEMORY, SPARE_BYTES, WarmStandby
+from shardway.runfile.schema import RunSection
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
 RANK = """
 import os, sys, time
 from pathlib import Path
-from shardway.ranks.gate import VARIABLE, wait_at_gate
+from shardway.ranks.standby_gate import VARIABLE, wait_at_gate
 
 folder, kind = Path(sys.argv[1]), "spare" if VARIABLE in os.environ else "new"
 if not wait_at_gate(os.environ, (folder / f"ready-{os.getpid()}").touch):
@@ -48,8 +48,8 @@ from dataclasses import replace
 from pathlib import Path
 from shardway.ranks.agent.hang import Behind
 from shardway.ranks.local import run_local
-from shardway.ranks.processes import LocalLaunch, Seats
-from shardway.ranks.spares import WarmStandby
+from shardway.ranks.local import LocalLaunch, Seats
+from shardway.ranks.warm_standby import WarmStandby
 
 folder, first = Path(sys.argv[1]), int(sys.argv[2])
 launch = LocalLaunch(2, "a_rank_of_a_test", [str(folder)], folder / "logs", 1, folder / "stop", 60.0)
@@ -127,9 +127,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
             found.append(begun)
         return begun
 
-    monkeypatch.setattr(spares, "start_program", start)
-    monkeypatch.setattr(spares, "handlers_of", lambda processes: processes.subprocess_handlers)
-    monkeypatch.setattr(spares, "output_folder", lambda processes: Path("/none"))
+    monkeypatch.setattr(warm_standby, "start_program", start)
+    monkeypatch.setattr(warm_standby, "handlers_of", lambda processes: processes.subprocess_handlers)
+    monkeypatch.setattr(warm_standby, "output_folder", lambda processes: Path("/none"))
     return found
 
 
@@ -176,7 +176,7 @@ def test_spares_come_at_once_where_a_rank_that_trained_has_failed(started: list[
 def test_spares_need_memory_to_spare(
     started: list[Started], monkeypatch: pytest.MonkeyPatch, left: float, count: int
 ) -> None:
-    monkeypatch.setattr(spares, "read_memory_left", lambda: int(left))
+    monkeypatch.setattr(warm_standby, "read_memory_left", lambda: int(left))
     with WarmStandby(1.0, clock=iter(range(100)).__next__) as reserve:
         reserve.start(LAUNCH, SEATS)
         for step in range(10):
@@ -199,7 +199,7 @@ def test_no_spares_where_none_are_wanted(started: list[Started]) -> None:
 def test_spares_are_for_ranks_that_start_again(
     started: list[Started], monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], count: int
 ) -> None:
-    monkeypatch.setattr(spares, "read_memory_left", lambda: 1 << 40)
+    monkeypatch.setattr(warm_standby, "read_memory_left", lambda: 1 << 40)
     with open_reserve(RunSection(**keys)) as reserve:
         reserve.start(LAUNCH, SEATS)
         reserve.look(Behind((0, ORDER)))
@@ -216,8 +216,8 @@ def test_a_machine_that_gives_no_more_processes_goes_without(
             raise BlockingIOError(11, "Resource temporarily unavailable")
         return Started([], {})
 
-    monkeypatch.setattr(spares, "start_program", refuse_spares)
-    monkeypatch.setattr(folders, "find_memory", lambda: tmp_path)
+    monkeypatch.setattr(warm_standby, "start_program", refuse_spares)
+    monkeypatch.setattr(heartbeat, "find_memory", lambda: tmp_path)
     with WarmStandby(1.0, bounded=False, clock=iter(range(100)).__next__) as reserve:
         reserve.start(LAUNCH, SEATS)
         for step in range(10):
@@ -229,7 +229,7 @@ def test_a_machine_that_gives_no_more_processes_goes_without(
 def test_a_machine_without_room_for_gates_goes_without(
     started: list[Started], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(folders, "find_memory", lambda: tmp_path / "none")
+    monkeypatch.setattr(heartbeat, "find_memory", lambda: tmp_path / "none")
     with WarmStandby(1.0, bounded=False, clock=iter(range(100)).__next__) as reserve:
         reserve.start(LAUNCH, SEATS)
         for step in range(10):
@@ -242,7 +242,7 @@ def test_a_mark_that_cannot_be_taken_away_does_not_keep_spares_from_being_ranks(
     started: list[Started], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As where the file system of the run is read-only by now."""
-    monkeypatch.setattr(spares, "output_folder", lambda processes: tmp_path)
+    monkeypatch.setattr(warm_standby, "output_folder", lambda processes: tmp_path)
 
     def refuse(path: Path, missing_ok: bool = False) -> None:
         raise OSError(30, "Read-only file system", str(path))

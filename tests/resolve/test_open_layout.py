@@ -16,11 +16,11 @@ from test_huggingface_rules import DENSE
 
 from shardway.errors import UserError
 from shardway.layout import AXES
-from shardway.plan.search.best import NEAR
-from shardway.plan.shapes.named import find_named
+from shardway.plan.search import NEAR
+from shardway.plan.shapes.section import find_named
 from shardway.resolve import Resolved, resolve
 from shardway.resolve.applies import applies
-from shardway.resolve.planned.layout import KEYS
+from shardway.resolve.planned_layout import KEYS
 from shardway.runfile.load import load_run
 from shardway.runfile.write import render_value
 

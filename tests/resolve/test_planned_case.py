@@ -7,9 +7,8 @@ from planned_runs import SMALL
 from resolving import resolve_words
 
 from shardway.errors import UserError
-from shardway.plan.case import Case, Degrees
-from shardway.plan.engines import find_engine
-from shardway.plan.shapes.named import find_named
+from shardway.plan.case import Case, Degrees, find_engine
+from shardway.plan.shapes.section import find_named
 from shardway.resolve.planned import ASSUMED_VOCAB, case_of, list_assumptions, shape_of_run
 
 

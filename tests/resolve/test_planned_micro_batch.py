@@ -9,8 +9,8 @@ from planned_runs import H100, SMALL, TIGHT, price, resolve_on
 from resolving import value_of
 
 from shardway.plan.machine import Machine
-from shardway.plan.search.best import NEAR
-from shardway.resolve.planned.micro_batch import list_sizes
+from shardway.plan.search import NEAR
+from shardway.resolve.planned_layout import list_sizes
 
 RUN = (*SMALL, "train.global_batch=96", "parallel.dp_shard=2")
 

@@ -18,7 +18,7 @@ from shardway.errors import ShardwayError
 from shardway.rundir.directory import RunDir
 from shardway.rundir.lease import Means
 from shardway.rundir.lock import LockPaths, WriterLock
-from shardway.rundir.watching import LeaseTimes
+from shardway.rundir.lease import LeaseTimes
 
 def refuse(descriptor, operation):
     raise OSError(errno.ENOSYS, "Function not implemented")

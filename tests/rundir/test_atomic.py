@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from shardway.rundir import atomic
-from shardway.rundir.atomic import fsync_folder, remove_folder, render_json, why_refused, write_json, write_whole
+from shardway.rundir import file_io
+from shardway.rundir.file_io import fsync_folder, remove_folder, render_json, why_refused, write_json, write_whole
 
 
 def names(folder: Path) -> list[str]:
@@ -76,8 +76,8 @@ def _broken(call: str) -> tuple[Any, str, Callable[..., Any]]:
     if call in ("fsync", "replace"):
         return os, call, fail
     if call == "open":
-        return atomic, "open", fail
-    return atomic, "open", lambda *arguments, **options: _BrokenFile(open(*arguments, **options), call)
+        return file_io, "open", fail
+    return file_io, "open", lambda *arguments, **options: _BrokenFile(open(*arguments, **options), call)
 
 
 class _BrokenFile:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardway.rundir.fields import read_fields
+from shardway.rundir.file_io import read_fields
 
 
 class Colour(StrEnum):

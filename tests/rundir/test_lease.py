@@ -11,13 +11,28 @@ from pathlib import Path
 import pytest
 
 from shardway.errors import Fenced, JobError, UserError
-from shardway.rundir import atomic
-from shardway.rundir.atomic import write_new
-from shardway.rundir.claims import KEPT, Beat, Claim, DiskFiles, read_beat, survey, write_beat, write_claim
+from shardway.rundir import file_io
 from shardway.rundir.directory import RunDir
-from shardway.rundir.identity import Identity, is_gone, own_identity
-from shardway.rundir.lease import Follower, Lease, Means
-from shardway.rundir.watching import LeaseTimes, LeaseVerdict, watch
+from shardway.rundir.file_io import write_new
+from shardway.rundir.lease import (
+    KEPT,
+    Beat,
+    Claim,
+    DiskFiles,
+    Follower,
+    Identity,
+    Lease,
+    LeaseTimes,
+    LeaseVerdict,
+    Means,
+    is_gone,
+    own_identity,
+    read_beat,
+    survey,
+    watch,
+    write_beat,
+    write_claim,
+)
 
 ELSEWHERE = Identity("n1", "boot", "pids", 7, "100")
 
@@ -219,7 +234,7 @@ def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def refuse(source: object, target: object) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(atomic.os, "link", refuse)
+    monkeypatch.setattr(file_io.os, "link", refuse)
     assert write_new(tmp_path / "a", "one")
     assert not write_new(tmp_path / "a", "two")
     assert (tmp_path / "a").read_text() == "one"

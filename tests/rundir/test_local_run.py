@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardway.errors import JobError, UserError
-from shardway.rundir import local as module
-from shardway.rundir.local import LocalRun, find_local_run
+from shardway.rundir import names as module
+from shardway.rundir.names import LocalRun, find_local_run
 
 
 def make(local: LocalRun, node: int, *steps: int) -> None:

@@ -18,10 +18,8 @@ from holding import holding
 
 from shardway.errors import UserError
 from shardway.rundir import lock
-from shardway.rundir.claims import Claim, newest_epoch, write_claim
-from shardway.rundir.lease import Means
+from shardway.rundir.lease import Claim, LeaseTimes, Means, newest_epoch, write_claim
 from shardway.rundir.lock import LockPaths, WriterLock, find_holder, find_holder_host, signal_holder
-from shardway.rundir.watching import LeaseTimes
 
 SINCE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from shardway.checkpoint.checksum import find_damage, seal_file
+from shardway.checkpoint.file_format import find_damage, seal_file
 from shardway.errors import JobError
 from shardway.rundir.directory import RunDir
-from shardway.rundir.look import AWAY, answers, is_there, list_names
+from shardway.rundir.file_io import AWAY, answers, is_there, list_names
 
 Refuse = Callable[[int], None]
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from shardway.errors import JobError
-from shardway.rundir import run_id
-from shardway.rundir.run_id import NAME, ensure_run_id, find_run_id
+from shardway.rundir import names
+from shardway.rundir.names import NAME, ensure_run_id, find_run_id
 
 KNOWN = "0123456789abcdef" * 2
 
@@ -50,6 +50,6 @@ def test_a_disk_that_refuses_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def full(*_: Any) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(run_id, "write_whole", full)
+    monkeypatch.setattr(names, "write_whole", full)
     with pytest.raises(JobError, match=r"the id of the run cannot be written into .*: No space left"):
         ensure_run_id(tmp_path)

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from shardway.errors import UserError
-from shardway.runfile.explain import KeyDoc, explain_key, search_keys
 from shardway.runfile.load import load_run
-from shardway.runfile.peers import PEERS, PeerName, find_peers
+from shardway.runfile.problems import PEERS, KeyDoc, PeerName, explain_key, find_peers, search_keys
 from shardway.runfile.schema import RunFile, all_keys, sections
 
 DOCS = [doc for section in sections() for doc in explain_key(section)]

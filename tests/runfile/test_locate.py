@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardway.runfile.locate import key_lines
+from shardway.runfile.load import key_lines
 
 
 def test_plain_keys_and_heads() -> None:

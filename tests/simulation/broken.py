@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from shardway.rundir.claims import ClaimFiles, ClaimState, beat_name, survey
-from shardway.rundir.lease import Lease
-from shardway.rundir.watching import LeaseClock, LeaseTimes, LeaseVerdict
+from shardway.rundir.lease import ClaimFiles, ClaimState, Lease, LeaseClock, LeaseTimes, LeaseVerdict, beat_name, survey
 
 
 class Unconfirmed(Lease):

@@ -13,7 +13,7 @@ from storage import Folder, Store, Trouble
 from training import CHECKPOINTS, SHARDS, Command, Commit, Plan, Record, state_of
 from world import Broken, Host, Process, Workers, World
 
-from shardway.rundir.claims import newest_epoch
+from shardway.rundir.lease import newest_epoch
 
 QUIET_S = 80.0
 """When the last fault strikes, in seconds."""

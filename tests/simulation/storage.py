@@ -237,7 +237,7 @@ class Mount:
 
 @dataclass(frozen=True)
 class LeaseFiles:
-    """The folder of a lease, as `shardway.rundir.claims.ClaimFiles`."""
+    """The folder of a lease, as `shardway.rundir.lease.ClaimFiles`."""
 
     mount: Mount
     path: str = "lease"

@@ -15,7 +15,7 @@ from training import Plan
 from world import Workers
 
 from shardway.rundir import lease
-from shardway.rundir.watching import LeaseTimes
+from shardway.rundir.lease import LeaseTimes
 
 FEW, MANY, MOST = 60, 400, 2000
 WHOLE = Plan()

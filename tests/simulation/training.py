@@ -1,4 +1,4 @@
-"""A small model of a run: what `train/session.py`, `train/saves/` and `checkpoint/save.py` do to files, in order.
+"""A small model of a run: what `train/session.py`, `train/saves/` and `checkpoint/writer.py` do to files, in order.
 
 A state is a number that follows from its step. A checkpoint is two files of it and a manifest that says what they hold.
 The lease, its watch and the policy of restarts are the real ones.
@@ -16,9 +16,8 @@ from storage import LeaseFiles, Mount, Store
 from world import Host, Killed, Process, World
 
 from shardway.errors import Fenced, JobError, ShardwayError, UserError
-from shardway.ranks.agent.policy import RepeatedFailure, decide
-from shardway.rundir.lease import Lease, Means
-from shardway.rundir.watching import LeaseTimes
+from shardway.ranks.failure import RepeatedFailure, decide
+from shardway.rundir.lease import Lease, LeaseTimes, Means
 
 SHARDS = ("a", "b")
 KEEP = 2

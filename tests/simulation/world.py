@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardway.rundir.identity import Identity
+from shardway.rundir.lease import Identity
 
 FOREVER = float("inf")
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from shardway.sites.evidence import GENERIC_SITES, describe_facts, list_facts, list_stray_sources, list_unsourced
+from shardway.sites.evidence import GENERIC_SITES, describe_facts, list_facts, list_stray_sources
 from shardway.sites.find import list_shipped
 from shardway.sites.load import load_site
 from shardway.sites.schema import SiteProfile
+from unsourced import list_unsourced
 
 SINFO = {"source": "sinfo", "date": "2026-11-01"}
 

@@ -7,10 +7,9 @@ import sys
 
 MODULES = [
     "hardware.catalogue",
-    "hardware.facts",
     "hardware.probe",
     "sites.evidence",
-    "sites.keep",
+    "sites.find",
     "sites.load",
     "sites.schema",
 ]

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from shardway.errors import UserError
-from shardway.sites.evidence import describe_facts, list_stray_sources, list_unsourced
-from shardway.sites.find import find_profile, list_profiles, list_shipped, own_folder
-from shardway.sites.keep import keep_profile
+from shardway.sites.evidence import describe_facts, list_stray_sources
+from shardway.sites.find import find_profile, keep_profile, list_profiles, list_shipped, own_folder
 from shardway.sites.load import list_sites, load_site
+from unsourced import list_unsourced
 
 SOURCE = '{ source = "sinfo", date = 2026-11-01 }'
 LAB = """

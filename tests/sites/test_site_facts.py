@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shardway.launch.job import Job, JobEnvironment, Program, QueueTerms, Shape
-from shardway.launch.schedulers.slurm.script import cpus_of_task
+from shardway.launch.schedulers.slurm import cpus_of_task
 from shardway.sites.evidence import GENERIC_SITES, describe_facts
 from shardway.sites.find import list_shipped
 from shardway.sites.load import load_site

@@ -29,11 +29,10 @@ from shardway.ranks.start import Ranks
 from shardway.resolve.request import ResolveRequest
 from shardway.rundir.attempts import VARIABLE, Attempt, AttemptStart, Ending, Result
 from shardway.rundir.directory import RunDir
-from shardway.train import loop, session
+from shardway.train import deadline, loop, session, stops
 from shardway.train.recipe import train_run
 from shardway.train.run import Run, start
 from shardway.train.session import open_session
-from shardway.train.stops import deadline, stopping
 
 SHORT = ("train.steps=8", "optim.warmup=0 steps", "model.dropout=0.1")
 
@@ -157,7 +156,7 @@ ASKED = {
 def test_the_stop_file_names_the_end(
     words: str, tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stopping, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(stops, "LOOK_EVERY_S", 0.0)
 
     def ask(run: Run, step: int) -> None:
         if step == 3:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardway.rundir.directory import RunDir
-from shardway.train.earlier import Earlier, read_earlier
+from shardway.train.record import Earlier, read_earlier
 
 SAID = {"pid": 7, "host": "n1", "step": 3, "spent": {"step": 1.5}}
 

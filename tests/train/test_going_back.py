@@ -32,8 +32,8 @@ from runs import (
 from shardway.cli.status import status
 from shardway.errors import JobError
 from shardway.rundir.directory import RunDir
-from shardway.runfile.guard import GuardSection
 from shardway.runfile.load import load_run
+from shardway.runfile.schema import GuardSection
 from shardway.train.run import Run
 from trained import assert_same_bits, whole_state
 
@@ -273,8 +273,8 @@ def test_a_run_that_goes_on_within_a_spike_still_finds_it(tmp_path: Path, quiet_
 
 
 DEATHS = {
-    "before anything is set aside": "shardway.train.saves.restore.set_undone_aside",
-    "before it loads": "shardway.train.saves.restore.load_latest",
+    "before anything is set aside": "shardway.train.restore.set_undone_aside",
+    "before it loads": "shardway.train.restore.load_latest",
     "before it reads data": "shardway.train.loop.Loop._open_stream",
 }
 

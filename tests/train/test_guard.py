@@ -27,7 +27,7 @@ from runs import (
 )
 from shardway.errors import JobError, UserError
 from shardway.rundir.directory import RunDir
-from shardway.train.guards.spike import Spikes, read_spikes
+from shardway.train.guard import Spikes, read_spikes
 from shardway.train.run import Run
 from speed import picked
 from trained import assert_same_bits, whole_state

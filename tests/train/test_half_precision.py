@@ -13,8 +13,7 @@ from torch import nn
 from drawn_layouts import SMALL
 from pool import ranks
 from runs import pool_ranks, read_column, read_steps, train_alone, train_tiny, worst_difference
-from shardway.train.loss import LossSum
-from shardway.train.loss_scale import LossScale
+from shardway.train.loss import LossScale, LossSum
 from shardway.train.step import StepContext, StepParts, take_step
 from speed import thinned
 from trained import apply_shape, make_passes, whole

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from pool import ranks
 from runs import TINY, lone_rank, pool_ranks, read_column, read_named, train_tiny
 from saved_tensors import read_whole
-from shardway.checkpoint.verify import verify_checkpoint
+from shardway.checkpoint.catalog import verify_checkpoint
 from shardway.errors import JobError, UserError
 from shardway.ranks.start import Ranks
 from shardway.resolve.request import ResolveRequest
@@ -180,10 +180,8 @@ def test_damage_found_while_reading_leaves_nothing(rank: int, tmp_path: Path) ->
 
 
 def test_a_checkpoint_that_names_files_elsewhere_is_not_copied(tmp_path: Path) -> None:
-    from shardway.checkpoint.checksum import seal_bytes
-    from shardway.checkpoint.copy import copy_checkpoint
-    from shardway.checkpoint.find import FoundCheckpoint
-    from shardway.checkpoint.manifest import Damaged, Manifest, write_manifest
+    from shardway.checkpoint.catalog import FoundCheckpoint, copy_checkpoint
+    from shardway.checkpoint.file_format import Damaged, Manifest, seal_bytes, write_manifest
 
     source = tmp_path / "a/source"
     source.mkdir(parents=True)
@@ -200,7 +198,7 @@ def test_a_checkpoint_that_names_files_elsewhere_is_not_copied(tmp_path: Path) -
 SLOWLY = """
 import sys, time, pathlib
 sys.path[:0] = [{tests!r}]
-from shardway.checkpoint import save
+from shardway.checkpoint import writer
 from shardway.train import importing
 from test_importing import bring, lone_rank
 def wait(*_):

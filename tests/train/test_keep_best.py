@@ -33,9 +33,8 @@ from saved_tensors import read_whole
 from shardway.errors import JobError, UserError
 from shardway.ranks.start import Ranks
 from shardway.rundir.directory import RunDir
-from shardway.train import loop
+from shardway.train import loop, saving
 from shardway.train.loss import LossSum
-from shardway.train.saves import saving
 from shardway.train.validate import Validation
 
 QUIET = ("run.device=cpu", "run.threads=1", "checkpoint.background=false", "train.validate_every=1 steps")

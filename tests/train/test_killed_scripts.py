@@ -26,10 +26,9 @@ import torch
 
 from example_scripts import torchrun
 from runs import read_steps
-from shardway.checkpoint.contents import PARTS
+from shardway.checkpoint.catalog import PARTS, find_checkpoint
 from shardway.checkpoint.diff import find_differences
-from shardway.checkpoint.find import find_checkpoint
-from shardway.checkpoint.tensors import TensorReader
+from shardway.checkpoint.reader import TensorReader
 from shardway.rundir.directory import RunDir
 from speed import picked
 

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.usefixtures("warm_starts")
 CODE = """
 import os, signal, sys, time
 from pathlib import Path
-from shardway.ranks import stop_watchdog
-from shardway.ranks.stop_watchdog import StopWatchdog
+from shardway.ranks import signals
+from shardway.ranks.signals import StopWatchdog
 from shardway.ranks.progress import Activity, Progress
 from shardway.ranks.signals import SignalWatch
 from shardway.rundir.attempts import Attempt
@@ -25,7 +25,7 @@ from shardway.rundir.directory import RunDir
 from shardway.train import exit_report
 from shardway.train.exit_report import ExitReport
 
-stop_watchdog.LEAVE_S = 0.1
+signals.LEAVE_S = 0.1
 exit_report.SAY_S = 60.0  # a busy disk is no part of these tests
 progress = Progress()
 progress.enter(Activity.STEP, 7)

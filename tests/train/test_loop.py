@@ -32,9 +32,9 @@ from runs import (
 )
 from shardway.errors import JobError, UserError
 from shardway.rundir.directory import RunDir
+from shardway.train import stops
 from shardway.train.loss import IGNORED, LossSum, token_cross_entropy
 from shardway.train.run import Run
-from shardway.train.stops import stopping
 from shardway.train.validate import Validation, validate
 from speed import picked
 from trained import apply_shape, make_passes
@@ -63,7 +63,7 @@ def touch_stop_at(last: int) -> Any:
 @ranks(2)
 def test_the_stop_file_stops_all_ranks_after_the_step(rank: int, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stopping, "LOOK_EVERY_S", 0.0)
+        patch.setattr(stops, "LOOK_EVERY_S", 0.0)
         outcome = train_tiny(
             tmp_path, pool_ranks(), *layout(1, 2), "checkpoint.every=100 steps", before_step=touch_stop_at(5)
         )
@@ -91,7 +91,7 @@ def test_a_stop_in_the_last_step_is_a_finish(
     tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the file that asked for it does not stop a longer run later."""
-    monkeypatch.setattr(stopping, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(stops, "LOOK_EVERY_S", 0.0)
     outcome = train_tiny(tmp_path, lone_rank(), *SHORT, before_step=touch_stop_at(6))
     assert (outcome.state, outcome.step) == ("finished", 6)
     assert not RunDir(tmp_path).stop_requested()

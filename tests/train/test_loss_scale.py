@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardway.errors import JobError
-from shardway.train.loss_scale import LOWEST, LossScale
+from shardway.train.loss import LOWEST, LossScale
 
 
 def course_of_torch(start: LossScale, overflows: list[bool]) -> list[tuple[float, int]]:

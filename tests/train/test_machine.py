@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from shardway.train.machine import Facts, LoopPhase, next_phase
+from shardway.train.loop_state import Facts, LoopPhase, next_phase
 
 R, T, V, S, STOP, FINISH, END = (
     LoopPhase.RESTORE,

@@ -167,7 +167,7 @@ def told_by_open_run(folder: Path, error: Exception, where: str, monkeypatch: py
     [
         ("shardway.parallel.apply._materialise", 0),
         ("shardway.train.passes.call_loss", 0),
-        ("shardway.checkpoint.shards.write.dcp.save", 2),
+        ("shardway.checkpoint.writer.dcp.save", 2),
     ],
 )
 def test_wherever_memory_ends_it_is_told_what_held_it(

@@ -31,16 +31,16 @@ from runs import (
 from shardway.hardware.device import DeviceFacts
 from shardway.models.build import build_model
 from shardway.models.contract import ModelPlan
-from shardway.parallel.backend_flags import apply_backend_switches, tf32_put_back
-from shardway.parallel.formats.model_autocast import autocast_model
+from shardway.parallel.compile import apply_backend_switches, tf32_put_back
+from shardway.parallel.formats.precision import autocast_model
 from shardway.resolve import device_defaults as decided
 from shardway.resolve.device_defaults import KEYS
+from shardway.resolve.draft import Settled, value_of
 from shardway.resolve.request import ResolveRequest, resolve_request
-from shardway.resolve.resolved import Settled, value_of
 from shardway.rundir.directory import RunDir
 from shardway.runfile.schema import ModelSection, RunFile
-from shardway.train.device_defaults import RankReport, agree, look_here, read_tf32_of_script
 from shardway.train.run import Run
+from shardway.train.session import RankReport, agree, look_here, read_tf32_of_script
 from shardway.watch.plain import PlainLines
 
 FAST = DeviceFacts("cuda", "a Testium 9000", (9, 0), True, 16.0, False, "no C compiler is found")
@@ -326,7 +326,7 @@ def test_a_folder_that_cannot_be_made_leaves_a_run_uncompiled(tmp_path: Path) ->
     resolution = resolve_request(ResolveRequest(overrides=(*TINY, *words)))
     assert resolution.resolved.values.train.compile == "blocks"
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("shardway.train.device_defaults._look_at", lambda device: replace(FAST, no_compiler=""))
+        patched.setattr("shardway.train.session._look_at", lambda device: replace(FAST, no_compiler=""))
         report = look_here(resolution, torch.device("cpu"))
     assert report.device is not None
     assert report.device.no_compiler.startswith("train.compile_cache: the folder /proc/no/such cannot be made")

@@ -15,8 +15,7 @@ from torch import nn
 
 from shardway.runfile.schema import OptimSection
 from shardway.train.optim import build_optimizer
-from shardway.train.optim.parts import ParameterPart, split_rows
-from shardway.train.optim.widen import noise_of, round_stochastically, update_widened
+from shardway.train.optim.base import ParameterPart, noise_of, round_stochastically, split_rows, update_widened
 
 
 def part_of(shape: tuple[int, ...], step: int = 1, states: int = 1) -> ParameterPart:

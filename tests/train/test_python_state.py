@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardway.train.python_state import PythonState
+from shardway.train.loss_probe import PythonState
 
 CALLS: list[int] = []
 COUNT = 0

@@ -26,7 +26,7 @@ from runs import (
     read_steps,
     worst_difference,
 )
-from shardway.checkpoint.load import load_latest
+from shardway.checkpoint.reader import load_latest
 from shardway.checkpoint.state import Trained
 from shardway.errors import UserError
 from shardway.ranks.start import Ranks

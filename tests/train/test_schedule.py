@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardway.train.schedule import COURSES, LRSchedule, lr_factor
+from shardway.train.loop_state import COURSES, LRSchedule, lr_factor
 
 GOLDEN = {
     # total 12, warm-up 4, decay 4, final 0.2, by hand: (step + 1) / 4, then the course over steps 4 to 12

@@ -9,8 +9,7 @@ import pytest
 
 from pool import ranks
 from runs import layout, lone_rank, open_tiny, pool_ranks, read_column, signal_at, train_tiny
-from shardway.checkpoint.corrupt import set_aside
-from shardway.checkpoint.find import PassedOver
+from shardway.checkpoint.catalog import PassedOver, set_aside
 from shardway.errors import JobError, UserError
 from shardway.resolve.request import ResolveRequest
 from shardway.rundir.directory import RunDir

@@ -11,7 +11,7 @@ from pool import ranks
 from runs import layout, lone_rank, pool_ranks, read_column, read_named, read_steps, train_tiny
 from shardway.data.order import SampleOrder
 from shardway.rundir.directory import RunDir
-from shardway.train.counters import Counters, read_counters
+from shardway.train.loop_state import Counters, read_counters
 
 WORDS = ("train.steps=10", "data.validation_fraction=0.0", "data.record_ids=true", "train.global_batch=8")
 """96 samples, of which ten steps take 80."""

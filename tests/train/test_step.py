@@ -23,7 +23,7 @@ from shardway.models.transformer import Transformer, TransformerShape
 from shardway.parallel.apply import ParallelModel
 from shardway.ranks.agreement import Wishes
 from shardway.ranks.start import Ranks
-from shardway.train.guards.repeat import GuardChecks
+from shardway.train.guard_repeat import GuardChecks
 from shardway.train.loss import IGNORED, LossSum, token_cross_entropy
 from shardway.train.passes import count_rows, cut
 from shardway.train.step import StepContext, StepParts, StepResult, take_step

@@ -10,13 +10,12 @@ import pytest
 
 from pool import ranks
 from runs import TINY, lone_rank, read_column, read_named, train_tiny
-from shardway.checkpoint.find import find_checkpoints
-from shardway.checkpoint.manifest import Manifest, _digest, read_manifest
-from shardway.checkpoint.verify import verify_all
+from shardway.checkpoint.catalog import find_checkpoints, verify_all
+from shardway.checkpoint.file_format import Manifest, _digest, read_manifest
 from shardway.errors import JobError
 from shardway.resolve.request import ResolveRequest
 from shardway.rundir.directory import RunDir
-from shardway.rundir.run_id import NAME, find_run_id
+from shardway.rundir.names import NAME, find_run_id
 from shardway.train.importing import ImportRequest, import_on, resolve_import
 
 SAVING = ("checkpoint.every=2 steps", "train.steps=4", "optim.warmup=1 steps")

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from shardway.rundir.directory import RunDir
-from shardway.watch.predicted import predict
 from shardway.watch.progress import read_progress
-from shardway.watch.report import render_report
+from shardway.watch.report import predict, render_report
 
 RESOLVED = """
 format = 1

@@ -10,7 +10,7 @@ import pytest
 from watch_events import event, started, step, write_events
 
 from shardway.rundir.directory import RunDir
-from shardway.watch.figures import POINTS, find_marks
+from shardway.watch.curve import POINTS, find_marks
 from shardway.watch.progress import read_progress
 from shardway.watch.report import render_report
 from shardway.watch.summary import summarise

@@ -11,7 +11,7 @@ import pytest
 from watch_events import BEGIN, event, started, step, write_events
 
 from shardway.rundir.directory import RunDir
-from shardway.rundir.left_out import SkippedRange
+from shardway.rundir.lineage import SkippedRange
 from shardway.watch.progress import BestCheckpoint, find_best_checkpoint
 from shardway.watch.report import render_report
 from shardway.watch.summary import GONE, find_runs, summarise

@@ -7,15 +7,15 @@ import io
 from rich.console import Console
 from watch_events import BEGIN, event, started
 
-from shardway.watch import told
+from shardway.watch import words
 from shardway.watch.live import LiveView
 from shardway.watch.plain import PlainLines
-from shardway.watch.told import describe
+from shardway.watch.words import describe
 
 
 def test_every_kind_of_news_is_one_line_in_both_views() -> None:
-    assert len(told._KINDS) > 15
-    for name in told._KINDS:
+    assert len(words._KINDS) > 15
+    for name in words._KINDS:
         bare = event(name, 3, 0.2)
         found = describe(bare)
         assert found is not None

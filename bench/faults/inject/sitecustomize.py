@@ -58,8 +58,6 @@ def _prepare(rank: int) -> None:
             return collect(ranks, state, step, numbers)
 
         module.collect_content = collect_content
-
-    def change_stream(module: Any) -> None:
         write = module._Stream.write
 
         def write_some(self: Any, *arguments: Any) -> Any:
@@ -74,7 +72,7 @@ def _prepare(rank: int) -> None:
     changes = {"step": change_step} if harm.pace_s or harm.kind in ("hang", "raise") else {}
     found = {f"shardway.train.{name}": change for name, change in changes.items()}
     if harm.kind == "die":
-        found |= {"shardway.checkpoint.save": change_save, "shardway.checkpoint.shards.write": change_stream}
+        found |= {"shardway.checkpoint.writer": change_save}
     sys.meta_path.insert(0, _Changed(found))
 
 

@@ -1,20 +1,28 @@
-"""A save that is written by a thread of its own while training goes on.
+"""Saves on a thread of its own: a copy of the state in host memory, written while training goes on.
 
-Invariant: one flight writes one checkpoint, by the same functions as a save that is waited for; its outcome is known
-once and changes nothing by itself. The thread never keeps a process alive that wants to end. This module must not
-start a second flight beside a first, nor write events.
+Invariants:
+- One flight writes one checkpoint, by the same functions as a save that is waited for; its outcome is known once and
+  changes nothing by itself. The thread never keeps a process alive that wants to end.
+- What was staged never changes while it is in use, and has the bits, shapes, strides and placements of its source.
+  Buffers are made once and used again: memory that was touched before is filled several times as fast.
 """
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from shardway.checkpoint.save import SavedCheckpoint
+from shardway.checkpoint.state import Tensors
+from shardway.checkpoint.writer import SavedCheckpoint
+from shardway.hardware.limits import read_memory_left
 from shardway.ranks.start import Ranks
 
 
@@ -66,3 +74,96 @@ class Flight:
         except BaseException as caught:  # told by the thread of training, which decides what it means
             error = caught
         self._landing = AsyncSave(saved, error, time.perf_counter())
+
+
+# --- A copy of a state in host memory, so that training goes on while the copy is written
+
+MOST_OF_MEMORY = 0.8
+"""Of the host's memory that is left, no more than this is taken for copies: what is written is cached as well."""
+
+
+@dataclass(frozen=True)
+class _HostBuffer:
+    """Memory of the host, and the strides of what it was made for: those of the memory differ where that had gaps."""
+
+    memory: torch.Tensor
+    source_stride: tuple[int, ...]
+
+
+class Staging:
+    """The host's buffers of one rank, by the place of a tensor in its state."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, _HostBuffer] = {}
+
+    def missing_bytes(self, tensors: Tensors) -> int:
+        """Bytes of this rank's tensors that have no buffer yet."""
+        found = ((place, tensor) for place, tensor in _plain_tensors(tensors, "") if not self._fits(place, tensor))
+        return sum(tensor.numel() * tensor.element_size() for _, tensor in found)
+
+    def reserve(self, tensors: Tensors) -> None:
+        """Make the buffers that are missing, and touch them. Raises what torch raises where memory runs out."""
+        for place, tensor in _plain_tensors(tensors, ""):
+            self._buffer(place, tensor)
+
+    def stage(self, tensors: Tensors) -> Tensors:
+        """The state as it is now: tensors as copies on the CPU, sharded ones with the same mesh and placements.
+
+        Only this rank's parts are copied. The copy of an earlier call is overwritten.
+        """
+        staged = {name: self._stage(value, f"/{name}") for name, value in tensors.items()}
+        if any(tensor.is_cuda for _, tensor in _plain_tensors(tensors, "")):
+            torch.cuda.current_stream().synchronize()
+        return staged
+
+    def _stage(self, value: Any, place: str) -> Any:
+        if isinstance(value, dict):
+            return {name: self._stage(each, f"{place}/{name}") for name, each in value.items()}
+        if not isinstance(value, torch.Tensor):
+            return copy.deepcopy(value)
+        if not is_traceable_wrapper_subclass(value):
+            return self._buffer(place, value).copy_(value.detach(), non_blocking=True)
+        names, context = value.__tensor_flatten__()
+        parts = {name: getattr(value, name) for name in names}
+        inner = {
+            name: self._stage(part, f"{place}.{name}") if isinstance(part, torch.Tensor) else part
+            for name, part in parts.items()
+        }
+        return type(value).__tensor_unflatten__(inner, context, value.size(), value.stride())
+
+    def _buffer(self, place: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not self._fits(place, tensor):
+            self._buffers.pop(place, None)
+            empty = torch.empty_like(tensor, device="cpu", requires_grad=False, pin_memory=tensor.is_cuda)
+            self._buffers[place] = _HostBuffer(empty.zero_(), tensor.stride())
+        return self._buffers[place].memory
+
+    def _fits(self, place: str, tensor: torch.Tensor) -> bool:
+        held = self._buffers.get(place)
+        wanted = (tensor.shape, tensor.dtype, tensor.stride())
+        return held is not None and (held.memory.shape, held.memory.dtype, held.source_stride) == wanted
+
+
+def has_room(wanted_bytes: int, root: Path = Path("/")) -> bool:
+    """Whether this process's host, and its control group, leave so much memory for copies."""
+    return wanted_bytes <= MOST_OF_MEMORY * read_memory_left(root)
+
+
+def _plain_tensors(tensors: Tensors, place: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor that holds numbers of this rank, those within sharded ones too, with its place."""
+    for name, value in tensors.items():
+        here = f"{place}/{name}"
+        if isinstance(value, dict):
+            yield from _plain_tensors(value, here)
+        elif isinstance(value, torch.Tensor):
+            yield from _parts(value, here)
+
+
+def _parts(tensor: torch.Tensor, place: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if not is_traceable_wrapper_subclass(tensor):
+        yield place, tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for name in names:
+        if isinstance(part := getattr(tensor, name), torch.Tensor):
+            yield from _parts(part, f"{place}.{name}")

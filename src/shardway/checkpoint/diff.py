@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from shardway.checkpoint.contents import TensorEntry, part_of
-from shardway.checkpoint.manifest import Manifest
-from shardway.checkpoint.shards import table
-from shardway.checkpoint.shards.table import is_shard
-from shardway.checkpoint.tensors import TensorReader
+from shardway.checkpoint import file_format
+from shardway.checkpoint.catalog import TensorEntry, part_of
+from shardway.checkpoint.file_format import Manifest, is_shard
+from shardway.checkpoint.reader import TensorReader
 
 BLOCK = 2**20
 """Elements that are compared at a time: their fp64 copies take some tens of megabytes."""
@@ -80,7 +79,7 @@ def _compare(first: TensorReader, second: TensorReader, names: Sequence[str]) ->
 
 def find_other_files(first: Manifest, second: Manifest) -> list[FileDifference]:
     """Files that another library wrote and that differ, by their seals; ours are compared by tensors."""
-    names = sorted(name for name in {*first.files, *second.files} if name != table.NAME and not is_shard(name))
+    names = sorted(name for name in {*first.files, *second.files} if name != file_format.TABLE and not is_shard(name))
     return [
         FileDifference(name, _size(first.files, name), _size(second.files, name))
         for name in names

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardway.checkpoint.shards.tensor_subclasses import dtype_name, find_dtype
+from shardway.checkpoint.tensor_subclasses import dtype_name, find_dtype
 
 MOST_INLINE = 4096
 """Elements of a tensor that text holds; settings of an optimizer are single numbers."""

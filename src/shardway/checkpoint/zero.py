@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from shardway.checkpoint.manifest import list_files
-from shardway.checkpoint.shards.table import TensorTable
+from shardway.checkpoint.file_format import TensorTable, list_files
 from shardway.checkpoint.state import Tensors, WithoutFiles, settings_kept
 from shardway.errors import JobError
 from shardway.ranks.start import Ranks, is_lost_contact

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardway.cli.completing import complete_key
-from shardway.cli.options import DirOption, JsonOption, NprocOption, Words, read_request
+from shardway.cli.options import DirOption, JsonOption, NprocOption, Words, complete_key, read_request
 from shardway.errors import UserError
 
 if TYPE_CHECKING:
@@ -111,7 +110,7 @@ def explain(
     as_json: JsonOption = False,
 ) -> None:
     """Say what a key means, what it takes and what it defaults to; finds keys by any word, and by others' names."""
-    from shardway.runfile.explain import search_keys
+    from shardway.runfile.problems import search_keys
 
     found = search_keys(key)
     if as_json:

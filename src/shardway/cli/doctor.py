@@ -84,7 +84,7 @@ def _read_demands(
 
     if not words:
         return load_site(site or "laptop"), MachineNeeds(folder=directory)
-    from shardway.ranks.doctor.estimate import read_wanted
+    from shardway.ranks.doctor.examine import read_wanted
     from shardway.resolve.request import resolve_request
 
     resolution = resolve_request(read_request(words, directory))

@@ -1,7 +1,12 @@
-"""Which rank or node is to blame for the end of a start, and the error that says so.
+"""The rank or node that caused the end of a start, its error, and whether the run had completed before.
 
-Invariant: the error is that of whoever failed first on its own account, not of those that lost contact with it. This
-module must not decide what follows.
+Invariants:
+- The error is that of whoever failed first on its own account, not of those that lost contact with it.
+- Work that is left is never taken for done: what ended without a save, what another run recorded, and a stop that
+  nobody but an agent that is lost has asked for are no end.
+
+By the time that rank 0 records an end, all that is worth keeping is saved. Who fails after that, while it leaves, does
+no harm; ranks that were started again would train on after a stop.
 """
 
 from __future__ import annotations
@@ -14,16 +19,16 @@ from itertools import islice
 from pathlib import Path
 
 from shardway.errors import ERRORS_BY_NAME, Fenced, JobError, LostContact, NodeLost, ShardwayError, SiteError, UserError
-from shardway.ranks.agent.collectives import explain_collectives, render_ranks
+from shardway.ranks.agent.flight_records import explain_collectives, render_ranks
 from shardway.ranks.agent.stacks import StackGroup, read_crash
 from shardway.ranks.agent.watch import DetectedHang
-from shardway.ranks.failure import RankFailure
-from shardway.ranks.oom import explain_oom
+from shardway.ranks.failure import RankFailure, explain_oom
+from shardway.ranks.signals import find_received
 from shardway.refusals import find_remedy
-from shardway.rundir.atomic import why_refused
-from shardway.rundir.attempts import BY_AGENT
+from shardway.rundir.attempts import BY_AGENT, BY_SIGNAL, SECOND_SIGNAL
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
+from shardway.rundir.file_io import why_refused
 from shardway.rundir.lease import TAKEN_OVER
 
 
@@ -203,3 +208,34 @@ def _last_fault(run: RunDir, rank: int, mark: int) -> Event | None:
     """The fault that a rank wrote in this start (events before `mark` are older), or said before the run went on."""
     events = list(run.all_events(rank))[mark:]
     return next((event for event in reversed(events) if event["event"] == "fault"), None) or run.read_setup_fault(rank)
+
+
+# --- Whether a start of the ranks that ended badly had come to the end of the run, or of the attempt, before
+
+_NAMES = frozenset(("started", "stopped", "finished"))
+
+
+def has_come_to_its_end(run: RunDir, mark: int, ended: LaunchOutcome) -> bool:
+    """Whether rank 0 has recorded an end of its own in the start whose events begin at `mark`."""
+    events = [event for event in islice(run.all_events(0), mark, None) if event["event"] in _NAMES]
+    if sum(event["event"] == "started" for event in events) > 1 or run.find_writer() is not None:
+        return False  # another run has taken over
+    end = next((event for event in reversed(events) if event["event"] != "started"), None)
+    if end is None or end.get("reason") == SECOND_SIGNAL:  # which saves nothing
+        return False
+    # Ranks whose agent is gone ask for a stop, and the others may go on without their node.
+    by_orphans = end["event"] == "stopped" and end.get("failure") == BY_SIGNAL and find_received() is None
+    return not (ended.lost and by_orphans)
+
+
+def name_trouble(ended: LaunchOutcome) -> str:
+    """What went wrong, in a few words."""
+    if ended.found is not None:
+        return ended.found.hang.message
+    if ended.lost:
+        return f"{' and '.join(ended.lost)} did not answer any more"
+    if not ended.failures:
+        return "a rank did not leave in time, so all were ended"
+    first = ended.failures[0]
+    how = f"was ended by {first.signal_name}" if first.signal_name else f"left with exit code {first.exit_code}"
+    return f"rank {first.rank} (process {first.pid}) {how}"

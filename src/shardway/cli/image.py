@@ -20,10 +20,8 @@ from shardway.units import parse_seconds
 
 if TYPE_CHECKING:
     from shardway.launch.hosts import Host
-    from shardway.launch.image.choose import ImageOptions
-    from shardway.launch.image.make import Made
-    from shardway.launch.image.order import ImageRequest
-    from shardway.launch.image.recipe import Recipe
+    from shardway.launch.image.make import ImageOptions, Made
+    from shardway.launch.image.request import ImageRequest, Recipe
 
 app = typer.Typer(help="Fetch a container image for a site, or build one, as one file.", no_args_is_help=True)
 
@@ -60,8 +58,8 @@ def import_image(
     as_json: JsonOption = False,
 ) -> None:
     """Fetch an image from a registry, as the file that a run names by site.image."""
-    from shardway.launch.image.choose import ImageOptions
-    from shardway.launch.image.recipe import Recipe
+    from shardway.launch.image.make import ImageOptions
+    from shardway.launch.image.request import Recipe
 
     said = ImageOptions(runtime, arch, proxy, to, scratch)
     _make(uri, Recipe(), said, on, _Manner(_read_timeout(timeout), dry_run, as_json))
@@ -86,8 +84,8 @@ def build_image(
     as_json: JsonOption = False,
 ) -> None:
     """Add packages to an image: of its system by apt-get, of Python by pip."""
-    from shardway.launch.image.choose import ImageOptions
-    from shardway.launch.image.recipe import parse_recipe
+    from shardway.launch.image.make import ImageOptions
+    from shardway.launch.image.request import parse_recipe
 
     recipe = parse_recipe(apt or [], pip or [], _read_requirements(requirements))
     if recipe.is_empty:
@@ -109,9 +107,8 @@ class _Manner:
 
 
 def _make(uri: str, recipe: Recipe, said: ImageOptions, on: str, manner: _Manner) -> None:
-    from shardway.launch.image.make import make_image
+    from shardway.launch.image.make import make_image, survey_host
     from shardway.launch.image.plan import plan_image
-    from shardway.launch.image.survey import survey_host
 
     order, host = _read_order(uri, recipe, said, on)
     making = plan_image(order, survey_host(order, host))
@@ -133,10 +130,9 @@ def _make(uri: str, recipe: Recipe, said: ImageOptions, on: str, manner: _Manner
 
 def _read_order(uri: str, recipe: Recipe, said: ImageOptions, on: str) -> tuple[ImageRequest, Host]:
     from shardway.launch.hosts import find_host, parse_target
-    from shardway.launch.image.choose import make_order
+    from shardway.launch.image.make import find_runtime, make_order
     from shardway.launch.image.plan import check_order
-    from shardway.launch.image.survey import find_runtime
-    from shardway.launch.image.uri import parse_uri
+    from shardway.launch.image.request import parse_uri
     from shardway.sites.load import load_site
 
     source, target = parse_uri(uri), parse_target(on) if on else None

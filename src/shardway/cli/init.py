@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from shardway.cli.completing import complete_example
+from shardway.cli.options import complete_example
 from shardway.errors import UserError
 
 MINIMAL = """\

@@ -15,30 +15,25 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn, Protocol
 
-from shardway.cli.completion import has_come_to_its_end, name_trouble
-from shardway.cli.failure_cause import Blame, LaunchOutcome, find_blame, has_begun
+from shardway.cli.failure_cause import Blame, LaunchOutcome, find_blame, has_begun, has_come_to_its_end, name_trouble
 from shardway.errors import Fenced, JobError, LateStop, ShardwayError, SiteError, UserError, render_reason
-from shardway.ranks.agent.hang import Hang
-from shardway.ranks.agent.hang_timeout import HangTimeout, read_patience
-from shardway.ranks.agent.policy import RepeatedFailure, RestartDecision, decide
+from shardway.ranks.agent.hang import Hang, HangTimeout, read_patience
 from shardway.ranks.agent.watch import watched
 from shardway.ranks.agreement import Decision
 from shardway.ranks.attempt import describe_error, find_attempt, report_end, report_fault, sign_failure
 from shardway.ranks.cores import VARIABLE as MASKS
-from shardway.ranks.local import run_local
-from shardway.ranks.processes import LocalLaunch
+from shardway.ranks.failure import RepeatedFailure, RestartDecision, decide
+from shardway.ranks.local import LocalLaunch, run_local
 from shardway.ranks.signals import STOP_SIGNALS, find_received
-from shardway.ranks.spares import AUTO_AFTER_S, WarmStandby
+from shardway.ranks.warm_standby import AUTO_AFTER_S, WarmStandby
 from shardway.resolve.request import Resolution, ResolveRequest
-from shardway.rundir.atomic import why_refused
 from shardway.rundir.attempts import BY_AGENT, BY_SIGNAL, SECOND_SIGNAL, Attempt, Ending, Result
 from shardway.rundir.directory import RunDir
+from shardway.rundir.file_io import answers, list_missing, why_refused
 from shardway.rundir.lineage import LOCAL, read_line
-from shardway.rundir.local import find_local_run
-from shardway.rundir.look import answers, list_missing
-from shardway.rundir.run_id import find_run_id
-from shardway.runfile.machine import RunSection
-from shardway.train.ending import find_end
+from shardway.rundir.names import find_local_run, find_run_id
+from shardway.runfile.schema import RunSection
+from shardway.train.deadline import find_end
 from shardway.units import render_seconds
 
 ASKED = "a signal asked for a stop"

@@ -18,7 +18,7 @@ from shardway.cli.status import RunWord
 from shardway.errors import UserError
 
 if TYPE_CHECKING:
-    from shardway.launch.runs.registry import Known
+    from shardway.launch.runs.find import Known
     from shardway.rundir.directory import RunDir
     from shardway.rundir.events import Event
 
@@ -54,8 +54,7 @@ def logs(
 
 def _find(word: str | None) -> Known:
     """The run that a word means; the only one of a folder, or of ./runs where nothing is said."""
-    from shardway.launch.runs.find import find_known, is_run, list_runs
-    from shardway.launch.runs.registry import Known
+    from shardway.launch.runs.find import Known, find_known, is_run, list_runs
 
     folder = Path(word or "runs")
     if word is not None and (is_run(folder) or not os.path.isdir(folder)):
@@ -72,14 +71,14 @@ def _directory(known: Known) -> RunDir:
 
 def _has_events(run: RunDir, follow: bool) -> bool:
     """Whether a run is told by its events: it has some, or its job will write them and is waited for."""
-    from shardway.launch.runs.begin import trains_a_run_file
+    from shardway.launch.runs.logs import trains_a_run_file
 
     return bool(run.ranks_with_events()) or not run.attempts() or (follow and trains_a_run_file(run))
 
 
 def _job_lines(known: Known, rank: int | None, node: int | None, attempt: int | None, follow: bool) -> Iterator[str]:
     from shardway.launch.hosts import find_host
-    from shardway.launch.runs.ledger import read_ledger
+    from shardway.launch.runs.job_status import read_ledger
     from shardway.launch.runs.logs import choose_attempt, follow_output, only_rank, read_output
 
     host = find_host(known.host)
@@ -91,8 +90,7 @@ def _job_lines(known: Known, rank: int | None, node: int | None, attempt: int | 
 def _followed_lines(run: RunDir, rank: int, as_json: bool) -> Iterator[str]:
     """The events of a job from its begin on; where it ended without one, what it printed says more."""
     from shardway.launch.hosts import find_host
-    from shardway.launch.runs.begin import Beginning
-    from shardway.launch.runs.logs import read_output
+    from shardway.launch.runs.logs import Beginning, read_output
 
     host = find_host("")
     why = Beginning(host, run).wait(rank)

@@ -1,14 +1,22 @@
-"""The command `shardway`: its verbs, and the one place where errors become messages and exit codes.
+"""The command `shardway`: its verbs, the one place where errors become messages and exit codes, and text in any locale.
 
-Invariant: exit codes are 0 done, 1 a comparison found a difference, 2 user, 3 site, 4 job, 70 bug, 130 ended by a
-second signal. This module must not know what a verb does.
+Invariants:
+- Nothing that is printed ends in an error of encoding, and names are printed as their bytes where the terminal takes
+  UTF-8.
+- Exit codes are 0 done, 1 a comparison found a difference, 2 user, 3 site, 4 job, 70 bug, 130 ended by a second signal.
+
+Names of files are bytes. In UTF-8 mode (PEP 540) every name comes in as text and goes out as the same bytes, also one
+that is not UTF-8: such a byte is a lone surrogate in between (PEP 383). In another mode a name of a run file, which is
+UTF-8, is looked for under other bytes, or cannot be expressed.
 """
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
 import gc
+import io
 import os
 import sys
 import threading
@@ -21,13 +29,41 @@ import typer
 
 from shardway import __version__
 from shardway.cli.outputs import outputs_put_back
-from shardway.cli.text import ensure_utf8_mode, print_anything
 from shardway.cli.verbs import Verbs
 from shardway.errors import Bug, JobError, ShardwayError, SiteError, UserError, legible
 from shardway.places import folder_is_gone
 from shardway.ranks.shutdown import Shutdown, flush_output
 from shardway.refusals import FULL, find_remedy
-from shardway.rundir.look import UNREADABLE, unanswered
+from shardway.rundir.file_io import UNREADABLE, unanswered
+
+# --- Text that goes into and out of the command: names of files and what is printed, whatever the locale is
+
+_HANDLER = "shardway"
+
+
+def ensure_utf8_mode() -> None:
+    """Start this process again in UTF-8 mode, with all that it starts, where its locale is another one's."""
+    if sys.getfilesystemencoding() == "utf-8" or os.environ.get("PYTHONUTF8") == "1":
+        return
+    os.environ["PYTHONUTF8"] = "1"
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def print_anything() -> None:
+    """Let stdout and stderr take every text: what they cannot express is written as its byte or its escape."""
+    codecs.register_error(_HANDLER, _express)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=_HANDLER)
+
+
+def _express(error: UnicodeError) -> tuple[str | bytes, int]:
+    if isinstance(error, UnicodeEncodeError) and "\udc80" <= error.object[error.start] <= "\udcff":
+        return bytes([ord(error.object[error.start]) - 0xDC00]), error.start + 1
+    return codecs.backslashreplace_errors(error)
+
+
+# --- The command `shardway`: its verbs, and the one place where errors become messages and exit codes
 
 EXIT_KILLED = 130
 

@@ -19,20 +19,24 @@ from typing import Any
 from shardway.cli.failure_cause import LaunchOutcome
 from shardway.cli.local import ask_to_stop, build_launch, open_reserve, report_restart, report_wake, train_local
 from shardway.errors import JobError, LateStop, NodeLost, ShardwayError, SiteError, UserError
-from shardway.ranks.agent.hang import NOBODY
-from shardway.ranks.agent.hang_timeout import HangTimeout, read_patience
+from shardway.ranks.agent.hang import NOBODY, HangTimeout, read_patience
 from shardway.ranks.agent.watch import SHARE_S, UNSEEN, merge_found, merge_seen, watched
 from shardway.ranks.attempt import find_attempt
-from shardway.ranks.crew.follow import FollowingAgent
-from shardway.ranks.crew.kv_store import KeyValueStore, Unreachable, host_board, join_board
-from shardway.ranks.crew.lead import Coordinator, Ends
-from shardway.ranks.crew.member import RendezvousMember
-from shardway.ranks.crew.notes import AgentState, News, NodeOutcome
-from shardway.ranks.local import host_store, run_local
-from shardway.ranks.place import NodeSpec
-from shardway.ranks.processes import LocalLaunch, Seats
+from shardway.ranks.launcher import NodeSpec
+from shardway.ranks.local import LocalLaunch, Seats, host_store, run_local
+from shardway.ranks.rendezvous import (
+    Coordinator,
+    Ends,
+    FollowingAgent,
+    KeyValueStore,
+    RendezvousMember,
+    Unreachable,
+    host_board,
+    join_board,
+)
+from shardway.ranks.rendezvous_notes import AgentState, News, NodeOutcome
 from shardway.ranks.signals import find_received
-from shardway.ranks.spares import WarmStandby
+from shardway.ranks.warm_standby import WarmStandby
 from shardway.resolve.request import Resolution, resolve_request
 from shardway.rundir.attempts import Result
 from shardway.rundir.directory import RunDir
@@ -99,7 +103,7 @@ class Led:
         news = self.lead.begin(members, store.port)
         seats = _seat(self.nodes, news, leader=self.nodes.node)
         outcome = run_seats(run, launch, seats, Here(patience, self.lead, self.reserve))
-        self.lead.say(AgentState.ENDED, news.start, NOBODY, outcome)
+        self.lead.publish(AgentState.ENDED, news.start, NOBODY, outcome)
         return self._combine(self.lead.await_end(), launch)
 
     def why_not_again(self) -> str:
@@ -231,12 +235,12 @@ def _obey(resolution: Resolution, nodes: NodeSpec, follow: FollowingAgent, leade
         here = Here(read_patience(settings), follow, reserve)
         while (news := follow.await_order(start, lambda: _pass_on(run))) is not None:
             if news.code is not None:
-                follow.say(AgentState.LEFT, start, NOBODY)
+                follow.publish(AgentState.LEFT, start, NOBODY)
                 return news.code
             start = news.start
             seats = _seat(nodes, news, leader)
             outcome = run_seats(run, launch, seats, here)
-            follow.say(AgentState.LEFT if outcome.interrupted else AgentState.ENDED, start, NOBODY, outcome)
+            follow.publish(AgentState.LEFT if outcome.interrupted else AgentState.ENDED, start, NOBODY, outcome)
             if outcome.interrupted:
                 raise KeyboardInterrupt("a second signal")
     return None
@@ -315,7 +319,7 @@ def run_seats(run: RunDir, launch: LocalLaunch, seats: Seats, here: Here) -> Nod
         def look(failed: bool) -> bool:
             watch.elsewhere, watch.is_asked = member.elsewhere, member.is_asked(seats.start)
             state = AgentState.HANGS if watch.has_hang else AgentState.RUNNING
-            member.say(AgentState.FAILED if failed else state, seats.start, watch.behind)
+            member.publish(AgentState.FAILED if failed else state, seats.start, watch.behind)
             is_over = member.is_over(seats.start)
             here.reserve.look(watch.behind, ends=failed or is_over)
             return is_over

@@ -18,10 +18,10 @@ from shardway.cli.options import JsonOption
 from shardway.errors import SiteError, UserError
 
 if TYPE_CHECKING:
-    from shardway.plan.answer.answer import PlanAnswer
-    from shardway.plan.emit.emitted import Emitted
-    from shardway.plan.search.curve import ScalingPoint
-    from shardway.plan.units.answer import UnitAnswer
+    from shardway.plan.answer import PlanAnswer
+    from shardway.plan.data_parallel_estimate import UnitAnswer
+    from shardway.plan.emit.common import Emitted
+    from shardway.plan.search import ScalingPoint
 
 
 def plan(
@@ -57,8 +57,8 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Plan a run: whether it fits, the best layout, the time of a step, days, GPU-hours, and why."""
-    from shardway.cli.plan_question import MachineQuestion, answer_of, parse_price, parse_words, read_length
-    from shardway.plan.answer.said import PlanOptions, parse_layout
+    from shardway.cli.plan_question import MachineQuestion, answer_of, parse_price, parse_question_words, read_length
+    from shardway.plan.answer import PlanOptions, parse_layout
 
     said = PlanOptions(
         nodes=nodes,
@@ -66,7 +66,7 @@ def plan(
         seq_len=seq_len,
         global_batch=global_batch,
         length=read_length(tokens, steps),
-        precisions=parse_words(precision),
+        precisions=parse_question_words(precision),
         optimizer=optimizer,
         engine=engine or _engine_for(model, emit),
         layout=parse_layout(layout),
@@ -112,7 +112,7 @@ class _ShownParts:
 
 
 def _show(answer: PlanAnswer | UnitAnswer, shown: _ShownParts) -> None:
-    from shardway.plan.answer.answer import PlanAnswer
+    from shardway.plan.answer import PlanAnswer
 
     if isinstance(answer, PlanAnswer):
         _show_layout(answer, shown)
@@ -125,17 +125,17 @@ def _show_layout(answer: PlanAnswer, shown: _ShownParts) -> None:
     if shown.html:
         _write_page(answer, shown.html)
     if shown.as_json:
-        from shardway.plan.render.facts import answer_facts
+        from shardway.plan.facts import answer_facts
 
         typer.echo(json.dumps(answer_facts(answer, points), indent=1))
         return
     texts = []
     if shown.explain:
-        from shardway.plan.render.explain import explain
+        from shardway.plan.text import explain
 
         texts.append(explain(shown.explain, answer))
     if shown.table or shown.curve:
-        from shardway.plan.render.text import render_answer, render_curve
+        from shardway.plan.text import render_answer, render_curve
 
         texts.append(render_curve(points) if shown.curve else render_answer(answer))
     if shown.emit:
@@ -144,7 +144,7 @@ def _show_layout(answer: PlanAnswer, shown: _ShownParts) -> None:
 
 
 def _show_units(answer: UnitAnswer, shown: _ShownParts) -> None:
-    from shardway.plan.render.units import render_units, unit_facts
+    from shardway.plan.facts import render_units, unit_facts
 
     wanted = {"--explain": shown.explain, "--curve": shown.curve, "--html": shown.html, "--emit": shown.emit}
     named = [option for option, value in wanted.items() if value]
@@ -157,7 +157,7 @@ def _show_units(answer: UnitAnswer, shown: _ShownParts) -> None:
 
 
 def _curve_of(answer: PlanAnswer, shown: _ShownParts) -> tuple[ScalingPoint, ...]:
-    from shardway.plan.search.curve import default_nodes, parse_nodes, scaling_curve
+    from shardway.plan.search import default_nodes, parse_nodes, scaling_curve
 
     if not shown.curve:
         return ()
@@ -166,7 +166,7 @@ def _curve_of(answer: PlanAnswer, shown: _ShownParts) -> tuple[ScalingPoint, ...
 
 
 def _write_page(answer: PlanAnswer, path: Path) -> None:
-    from shardway.plan.answer.answer import answer_curve
+    from shardway.plan.answer import answer_curve
     from shardway.plan.page.page import render_page
 
     _write(path, render_page(answer, answer_curve(answer)))
@@ -176,7 +176,7 @@ def _write_page(answer: PlanAnswer, path: Path) -> None:
 def _emit(answer: PlanAnswer, library: str, folder: Path | None) -> str:
     """The files of a library: in a folder, told by their names, or one after the other as text."""
     from shardway.plan.emit.table import emit
-    from shardway.plan.render.text import render_prediction
+    from shardway.plan.text import render_prediction
 
     if not answer.fits:
         raise UserError(

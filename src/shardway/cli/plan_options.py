@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardway.cli.completing import complete_gpu, complete_site
+from shardway.cli.options import complete_gpu, complete_site
 
 
 def _option(name: str, help_text: str, complete: Callable[[str], list[str]] | None = None) -> Any:

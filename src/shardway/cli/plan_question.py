@@ -1,33 +1,42 @@
-"""What `shardway plan` is asked: the model behind a word, the machine behind --on or --gpu, the terms of its queue.
+"""What `shardway plan` is asked: the model behind a word or a run file, the machine behind --on or --gpu, the terms of
+its queue.
 
-Invariant: files and profiles are read here, and nowhere behind. This module must not print.
+Invariants:
+- Files and profiles are read here, and nowhere behind.
+- What a run file says is not said a second time by an option. torch is imported for --trace alone, whose result is kept
+  beside the run file, so that the next plan needs none.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardway.cli.plan_options import Counting
-from shardway.errors import Problem, UserError, check_no_problems, list_some, render_problems
+from shardway.errors import Problem, SiteError, UserError, check_no_problems, list_some, render_problems
 from shardway.hfconfig import CONFIG
 from shardway.places import expand_home
-from shardway.plan.answer.answer import PlanAnswer, answer
-from shardway.plan.answer.said import PlanOptions, SearchQuestion, ask
-from shardway.plan.answer.terms import JobTerms
+from shardway.plan.answer import JobTerms, PlanAnswer, PlanOptions, SearchQuestion, answer, ask, find_problems
+from shardway.plan.data_parallel_estimate import UnitAnswer, UnitCase, UnitQuestion, answer_units
 from shardway.plan.economy import Price
 from shardway.plan.machine import Machine
+from shardway.plan.search import AXES, SETTINGS, Question
 from shardway.plan.shapes.architecture import Architecture
-from shardway.plan.shapes.measured import Shape
+from shardway.plan.shapes.measured import Measured, Shape, read_measured
 from shardway.plan.site import machine_of_part, machine_of_site
-from shardway.plan.units.answer import UnitAnswer, answer_units
+from shardway.resolve.applies import IMAGE_MODELS, TOKEN_MODELS
+from shardway.resolve.draft import Resolved
+from shardway.resolve.planned_case import case_of, list_assumptions, precision_of, shape_of_run
+from shardway.resolve.request import parse_words, resolve_request
 from shardway.units import Span
 
 if TYPE_CHECKING:
-    from shardway.cli.plan_run import AskedUnits
+    from shardway.runfile.schema import RunFile
     from shardway.sites.schema import Queue, SiteProfile
+
 
 _SUFFIXES = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
@@ -99,7 +108,7 @@ def _with_site_of_run(model: list[str], where: MachineQuestion) -> MachineQuesti
     return replace(where, on=loaded.values.site.name)
 
 
-def parse_words(text: str) -> tuple[str, ...]:
+def parse_question_words(text: str) -> tuple[str, ...]:
     """The words of a list such as "bf16,fp8"."""
     return tuple(filter(None, (part.strip() for part in text.split(","))))
 
@@ -197,8 +206,6 @@ def _find_queue(site: SiteProfile, name: str | None, nodes: int) -> Queue | None
 def _ask(words: list[str], machine: Machine, said: PlanOptions, counting: Counting) -> SearchQuestion | AskedUnits:
     name, *keys = words
     if name.endswith(".toml"):
-        from shardway.cli.plan_run import ask_run
-
         return ask_run(words, machine, said, counting)
     check_no_problems("the plan", [_stray(key) for key in keys])
     if counting.trace or counting.module:
@@ -213,8 +220,8 @@ def _stray(word: str) -> Problem:
 
 def _find_shape(name: str, path: Path) -> Shape:
     """That of a folder or a config.json, of a hub name, or of a model known by name."""
-    from shardway.plan.shapes.hf import read_shape
-    from shardway.plan.shapes.named import find_named
+    from shardway.plan.shapes.huggingface import read_shape
+    from shardway.plan.shapes.section import find_named
 
     if path.is_file() and path.name == CONFIG:
         return read_shape(str(path.parent))
@@ -225,3 +232,178 @@ def _lay_out(shape: Shape) -> Architecture:
     if isinstance(shape, Architecture):
         return shape
     raise _refusal("model", f"{shape.name} is no transformer", "a transformer, or a run file with --trace")
+
+
+# --- What `shardway plan run.toml` asks: the run as it resolves on the machine, its model laid out, counted or
+# traced
+
+KEYS = {
+    "seq_len": ("--seq-len", "data.seq_len"),
+    "global_batch": ("--global-batch", "train.global_batch"),
+    "precisions": ("--precision", "precision.compute"),
+    "optimizer": ("--optimizer", "optim.name"),
+    "engine": ("--engine", "train.engine"),
+    "layout": ("--layout", "parallel.tp and its like"),
+    "micro_batch": ("--micro-batch", "train.micro_batch"),
+    "recompute": ("--recompute", "recompute.mode"),
+    "schedule": ("--schedule", "parallel.pp_schedule"),
+    "zero": ("--zero", "parallel.dp_shard"),
+    "attention": ("--attention", "train.compile and the device"),
+    "compiled": ("--compiled", "train.compile"),
+    "offload": ("--offload", "parallel.cpu_offload"),
+}
+"""What an option says -> the option, and the key of a run file that says it there."""
+
+SETTLED = frozenset((*AXES, *SETTINGS, "offload", "sequence"))
+"""What a resolved run leaves no choice of."""
+
+
+@dataclass(frozen=True)
+class AskedUnits:
+    """The question of a model that is known by its units, and what was assumed."""
+
+    question: UnitQuestion
+    assumed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _FoundShape:
+    """A shape, and where it is from, where that is not the run file."""
+
+    shape: Shape
+    told: str = ""
+    samples: int | None = None
+    """Of an epoch, where the data are open."""
+
+
+def ask_run(words: list[str], machine: Machine, said: PlanOptions, counting: Counting) -> SearchQuestion | AskedUnits:
+    """The question of a run file on a machine. Raises UserError with all that cannot be."""
+    check_no_problems("the plan", [*find_problems(said, machine), *_find_doubles(said)])
+    ranks = said.gpus or (said.nodes or 1) * machine.per_node
+    request = parse_words(words)
+    resolved = resolve_request(request, ranks, min(ranks, machine.per_node), machine).resolved
+    path = Path(words[0])
+    if counting.trace or counting.module:
+        found = _trace(resolved.values, path, counting.module)
+    else:
+        found = _find_run_shape(resolved.values, resolved.circumstances.shape, path)
+    shape, told = found.shape, [*machine.assumed, *filter(None, [found.told])]
+    if not said.gpus and not said.nodes:
+        told.append("one node (--nodes)")
+    length = said.length or _length_of(resolved, found.samples)
+    if isinstance(shape, Measured):
+        return AskedUnits(_ask_units(resolved, shape, machine, ranks, length), tuple(told))
+    told += list_assumptions(resolved.values)
+    return SearchQuestion(Question(case_of(resolved.values, shape), machine, ranks, SETTLED), length, tuple(told))
+
+
+def _find_doubles(said: PlanOptions) -> list[Problem]:
+    return [
+        Problem(option, "is said by the run file", remedy=f"set {key} there, or give {key}=... behind the run file")
+        for name, (option, key) in KEYS.items()
+        if getattr(said, name) != getattr(PlanOptions(), name)
+    ]
+
+
+def _length_of(resolved: Resolved, samples: int | None) -> Span | None:
+    """In steps where that is known; None where only the data can say how long an epoch is."""
+    if resolved.derived.total_steps:
+        return Span(float(resolved.derived.total_steps), "steps")
+    span = resolved.values.train.steps
+    if span.unit == "epochs":
+        return Span(span.amount * samples, "samples") if samples else None
+    return span
+
+
+def _ask_units(resolved: Resolved, shape: Measured, machine: Machine, ranks: int, length: Span | None) -> UnitQuestion:
+    values = resolved.values
+    parallel, micro = values.parallel, values.train.micro_batch
+    case = UnitCase(
+        model=shape,
+        global_batch=values.train.global_batch,
+        micro_batch=int(micro),
+        dp_replicate=int(parallel.dp_replicate),
+        dp_shard=int(parallel.dp_shard),
+        precision=precision_of(values.precision),
+        optimizer=values.optim.name,
+    )
+    tokens = values.data.seq_len if values.model.kind in TOKEN_MODELS or values.model.hf else 1
+    return UnitQuestion(case, machine, ranks, length, frozenset(("micro_batch", "dp_shard")), tokens)
+
+
+# --- the shape
+
+
+def shape_path(run_file: Path) -> Path:
+    """Where the shape that was traced for a run file is kept."""
+    return run_file.with_suffix(".shape.json")
+
+
+def _find_run_shape(values: RunFile, hf: Shape | None, path: Path) -> _FoundShape:
+    """What was traced for the run file, otherwise what it describes."""
+    stored = shape_path(path)
+    if stored.exists():
+        return _FoundShape(
+            _read(stored, values), f"the model as --trace counted it: {stored} (remove it to plan [model])"
+        )
+    if values.model.kind in IMAGE_MODELS and not values.model.hf:
+        return _of_images(values)
+    return _FoundShape(shape_of_run(values, hf))
+
+
+def _read(stored: Path, values: RunFile) -> Measured:
+    """Raises UserError where the run file has another model since."""
+    shape = read_measured(stored)
+    if not shape.source.endswith(_digest(values)):
+        raise UserError(
+            f"{stored} was counted for another [model] or data.seq_len than this run has.\n"
+            "  To do: count it again (--trace), or remove the file."
+        )
+    return shape
+
+
+def _digest(values: RunFile) -> str:
+    """Of what a sample and the model are made from."""
+    text = values.model.model_dump_json() + str((values.data.seq_len, values.data.shape))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _of_images(values: RunFile) -> _FoundShape:
+    """The data say how large their images are."""
+    from shardway.data.open import are_there, find_sample, open_described
+    from shardway.plan.shapes.section import shape_of_section
+
+    if not are_there(values):
+        return _FoundShape(shape_of_section(values.model, find_sample(values)[0]), _without_data(values))
+    data = open_described(values)
+    return _FoundShape(shape_of_section(values.model, data.train.facts.sample_shape), samples=data.facts.samples)
+
+
+def _trace(values: RunFile, path: Path, module: str) -> _FoundShape:
+    """The model that the run file names, counted with torch; kept for the next plan."""
+    try:
+        from shardway.train.param_count import count_model
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"--trace builds the model, and {error.name} is not installed here.\n"
+            "  To do: run it once where PyTorch is, and take the file of the shape along."
+        ) from error
+    from shardway.data.open import are_there
+
+    counted, stored = count_model(values, module), shape_path(path)
+    counted = replace(counted, source=f"{counted.source}; of {_digest(values)}")
+    try:
+        stored.write_text(counted.to_json(), encoding="utf-8")
+    except OSError as error:
+        raise SiteError(f"{stored} cannot be written: {error.strerror}.") from error
+    told = f"the model as it was counted now, kept in {stored}"
+    return _FoundShape(counted, told if are_there(values) else f"{told}; {_without_data(values)}")
+
+
+def _without_data(values: RunFile) -> str:
+    """What stands for data that are not there yet."""
+    images = values.model.kind in IMAGE_MODELS and not values.model.hf
+    says = "samples of data.seq_len tokens"
+    if images:
+        says = f"images of {list(values.data.shape)} (others: data.kind=synthetic data.shape=[...])"
+    return f"{says}, since {values.data.path} is not there yet"

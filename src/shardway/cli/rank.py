@@ -14,12 +14,11 @@ from pathlib import Path
 from shardway.cli.imports import uncollected
 from shardway.cli.main import leave, run_guarded
 from shardway.hardware.limits import ensure_temporary
-from shardway.ranks.agent.join import join_agent
+from shardway.ranks.agent.heartbeat import join_agent
 from shardway.ranks.cores import bind_to_cores
-from shardway.ranks.gate import wait_at_gate
-from shardway.ranks.parent import stop_with_agent
-from shardway.ranks.shutdown import Shutdown
+from shardway.ranks.shutdown import Shutdown, stop_with_agent
 from shardway.ranks.signals import SignalWatch
+from shardway.ranks.standby_gate import wait_at_gate
 from shardway.resolve.request import ResolveRequest
 
 

@@ -26,8 +26,7 @@ from shardway.refusals import find_remedy
 from shardway.units import parse_seconds
 
 if TYPE_CHECKING:
-    from shardway.launch.rehearsal.checks import RehearsalCheck
-    from shardway.launch.rehearsal.rehearse import RehearsedProgram
+    from shardway.launch.rehearsal import RehearsalCheck, RehearsedProgram
 
 SCRATCH = "rehearsal"
 
@@ -76,7 +75,7 @@ def _read_piece(
     words: list[str], deadline_s: float, nproc: int | None, steps: int | None
 ) -> tuple[RehearsedProgram, Path]:
     """What is rehearsed, and the folder of run directories."""
-    from shardway.launch.rehearsal.rehearse import RehearsedProgram
+    from shardway.launch.rehearsal import RehearsedProgram
 
     if _is_command(words):
         if nproc or steps:
@@ -97,9 +96,8 @@ def _plan_copies(words: Sequence[str]) -> Callable[[Path], Path]:
     """Where a command works: in copies of the folder in which it was typed. Raises UserError where none can be made,
     and for words that would mean something else there."""
     from shardway.launch.snapshot import plan_snapshot
-    from shardway.launch.snapshot.work import work_in_copies
-    from shardway.launch.submission.checks.code import Code
-    from shardway.launch.submission.checks.commands import list_lost_paths
+    from shardway.launch.snapshot.take import work_in_copies
+    from shardway.launch.submission.host_checks import Code, list_lost_paths
 
     plan = plan_snapshot(Path.cwd())
     code = Code(Path.cwd(), plan)
@@ -144,7 +142,7 @@ def _scratch(root: Path, keep: bool) -> Iterator[Path]:
 
 
 def _describe(piece: RehearsedProgram, folder: Path, *, quiet: bool) -> Iterator[RehearsalCheck]:
-    from shardway.launch.rehearsal.rehearse import rehearse as run_rehearsal
+    from shardway.launch.rehearsal import rehearse as run_rehearsal
 
     try:
         for check in run_rehearsal(piece, folder):

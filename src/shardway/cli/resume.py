@@ -27,7 +27,7 @@ def resume(
     """Go on with a run that was stopped, failed, or whose chain has ended."""
     from shardway.launch.hosts import find_host
     from shardway.launch.runs.find import find_known
-    from shardway.launch.submission.resume import read_last_order
+    from shardway.launch.submission.send import read_last_order
 
     known = find_known(run)
     host = find_host(known.host)

@@ -73,9 +73,8 @@ def probe(write: WriteOption = None, as_json: JsonOption = False) -> None:
     """Ask this machine (scheduler, containers, GPUs, network) what it is, and print a profile of it, or keep one."""
     from shardway.hardware.probe import probe_machine
     from shardway.launch.hosts.local import LocalHost
-    from shardway.launch.probe.survey import name_site, survey
-    from shardway.launch.probe.write import render_profile
-    from shardway.sites.keep import find_place, keep_profile
+    from shardway.launch.probe.site_survey import name_site, render_profile, survey
+    from shardway.sites.find import find_place, keep_profile
     from shardway.sites.load import parse_profile
 
     if write is not None:

@@ -19,15 +19,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardway.cli.completing import complete_run
-from shardway.cli.options import JsonOption
+from shardway.cli.options import JsonOption, complete_run
 from shardway.errors import ShardwayError, legible
 from shardway.units import render_clock, render_count
 
 if TYPE_CHECKING:
-    from shardway.launch.runs.job_status import JobStatus
-    from shardway.launch.runs.ledger import Ledger
-    from shardway.launch.runs.registry import Known
+    from shardway.launch.runs.find import Known
+    from shardway.launch.runs.job_status import JobStatus, Ledger
     from shardway.watch.summary import RunSummary
 
 RunWord = Annotated[
@@ -69,8 +67,7 @@ def status(run: RunWord = None, as_json: JsonOption = False) -> None:
 
 def _choose(word: str | None) -> list[Known]:
     """One run, those of a folder, or where nothing is said those of ./runs and all that were submitted."""
-    from shardway.launch.runs.find import find_all, find_known, is_run, list_runs
-    from shardway.launch.runs.registry import Known
+    from shardway.launch.runs.find import Known, find_all, find_known, is_run, list_runs
 
     if word is None:
         return find_all(Path("runs"))
@@ -88,8 +85,7 @@ def _by_host(chosen: Sequence[Known]) -> list[list[Known]]:
 def _look(group: Sequence[Known], *, alone: bool) -> list[_ShownRun]:
     """The runs of one host, asked in a few exchanges. A host that cannot be asked is told, and the others are shown."""
     from shardway.launch.hosts import find_host
-    from shardway.launch.runs.job_status import read_standings
-    from shardway.launch.runs.ledger import read_ledgers
+    from shardway.launch.runs.job_status import read_ledgers, read_standings
 
     shown: list[_ShownRun] = []
     readable = [known for known in group if known.host or _is_readable(Path(known.run), alone=alone)]
@@ -166,7 +162,7 @@ def _is_readable(path: Path, *, alone: bool) -> bool:
 
 
 def _as_json(shown: _ShownRun) -> dict[str, Any]:
-    from shardway.launch.runs.render import attempts_as_json
+    from shardway.launch.runs.job_status import attempts_as_json
 
     facts = shown.summary.as_json() if shown.summary else {**shown.ledger.status, "path": shown.known.run}
     jobs = {"host": shown.known.host} if shown.known.host else {}
@@ -175,7 +171,7 @@ def _as_json(shown: _ShownRun) -> dict[str, Any]:
 
 def _render(shown: _ShownRun) -> str:
     """One run in a few lines, what is unknown left out."""
-    from shardway.launch.runs.render import render_attempts
+    from shardway.launch.runs.job_status import render_attempts
 
     head = _summary_lines(shown.summary, shown.standings) if shown.summary else _bare_lines(shown)
     return "\n".join([*head, *render_attempts(shown.standings)])

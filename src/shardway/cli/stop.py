@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardway.cli.completing import complete_run
-from shardway.cli.options import JsonOption
+from shardway.cli.options import JsonOption, complete_run
 from shardway.errors import UserError
 
 if TYPE_CHECKING:
-    from shardway.launch.runs.ledger import Ledger, LedgerEntry
+    from shardway.launch.runs.job_status import Ledger, LedgerEntry
     from shardway.launch.runs.stop import Stopper, StopReport
 
 RunName = Annotated[
@@ -43,7 +42,7 @@ def stop(
     """Stop a run: its ranks finish their step and save, and what waits in the queue is taken out."""
     from shardway.launch.hosts import find_host
     from shardway.launch.runs.find import find_known
-    from shardway.launch.runs.ledger import read_ledger
+    from shardway.launch.runs.job_status import read_ledger
     from shardway.launch.runs.stop import Stopper
     from shardway.rundir.directory import RunDir
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardway.cli.options import DirOption, JsonOption, Words, read_request
-from shardway.cli.program import read_program_words
+from shardway.cli.verbs import read_program_words
 from shardway.errors import UserError
 
 if TYPE_CHECKING:

@@ -23,8 +23,7 @@ from shardway.cli.options import DirOption, JsonOption, NprocOption, Words, read
 from shardway.cli.outputs import enduring_outputs
 from shardway.errors import Bug, ShardwayError, SiteError, UserError
 from shardway.hardware.limits import ensure_temporary
-from shardway.ranks.meeting import parse_host
-from shardway.ranks.place import NodeSpec
+from shardway.ranks.launcher import NodeSpec, parse_host
 from shardway.ranks.signals import SignalWatch
 from shardway.rundir.attempts import BY_AGENT
 from shardway.rundir.attempts import VARIABLE as ATTEMPT
@@ -206,7 +205,7 @@ def _check_free(resolution: Resolution) -> None:
     by_hand = ATTEMPT not in os.environ
     if by_hand and run.attempts_folder.exists():
         from shardway.launch.hosts import LocalHost
-        from shardway.launch.runs.busy import check_free_for_hand
+        from shardway.launch.runs.job_status import check_free_for_hand
 
         check_free_for_hand(LocalHost(), run.path, _report)
     run.writer_lock().await_free(_report)

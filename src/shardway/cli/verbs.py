@@ -1,7 +1,8 @@
-"""The verbs by name; the module of a verb is imported when the verb is asked for.
+"""The verbs by name, imported when they are asked for; verbs that take a program after `--`.
 
-Invariant: `shardway submit` imports nothing of `shardway plan`; a list of all verbs imports all. This module must not
-know what a verb does.
+Invariants:
+- What stands after the first `--` is handed on word by word, and nothing of it is taken for an option.
+- `shardway submit` imports nothing of `shardway plan`; a list of all verbs imports all.
 """
 
 from __future__ import annotations
@@ -11,12 +12,41 @@ from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 from typer.main import get_group
 
-from shardway.cli.program import CommandWithProgram
 from shardway.errors import UserError
 from shardway.places import folder_is_gone
+
+# --- A verb that takes a program after `--`, as `shardway submit -- python train.py --lr 3e-4`
+
+_KEY = "shardway.program"
+
+
+class CommandWithProgram(TyperCommand):
+    """Puts the words after `--` aside before the options are read."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Split at the first `--`."""
+        if "--" in args:
+            cut = args.index("--")
+            ctx.meta[_KEY] = tuple(args[cut + 1 :])
+            args = args[:cut]
+        return super().parse_args(ctx, args)
+
+
+def read_program_words(ctx: Any) -> tuple[str, ...]:
+    """The words after `--`; empty where there is no `--`. Raises UserError where nothing follows it."""
+    words = ctx.meta.get(_KEY)
+    if words == ():
+        raise UserError(
+            "no command stands after `--`.\n"
+            "  To do: name one, such as `-- python train.py` (is a variable in it empty?), or leave out `--`."
+        )
+    return tuple(words or ())
+
+
+# --- The verbs by name; the module of a verb is imported when the verb is asked for
 
 _ROOM = "shardway.cli"
 

@@ -27,12 +27,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data._utils.signal_handling import _error_if_any_worker_fails
 
-from shardway.data.batch_tree import move_batch, pin_batch
-from shardway.data.collate import collate_by
+from shardway.data.batch_tree import collate_by, move_batch, pin_batch
 from shardway.data.handover import Sender, shorten_sockets, take_over
-from shardway.data.order import Ids, SampleOrder, Words, derive_keys, position_share
+from shardway.data.order import Ids, SampleOrder, Skips, Words, derive_keys, position_share
 from shardway.data.samplers import AnyOrder, BatchOrder
-from shardway.data.skips import Skips
 from shardway.data.sources.base import DataSource
 from shardway.data.stateful import StreamSnapshot
 from shardway.data.workers import NoWorkers, dropped_if_refused, ended_workers, isolation

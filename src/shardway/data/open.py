@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from shardway.data.sources.arrays import open_arrays
 from shardway.data.sources.base import DataPath, DataRequest, DataSource, Slice, Wants, data_error
-from shardway.data.sources.idx import TEST, has_part, open_idx, open_idx_validation
+from shardway.data.sources.images import TEST, has_part, open_arrays, open_idx, open_idx_validation
 from shardway.data.sources.synthetic import open_synthetic
-from shardway.data.sources.text import STDLIB, open_text
-from shardway.data.sources.tokenizer import open_tokenizer
+from shardway.data.sources.text import STDLIB, open_text, open_tokenizer
 from shardway.data.sources.tokens import open_tokens
 from shardway.places import expand_place
 from shardway.resolve import DataFacts

@@ -1,18 +1,23 @@
-"""Which sample comes when, as a pure function of (seed, position).
+"""Which sample comes when, as a pure function of (seed, position), and spans of positions that no step takes.
+
+Invariants:
+- For one `ORDER_VERSION` the same (samples, seed, shuffle, position) gives the same id for ever; the golden vectors of
+  the tests hold it.
+- Everything here is a pure function of (position, spans): a step takes the next positions at or after its beginning
+  that lie in no span, and a span that lies behind changes nothing.
 
 A *position* counts the samples that come before it over all ranks; step s of global batch G takes positions
 [sG, (s+1)G), or as many later ones where some are skipped (`data.skips`), and each rank a contiguous share of those
 rows. Position p is row i of epoch e with (e, i) = divmod(p, samples), and the sample is pi(i) under a permutation keyed
 by (seed, e). No state exists but the position itself.
-
-Invariant: for one `ORDER_VERSION` the same (samples, seed, shuffle, position) gives the same id for ever; the
-golden vectors of the tests hold it. This module must not know ranks beyond their count, nor workers, nor files.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -137,3 +142,38 @@ def position_share(global_batch: int, rank: int, ranks: int) -> range:
     The shares of all ranks are the batch, in order, for any W; W need not divide G and may exceed it.
     """
     return range(global_batch * rank // ranks, global_batch * (rank + 1) // ranks)
+
+
+# --- Spans of positions that no step takes, and where the positions between them are
+
+
+@dataclass(frozen=True)
+class Skips:
+    """Spans [from, to) of positions: in order, apart from one another, none of them empty (as `data.skip` has them).
+
+    Positions in no span are *kept*; they are counted from 0 on.
+    """
+
+    spans: Sequence[Sequence[int]] = ()
+
+    def count_kept(self, position: int) -> int:
+        """How many kept positions come before this one."""
+        behind = int(np.searchsorted(self._starts, position, side="right"))
+        in_them = self._jumped[behind]
+        if behind:
+            in_them -= max(0, self.spans[behind - 1][1] - position)  # what is left of the span that it lies in
+        return position - int(in_them)
+
+    def find_kept(self, numbers: Ids) -> Ids:
+        """The kept positions of these numbers (any shape), int64 -> int64."""
+        kept_before = self._starts - self._jumped[:-1]
+        return numbers + self._jumped[np.searchsorted(kept_before, numbers, side="right")]
+
+    @cached_property
+    def _starts(self) -> Ids:
+        return np.array([span[0] for span in self.spans], np.int64)
+
+    @cached_property
+    def _jumped(self) -> Ids:
+        """How many positions lie in the spans before the i-th, and in all of them."""
+        return np.cumsum([0, *(end - start for start, end in self.spans)], dtype=np.int64)

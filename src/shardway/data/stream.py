@@ -24,13 +24,11 @@ import torch
 from torch.utils.data import IterableDataset
 from torch.utils.data._utils.signal_handling import _error_if_any_worker_fails
 
-from shardway.data.batch_tree import map_leaves
-from shardway.data.collate import collate_by
+from shardway.data.batch_tree import collate_by, map_leaves
 from shardway.data.handover import take_over
 from shardway.data.loader import Batch, LoaderOptions, Share, start_workers
-from shardway.data.order import position_share
+from shardway.data.order import Skips, position_share
 from shardway.data.samplers import RandomStates, kept_random_states
-from shardway.data.skips import Skips
 from shardway.data.stateful import SnapshotPace, StreamSnapshot, has_state, load_state, read_state, rewind
 from shardway.data.workers import NoWorkers, ended_workers
 from shardway.errors import ShardwayError, UserError

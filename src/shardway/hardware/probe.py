@@ -1,21 +1,31 @@
-"""What this machine is: cores, memory and accelerators that this process may use.
+"""What this machine is: cores, memory, accelerators (by nvidia-smi and the kernel's lists), and the same as labelled
+text.
 
-Invariant: `probe_machine` never raises for what a machine lacks; what cannot be read is `None` or empty. This
-module must not import torch, nor import psutil or NVML before they are needed.
+Invariants:
+- `probe_machine` never raises for what a machine lacks; what cannot be read is `None` or empty.
+- A GPU library that hangs costs `limit_s` seconds once and nothing more; a field that the driver does not know is
+  missing, and voids no other.
+- What is not known shows as "n/a".
+
+Sources: nvidia-smi(1), `nvidia-smi --help-query-gpu`, `nvidia-smi --help-query-remapped-rows`; NVML API reference,
+"NvmlClocksEventReasons"; Linux, drivers/gpu/drm/amd/amdkfd (topology in sysfs).
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import socket
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from shardway.hardware.cgroup import CgroupLimits, read_cgroup_limits
+from shardway.hardware.command import run_command, run_commands
+from shardway.hardware.limits import CgroupLimits, read_cgroup_limits
 
 
 @dataclass(frozen=True)
@@ -145,3 +155,149 @@ def _read_memory_bytes(nvml: Any, handle: Any) -> int | None:
         return int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
     except nvml.NVMLError:
         return None
+
+
+# --- NVIDIA's GPUs as nvidia-smi describes them, and AMD's as the kernel lists them: no driver library is loaded
+
+QUERIES = {
+    "driver": ("gpu", "driver_version"),
+    "memory_used_mib": ("gpu", "memory.used"),
+    "compute_mode": ("gpu", "compute_mode"),
+    "mig": ("gpu", "mig.mode.current"),
+    "throttle": ("gpu", "clocks_throttle_reasons.active"),
+    "throttle_now": ("gpu", "clocks_event_reasons.active"),  # its name since driver 535
+    "ecc_volatile": ("gpu", "ecc.errors.uncorrected.volatile.total"),
+    "ecc_aggregate": ("gpu", "ecc.errors.uncorrected.aggregate.total"),
+    "rows_pending": ("remapped-rows", "remapped_rows.pending"),
+    "rows_failed": ("remapped-rows", "remapped_rows.failure"),
+}
+"""Our name of a column -> option of nvidia-smi (--query-...), and its field. One field a call: an unknown one makes
+the whole call fail."""
+
+_LISTED = re.compile(r"^GPU \d+: (?P<name>.+?) \(UUID: \S+\)", re.MULTILINE)
+_SLICE = re.compile(r"^\s+MIG ", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class NvidiaState:
+    """What nvidia-smi said. `columns`: name of `QUERIES` -> a text for each GPU; without those it could not say."""
+
+    answer: Literal["absent", "ok", "hung", "failed"]
+    said: str = ""
+    names: tuple[str, ...] = ()
+    slices: int = 0
+    """Slices that GPUs are cut into (MIG); a process sees these instead of the GPU."""
+    columns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def visible(self) -> int:
+        """Devices that a process can have: GPUs, or slices of them."""
+        return self.slices or len(self.names)
+
+    def numbers(self, column: str) -> list[float]:
+        """A column as numbers, those left out that are none ("[N/A]")."""
+        return [number for text in self.columns.get(column, ()) if (number := _number(text)) is not None]
+
+
+def read_nvidia(limit_s: float = 20.0) -> NvidiaState:
+    """Ask nvidia-smi: first for its list, then, if that came, for each column. Never raises."""
+    listed = run_command(("nvidia-smi", "-L"), limit_s)
+    if listed.missing:
+        return NvidiaState("absent")
+    if listed.hung:
+        return NvidiaState("hung", f"nvidia-smi -L did not answer within {limit_s:g} s")
+    if not listed.ok:
+        return NvidiaState("failed", listed.said or f"nvidia-smi -L ended with {listed.code}")
+    names, slices = parse_list(listed.out)
+    if not names:
+        return NvidiaState("ok", listed.said)
+    form = "--format=csv,noheader,nounits"
+    answers = run_commands([("nvidia-smi", f"--query-{kind}={name}", form) for kind, name in QUERIES.values()], limit_s)
+    hung = [name for name, answer in zip(QUERIES, answers, strict=True) if answer.hung]
+    if hung:
+        said = f"nvidia-smi lists the GPUs, but did not tell {hung[0]} within {limit_s:g} s"
+        return NvidiaState("hung", said, names, slices)
+    columns = {
+        name: parse_column(answer.out)
+        for name, answer in zip(QUERIES, answers, strict=True)
+        if answer.ok and answer.out
+    }
+    return NvidiaState("ok", "", names, slices, columns)
+
+
+def parse_list(text: str) -> tuple[tuple[str, ...], int]:
+    """Names of GPUs, and how many MIG slices there are, from `nvidia-smi -L`."""
+    return tuple(match["name"] for match in _LISTED.finditer(text)), len(_SLICE.findall(text))
+
+
+def parse_column(text: str) -> tuple[str, ...]:
+    """One value a line, from a query of one field without header."""
+    return tuple(line.strip() for line in text.splitlines() if line.strip())
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(int(text, 16)) if text.lower().startswith("0x") else float(text)
+    except ValueError:
+        return None
+
+
+def count_amd(root: Path = Path("/")) -> int:
+    """AMD devices that the kernel's compute driver lists; nodes of its topology without SIMD units are CPUs."""
+    found = (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties")
+    return sum(bool(re.search(r"^simd_count [1-9]", _read(path), re.MULTILINE)) for path in found)
+
+
+def has_device_files(root: Path = Path("/")) -> bool:
+    """Whether the kernel shows NVIDIA devices here, whatever nvidia-smi says."""
+    return any((root / "dev").glob("nvidia[0-9]*"))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+# --- Machines and accelerators as labelled text, for reports and for people who read a terminal
+
+UNKNOWN = "n/a"
+
+
+@dataclass(frozen=True)
+class ReportFact:
+    """One line of a report."""
+
+    label: str
+    value: str
+
+
+def render_machine(machine: LocalMachine) -> tuple[ReportFact, ...]:
+    """The machine, most telling facts first."""
+    return (
+        ReportFact("host", machine.hostname),
+        ReportFact("accelerators", _render_devices(machine.accelerators)),
+        ReportFact("cpu", machine.cpu_model or UNKNOWN),
+        ReportFact("cores", f"{machine.usable_cores} usable, {_or_unknown(machine.physical_cores)} physical"),
+        ReportFact("memory", _render_gib(machine.memory_bytes)),
+        ReportFact("os", machine.os),
+        ReportFact("python", machine.python),
+    )
+
+
+def _render_devices(devices: tuple[Device, ...]) -> str:
+    counts = Counter(f"{device.name} ({_render_gib(device.memory_bytes)})" for device in devices)
+    return ", ".join(f"{count} x {text}" for text, count in counts.items()) or "none"
+
+
+def _render_gib(count_bytes: int | None) -> str:
+    return UNKNOWN if count_bytes is None else f"{count_bytes / 2**30:.1f} GiB"
+
+
+def _render_scaled(value: float | None, unit: float, label: str) -> str:
+    return UNKNOWN if value is None else f"{value / unit:g} {label}"
+
+
+def _or_unknown(value: object) -> str:
+    return UNKNOWN if value is None else str(value)

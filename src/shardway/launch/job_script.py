@@ -16,18 +16,14 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from shardway.inherited import list_patterns
-from shardway.launch.blocks import read_block
-from shardway.launch.containers.apptainer import APPTAINER
-from shardway.launch.containers.base import Runtime
-from shardway.launch.containers.charliecloud import CHARLIECLOUD
-from shardway.launch.containers.enroot import ENROOT
-from shardway.launch.containers.podman import PODMAN
-from shardway.launch.containers.pyxis import PYXIS
+from shardway.launch import launchers
+from shardway.launch.containers import APPTAINER, CHARLIECLOUD, ENROOT, PODMAN, PYXIS, Runtime
 from shardway.launch.job import Job, JobEnvironment, Program
+from shardway.launch.launchers import Starter
 from shardway.launch.schedulers.base import SchedulerScript
-from shardway.launch.schedulers.local.script import LOCAL
-from shardway.launch.schedulers.pbs.script import PBS
-from shardway.launch.schedulers.slurm.script import SLURM
+from shardway.launch.schedulers.local import LOCAL
+from shardway.launch.schedulers.pbs import PBS
+from shardway.launch.schedulers.slurm import SLURM
 from shardway.launch.script import (
     ScriptLine,
     ScriptSection,
@@ -36,12 +32,11 @@ from shardway.launch.script import (
     quote_expanding,
     quote_place,
     quote_shell,
+    read_block,
     render_function,
     render_script,
     wrap_command,
 )
-from shardway.launch.starters import agent, ft_launcher, tasks, torchrun
-from shardway.launch.starters.base import Starter
 from shardway.places import LENT
 from shardway.version import __version__
 
@@ -49,11 +44,11 @@ SCHEDULERS: Mapping[str, SchedulerScript] = MappingProxyType({"slurm": SLURM, "p
 
 LAUNCH_COMMANDS: Mapping[str, Starter] = MappingProxyType(
     {
-        "torchrun": torchrun.start,
-        "srun": tasks.start_by_srun,
-        "mpirun": tasks.start_by_mpirun,
-        "agent": agent.start,
-        "ft_launcher": ft_launcher.start,
+        "torchrun": launchers.start_torchrun,
+        "srun": launchers.start_by_srun,
+        "mpirun": launchers.start_by_mpirun,
+        "agent": launchers.start_agent,
+        "ft_launcher": launchers.start_ft_launcher,
     }
 )
 

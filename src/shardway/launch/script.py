@@ -1,7 +1,12 @@
-"""A job script as a value: lines with their purpose, and the one place where shell is quoted.
+"""A job script as a value: lines with their purpose, the one place where shell is quoted, and blocks of shell from
+`launch/shell/`.
 
-Invariant: `quote` gives a word that bash hands on unchanged, whatever is in it. This module must not know schedulers,
-launchers or containers.
+Invariants:
+- `quote` gives a word that bash hands on unchanged, whatever is in it.
+- A block goes into a script as it stands in its file; what differs between scripts is a variable that the script sets.
+
+A block begins with `#: NAME ARGUMENTS: what it is for` and ends before the next; the line goes into the script as the
+purpose of the function.
 """
 
 from __future__ import annotations
@@ -9,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -121,3 +127,26 @@ def render_script(parts: Iterable[ScriptSection]) -> str:
             lines.append(line.text)
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks) + "\n"
+
+
+# --- Shell functions of job scripts, kept as shell in `launch/shell/*.sh`, where editors and linters know them
+
+_HEAD = re.compile(r"^#: (?P<name>\w+)", re.MULTILINE)
+
+
+def read_block(file: str, name: str) -> ScriptLine:
+    """The function `name` of `launch/shell/FILE.sh`, with its purpose. Raises KeyError for a name that is not there."""
+    return read_blocks(file)[name]
+
+
+def read_blocks(file: str) -> dict[str, ScriptLine]:
+    """Every function of `launch/shell/FILE.sh`, in the order of the file."""
+    text = (files("shardway.launch") / "shell" / f"{file}.sh").read_text(encoding="utf-8")
+    heads = list(_HEAD.finditer(text))
+    ends = [*(head.start() for head in heads[1:]), len(text)]
+    return {head["name"]: _as_line(text[head.start() : end]) for head, end in zip(heads, ends, strict=True)}
+
+
+def _as_line(block: str) -> ScriptLine:
+    purpose, _, body = block.partition("\n")
+    return ScriptLine(body.strip("\n"), purpose.removeprefix("#: "))

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from shardway.errors import Problem
-from shardway.models.block import build_blocks, build_norm, init_blocks_and_ends, tensor_plan
 from shardway.models.contract import ModelPlan
 from shardway.models.shapes import BlockShape
+from shardway.models.transformer import build_blocks, build_norm, init_blocks_and_ends, tensor_plan
 
 
 @dataclass(frozen=True, kw_only=True)

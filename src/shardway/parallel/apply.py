@@ -1,42 +1,204 @@
-"""The one ordered function that makes a model parallel.
+"""The one ordered function that makes a model parallel, and what it refuses before it begins.
 
-Invariant: the order is written here and nowhere else: cut (pipeline), expert, tensor and sequence, context, recompute,
-precision, compile, shard, materialise and initialise, replicate. The model that comes out computes the same loss
-whatever the degrees. This module must not enumerate combinations of axes: each axis is a step.
+Invariants:
+- All that is wrong is told at once, each with the module or tensor and what to do.
+- A method that works on the shards is left as it is (one that clips weights in place, for one); only one that torch
+  refuses for mixing shards with plain tensors is run with gathered weights, from then on. Like a forward pass it is
+  called on all ranks.
+- The order is written here and nowhere else: cut (pipeline), expert, tensor and sequence, context, recompute,
+  precision, compile, shard, materialise and initialise, replicate. The model that comes out computes the same loss
+  whatever the degrees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
-from shardway.errors import UserError
+from shardway.errors import Problem, UserError, check_no_problems
 from shardway.layout import needs_sharding, stages_of_rank
 from shardway.models.contract import ModelPlan, find_init_weights, find_plan, match_modules
-from shardway.parallel.axes.balance import connect_routers
 from shardway.parallel.axes.context import Chunks, apply_context
-from shardway.parallel.axes.cut import Stage, keep_stages, plan_cut
-from shardway.parallel.axes.expert import apply_experts
-from shardway.parallel.axes.pipeline import Pipeline, check_schedule, hide_forward, send_contiguous
+from shardway.parallel.axes.expert import apply_experts, connect_routers
+from shardway.parallel.axes.pipeline import (
+    Pipeline,
+    Stage,
+    check_schedule,
+    hide_forward,
+    keep_stages,
+    plan_cut,
+    send_contiguous,
+)
 from shardway.parallel.axes.replicate import ReplicatedModule, broadcast_from_first, give_back, replicate
 from shardway.parallel.axes.shard import Shards, shard
 from shardway.parallel.axes.tensor import TensorOptions, apply_tensor
-from shardway.parallel.compile import CompileOptions, apply_compile
+from shardway.parallel.compile import CompileOptions, apply_compile, find_units
 from shardway.parallel.dropout import DropoutSeeds, seed_dropout
 from shardway.parallel.formats.float8 import Blocks, apply_float8
-from shardway.parallel.formats.parameters import apply_formats
-from shardway.parallel.formats.precision import Precision, formats_of
+from shardway.parallel.formats.precision import Precision, apply_formats, formats_of
 from shardway.parallel.mesh import Mesh
-from shardway.parallel.methods import offer_methods
 from shardway.parallel.recompute import apply_recompute
-from shardway.parallel.takes import check_takes
-from shardway.parallel.units import find_units
 from shardway.runfile.schema import ParallelSection, RecomputeSection
+
+# --- What of a model torch's wrappers do not take, told before anything is done with it
+
+_WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule)
+
+
+def check_takes(model: nn.Module, ranks: int) -> None:
+    """Raise UserError where a model cannot be made parallel over so many ranks, whatever the layout."""
+    problems = [*_list_wrappers(model), *_list_lazy(model)]
+    if not problems:
+        problems = [*_list_tensors(model), *(_list_sparse_gradients(model) if ranks > 1 else ())]
+    check_no_problems(f"what run.shard was given, a {type(model).__name__}", problems)
+
+
+def _list_wrappers(model: nn.Module) -> Iterator[Problem]:
+    for name, module in model.named_modules():
+        if isinstance(module, _WRAPPERS):
+            kind = next(each for each in _WRAPPERS if isinstance(module, each)).__name__
+            remedy = "hand run.shard the model itself; `parallel` of the run file says how it is shared"
+            yield Problem(name or "the model", f"is in the hands of torch's {kind} already", remedy=remedy)
+            return
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            remedy = "hand run.shard the model as it was before; `parallel` of the run file says how it is split"
+            yield Problem(name, "is a DTensor already", remedy=remedy)
+            return
+
+
+def _list_lazy(model: nn.Module) -> Iterator[Problem]:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            remedy = "call the model once with a batch before run.shard(model)"
+            yield Problem(name, "of a lazy module has no shape yet", remedy=remedy)
+
+
+def _list_tensors(model: nn.Module) -> Iterator[Problem]:
+    if next(model.parameters(), None) is None:
+        remedy = "call it as it is, without run.shard; it is nothing that an optimizer could train"
+        yield Problem("the model", "has no parameters", remedy=remedy)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout is not torch.strided:
+            layout = str(tensor.layout).removeprefix("torch.")
+            remedy = "keep its indices and values as buffers, or register it with persistent=False after run.shard"
+            yield Problem(
+                name, f"has the layout {layout}, which is neither sent between ranks nor saved", remedy=remedy
+            )
+
+
+def _list_sparse_gradients(model: nn.Module) -> Iterator[Problem]:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            what = "sparse=True: gradients with indices are not added up over ranks"
+            yield Problem(name or "the model", what, remedy="set sparse=False, or train it on one rank")
+
+
+# --- A sharded model's own methods beside `forward`: they compute with whole weights, as on one rank
+
+MIXED = "got mixed torch.Tensor and DTensor"
+"""What torch says where a weight is used that is not gathered."""
+
+_LIBRARIES = ("torch.", "transformers.", "shardway.")
+_NOT_OFFERED = frozenset((*dir(nn.Module), "plan", "init_weights"))
+
+
+def offer_methods(model: nn.Module) -> None:
+    """Let the public methods that a sharded model's class defines work as on one rank."""
+    if not isinstance(model, FSDPModule):
+        return
+    for name in dict.fromkeys(_own_methods(type(model))):
+        model.__dict__[name] = _gathering(model, name, getattr(model, name))
+    if callable(save := getattr(model, "save_pretrained", None)):
+        model.__dict__["save_pretrained"] = _saving_whole(model, save)
+
+
+def _own_methods(kind: type) -> Iterator[str]:
+    for each in kind.__mro__:
+        if each is not FSDPModule and not f"{each.__module__}.".startswith(_LIBRARIES):
+            for name, value in vars(each).items():
+                if inspect.isfunction(value) and not name.startswith("_") and name not in _NOT_OFFERED:
+                    yield name
+
+
+_TRIED = "_shardway_tried"
+"""Attribute of a model while one of its methods is tried on shards."""
+
+
+def _gathering(model: Any, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that gathers once it has been refused for shards.
+
+    A method within another one is a part of that: gathered alone, it would leave whole weights behind it, and the rest
+    would compute with them unseen by FSDP.
+    """
+    gathered: Callable[..., Any] | None = None
+
+    @functools.wraps(method)
+    def call(*inputs: Any, **named: Any) -> Any:
+        nonlocal gathered
+        within = model._get_fsdp_state()._state_ctx.iter_forward_root is not None  # a forward pass
+        if within or _TRIED in model.__dict__:
+            return method(*inputs, **named)
+        if gathered is None:
+            generators = torch.get_rng_state()
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # whole weights that a pass has left would hide that the method needs them
+            model.__dict__[_TRIED] = True
+            try:
+                return method(*inputs, **named)
+            except RuntimeError as error:
+                if MIXED not in str(error):
+                    raise
+            finally:
+                del model.__dict__[_TRIED]
+            torch.set_rng_state(generators)
+            del model.__dict__[name]
+            register_fsdp_forward_method(model, name)
+            gathered, model.__dict__[name] = model.__dict__[name], call
+        return gathered(*inputs, **named)
+
+    return call
+
+
+def _tied_names(model: nn.Module) -> dict[str, str]:
+    """Further names of a weight that a model uses several times -> its first."""
+    first: dict[int, str] = {}
+    names = [(name, first.setdefault(id(p), name)) for name, p in model.named_parameters(remove_duplicate=False)]
+    return {name: earliest for name, earliest in names if name != earliest}
+
+
+def _saving_whole(model: nn.Module, save: Callable[..., Any]) -> Callable[..., Any]:
+    """`save_pretrained` of the Hugging Face library, which takes no shards: rank 0 writes what all have gathered."""
+
+    @functools.wraps(save)
+    def call(*inputs: Any, state_dict: dict[str, Any] | None = None, **named: Any) -> Any:
+        if state_dict is None:
+            state_dict = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+            for name, first in _tied_names(model).items():
+                if first in state_dict:  # on rank 0
+                    state_dict[name] = state_dict[first]
+        result = save(*inputs, state_dict=state_dict, **named) if dist.get_rank() == 0 else None
+        dist.barrier()
+        return result
+
+    return call
+
+
+# --- The one ordered function that makes a model parallel
 
 
 @dataclass(frozen=True)

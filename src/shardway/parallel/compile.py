@@ -1,23 +1,32 @@
-"""Compilation: torch.compile of each block, or of the whole model; what was compiled is kept between runs.
+"""torch.compile of each block or the whole model, torch's process-wide backend flags, and the units that are compiled,
+sharded and recomputed.
 
-Invariant: a module is compiled in place, so that names stay and hooks of what goes around it still run; what is kept
-on disk is keyed by its content and written whole, so that ranks and runs may share a folder. This module must not
-compile anything itself: that happens at the first call.
+Invariants:
+- A module is compiled in place, so that names stay and hooks of what goes around it still run; what is kept on disk is
+  keyed by its content and written whole, so that ranks and runs may share a folder.
+- `apply_backend_switches` sets every switch each time, so that what a run before left behind in the process does not
+  count, but for what a script has set before it opened its run. This module is the only one that sets them.
+- Units do not contain each other. A model's own plan decides; without one, the repeated parts of the model do.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch._functorch.config
 from torch import nn
 
 from shardway.errors import UserError
+from shardway.models.contract import ModelPlan, match_modules
 from shardway.places import expand_place, find_own_folder
+from shardway.runfile.schema import RunFile
 
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -78,3 +87,71 @@ def _auto_folder() -> Path:
             "  To do: set train.compile_cache to a folder."
         )
     return folder / "compiled"
+
+
+# --- The switches of torch that hold for a whole process, set from a resolved run
+
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def apply_backend_switches(values: RunFile, device: torch.device, *, leaves_tf32: bool = False) -> None:
+    """Set how fp32 products, convolutions, nondeterminism and the compiler behave in this process; `leaves_tf32`: the
+    script has set that itself.
+
+    To be called before the device is used. Raises UserError where compiled code has no folder to be kept in.
+    """
+    if device.type == "cuda" and not leaves_tf32:
+        # The older of torch's two interfaces: where both are used, torch raises, and its compiler reads this one.
+        torch.set_float32_matmul_precision("high" if values.precision.tf32 is True else "highest")
+    torch.backends.cudnn.benchmark = values.train.cudnn_benchmark
+    _set_deterministic(values.train.deterministic)
+    wants_budget = values.recompute.mode == "budget"
+    torch._functorch.config.activation_memory_budget = values.recompute.budget if wants_budget else 1.0
+    if values.train.compile in ("blocks", "model"):
+        set_compile_cache(values.train.compile_cache)
+
+
+@contextlib.contextmanager
+def tf32_put_back(device: torch.device) -> Iterator[None]:
+    """After a run in a process that goes on, TF32 is as it was before, so that the next one does not take it for what
+    its script has set."""
+    before = None
+    if device.type == "cuda":
+        with contextlib.suppress(RuntimeError):  # the newer interface is in use, which no run touches
+            before = torch.get_float32_matmul_precision()
+    try:
+        yield
+    finally:
+        if before is not None:
+            torch.set_float32_matmul_precision(before)
+
+
+def _set_deterministic(wanted: bool) -> None:
+    if wanted:
+        # cuBLAS reads it when its first handle is made; without it torch refuses matrix products on CUDA.
+        os.environ.setdefault(_CUBLAS, ":4096:8")
+    torch.use_deterministic_algorithms(wanted)
+    torch.backends.cudnn.deterministic = wanted
+
+
+# --- Which submodules are one unit of sharding, compilation and recompute
+
+
+def find_units(model: nn.Module, plan: ModelPlan | None) -> list[nn.Module]:
+    """The units of a model, in the order of its modules; empty for one that has no repeated part.
+
+    Without a plan these are the members with parameters of the outermost `nn.ModuleList`s and `nn.Sequential`s.
+    """
+    if plan is not None:
+        return [module for _, module in match_modules(model, plan.blocks)]
+    return _repeated_parts(model)
+
+
+def _repeated_parts(module: nn.Module) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.Sequential):
+            found += [part for part in child.children() if any(True for _ in part.parameters())]
+        else:
+            found += _repeated_parts(child)
+    return found

@@ -18,7 +18,7 @@ from torch import nn
 
 from shardway.models.contract import canonical_name
 from shardway.models.initialise import stream_key
-from shardway.parallel.axes.cut import Stage
+from shardway.parallel.axes.pipeline import Stage
 
 
 @dataclass

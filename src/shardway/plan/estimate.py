@@ -14,12 +14,17 @@ from functools import cached_property
 
 from shardway.plan.case import Case
 from shardway.plan.machine import Machine
-from shardway.plan.memory.breakdown import StageMemory, estimate_memory, peak_stage
-from shardway.plan.memory.moments import Moments, estimate_moments
-from shardway.plan.memory.overheads import Overheads, load_overheads
+from shardway.plan.memory import (
+    Moments,
+    Overheads,
+    StageMemory,
+    estimate_memory,
+    estimate_moments,
+    load_overheads,
+    peak_stage,
+)
 from shardway.plan.time.ceilings import Ceilings, ceilings_of
-from shardway.plan.time.passes import every_second
-from shardway.plan.time.step import StepTime, estimate_step
+from shardway.plan.time.step import StepTime, estimate_step, every_second
 
 
 @dataclass(frozen=True)

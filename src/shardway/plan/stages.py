@@ -18,8 +18,7 @@ from itertools import accumulate
 
 from shardway.layout import IN_ROUNDS, count_rounds, stages_of_rank
 from shardway.plan.case import Case
-from shardway.plan.shapes.architecture import LayerRun, Side
-from shardway.plan.shapes.layer import LayerShape
+from shardway.plan.shapes.architecture import LayerRun, LayerShape, Side
 
 Runs = tuple[LayerRun, ...]
 

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from shardway.errors import SiteError
-from shardway.ranks.agent.hang_timeout import ActivitySpan, HangTimeout
+from shardway.ranks.agent.hang import ActivitySpan, HangTimeout
 from shardway.ranks.launcher import FT_LAUNCHER, Placement
 from shardway.ranks.progress import Activity
 
@@ -115,7 +115,7 @@ class MonitorHeartbeat:
             return
         try:
             self._client.send_heartbeat()  # first: a limit that falls would be past already
-            self._tell_limit(self._client, self._limit_s())
+            self._report_limit(self._client, self._limit_s())
         except Exception as error:  # of whatever class: what watches a rank must not end it
             _report_unwatched(error)
             self._leave()
@@ -127,7 +127,7 @@ class MonitorHeartbeat:
             if client is not None:
                 client.shutdown_workload_monitoring()
 
-    def _tell_limit(self, client: MonitorClient, limit_s: float | None) -> None:
+    def _report_limit(self, client: MonitorClient, limit_s: float | None) -> None:
         told = self._told_s
         if limit_s == told or (limit_s is not None and told is not None and _MUCH_LESS * told <= limit_s <= told):
             return

@@ -21,8 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 
 from shardway.errors import SiteError
 from shardway.hardware.links import Interface, list_interfaces
-from shardway.ranks.launcher import Placement
-from shardway.ranks.meeting import is_loopback
+from shardway.ranks.launcher import Placement, is_loopback
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
 

@@ -18,8 +18,7 @@ import socket
 import time
 from collections.abc import Sequence
 
-from shardway.ranks.launcher import Placement
-from shardway.ranks.meeting import list_ports
+from shardway.ranks.launcher import Placement, list_ports
 
 _ANSWER_S = 5.0
 """How long a rank waits for an answer: rank 0 may have to hear out a stranger before."""

@@ -1,24 +1,72 @@
-"""How a rank leaves: without the tidying up of an interpreter, in which libraries wait for ever, or crash.
+"""How a rank ends: with its agent, and without the interpreter's cleanup, in which libraries hang or crash.
 
-Invariant: an error leaves at once only where other ranks share the process group or somebody asked for it twice, and
-only after the reason was shown: what a process group does when the interpreter ends can wait for ever for a peer that
-is gone, and a job whose ranks wait so keeps its nodes. A good end waits for threads and runs what libraries have
-registered for it. This module must not import torch.
+Invariants:
+- Quick to import (no torch), and without effect where the kernel does not know it. No rank is ended here but by
+  SIGTERM, a wish to stop, upon which the ranks save (`ranks.signals`).
+- An error leaves at once only where other ranks share the process group or somebody asked for it twice, and only after
+  the reason was shown: what a process group does when the interpreter ends can wait for ever for a peer that is gone,
+  and a job whose ranks wait so keeps its nodes. A good end waits for threads and runs what libraries have registered
+  for it.
+
+Whoever starts ranks as children and is killed cannot end them: without this they train on, and the next launch writes
+into the same run beside them. srun and mpirun need no help, their daemons end what they started.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import dis
 import os
+import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 
 from shardway.errors import Bug, ShardwayError, legible
+from shardway.ranks.variables import AGENT_VARIABLE
+
+# --- A rank does not outlive the agent that started it, nor a process of a rank that rank
+
+_PR_SET_PDEATHSIG = 1
+
+
+def stop_with_parent() -> None:
+    """Ask the kernel to send SIGTERM to this process when its parent dies (prctl(2), Linux alone)."""
+    _signal_with_parent(signal.SIGTERM)
+
+
+def end_with_parent() -> None:
+    """Ask the kernel to end this process, even one that is stopped, with the thread that has started it."""
+    _signal_with_parent(signal.SIGKILL)
+
+
+def _signal_with_parent(number: signal.Signals) -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def stop_with_agent(environ: Mapping[str, str]) -> None:
+    """The same for a rank that our agent has started as a child; at once where the agent is gone already."""
+    stop_with_parent()
+    if is_orphan(find_agent(environ)):
+        signal.raise_signal(signal.SIGTERM)
+
+
+def find_agent(environ: Mapping[str, str]) -> int:
+    """The process that has started this rank: our agent, which says so, or who is its parent now."""
+    return int(environ.get(AGENT_VARIABLE, "") or os.getppid())
+
+
+def is_orphan(agent: int) -> bool:
+    """Whether the process that has started this rank is gone; 0 for a rank that has none to outlive."""
+    return agent not in (0, os.getppid())
+
+
+# --- How a rank leaves: without the tidying up of an interpreter, in which libraries wait for ever, or crash
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 

@@ -26,8 +26,7 @@ import torch.distributed as dist
 from shardway.errors import ERRORS_BY_NAME, Bug, JobError, LostContact, ShardwayError, SiteError
 from shardway.hardware.limits import explain_limit, raise_file_limit, read_task_limit
 from shardway.ranks.interface import VARIABLE, check_named, look_up, name_interface
-from shardway.ranks.launcher import Placement
-from shardway.ranks.meeting import render_endpoint
+from shardway.ranks.launcher import Placement, render_endpoint
 from shardway.ranks.port import NoMeeting, PortTaken, agree_on_port, describe_holder
 from shardway.units import render_seconds
 

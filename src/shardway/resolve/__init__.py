@@ -4,9 +4,8 @@ Invariant: a `Resolved` holds no "auto" that could be settled, every value has i
 the user set. This room must not import torch, read data or look at the machine.
 """
 
-from shardway.resolve.build import resolve, resolve_with_data, scale_of
-from shardway.resolve.resolved import Circumstances, DataFacts, Derived, Resolved
-from shardway.resolve.same_run import check_same_run, find_changes
+from shardway.resolve.build import check_same_run, find_changes, resolve, resolve_with_data, scale_of
+from shardway.resolve.draft import Circumstances, DataFacts, Derived, Resolved
 
 __all__ = [
     "Circumstances",

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardway.resolve.resolved import Resolved
+from shardway.resolve.draft import Resolved
 from shardway.runfile.schema import DeepspeedSection, RunFile
 
 Settings = dict[str, Any]

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from shardway.hardware.device import A_CPU, DeviceFacts
-from shardway.resolve.resolved import Resolved, Settled
+from shardway.resolve.draft import Resolved, Settled
 from shardway.runfile.write import render_value
 
 if TYPE_CHECKING:

@@ -1,19 +1,128 @@
-"""The state that rules work on.
+"""What resolving takes and gives, and the draft that rules work on.
 
-Invariant: a rule can only derive what was left open or refuse; it never sees or changes the user's file. This
-module must not hold rules.
+Invariants:
+- All of it is frozen; nobody derives a value after this room.
+- A rule can only derive what was left open or refuse; it never sees or changes the user's file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardway.errors import Problem
-from shardway.resolve.resolved import DERIVED, Circumstances, Derived, Resolved
+from shardway.hardware.device import DeviceFacts
+from shardway.hfconfig import ModelFacts
+from shardway.resolve.applies import applies
 from shardway.runfile.load import DEFAULT, LoadedRunFile
 from shardway.runfile.schema import RunFile
+from shardway.runfile.write import render_run
+
+if TYPE_CHECKING:
+    from shardway.plan.machine import Machine
+    from shardway.plan.shapes.measured import Shape
+
+
+# --- What resolving takes and gives: circumstances, data facts, and the resolved run
+
+DERIVED = "derived: "
+"""How the origin of a value begins that a rule has settled."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """The value of a key that is "auto", and why."""
+
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What the machine and the launcher say: ranks in all and on a node, cores and accelerators of a node."""
+
+    ranks: int = 1
+    ranks_per_node: int = 1
+    usable_cores: int = 1
+    accelerators: int = 0
+    site: str = "laptop"
+    hf: ModelFacts | None = None
+    """What the config of model.hf says, where there is one."""
+    machine: Machine | None = None
+    """The accelerators that the run is for, as the planner sees them; None where none is known or none is wanted."""
+    shape: Shape | None = None
+    """The layers of model.hf, where the planner knows its family."""
+    own_model: bool = False
+    """Whether a script brings its own model and data, so that [model] and [data] describe nothing."""
+    local_disk: str = ""
+    """Folder on each node's own disk, as the site's profile says; empty where it says none."""
+    devices: tuple[DeviceFacts, ...] = ()
+    """What the accelerators that the ranks have can do, each kind once; empty where that is not known."""
+    before: Mapping[str, Any] = field(default_factory=dict)
+    """Keys that follow the device -> what earlier attempts of this run computed with; empty for a new run."""
+    settled: Mapping[str, Settled] = field(default_factory=dict)
+    """Keys that follow the device -> what the script that owns the model has settled."""
+
+
+def value_of(values: RunFile, dotted: str) -> Any:
+    """The value of a key."""
+    section, name = dotted.split(".")
+    return getattr(getattr(values, section), name)
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What only the opened data can say."""
+
+    samples: int
+    tokens_per_sample: int
+    vocab: int | None
+
+
+@dataclass(frozen=True)
+class Derived:
+    """Numbers that follow from the keys and are no keys themselves."""
+
+    replicas: int
+    accumulation: int
+    peak_lr: float
+    per_pass: int = 1
+    total_steps: int = 0
+    warmup_steps: int = 0
+    decay_steps: int = 0
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A run as it will happen. Frozen; `origins` says of every key where its value came from."""
+
+    values: RunFile
+    origins: Mapping[str, str]
+    circumstances: Circumstances
+    derived: Derived
+
+    def is_derived(self, dotted: str) -> bool:
+        """Whether a rule has settled a key."""
+        return self.origins[dotted].startswith(DERIVED)
+
+    def with_values(self, settled: Mapping[str, Settled]) -> Resolved:
+        """The same run with other values of keys that were left open."""
+        values, origins = self.values, dict(self.origins)
+        for dotted, each in settled.items():
+            section, name = dotted.split(".")
+            table = getattr(values, section).model_copy(update={name: each.value})
+            values = values.model_copy(update={section: table})
+            origins[dotted] = f"{DERIVED}{each.reason}"
+        return replace(self, values=values, origins=MappingProxyType(origins))
+
+    def render(self, keep: Callable[[str], bool] = lambda dotted: True) -> str:
+        """The resolved run as a run file: the keys that have an effect and that `keep` wants, with their origins."""
+        return render_run(self.values, self.origins, lambda dotted: applies(dotted, self.values) and keep(dotted))
+
+
+# --- The state that rules work on
 
 
 class Draft:

@@ -22,7 +22,7 @@ from shardway.hfconfig import ModelFacts, locate_model, read_facts
 from shardway.places import expand_place, list_unset
 from shardway.resolve.build import name_of_run, resolve
 from shardway.resolve.device_defaults import KEYS as DEVICE_KEYS
-from shardway.resolve.resolved import Circumstances, Resolved
+from shardway.resolve.draft import Circumstances, Resolved
 from shardway.rundir.directory import RunDir
 from shardway.runfile.load import LoadedRunFile, is_text, load_run
 from shardway.runfile.schema import RunFile
@@ -206,7 +206,7 @@ def _shape_of(hf: str) -> Shape | None:
     """The layers of `model.hf`; None where it is not set, or is of a family that the planner does not know."""
     if not hf:
         return None
-    from shardway.plan.shapes.hf import read_shape
+    from shardway.plan.shapes.huggingface import read_shape
 
     try:
         return read_shape(hf)

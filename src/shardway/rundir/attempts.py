@@ -26,8 +26,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardway.rundir.atomic import render_json, write_json, write_new
-from shardway.rundir.fields import read_fields
+from shardway.rundir.file_io import read_fields, render_json, write_json, write_new
 
 FORMAT = 1
 

@@ -18,7 +18,6 @@ from typing import Any
 
 from shardway.errors import JobError, UserError
 from shardway.refusals import find_remedy
-from shardway.rundir.atomic import remove_folder, write_json, write_whole
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.events import (
     Event,
@@ -29,12 +28,19 @@ from shardway.rundir.events import (
     read_events,
     read_last_events,
 )
-from shardway.rundir.fields import check_sections
+from shardway.rundir.file_io import (
+    check_sections,
+    is_seen,
+    is_there,
+    list_names,
+    remove_folder,
+    write_json,
+    write_whole,
+)
 from shardway.rundir.lease import Follower, Means, Tenure
-from shardway.rundir.left_out import LeftOutFile
+from shardway.rundir.lineage import LeftOutFile
 from shardway.rundir.lock import LockPaths, WriterLock, find_holder, find_holder_host, signal_holder
-from shardway.rundir.look import is_seen, is_there, list_names
-from shardway.rundir.steps import list_partials, list_steps, partial_name, step_name
+from shardway.rundir.names import list_partials, list_steps, partial_name, step_name
 
 FORMAT = 1
 """Version of the run directory that this code writes, and the newest that it reads."""

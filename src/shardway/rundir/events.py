@@ -20,8 +20,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from shardway.errors import JobError
-from shardway.rundir.atomic import render_json
-from shardway.rundir.look import check_answers, is_there
+from shardway.rundir.file_io import check_answers, is_there, render_json
 
 Event = dict[str, Any]
 

@@ -1,37 +1,419 @@
 """Who may write a run directory: the holder of its highest epoch, for as long as it can say that it lives.
 
-Invariant: an epoch has one holder, and a holder that was overtaken finds out at its next `confirm`, which looks
-itself, and never later than `sure_s` of its own clock at its next `check`. Correct without file locks and whatever the
-clocks of the hosts say; it needs a file system where a name is made exclusively and where a process that has changed
-a folder sees all of it. This module must not start threads nor know where the files are (that is `rundir.lock`).
+Invariants:
+- A process is said to be gone only where that is certain: the same kernel, the same view of processes, and no such
+  process in it. On another host nothing is certain.
+- An epoch is claimed by at most one, since its file is made exclusively; the highest epoch counts. The newest one is
+  never removed, except by its own holder where it wrote nothing under it.
+- Time is measured on the watcher's own clock alone, from one of its own looks to another; no clock of another host is
+  read, nor any date of a file. Time in which the watcher slept itself, or could not see, does not count.
+- An epoch has one holder, and a holder that was overtaken finds out at its next `confirm`, which looks itself, and
+  never later than `sure_s` of its own clock at its next `check`. Correct without file locks and whatever the clocks of
+  the hosts say; it needs a file system where a name is made exclusively and where a process that has changed a folder
+  sees all of it.
+
+epoch-000007.json   who holds epoch 7; made once, never changed
+    beat-000007         how often its holder has said that it lives, and whether it has released it; replaced whole
+    silent-000007       the beat at which somebody watched it for long enough without seeing another
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import re
+import socket
 import threading
+import time
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, fields
+from enum import Enum
+from pathlib import Path
 from typing import Any, Protocol
 
 from shardway.errors import Fenced, JobError, UserError
-from shardway.rundir.claims import (
-    Beat,
-    Claim,
-    ClaimFiles,
-    ClaimState,
-    newest_epoch,
-    read_claim,
-    remove_claim,
-    remove_old,
-    survey,
-    write_beat,
-    write_claim,
-    write_silent,
-)
-from shardway.rundir.identity import Identity, is_gone, is_here, own_identity
-from shardway.rundir.watching import HostClock, LeaseClock, LeaseTimes, LeaseVerdict, watch
+from shardway.rundir.file_io import render_json, write_new, write_whole
+
+# --- Which process somebody is, in words that another process can check, on the same machine or not
+
+_ENDED = ("Z", "X")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A process: its host, that host's boot, the namespace of its pid, the pid, and when it started (clock ticks).
+
+    An empty field is not known. The boot tells a host from one of the same name, the namespace a container from another
+    on the same host, the start a process from a later one of the same pid.
+    """
+
+    host: str = ""
+    boot: str = ""
+    namespace: str = ""
+    pid: int = 0
+    started: str = ""
+
+
+def own_identity(proc: Path = Path("/proc")) -> Identity:
+    """This process."""
+    pid = os.getpid()
+    return Identity(socket.gethostname(), _read_boot(proc), _read_namespace(proc), pid, _read_stat(proc, pid)[1])
+
+
+def is_gone(other: Identity, proc: Path = Path("/proc")) -> bool:
+    """Whether a process has certainly ended; False for one that lives and for one that cannot be seen from here."""
+    if not is_seen_here(other, proc):
+        return False
+    try:
+        os.kill(other.pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # it is somebody else's; what follows may not be visible then
+        pass
+    state, started = _read_stat(proc, other.pid)
+    if state in _ENDED:
+        return _count_threads(proc, other.pid) <= 1  # further ones may be in the middle of a write
+    return bool(started and other.started) and started != other.started
+
+
+def is_seen_here(other: Identity, proc: Path = Path("/proc")) -> bool:
+    """Whether a process has its number among those of this machine that this process sees."""
+    known = (other.host, other.boot, other.namespace)
+    here = (socket.gethostname(), _read_boot(proc), _read_namespace(proc))
+    return all(known) and known == here and other.pid > 0
+
+
+def is_here(other: Identity) -> bool:
+    """Whether a process is, by its name, of this host."""
+    return other.host == socket.gethostname()
+
+
+def _read_boot(proc: Path) -> str:
+    try:
+        return (proc / "sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def _read_namespace(proc: Path) -> str:
+    try:
+        return os.readlink(proc / "self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _read_stat(proc: Path, pid: int) -> tuple[str, str]:
+    """State and start of a process (proc(5), fields 3 and 22); both empty where they cannot be read."""
+    try:
+        fields = (proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return "", ""
+    return (fields[0], fields[19]) if len(fields) > 19 else ("", "")
+
+
+def _count_threads(proc: Path, pid: int) -> int:
+    try:
+        return len(os.listdir(proc / str(pid) / "task"))
+    except OSError:
+        return 0
+
+
+# --- The files of a lease: who has claimed which epoch, how often it has said that it lives, who was found silent
+
+FORMAT = 1
+
+KEPT = 8
+"""How many epochs stay: somebody who was asleep while so many passed would have to claim one that is gone."""
+
+_OF_EPOCH = re.compile(r"\.?(?:epoch-(\d{6,})\.json|(?:beat|silent)-(\d{6,}))(?:\.\w+\.tmp)?")
+_CLAIM = re.compile(r"epoch-(\d{6,})\.json")
+
+
+class ClaimFiles(Protocol):
+    """The files of one folder. All methods raise OSError where the file system refuses."""
+
+    def names(self) -> list[str]:
+        """What the folder holds; nothing where there is none."""
+
+    def read(self, name: str) -> str:
+        """The text of a file; FileNotFoundError where there is none."""
+
+    def create(self, name: str, text: str) -> bool:
+        """Write a whole and durable file under a name that is free; whether it was."""
+
+    def replace(self, name: str, text: str) -> None:
+        """Write a whole file in place of another; it need not be durable."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file."""
+
+
+@dataclass(frozen=True)
+class DiskFiles:
+    """The files of a folder on disk; the folder is made by the first that is written."""
+
+    folder: Path
+
+    def names(self) -> list[str]:
+        """What the folder holds; nothing where there is none."""
+        try:
+            return os.listdir(self.folder)
+        except FileNotFoundError:
+            return []
+
+    def read(self, name: str) -> str:
+        """The text of a file, whatever bytes stand in it."""
+        return (self.folder / name).read_text(encoding="utf-8", errors="replace")
+
+    def create(self, name: str, text: str) -> bool:
+        """Write a whole and durable file under a name that is free; whether it was."""
+        self.folder.mkdir(exist_ok=True)
+        return write_new(self.folder / name, text)
+
+    def replace(self, name: str, text: str) -> None:
+        """Write a whole file in place of another, without waiting for the disk."""
+        write_whole(self.folder / name, text, durable=False)
+
+    def remove(self, name: str) -> None:
+        """Remove a file."""
+        (self.folder / name).unlink()
+
+
+@dataclass(frozen=True)
+class Claim:
+    """That somebody holds an epoch. `token` is unique, `since` the date on its host, `attempt` what it is part of."""
+
+    epoch: int
+    token: str = ""
+    who: Identity = field(default_factory=Identity)
+    since: str = ""
+    attempt: str = ""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """How often a holder has said that it lives (-1: never, or that cannot be read), and whether it has released."""
+
+    count: int = -1
+    released: bool = False
+
+
+@dataclass(frozen=True)
+class ClaimState:
+    """The newest epoch as it stands; `silent_at` is the beat at which somebody found it silent (None: nobody did)."""
+
+    claim: Claim
+    beat: Beat
+    silent_at: int | None = None
+
+    @property
+    def given_up(self) -> bool:
+        """Whether its holder has released it, or has said nothing since it was found silent."""
+        return self.beat.released or self.silent_at == self.beat.count
+
+
+def survey(files: ClaimFiles) -> ClaimState | None:
+    """The newest epoch; None where nobody has claimed any. Raises OSError."""
+    epoch = newest_epoch(files.names())
+    if epoch is None:
+        return None
+    return ClaimState(read_claim(files, epoch), read_beat(files, epoch), _read_silent(files, epoch))
+
+
+def newest_epoch(names: Iterable[str]) -> int | None:
+    """The highest epoch that is claimed; None for none."""
+    return max((int(match[1]) for match in map(_CLAIM.fullmatch, names) if match), default=None)
+
+
+def read_claim(files: ClaimFiles, epoch: int) -> Claim:
+    """Who has claimed an epoch; a claim of nobody known where that cannot be understood. Raises OSError."""
+    table = _parse(files.read(_claim_name(epoch)))
+    who = table.get("who")
+    identity = _fill(Identity, who if isinstance(who, dict) else {})
+    words = {name: str(table.get(name, "")) for name in ("token", "since", "attempt")}
+    return Claim(epoch, who=identity or Identity(), **words)
+
+
+def write_claim(files: ClaimFiles, claim: Claim) -> bool:
+    """Claim an epoch; whether it is this claim's. Raises OSError where that is not known.
+
+    A server may tell somebody whose request was repeated that the name is taken, by itself: the file says whose it is.
+    """
+    text = render_json({"format": FORMAT, **asdict(claim)}, indent=1) + "\n"
+    try:
+        if files.create(_claim_name(claim.epoch), text):
+            return True
+    except OSError as error:
+        with contextlib.suppress(FileNotFoundError):
+            return read_claim(files, claim.epoch).token == claim.token
+        raise error
+    return read_claim(files, claim.epoch).token == claim.token
+
+
+def read_beat(files: ClaimFiles, epoch: int) -> Beat:
+    """The last beat of an epoch. Raises OSError."""
+    words = _read_words(files, beat_name(epoch))
+    return Beat(_whole(words), "released" in words)
+
+
+def write_beat(files: ClaimFiles, epoch: int, beat: Beat) -> None:
+    """Say that the holder of an epoch lives, or has released it. Raises OSError."""
+    files.replace(beat_name(epoch), f"{beat.count}{' released' if beat.released else ''}\n")
+
+
+def write_silent(files: ClaimFiles, standing: ClaimState) -> None:
+    """Say that a holder was watched for long enough and found silent; true until it beats again. Raises OSError."""
+    files.replace(_silent_name(standing.claim.epoch), f"{standing.beat.count}\n")
+
+
+def remove_claim(files: ClaimFiles, epoch: int) -> None:
+    """Take an epoch back, as if it had never been claimed. Raises OSError."""
+    for name in (_claim_name(epoch), beat_name(epoch)):  # in this order: a claim without beats would be watched
+        with contextlib.suppress(FileNotFoundError):
+            files.remove(name)
+
+
+def remove_old(files: ClaimFiles, epoch: int) -> None:
+    """Remove what is left of epochs long before this one; what cannot be removed stays."""
+    with contextlib.suppress(OSError):
+        for name in files.names():
+            match = _OF_EPOCH.fullmatch(name)
+            if match is not None and int(match[1] or match[2]) <= epoch - KEPT:
+                with contextlib.suppress(OSError):
+                    files.remove(name)
+
+
+def beat_name(epoch: int) -> str:
+    """The name of the file of an epoch's beats."""
+    return f"beat-{epoch:06d}"
+
+
+def _claim_name(epoch: int) -> str:
+    return f"epoch-{epoch:06d}.json"
+
+
+def _silent_name(epoch: int) -> str:
+    return f"silent-{epoch:06d}"
+
+
+def _read_silent(files: ClaimFiles, epoch: int) -> int | None:
+    words = _read_words(files, _silent_name(epoch))
+    return _whole(words) if words else None
+
+
+def _read_words(files: ClaimFiles, name: str) -> list[str]:
+    try:
+        return files.read(name).split()
+    except FileNotFoundError:
+        return []
+
+
+def _whole(words: list[str]) -> int:
+    return int(words[0]) if words and words[0].isdecimal() else -1
+
+
+def _parse(text: str) -> dict[str, Any]:
+    try:
+        table = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return table if isinstance(table, dict) else {}
+
+
+def _fill(kind: type[Identity], table: dict[str, Any]) -> Identity | None:
+    """An identity from plain data; None where a field is of another type."""
+    kinds = {entry.name: type(entry.default) for entry in fields(kind)}
+    known = {name: value for name, value in table.items() if name in kinds}
+    return kind(**known) if all(type(value) is kinds[name] for name, value in known.items()) else None
+
+
+# --- Watches a holder that cannot be asked: whether it still says that it lives
+
+
+class LeaseClock(Protocol):
+    """A clock of this host that never goes back, the way to wait on it, and the host's date for words alone."""
+
+    def now(self) -> float:
+        """Seconds since some moment."""
+
+    def date(self) -> str:
+        """The host's date and time, like "2026-01-02 03:04:05"; nothing is decided by it."""
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+
+
+class HostClock:
+    """The clock of this host that counts while the host sleeps too, where the system has one."""
+
+    def now(self) -> float:
+        """Seconds since the host was started."""
+        return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+    def date(self) -> str:
+        """The host's date and time, like "2026-01-02 03:04:05"; nothing is decided by it."""
+        return time.strftime("%Y-%m-%d %H:%M:%S")
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        time.sleep(seconds)
+
+
+@dataclass(frozen=True)
+class LeaseTimes:
+    """The times of a lease in seconds.
+
+    A holder beats every `beat_s`. Whoever saw no beat for `ttl_s` may take over. A holder that could not beat for
+    `sure_s` writes nothing before it has looked; what is left to `ttl_s` is for clocks that go at different speeds. A
+    watcher looks every `look_s`; a look or a wait that took `slack_s` longer does not count.
+    """
+
+    beat_s: float = 2.0
+    sure_s: float = 10.0
+    ttl_s: float = 15.0
+    look_s: float = 0.5
+    slack_s: float = 2.0
+
+
+class LeaseVerdict(Enum):
+    """What a watch found: another beat; none for long enough; another epoch, or that it was released."""
+
+    LIVES = "lives"
+    SILENT = "silent"
+    CHANGED = "changed"
+
+
+def watch(files: ClaimFiles, clock: LeaseClock, first: ClaimState, terms: LeaseTimes) -> LeaseVerdict:
+    """Watch the holder of an epoch from now on, which was last seen as `first`.
+
+    Raises OSError where the folder could not be read for as long as a watch takes.
+    """
+    seen_at = since = clock.now()
+    while True:
+        asked = clock.now()
+        clock.sleep(terms.look_s)
+        began = clock.now()
+        try:
+            seen = survey(files)
+        except OSError:
+            since = clock.now()
+            if since - seen_at > terms.ttl_s:
+                raise
+            continue
+        seen_at = clock.now()
+        if seen is None or seen.claim != first.claim or seen.beat.released:
+            return LeaseVerdict.CHANGED
+        if seen.beat.count > first.beat.count:
+            return LeaseVerdict.LIVES
+        if began - asked > terms.look_s + terms.slack_s or seen_at - began > terms.slack_s:
+            since = seen_at
+        elif began - since >= terms.ttl_s:
+            return LeaseVerdict.SILENT
+
+
+# --- Who may write a run directory: the holder of its highest epoch, for as long as it can say that it lives
 
 TRIES = 20
 """How often somebody tries to claim an epoch while others are faster."""

@@ -1,11 +1,13 @@
-"""The line of descent of a run: from which checkpoint each of its starts, and each going back, went on.
+"""From which checkpoint each start went on, and which positions a run left out.
+
+Invariants:
+- A checkpoint of a writer that was overtaken, or from after the step that the run went back to later, is never on the
+  line. A file that is lost or damaged is a line without entries: nothing is on it.
+- A span that was written stays, and stays first: whoever goes on leaves out the same samples. A file that cannot be
+  read is an error, never an empty list.
 
 What lies on the disk of a node does not say whether the run still comes from it. So every entry has a name of its own,
 checkpoints hold the name of the entry that they were saved under, and whoever wants to go on from one asks the line.
-
-Invariant: a checkpoint of a writer that was overtaken, or from after the step that the run went back to later, is never
-on the line. A file that is lost or damaged is a line without entries: nothing is on it. This module must not read
-checkpoints.
 """
 
 from __future__ import annotations
@@ -13,14 +15,14 @@ from __future__ import annotations
 import contextlib
 import json
 import uuid
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from shardway.errors import JobError
 from shardway.refusals import find_remedy
-from shardway.rundir.atomic import write_json
-from shardway.rundir.fields import read_fields
-from shardway.rundir.look import is_there
+from shardway.rundir.file_io import is_there, read_fields, write_json
 
 NAME = "line.json"
 FORMAT = 1
@@ -98,3 +100,86 @@ def write_line(run: Path, line: Lineage) -> None:
             f"  It says what this run comes from, so nothing was trained. To do: {find_remedy(error)}; then run the "
             "same command again."
         ) from error
+
+
+# --- The spans of positions that a run left out by itself, one for each time that it went back before a spike
+
+LEFT_OUT_FORMAT = 1
+
+MOST_POSITION = 10**18
+"""The largest position, as in `data.skip`."""
+
+
+@dataclass(frozen=True)
+class SkippedRange:
+    """Positions from `start` up to before `end`, of which `samples` would have been trained on.
+
+    The run went back to the checkpoint of step `back_to` after a spike from step `first` to step `last`, at `time`
+    (Unix seconds).
+    """
+
+    start: int
+    end: int
+    samples: int
+    back_to: int
+    first: int
+    last: int
+    reason: str
+    time: float
+
+    @property
+    def span(self) -> list[int]:
+        """As in `data.skip`."""
+        return [self.start, self.end]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class LeftOutFile:
+    """The file of these spans."""
+
+    path: Path
+
+    def read(self) -> tuple[SkippedRange, ...]:
+        """Those of the run, in the order in which it went back; none where there is no file. Raises JobError."""
+        try:
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+            if content["format"] != LEFT_OUT_FORMAT:
+                raise ValueError(f"its format is {content['format']}, and this Shardway reads {LEFT_OUT_FORMAT}")
+            return read_left_out(content["spans"])
+        except FileNotFoundError:
+            return ()
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise JobError(
+                f"{self.path} cannot be read: {error}.\n"
+                "  It says which samples this run leaves out, so nothing was trained. To do: restore the file; or move "
+                "it away, since every checkpoint from after the last time that the run went back holds what it said."
+            ) from None
+
+    def write(self, spans: Sequence[SkippedRange]) -> None:
+        """Replace the file; durable once this returns. Raises JobError."""
+        try:
+            write_json(self.path, {"format": LEFT_OUT_FORMAT, "spans": [each.as_json() for each in spans]})
+        except OSError as error:
+            raise JobError(
+                f"{self.path} cannot be written: {error.strerror}.\n"
+                f"  The run would leave samples out and could not say so. To do: {find_remedy(error)}; then run the "
+                "same command again."
+            ) from error
+
+
+def read_left_out(entries: Any) -> tuple[SkippedRange, ...]:
+    """Spans as they stand in a file or in a checkpoint. Raises ValueError where one is none."""
+    if not isinstance(entries, list):
+        raise ValueError("spans is no list")
+    spans = [read_fields(SkippedRange, entry) for entry in entries]
+    if wrong := [entry for entry, span in zip(entries, spans, strict=True) if span is None or not _is_span(span)]:
+        raise ValueError(f"{wrong[0]!r} is no span")
+    return tuple(span for span in spans if span is not None)
+
+
+def _is_span(span: SkippedRange) -> bool:
+    return 0 <= span.start < span.end <= MOST_POSITION and 0 <= span.back_to < span.first <= span.last

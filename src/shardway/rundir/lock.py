@@ -1,11 +1,14 @@
 """One writer a run directory: a lease on disk, and `flock` where the file system has it.
 
+Invariants:
+- While a `WriterLock` is held, nobody else's `acquire` returns before the lease of this one was found silent for its
+  time. The lock file is removed only with a lease that nobody has ever held: unlinking a locked file lets two writers
+  hold two locks of the same name, and then the lease alone decides.
+- The kernel frees a folder with its holder, in whichever namespace that is; where the file system knows no locks,
+  nobody is taken for gone.
+
 A lock that is held proves that its holder lives, at once; one that is free proves nothing, since not every file system
 shows it to other hosts. So the lease decides, and the lock saves the wait for it.
-
-Invariant: while a `WriterLock` is held, nobody else's `acquire` returns before the lease of this one was found silent
-for its time. The lock file is removed only with a lease that nobody has ever held: unlinking a locked file lets two
-writers hold two locks of the same name, and then the lease alone decides.
 """
 
 from __future__ import annotations
@@ -23,10 +26,21 @@ from pathlib import Path
 
 from shardway.errors import Fenced, UserError
 from shardway.refusals import find_remedy
-from shardway.rundir.claims import Claim, ClaimState, DiskFiles, beat_name, survey
-from shardway.rundir.identity import is_gone, is_seen_here
-from shardway.rundir.lease import Lease, Means, Tell, render_held, render_holder
-from shardway.rundir.look import is_there
+from shardway.rundir.file_io import is_there
+from shardway.rundir.lease import (
+    Claim,
+    ClaimState,
+    DiskFiles,
+    Lease,
+    Means,
+    Tell,
+    beat_name,
+    is_gone,
+    is_seen_here,
+    render_held,
+    render_holder,
+    survey,
+)
 
 TRIES, PAUSE_S = 5, 0.05
 LEAVE_S = 5.0
@@ -279,3 +293,30 @@ def _refusals(place: LockPaths) -> Iterator[None]:
             f"the run directory {place.run} cannot be locked: {error.strerror} ({error.filename or place.lease}).\n"
             f"  To do: {find_remedy(error, 'choose a directory that you may write to with --dir', _NO_FILE)}."
         ) from None
+
+
+# --- A folder that a process holds for as long as it lives, so that others know what was left by one that was
+# killed
+
+
+@contextlib.contextmanager
+def hold_folder(folder: Path) -> Iterator[None]:
+    """Hold a folder while entered, where the file system knows locks. Raises OSError where it is no folder."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def take_left_folder(folder: Path) -> Iterator[int]:
+    """Hold a folder that nobody holds, as an open descriptor. Raises OSError where somebody does, or none is there."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield descriptor
+    finally:
+        os.close(descriptor)

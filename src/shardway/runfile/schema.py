@@ -1,37 +1,228 @@
 """Every key of a run file: its type, default, bounds and meaning.
 
-Invariant: keys are strict (an unknown one is an error) and each carries the sentence that `shardway config
-explain` prints. This module must not check one key against another: that is a rule in `shardway.resolve`.
+Invariants:
+- A key without a sentence cannot be made.
+- As in `schema`: strict keys, each with its sentence.
+- As in `schema`: strict keys, each with its sentence.
+- As in `schema`: strict keys, each with its sentence.
+- Keys are strict (an unknown one is an error) and each carries the sentence that `shardway config explain` prints.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
-from shardway.runfile.checkpoint import CheckpointSection
-from shardway.runfile.guard import GuardSection
-from shardway.runfile.machine import RunSection, SiteSection
-from shardway.runfile.section import (
-    Fraction,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-    key,
-)
+from shardway.best import LOSS
 from shardway.runfile.types import (
     Auto,
     BytesField,
+    ElasticField,
+    MonitorField,
     Off,
+    SaveCadence,
+    SecondsField,
     SettingsField,
     SkipsField,
     SpanField,
     SpanOrOff,
 )
 from shardway.units import Span
+
+# --- What the sections of a run file are made of: documented keys, bounds, strictness
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+PositiveFloat = Annotated[float, Field(gt=0.0)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0)]
+
+
+def key(default: Any, doc: str, **bounds: Any) -> Any:
+    """A documented key with its default."""
+    return Field(default, description=doc, **bounds)
+
+
+class Section(BaseModel):
+    """Base of the sections: strict keys, strict types, frozen once read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+# --- The keys of a run file about what is saved, and where: [checkpoint]
+
+
+class CheckpointSection(Section):
+    """When state is saved and how much of it is kept."""
+
+    every: SaveCadence = key(
+        Span(200, "steps"),
+        'How often to save: an amount of training, a time, "auto" (what costs least, by the time of a save and the '
+        'number of ranks) or "off".',
+    )
+    keep: PositiveInt = key(
+        3, "Complete checkpoints that are kept; older ones are removed after a newer one is complete."
+    )
+    keep_every: SpanOrOff = key(
+        "off", "Steps whose checkpoints are kept for ever, beside the newest; they are saved whatever `every` says."
+    )
+    keep_best: NonNegativeInt = key(
+        0,
+        "How many of the steps with the best validation are kept besides, whatever `every` says; `monitor` is what "
+        "makes them the best. 0 = none.",
+    )
+    monitor: MonitorField = key(
+        LOSS,
+        "Which metric of a validation keep_best and train.patience go by: loss, accuracy, bits_per_byte, or another "
+        'name of its results with its direction, "max f1" or "min rmse".',
+    )
+    background: bool = key(
+        True,
+        "Write checkpoints while the run goes on, from a copy of the state in the host's memory; the last one is "
+        "waited for, as are all where that memory does not suffice or the engine writes files of its own.",
+    )
+    local_every: SaveCadence = key(
+        "off",
+        "How often to save on each node's own disk, as `every`; what `every` asks for is then saved there as well, and "
+        'copied to the run directory while the run goes on. "off" = in the run directory alone.',
+    )
+    local_dir: str = key(
+        "",
+        "Folder on each node's own disk for these; variables of the environment may stand in it. Empty = the site's "
+        "node.local_disk (local_every).",
+    )
+
+
+# --- The keys of a run file about faults that a run survives: [guard]
+
+SpikeSteps = Annotated[int, Field(ge=1, le=10)]
+"""More would shift the median of the least window (20 values) that a spike is measured by."""
+
+
+class GuardSection(Section):
+    """What happens to numbers that are not finite, and how the machine is looked after."""
+
+    non_finite: Literal["skip", "stop", "off"] = key(
+        "skip",
+        "What happens where loss or gradient are not finite after the passes of a step were repeated once: the step is "
+        "skipped, or the run stops; off = nothing is repeated, and the run stops after such a step.",
+    )
+    max_skips: PositiveInt = key(3, "Skipped steps in a row that end the run (non_finite = skip).")
+    spike: PositiveFloat | Off = key(
+        "off",
+        "Tell a loss or a gradient norm that lies so many standard deviations above those of the last steps, such as "
+        "8.0; `on_spike` says what is done about it.",
+    )
+    on_spike: Literal["warn", "roll_back"] = key(
+        "warn",
+        "What follows a spike: nothing; or the run goes back to the newest checkpoint from before it and leaves the "
+        "data from there to its end out.",
+    )
+    spike_steps: SpikeSteps = key(
+        3, "Steps in a row with a spike after which the run goes back (on_spike = roll_back); 1 to 10."
+    )
+    spike_margin: NonNegativeInt = key(
+        0, "Steps before a spike whose checkpoints are passed over when the run goes back (on_spike = roll_back)."
+    )
+    max_left_out: PositiveInt = key(
+        500,
+        "Global batches that one roll back leaves out at most, the last ones up to the end of the spike; those before "
+        "them are trained on again.",
+    )
+    max_roll_backs: PositiveInt = key(
+        3, "How often a run goes back at most, over all its attempts; the spike after that ends it."
+    )
+    probe_every: SpanOrOff = key(
+        "off", "How often the passes of a step are run twice and compared bit by bit; a third run decides."
+    )
+    compare_every: SpanOrOff = key(
+        "off",
+        "How often weights that several ranks hold alike are compared over these ranks; a difference ends the run.",
+    )
+
+
+# --- The keys of a run file about the process and the machine: [run] and [site]
+
+
+class RunSection(Section):
+    """The process: where it writes, on what it runs, how long it waits."""
+
+    name: str = key("auto", "Name of the run; auto = the run file's name.", pattern=r"^[^/\x00]*[^/\x00.][^/\x00]*$")
+    root: str = key("runs", "Folder of run directories; the run directory is root/name unless --dir is given.")
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "Device of the model; auto = cuda where there is one.")
+    threads: PositiveInt | Auto = key("auto", "CPU threads a rank; auto = usable cores / ranks on the node.")
+    start_timeout: SecondsField = key(600.0, "How long ranks wait for each other at the start.")
+    collective_timeout: SecondsField = key(300.0, "How long a collective waits before the job is ended.")
+    hang_timeout: SecondsField | Auto | Off = key(
+        "auto",
+        "How long a rank may do nothing before it is taken to hang and the ranks start again; auto = three times what "
+        "its activity usually takes and 5 s, and a minute more where it waits for files (under an agent).",
+    )
+    max_restarts: NonNegativeInt | Auto = key(
+        "auto",
+        "How often ranks start again after a failure; auto = while checkpoints get newer (under an agent).",
+    )
+    spares: SecondsField | Auto | Off = key(
+        "auto",
+        "How long after the first step spare processes are started, which import torch and wait, so that ranks start "
+        "again sooner; where a rank fails before that, then; auto = a minute, where memory is left; off = none (under "
+        "an agent).",
+    )
+    elastic: ElasticField = key(
+        "off",
+        "The fewest and the most nodes of the run, such as [2, 4]: where a node is lost it goes on with those that are "
+        "left (`shardway train --nodes`), and the next attempt has all of site.nodes again; off = with all or not.",
+    )
+    stop_timeout: SecondsField = key(900.0, "How long a graceful stop may take before ranks are killed.")
+    stop_margin: SecondsField | Auto = key(
+        "auto", "How long before the end of the wall-time the run stops; auto = from the time that saves take."
+    )
+    display: Literal["auto", "off"] = key(
+        "auto", "What is shown while it trains: auto = how it starts, its steps and its end; off = errors alone."
+    )
+
+
+class SiteSection(Section):
+    """The machine, and what is asked of it."""
+
+    name: str = key("laptop", "A shipped profile, one of your own, or the path of one.")
+    nodes: PositiveInt = key(1, "Nodes of a job.")
+    ranks_per_node: PositiveInt | Auto = key(
+        "auto", "Ranks on each node; auto = its accelerators, or 1 where it has none."
+    )
+    walltime: SecondsField | Auto = key("auto", "Wall-time of one attempt; auto = the longest that the queue allows.")
+    queue: str = key("", "Queue or partition; empty = the first of the site.")
+    account: str = key("", "Account, project or budget that is charged.")
+    accelerator_type: str = key(
+        "", 'Type of accelerator, where a partition has several: "a100" asks Slurm for gpu:a100:N; empty = the site\'s.'
+    )
+    memory: BytesField | Auto = key("auto", "Memory of a node; auto = all of it where the site wants it said.")
+    launcher: Literal["auto", "torchrun", "srun", "mpirun", "agent", "ft_launcher"] = key(
+        "auto",
+        "What starts the ranks; agent = `shardway train --nodes`, which starts them again in place; ft_launcher = that "
+        "of NVIDIA's resiliency extension; auto = agent for a training (under PBS where run.elastic is set), else the "
+        "site's.",
+    )
+    container: Literal["auto", "none", "pyxis", "enroot", "apptainer", "podman", "charliecloud"] = key(
+        "auto", "Container runtime; auto = the site's where image is set, or else none."
+    )
+    image: str = key("", "Container image: a file on the site, or a URI where the runtime takes one.")
+    mounts: list[str] = key([], "SOURCE:TARGET[:ro] of folders that the container sees besides those of the run.")
+    modules: list[str] = key([], "Environment modules to load after those of the site, with versions.")
+    venv: str = key(
+        "auto",
+        'Python environment of the ranks: folder of a venv, "conda:NAME", or "none"; auto = the one that submits, but '
+        "none in a container.",
+    )
+    preflight: bool = key(False, "Let `shardway doctor` look at the nodes of each attempt before its ranks start.")
+    environment: SettingsField = key({}, "Environment variables of the job; no secrets, which come from a file.")
+    options: SettingsField = key(
+        {}, 'Options of the scheduler that no key names, such as {reservation = "x", exclusive = true}.'
+    )
+
+
+# --- Every key of a run file: its type, default, bounds and meaning
 
 
 class ModelSection(Section):

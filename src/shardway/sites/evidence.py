@@ -52,11 +52,6 @@ def describe_facts(profile: SiteProfile) -> tuple[SiteFact, ...]:
     )
 
 
-def list_unsourced(profile: SiteProfile) -> tuple[str, ...]:
-    """Facts for which the profile gives no source; empty for a profile that is fit to be shipped."""
-    return tuple(fact for fact in list_facts(profile) if find_covering(fact, profile.sources) is None)
-
-
 def list_stray_sources(profile: SiteProfile) -> tuple[str, ...]:
     """Keys of `sources` that name no fact of the profile: a misspelt path, or a fact that was removed."""
     facts = list_facts(profile)

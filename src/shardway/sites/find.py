@@ -1,13 +1,17 @@
-"""Where a site's profile is: shipped with Shardway, in the user's own folder, or at a path.
+"""Where profiles of sites are: shipped with Shardway, in the user's own folder, or at a path; and how one is kept
+there.
 
-Invariant: a name means one file. A file of the user's that has the name of a shipped profile is found before it, and
-says that it `shadows`. This module must not read what is in a profile beyond its text.
+Invariants:
+- A name means one file. A file of the user's that has the name of a shipped profile is found before it, and says that
+  it `shadows`.
+- A file that is there is never written over, and a new one appears whole.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.resources import files
@@ -16,6 +20,7 @@ from typing import Literal
 
 from shardway.errors import UserError
 from shardway.places import expand_place, find_own_folder
+from shardway.rundir.file_io import write_new
 
 Origin = Literal["shipped", "yours", "file"]
 
@@ -147,4 +152,59 @@ def _render_unknown_site(name: str) -> str:
         f'there is no site "{name}"\n'
         f"  allowed: {', '.join(list_sites())}, or the path of a profile (with a / or ending in .toml){own}\n"
         f"  to do: {hint}, or write a profile for your site: `shardway sites probe`"
+    )
+
+
+# --- Writes a profile into the user's own folder
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def keep_profile(name: str, text: str) -> Path:
+    """Write a profile as NAME.toml and return its path.
+
+    Raises UserError for a name that is no file's or that of a shipped profile, for a file that is there, and where the
+    folder cannot be written.
+    """
+    path = find_place(name)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = write_new(path, text)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise UserError(
+            f"cannot write {path}: {reason}\n  to do: write the profile elsewhere: without --write"
+        ) from error
+    if not is_new:
+        raise _refuse(path)
+    return path
+
+
+def find_place(name: str) -> Path:
+    """Where a new profile of that name belongs. Raises UserError as `keep_profile` does, before any work is done."""
+    if not _NAME.fullmatch(name) or name.endswith(".toml"):
+        raise UserError(
+            f'"{name}" is no name of a site\n'
+            "  allowed: letters, digits, - _ and ., without .toml\n"
+            "  to do: choose another"
+        )
+    if name in list_shipped():
+        raise UserError(
+            f'"{name}" is the name of a shipped profile\n'
+            f'  to do: choose another name, or write a profile by hand that says extends = "{name}"'
+        )
+    folder = own_folder()
+    if folder is None:
+        raise UserError(
+            "this account has no home folder for profiles\n  to do: set XDG_CONFIG_HOME, or leave out --write"
+        )
+    path = folder / f"{name}.toml"
+    if os.path.lexists(path):
+        raise _refuse(path)
+    return path
+
+
+def _refuse(path: Path) -> UserError:
+    return UserError(
+        f"{path} is there and is not written over\n  to do: choose another name, or move the file away first"
     )

@@ -1,12 +1,14 @@
-"""What pydantic found wrong with a profile, as problems that a person can act on.
+"""What is wrong with a profile: by its schema, by keys that contradict each other, by numbers that no machine has.
 
-Invariant: one problem per finding, in the order of the findings; each says the value and what is allowed. This
-module must not raise.
+Invariants:
+- One problem per finding, in the order of the findings; each says the value and what is allowed.
+- Every problem names a key path and what stands there; a profile that leaves a key out is never at fault for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -14,8 +16,10 @@ from pydantic_core import ErrorDetails
 
 from shardway.errors import Problem
 from shardway.hardware.catalogue import load_accelerators, load_links
+from shardway.sites.evidence import list_stray_sources
 from shardway.sites.find import find_nearest
 from shardway.sites.schema import CPU, SiteProfile
+from shardway.units import format_bytes, render_bytes, render_seconds
 
 
 def _list_tables() -> dict[str, type[BaseModel]]:
@@ -126,3 +130,135 @@ def _table_of(location: Sequence[int | str]) -> type[BaseModel]:
 def _describe_missing(location: Sequence[int | str]) -> str:
     key = str(location[-1])
     return f"add {key}: {_table_of(location).model_fields[key].description}"
+
+
+# --- What the keys of a checked profile say to each other: contradictions, and numbers that no machine has
+
+_ACCELERATOR_REQUESTS = {"slurm": ("gres", "gpus-per-node", "none"), "pbs": ("ngpus", "none"), "local": ("none",)}
+
+_MOST = {"cores": 4096, "threads_per_core": 8, "accelerators_per_node": 64}
+_MEMORY = (2**26, 2**47)
+_WALLTIME = (30.0, 366 * 86400.0)
+_MOST_NODES = 1_000_000
+
+
+def list_implausible(profile: SiteProfile) -> list[Problem]:
+    """Everything that a checked profile says and that cannot be so; empty for a good one."""
+    checks = (_check_node, _check_queues, _check_request, _check_start, _check_containers, _check_internet)
+    strays = (_describe_stray(path) for path in list_stray_sources(profile))
+    return [*(problem for check in checks for problem in check(profile)), *strays]
+
+
+def list_wrong_defaults(table: Any, queues: tuple[str, ...]) -> list[Problem]:
+    """Keys and values of [defaults] that the [site] section of a run file does not take.
+
+    `queues` are the names of the profile's queues; a default queue must be one of them where there are any.
+    """
+    if not isinstance(table, Mapping) or not table:
+        return []
+    from shardway.runfile.schema import SiteSection
+
+    allowed = [key for key in SiteSection.model_fields if key != "name"]
+    unknown = [_unknown_default(str(key), allowed) for key in table if key not in allowed]
+    known = {key: value for key, value in table.items() if key in allowed}
+    try:
+        SiteSection.model_validate(known)
+    except ValidationError as error:
+        return unknown + _wrong_defaults(error)
+    if queues and known.get("queue") and known["queue"] not in queues:
+        what = f'"{known["queue"]}" is no queue of this profile'
+        return [*unknown, Problem("defaults.queue", what, allowed=", ".join(queues))]
+    return unknown
+
+
+def _unknown_default(key: str, allowed: list[str]) -> Problem:
+    nearest = find_nearest(key, allowed)
+    remedy = f'write "{nearest}"' if nearest else "remove it"
+    return Problem(f"defaults.{key}", "is not a key of [site] in a run file", allowed=", ".join(allowed), remedy=remedy)
+
+
+def _wrong_defaults(error: ValidationError) -> list[Problem]:
+    from shardway.runfile.problems import find_problems
+
+    findings = error.errors(include_url=False)
+    for finding in findings:
+        finding["loc"] = ("site", *finding["loc"])
+    return [replace(found, where=f"defaults.{found.where.split('.')[1]}") for found in find_problems(findings, {}, "")]
+
+
+def _describe_stray(path: str) -> Problem:
+    return Problem(
+        where=f'sources."{path}"',
+        what="names nothing that this profile states",
+        remedy="name a key path of the profile, such as node.cores, or remove it",
+    )
+
+
+def _check_node(profile: SiteProfile) -> Iterator[Problem]:
+    node = profile.node
+    for key, most in _MOST.items():
+        value = getattr(node, key)
+        if value is not None and value > most:
+            yield Problem(f"node.{key}", f"{value} is more than any node has", allowed=f"up to {most}")
+    least, most_bytes = _MEMORY
+    if node.memory is not None and not least <= node.memory <= most_bytes:
+        allowed = f"{render_bytes(least)} to {render_bytes(most_bytes)}"
+        yield Problem("node.memory", f"{format_bytes(node.memory)} is no memory of a node", allowed=allowed)
+
+
+def _check_queues(profile: SiteProfile) -> Iterator[Problem]:
+    shortest, longest = _WALLTIME
+    for queue in profile.queues:
+        where = f"queues.{queue.name}"
+        for key in ("max_walltime", "default_walltime"):
+            value = getattr(queue, key)
+            if value is not None and not shortest <= value <= longest:
+                allowed = f"{render_seconds(shortest)} to {render_seconds(longest)}"
+                yield Problem(f"{where}.{key}", f"{render_seconds(value)} is no wall-time", allowed=allowed)
+        if queue.max_nodes is not None and queue.max_nodes > _MOST_NODES:
+            yield Problem(f"{where}.max_nodes", f"{queue.max_nodes} is more than any machine has")
+        for key in ("partition", "qos"):
+            if getattr(queue, key) is not None and profile.scheduler != "slurm":
+                yield _only_with(f"{where}.{key}", "slurm", profile.scheduler)
+
+
+def _check_request(profile: SiteProfile) -> Iterator[Problem]:
+    asked, scheduler = profile.request.accelerators, profile.scheduler
+    allowed = _ACCELERATOR_REQUESTS[scheduler]
+    if asked is not None and asked not in allowed:
+        words = ", ".join(f'"{word}"' for word in allowed)
+        yield Problem("request.accelerators", f'"{asked}" is no request of {scheduler}', allowed=words)
+    if profile.request.constraint and scheduler != "slurm":
+        yield _only_with("request.constraint", "slurm", scheduler)
+
+
+def _check_start(profile: SiteProfile) -> Iterator[Problem]:
+    ranks = profile.node.accelerators_per_node
+    if profile.launcher == "srun" and profile.scheduler != "slurm":
+        yield _only_with("launcher", "slurm", profile.scheduler, value="srun")
+    masks = [int(mask, 16) for mask in profile.start.masks]
+    if masks and ranks and len(masks) != ranks:
+        what = f"{len(masks)} masks for {ranks} accelerators of a node"
+        yield Problem("start.bind", what, allowed="one mask for each local rank")
+    if any(first & second for at, first in enumerate(masks) for second in masks[:at]) or not all(masks):
+        what = "two masks share a core, or a mask has none"
+        yield Problem("start.bind", what, allowed="masks without a common bit, none of them 0")
+
+
+def _check_containers(profile: SiteProfile) -> Iterator[Problem]:
+    if profile.container == "pyxis" and profile.scheduler != "slurm":
+        yield _only_with("container", "slurm", profile.scheduler, value="pyxis")
+    if profile.containers.by_scheduler and profile.scheduler != "pbs":
+        yield _only_with("containers.by_scheduler", "pbs", profile.scheduler)
+
+
+def _check_internet(profile: SiteProfile) -> Iterator[Problem]:
+    internet = profile.internet
+    if "proxy" in (internet.nodes, internet.login) and internet.proxy is None:
+        what = 'is missing, while internet.nodes or internet.login is "proxy"'
+        yield Problem("internet.proxy", what, remedy="add proxy: http://HOST:PORT")
+
+
+def _only_with(where: str, wanted: str, scheduler: str, value: str = "") -> Problem:
+    what = f'"{value}" needs scheduler "{wanted}"' if value else f'is for scheduler "{wanted}" only'
+    return Problem(where, f'{what}, and here it is "{scheduler}"', remedy="remove it, or correct the scheduler")

@@ -24,29 +24,27 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from shardway.checkpoint.shards.table import TensorTable
+from shardway.checkpoint.file_format import TensorTable
 from shardway.checkpoint.state import Tensors, WithoutFiles, make_room, needs_closure
 from shardway.data.batch_tree import count_rows, is_pair
 from shardway.data.loader import Batch
 from shardway.errors import UserError
 from shardway.layout import needs_sharding
 from shardway.models.contract import held_by_rank
-from shardway.parallel.axes.balance import balance, find_routers, set_gradient_scale
+from shardway.parallel.axes.expert import balance, find_routers, set_gradient_scale
 from shardway.parallel.axes.replicate import ReplicatedModule, SummedGradients, sum_gradients
 from shardway.parallel.axes.tensor import sum_partial_gradients
 from shardway.parallel.formats.float8 import compute_scales
-from shardway.parallel.gradients import own_squares, scale_gradients
-from shardway.parallel.host import send
+from shardway.parallel.gradients import own_squares, scale_gradients, send
 from shardway.ranks.agreement import read_decision
 from shardway.train.engines.base import Engine
-from shardway.train.engines.explain import explained
-from shardway.train.guards.repeat import First, Tried, Watched
+from shardway.train.engines.torch import explained
+from shardway.train.guard_repeat import First, Tried, Watched
 from shardway.train.held import HeldModel, HeldOptimizer, Holdings
 from shardway.train.loss import LossSum, fill_missing_targets
 from shardway.train.open_step import OpenStep, TakenStep
-from shardway.train.passes import SUMS
+from shardway.train.passes import SUMS, let_go
 from shardway.train.session import Session
-from shardway.train.several import let_go
 from shardway.train.snapshot import Before, RngAndBufferSnapshot, find_changeable
 from shardway.train.step import StepContext, StepResult
 
@@ -370,7 +368,7 @@ class GradientsByHand(WithoutFiles):
                 continue
             used = self._used.pop(each, None)
             if grad is not None and used == _key(grad):
-                self._tell_not_cleared()
+                self._report_not_cleared()
             if may_refuse:
                 self._at_begin.setdefault(each, grad if self._owes(each) else None)
             if grad is None:
@@ -385,7 +383,7 @@ class GradientsByHand(WithoutFiles):
         self._unused.update(taken)
         return joined
 
-    def _tell_not_cleared(self) -> None:
+    def _report_not_cleared(self) -> None:
         self._keeps_used = True
         self._note(
             "the gradients that an update had used were still there, and run.backward adds to them.\n"

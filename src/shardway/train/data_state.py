@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from shardway.checkpoint.shards.table import TensorTable
+from shardway.checkpoint.file_format import TensorTable
 from shardway.checkpoint.state import Tensors, WithoutFiles, make_room, structure_name
 from shardway.checkpoint.structure import Parts, Unstorable, put_state_together, take_state_apart
 from shardway.data.loader import Batch
@@ -50,24 +50,24 @@ class StreamState(WithoutFiles):
             if batch.snapshot is not None:
                 self._seen.append((batch.next_position, batch.snapshot))
             if first:
-                self._say_what_is_run_through(batch)
+                self._report_what_is_run_through(batch)
             first = False
             yield batch
 
-    def _say_what_is_run_through(self, batch: Batch) -> None:
+    def _report_what_is_run_through(self, batch: Batch) -> None:
         alone = "one loader process reads it, whatever data.workers says"
         workers = self._session.resolved.values.data.workers > 1
         if self._unused:
-            self._say(self._unused)
+            self._report(self._unused)
         if batch.snapshot is None:
-            self._say(
+            self._report(
                 "after a resume it is run through from its beginning to where the run was. The order is the same if it "
                 "gives the same samples each time; the random numbers of torch, numpy and Python that it draws are the "
                 f"same{f'; {alone}' if workers else ''}. It goes on without that where it has state_dict() and "
                 "load_state_dict(), and draws from generators of its own alone, which its state holds."
             )
         elif workers:
-            self._say(f"{alone}.")
+            self._report(f"{alone}.")
 
     def collect(self) -> Tensors:
         """The state after the last batch that counts, as one structure and its tensors."""
@@ -78,7 +78,7 @@ class StreamState(WithoutFiles):
             parts: Parts = take_state_apart(pickle.loads(snapshot.state))
         except Unstorable as error:
             where = f" at {error.path}" if error.path else ""
-            self._say(
+            self._report(
                 f"its state{where} is a {error.kind}, which a checkpoint cannot hold, so after a resume it is run "
                 "through from its beginning."
             )
@@ -134,7 +134,7 @@ class StreamState(WithoutFiles):
         name = structure_name(f"{STREAM}-{self._rank}")
         return dict(json.loads(json.loads(table.values[name]))) if name in table.values else {}
 
-    def _say(self, what: str) -> None:
+    def _report(self, what: str) -> None:
         self._session.note_once("data_order_noted", f"{self._name}: {what}")
 
 

@@ -19,7 +19,7 @@ from shardway.ranks.agent.hang import WORDS
 from shardway.ranks.attempt import RankFault, report_end, report_fault
 from shardway.ranks.progress import Progress
 from shardway.ranks.shutdown import leave_now
-from shardway.ranks.stop_watchdog import Duties
+from shardway.ranks.signals import Duties
 from shardway.rundir.attempts import BY_SIGNAL, SECOND_SIGNAL, Attempt, Ending, Result
 from shardway.rundir.directory import RunDir
 from shardway.units import render_seconds
@@ -61,7 +61,7 @@ class ExitReport:
     def _end_late(self) -> None:
         frames = _main_frames()
         message = self._explain(frames)
-        _within(SAY_S, lambda: self._tell_late(message, frames))
+        _within(SAY_S, lambda: self._report_late(message, frames))
         leave_now(message, LateStop.exit_code)
 
     def _explain(self, frames: list[str]) -> str:
@@ -76,7 +76,7 @@ class ExitReport:
             f"{saved[0]}. If its steps and saves take that long, raise run.stop_timeout."
         )
 
-    def _tell_late(self, message: str, frames: list[str]) -> None:
+    def _report_late(self, message: str, frames: list[str]) -> None:
         kind, code = LateStop.__name__, LateStop.exit_code
         step = self.directory.read_step()
         stacks = [{"ranks": [self.rank], "frames": frames}]
@@ -87,10 +87,10 @@ class ExitReport:
             self.directory.clear_stop()
 
     def _end_killed(self) -> None:
-        _within(SAY_S, self._tell_killed)
+        _within(SAY_S, self._report_killed)
         leave_now("ended at once by a second signal", KILLED)
 
-    def _tell_killed(self) -> None:
+    def _report_killed(self) -> None:
         facts = {"step": self.directory.read_step(), "reason": SECOND_SIGNAL, "ending": Ending.STOPPED}
         self._write("stopped", "stopped", facts, SECOND_SIGNAL)
         if self.attempt is not None and self.rank == 0:

@@ -1,32 +1,39 @@
-"""From a run directory to a folder of weights: one that `from_pretrained` of the Hugging Face library reads, or, for
-the model of a script, files with the model's own names.
+"""From a run directory to a folder of weights, and the layout that a run has over ranks that do not train.
 
-Invariant: the run is only read; each rank holds its share of a model that is built, on as many ranks as it is started
-on, whatever layout the run had. This module must not train.
+Invariants:
+- What says which weights there are and what they mean stays; what says how and where they are trained is left to its
+  default, so that a machine without GPUs can do it.
+- The run is only read; each rank holds its share of a model that is built, on as many ranks as it is started on,
+  whatever layout the run had.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from shardway.checkpoint.contents import find_tie, list_newest
-from shardway.checkpoint.export import save_weights
-from shardway.checkpoint.find import PassedOver, find_checkpoint, find_checkpoints, find_in_run
-from shardway.checkpoint.load import LoadedCheckpoint, load_from, load_latest, nothing_whole
-from shardway.checkpoint.manifest import Damaged
-from shardway.checkpoint.shard_store import SharedShardStore
+from shardway.checkpoint.catalog import (
+    PassedOver,
+    find_checkpoint,
+    find_checkpoints,
+    find_in_run,
+    find_tie,
+    list_newest,
+)
+from shardway.checkpoint.export import find_models, no_weights, save_weights, write_state_dicts
+from shardway.checkpoint.file_format import Damaged
+from shardway.checkpoint.local_tier import SharedShardStore
+from shardway.checkpoint.reader import LoadedCheckpoint, load_from, load_latest, nothing_whole
 from shardway.checkpoint.state import Trained
-from shardway.checkpoint.state_dicts import find_models, no_weights, write_state_dicts
 from shardway.errors import JobError, UserError
 from shardway.hfconfig import locate_model
 from shardway.models.build import build_model
-from shardway.models.huggingface.build import build_huggingface
-from shardway.models.huggingface.form import Form, form_of
+from shardway.models.huggingface.build import Form, build_huggingface, form_of
 from shardway.parallel.apply import ApplyOptions, apply_parallelism
 from shardway.parallel.formats.precision import read_precision
 from shardway.parallel.mesh import build_mesh
@@ -34,10 +41,42 @@ from shardway.ranks.launcher import find_placement
 from shardway.ranks.start import Ranks, StartOptions, start_ranks
 from shardway.resolve.request import Resolution, ResolveRequest, resolve_loaded
 from shardway.rundir.directory import RunDir
-from shardway.runfile.load import load_run
+from shardway.runfile.load import DEFAULT, LoadedRunFile, load_run
 from shardway.runfile.schema import PrecisionSection, RunFile
-from shardway.train.offline_layout import lay_evenly
 from shardway.watch.progress import find_best_checkpoint
+
+# --- A run as it lies over ranks that read or write its weights and do not train
+
+_OF_TRAIN = ("micro_batch", "compile", "compile_cache")
+"""Of [train], what says how and where."""
+
+
+def lay_evenly(asked: LoadedRunFile) -> LoadedRunFile:
+    """The same run with weights that all ranks share, on CPUs, and without what says how it is trained."""
+    fresh = load_run(None).values
+    narrow = asked.values.precision.weights == "bf16"
+    updates: dict[str, dict[str, Any]] = {
+        "train": {name: getattr(fresh.train, name) for name in _OF_TRAIN},
+        "run": {"device": "cpu"},
+        "precision": {**dict(fresh.precision), "weights": asked.values.precision.weights},
+        "parallel": {**dict(fresh.parallel), "dp_replicate": 1, "dp_shard": "auto"},
+        "recompute": dict(fresh.recompute),
+    }
+    updates["precision"]["compute"] = "bf16" if narrow else "fp32"
+    sections = {name: getattr(asked.values, name).model_copy(update=update) for name, update in updates.items()}
+    reset = {dotted: DEFAULT for dotted in asked.origins if is_of_layout(dotted)}
+    return replace(asked, values=asked.values.model_copy(update=sections), origins={**asked.origins, **reset})
+
+
+def is_of_layout(dotted: str) -> bool:
+    """Whether a key says how and where a run is trained, and nothing of its weights."""
+    section, _, name = dotted.partition(".")
+    whole = section in ("parallel", "recompute") or (section == "precision" and name != "weights")
+    return whole or dotted == "run.device" or (section == "train" and name in _OF_TRAIN)
+
+
+# --- From a run directory to a folder of weights: one that `from_pretrained` of the Hugging Face library reads, or,
+# for the model of a script, files with the model's own names
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Name of a number format of weights -> torch's."""

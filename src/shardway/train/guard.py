@@ -1,35 +1,238 @@
-"""The guard: what is looked at in a step, and what follows where numbers or machine are not sound.
+"""The guard: what is looked at in a step, losses far above the last ones, and what follows where numbers are not sound.
 
-Invariant: decided from numbers that are the same on every rank, so that all ranks skip, go on or end together; weights
-that a rank could not vouch for are never saved. This module must not run passes (that is `train.guards.repeat`) nor
-change weights.
+Invariants:
+- Pure: what is told of a value follows from the values before it alone, so that whoever has the same values finds the
+  same spikes.
+- Each error names the step, what was seen, the newest checkpoint that can be trusted and what to do.
+- Decided from numbers that are the same on every rank, so that all ranks skip, go on or end together; weights that a
+  rank could not vouch for are never saved.
+
+A value is compared with the median of the last ones in units of their spread, which is 1.4826 times the median absolute
+deviation: the standard deviation where values are normal, and hardly moved by single outliers (Hampel, "The influence
+curve and its role in robust estimation", JASA 69, 1974).
 """
 
 from __future__ import annotations
 
 import math
 import socket
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from shardway.data.loader import Batch
+from shardway.errors import JobError, list_some
 from shardway.parallel.apply import ParallelModel
-from shardway.parallel.replicas import compare_replicas
-from shardway.runfile.guard import GuardSection
-from shardway.train.guards.repeat import Corruption, GuardChecks, Watched
-from shardway.train.guards.spike import Spikes, read_spikes
-from shardway.train.guards.words import (
-    Mismatch,
-    Skipped,
-    refuse_machine,
-    refuse_replicas,
-    refuse_skips,
-    refuse_weights,
-)
+from shardway.parallel.replicas import ReplicaDifference, compare_replicas
+from shardway.runfile.schema import GuardSection
+from shardway.train.guard_repeat import Corruption, GuardChecks, Watched
 from shardway.train.session import Session
 from shardway.train.step import StepResult
 from shardway.units import Scale
+
+# --- Losses and gradient norms far above those of the last steps
+
+WINDOW = 100
+"""Values that the next is compared with."""
+LEAST = 20
+"""Values before which nothing is told."""
+SMALLEST_SPREAD = 1e-3
+"""The least spread, relative to the median: where a loss hardly moves, a breath is no spike."""
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A value so many `deviations` above the `median` of those before it."""
+
+    value: float
+    median: float
+    deviations: float
+
+
+@dataclass(frozen=True)
+class Recent:
+    """The last finite values of one number of a run, oldest first."""
+
+    values: tuple[float, ...] = ()
+
+    def after(self, value: float) -> Recent:
+        """With one more value; one that is not finite is left out."""
+        return Recent((*self.values, value)[-WINDOW:]) if math.isfinite(value) else self
+
+    def find_spike(self, value: float, threshold: float) -> Spike | None:
+        """Whether the next value lies more than `threshold` deviations above the last ones; None where it does not."""
+        if len(self.values) < LEAST or not math.isfinite(value):
+            return None
+        median = statistics.median(self.values)
+        spread = 1.4826 * statistics.median(abs(each - median) for each in self.values)
+        deviations = (value - median) / max(spread, SMALLEST_SPREAD * abs(median), math.ulp(0.0))
+        return Spike(value, median, deviations) if deviations > threshold else None
+
+
+@dataclass(frozen=True)
+class Spikes:
+    """The last values of each number that is looked at, how many steps in a row up to now held a spike, and the first
+    of them (0: none did)."""
+
+    recent: Mapping[str, Recent] = field(default_factory=lambda: MappingProxyType({}))
+    in_a_row: int = 0
+    first: int = 0
+
+    def find(self, values: Mapping[str, float], threshold: float) -> dict[str, Spike]:
+        """The spikes among the numbers of the next step, by name."""
+        found = {name: self._recent(name).find_spike(value, threshold) for name, value in values.items()}
+        return {name: spike for name, spike in found.items() if spike is not None}
+
+    def after(self, step: int, values: Mapping[str, float], found: Mapping[str, Spike]) -> Spikes:
+        """With one more step. One whose numbers are not finite neither belongs to a row nor ends it."""
+        recent = {name: self._recent(name).after(value) for name, value in values.items()}
+        if not found and not all(map(math.isfinite, values.values())):
+            return replace(self, recent=recent)
+        return Spikes(recent, self.in_a_row + 1, self.first or step) if found else Spikes(recent)
+
+    def as_numbers(self) -> dict[str, Any]:
+        """For a checkpoint's manifest: whoever goes on from it finds what this run would find."""
+        recent = {name: list(each.values) for name, each in self.recent.items()}
+        return {"recent": recent, "in_a_row": self.in_a_row, "first": self.first}
+
+    def _recent(self, name: str) -> Recent:
+        return self.recent.get(name, Recent())
+
+
+def read_spikes(numbers: Mapping[str, Any]) -> Spikes:
+    """Those of a manifest; the window begins anew where it has none."""
+    recent = {name: Recent(tuple(map(float, values))) for name, values in numbers.get("recent", {}).items()}
+    return Spikes(recent, int(numbers.get("in_a_row", 0)), int(numbers.get("first", 0)))
+
+
+# --- What the guard says when it ends a run
+
+SHOWN = 6
+"""How many samples, ranks or parameters a message lists."""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A step that was skipped: its samples over all ranks, whether its passes could be repeated, and how many in a row
+    with it."""
+
+    step: int
+    samples: Sequence[int]
+    repeated: bool
+    in_a_row: int
+
+
+def describe_numbers(result: StepResult) -> str:
+    """Which of the two numbers of a step is none: "loss of step 3 is nan"."""
+    if math.isfinite(result.loss):
+        return f"norm of its gradient is {result.grad_norm}"
+    return f"loss is {result.loss}"
+
+
+def refuse_weights(step: int, result: StepResult, saved: Sequence[int]) -> JobError:
+    """What a step without a guard has made of the weights must not push good checkpoints out."""
+    what = f"loss of step {step} is {result.loss}"
+    if math.isfinite(result.loss):
+        what = f"gradient of step {step} has the norm {result.grad_norm}"
+    return JobError(
+        f"the {what}, so the weights after it are of no use; the run ends here.\n"
+        f"  No checkpoint was made of them ({_name_last(saved)}). To do: look for values in the data that are not "
+        "finite, lower optim.lr, or set optim.clip; then run the same command again."
+    )
+
+
+def refuse_skips(skipped: Skipped, result: StepResult, limit: str, saved: Sequence[int]) -> JobError:
+    """The last of the skipped steps that a run may have. `limit` says which key allows how many, and its origin."""
+    steps = f"step {skipped.step}"
+    if skipped.in_a_row > 1:
+        steps = f"steps {skipped.step - skipped.in_a_row + 1} to {skipped.step}"
+    again = "also when its passes were repeated" if skipped.repeated else "and the passes wrote into their batch, "
+    again += "" if skipped.repeated else "so that they could not be repeated"
+    return JobError(
+        f"the {describe_numbers(result)} in step {skipped.step}, {again}; {steps} changed no weights, and the run "
+        f"ends here ({limit}).\n"
+        f"  Samples of step {skipped.step}: {list_some([str(each) for each in skipped.samples], SHOWN)}; all of them "
+        f"are in the events named step_skipped. {_name_checkpoint(saved)}. To do: look for values in these "
+        "samples that are not finite, lower optim.lr, or set optim.clip; then run the same command again."
+    )
+
+
+def refuse_machine(step: int, corruption: Corruption, saved: Sequence[int]) -> JobError:
+    """Three runs of the same passes, three results."""
+    return JobError(
+        f"the passes of step {step} were run three times and gave three different results {_name_places(corruption)}; "
+        "no rank changed its weights, and the run ends here.\n"
+        f"  Either operations of this model have no fixed result, or a machine computes wrongly. "
+        f"{_name_checkpoint(saved)}. To do: set train.deterministic = true; if it comes again with that, leave these "
+        "hosts out and have them tested."
+    )
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Copies that differ at a step, the hosts of the named ranks, and the last step at which all were equal."""
+
+    step: int
+    differences: Sequence[ReplicaDifference]
+    hosts: Sequence[str]
+    equal_at: int | None
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of all differences."""
+        return sorted({rank for each in self.differences for rank in each.ranks})
+
+
+def refuse_replicas(mismatch: Mismatch, saved: Sequence[int]) -> JobError:
+    """Copies of a weight differ."""
+    names = list_some([each.parameter for each in mismatch.differences], SHOWN)
+    ranks = list_some([str(rank) for rank in mismatch.ranks], SHOWN)
+    hosts = list_some(list(mismatch.hosts), SHOWN)
+    decided = all(each.decided for each in mismatch.differences)
+    who = f"differ on rank {ranks} ({hosts}) from those of the other ranks"
+    if not decided:
+        who = f"differ between ranks {ranks} ({hosts}), and no majority says which are right"
+    return JobError(
+        f"after step {mismatch.step} the copies of {names} {who}; the run ends here, and nothing was saved after it.\n"
+        f"  {_name_trusted(mismatch.equal_at, saved)} To do: leave the named hosts out and have them tested; then run "
+        "the same command again."
+    )
+
+
+def _name_trusted(equal_at: int | None, saved: Sequence[int]) -> str:
+    """Which checkpoint was made of copies that were compared and equal, and which were made later."""
+    good = [step for step in saved if equal_at is not None and step <= equal_at]
+    later = [step for step in saved if step not in good]
+    compared = f"All copies were equal at step {equal_at}"
+    if equal_at is None:
+        compared = "No comparison was made before"
+    text = f"{compared}, and no checkpoint is from then or before."
+    if good:
+        text = f"{compared}; the newest checkpoint from then or before is that of step {good[-1]}."
+    if later:
+        steps = list_some([str(step) for step in later], SHOWN)
+        text += (
+            f" Checkpoints from after it (step {steps}) may hold wrong weights: move them away to go on before them."
+        )
+    return text
+
+
+def _name_places(corruption: Corruption) -> str:
+    ranks = list_some([str(rank) for rank in corruption.ranks], SHOWN)
+    return f"(rank {ranks} on {list_some(list(corruption.hosts), SHOWN)})"
+
+
+def _name_last(saved: Sequence[int]) -> str:
+    return f"step {saved[-1]} is the last one" if saved else "none was saved yet"
+
+
+def _name_checkpoint(saved: Sequence[int]) -> str:
+    return f"The last checkpoint is that of step {saved[-1]}" if saved else "No checkpoint was saved yet"
+
+
+# --- The guard: what is looked at in a step, and what follows where numbers or machine are not sound
 
 
 @dataclass(frozen=True)
@@ -141,9 +344,9 @@ class Guard:
         self.is_new = False
         watched = result.watched
         if watched is not None and watched.corruption is not None:
-            self._tell_corruption(step, watched.corruption)
+            self._report_corruption(step, watched.corruption)
         if watched is not None and watched.first is not None:
-            self._tell_first(step, result, watched, batch)
+            self._report_first(step, result, watched, batch)
         elif result.targets and not result.skipped and not _is_finite(result):
             raise refuse_weights(step, result, self._saved())
         elif not result.skipped:
@@ -153,12 +356,12 @@ class Guard:
         if _is_due(self.plan.compare_every, step):
             self._compare(step)
 
-    def _tell_corruption(self, step: int, corruption: Corruption) -> None:
+    def _report_corruption(self, step: int, corruption: Corruption) -> None:
         self._event("corruption", step, **asdict(corruption))
         if not corruption.decided:
             raise refuse_machine(step, corruption, self._saved())
 
-    def _tell_first(self, step: int, result: StepResult, watched: Watched, batch: Batch) -> None:
+    def _report_first(self, step: int, result: StepResult, watched: Watched, batch: Batch) -> None:
         """Passes that were not finite: a fault that has passed, or a step without an update."""
         first = watched.first
         if watched.finite and first is not None:

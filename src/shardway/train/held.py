@@ -1,31 +1,46 @@
-"""What a script holds of its run: models, optimizers, schedulers, and whatever else it keeps; each under a name.
+"""What a script holds of its run, each under a name, kept alike on all ranks, and whether it is whole after an error.
 
-Invariant: names are unique, and the same in each process of the run, so that a checkpoint finds what it was made of.
-What a script did not hand over and the run finds by itself (a scheduler of one of its optimizers, an average of one of
-its models) is held as well, unless two of a kind make its name a guess: then the run ends with a sentence before it
-trains. This module must not save.
+Invariants:
+- Names are unique, and the same in each process of the run, so that a checkpoint finds what it was made of. What a
+  script did not hand over and the run finds by itself (a scheduler of one of its optimizers, an average of one of its
+  models) is held as well, unless two of a kind make its name a guess: then the run ends with a sentence before it
+  trains.
+- Only what every rank keeps under the same name takes part, so no rank waits for another.
+- What is saved was whole. In a notebook an interrupt waits until it is (`ranks.notebook`), and the run goes on in the
+  next cell.
+
+Each rank's running statistics come from its own samples, and so do those that an average makes of them. A checkpoint
+has one copy of what is kept, so without this a rank would go on with the statistics of another.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from shardway.checkpoint.kept import KeptObjects
-from shardway.checkpoint.state import MODEL, OPTIMIZER, Trained
+from shardway.checkpoint.state import MODEL, OPTIMIZER, KeptObjects, Trained
 from shardway.errors import UserError, list_some
 from shardway.models.contract import canonical_name, held_by_rank
 from shardway.parallel.apply import ParallelModel
+from shardway.parallel.axes.replicate import average_buffers
 from shardway.parallel.formats.precision import Precision
+from shardway.parallel.mesh import Mesh
+from shardway.ranks.notebook import Interrupts
+from shardway.ranks.start import Ranks
 from shardway.runfile.schema import RunFile
+from shardway.train.engines.base import Engine
+from shardway.train.step import StepContext
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -327,3 +342,63 @@ def _roots(schedulers: Sequence[Any]) -> list[Any]:
 def _parts_of(scheduler: Any) -> Iterator[Any]:
     for value in vars(scheduler).values():
         yield from value if isinstance(value, list | tuple) else (value,)
+
+
+# --- Buffers of modules that a script keeps, averages of weights for one: alike on all ranks before they are saved
+
+
+def average_kept_buffers(objects: Mapping[str, object], ranks: Ranks, mesh: Mesh) -> None:
+    """Set floating-point buffers of kept modules to their mean over the ranks, as those of the run's models are; called
+    on all ranks together."""
+    if ranks.world == 1:
+        return
+    modules = {name: each for name, each in objects.items() if isinstance(each, nn.Module) and _has_statistics(each)}
+    here = {(name, tuple((key, tuple(each.shape)) for key, each in m.named_buffers())) for name, m in modules.items()}
+    for name, _ in sorted(set.intersection(*ranks.gather(here))):
+        average_buffers(modules[name], mesh)
+
+
+def _has_statistics(module: nn.Module) -> bool:
+    buffers = list(module.buffers())
+    return any(each.is_floating_point() for each in buffers) and not any(isinstance(each, DTensor) for each in buffers)
+
+
+# --- Whether what a run holds is whole: between two steps it is, and an error in the midst of an update breaks it
+
+
+class Intact:
+    """What the loop asks around its pieces of work."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks, self._interrupts, self._broken = ranks, Interrupts(), False
+
+    def held(self, *, apply: bool = True) -> AbstractContextManager[None]:
+        """While entered, an interrupt waits; not for what takes long and is made again where it is interrupted."""
+        return self._interrupts.held() if apply else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def update(self, engine: Engine, moment: StepContext) -> Iterator[None]:
+        """One update: before it has begun, an error leaves the model as it was."""
+        with self._interrupts.held():
+            try:
+                yield
+            except BaseException:
+                self._broken = moment.update.begun or not engine.can_void
+                raise
+
+    def is_broken(self) -> bool:
+        """Whether the model is neither before nor after an update, on any rank; asked on all of them."""
+        return any(self._ranks.gather(self._broken))
+
+    def describe(self, step: int) -> str:
+        """Why nothing is saved."""
+        return f"the update of step {step + 1} was broken off, and nothing of it is saved"
+
+
+def refuse_broken(saved: int) -> UserError:
+    """The error where a loop goes on after an update that was broken off; `saved`: the step of the last checkpoint."""
+    where = f"step {saved}, which is saved" if saved else "the start, since nothing is saved yet"
+    return UserError(
+        "an error has ended the last update in its midst, so the model is neither before nor after it.\n"
+        f"  To do: call shardway.start and make model and optimizer anew: the run goes on from {where}."
+    )

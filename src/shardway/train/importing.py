@@ -16,15 +16,12 @@ from typing import Any
 
 from torch import nn
 
-from shardway.checkpoint.copy import copy_checkpoint
-from shardway.checkpoint.place import shared_place
-from shardway.checkpoint.save import Content, write_checkpoint
-from shardway.checkpoint.sources.base import ForeignSource
-from shardway.checkpoint.sources.find import open_source
-from shardway.checkpoint.sources.match import Match, has_own_head, match_source
-from shardway.checkpoint.sources.own import OwnSource
+from shardway.checkpoint.catalog import copy_checkpoint, verify_checkpoint
+from shardway.checkpoint.folders import shared_place
+from shardway.checkpoint.import_match import Match, has_own_head, match_source, open_source
+from shardway.checkpoint.import_sources import ForeignSource, OwnSource
 from shardway.checkpoint.state import Trained, count_bytes
-from shardway.checkpoint.verify import verify_checkpoint
+from shardway.checkpoint.writer import Content, write_checkpoint
 from shardway.data.open import Data, open_described
 from shardway.errors import JobError, Problem, UserError, check_no_problems
 from shardway.hfconfig import locate_model
@@ -39,13 +36,13 @@ from shardway.refusals import find_remedy
 from shardway.resolve import Resolved, check_same_run, resolve_with_data
 from shardway.resolve.applies import WEIGHT_KEYS
 from shardway.resolve.request import Resolution, ResolveRequest, resolve_loaded
-from shardway.rundir.atomic import fsync_folder
 from shardway.rundir.directory import RunDir
-from shardway.rundir.run_id import ensure_run_id
+from shardway.rundir.file_io import fsync_folder
+from shardway.rundir.names import ensure_run_id
 from shardway.runfile.load import load_run
 from shardway.runfile.schema import PrecisionSection, RunFile
-from shardway.train.counters import Counters
-from shardway.train.offline_layout import is_of_layout, lay_evenly
+from shardway.train.export import is_of_layout, lay_evenly
+from shardway.train.loop_state import Counters
 
 
 @dataclass(frozen=True)

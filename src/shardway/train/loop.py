@@ -14,43 +14,52 @@ from typing import Any
 
 import torch
 
-from shardway.checkpoint.savable import check_collects
 from shardway.checkpoint.state import CheckpointState, Freezable, Together, Trained
+from shardway.checkpoint.writer import check_collects
 from shardway.errors import Bug, UserError
 from shardway.parallel.axes.replicate import average_buffers
 from shardway.parallel.formats.float8 import compute_scales
 from shardway.ranks.progress import Activity
 from shardway.rundir.attempts import Ending
-from shardway.rundir.left_out import SkippedRange
-from shardway.rundir.lineage import LOCAL
+from shardway.rundir.lineage import LOCAL, SkippedRange
 from shardway.train.by_hand import BackwardCall, check_awaits_backward, refuse_mixture
-from shardway.train.counters import Counters
-from shardway.train.device_defaults import describe_numerics
-from shardway.train.earlier import find_early_end
-from shardway.train.ending import AttemptEnd
+from shardway.train.dataloader import report_late_spans, report_skipped
+from shardway.train.deadline import AttemptEnd
 from shardway.train.guard import BackPlan, Guard
-from shardway.train.intact import Intact
-from shardway.train.kept_buffers import average_kept_buffers
-from shardway.train.learning_rate import ScheduledLR
-from shardway.train.loop_plan import LoopParts, LoopPlan
-from shardway.train.machine import Facts, LoopPhase, next_phase
+from shardway.train.held import Intact, average_kept_buffers
+from shardway.train.local_tier import open_tier
+from shardway.train.loop_state import (
+    Counters,
+    Facts,
+    LoopParts,
+    LoopPhase,
+    LoopPlan,
+    Monitoring,
+    ScheduledLR,
+    next_phase,
+)
 from shardway.train.metrics import MetricLog, Values
-from shardway.train.monitoring import Monitoring
 from shardway.train.open_step import OpenStep, StepCall, TakenStep, check_taken, lr_of
-from shardway.train.saves.back import Spiked, all_skips, as_numbers, decide_back, set_undone_aside
-from shardway.train.saves.restore import Restored, restore, set_damaged_aside, settle_restored
-from shardway.train.saves.saving import SavePoint, Saver
-from shardway.train.saves.tiers import open_tier
+from shardway.train.passes import evaluating, let_go
+from shardway.train.record import find_early_end
+from shardway.train.restore import (
+    Restored,
+    Spiked,
+    all_skips,
+    as_numbers,
+    decide_back,
+    restore,
+    set_damaged_aside,
+    set_undone_aside,
+    settle_restored,
+)
+from shardway.train.saving import SavePoint, Saver
 from shardway.train.script_state import ScriptState
-from shardway.train.session import Session, machine_facts
-from shardway.train.several import evaluating, let_go
-from shardway.train.skipping import report_late_spans, report_skipped
+from shardway.train.session import Session, describe_numerics, machine_facts
 from shardway.train.snapshot import Before, find_changeable, find_generators
 from shardway.train.step import StepContext
-from shardway.train.stops.stopping import StopAgreement
-from shardway.train.stops.waiting import TrainingStream
-from shardway.train.validate import validate
-from shardway.train.validated import Validated, recall_validations
+from shardway.train.stops import StopAgreement, TrainingStream
+from shardway.train.validate import Validated, recall_validations, validate
 
 _ACTIVITIES = {
     LoopPhase.RESTORE: Activity.LOAD,
@@ -289,7 +298,7 @@ class Loop:
             self._parts.held.adopt()
             self._script.begin()
         self._lrs.begin()
-        restored = self._take_up()
+        restored = self._resume()
         if self._is_done_already(restored):
             return
         loaded, parameters = restored.loaded, self._count_parameters()
@@ -322,7 +331,7 @@ class Loop:
         self._open_stream()
         self._agree()
 
-    def _take_up(self) -> Restored:
+    def _resume(self) -> Restored:
         """Go on from the newest checkpoint that holds, or from the start."""
         restored = restore(self._session, self._plan, self._state, self._tier)
         self._counters, self._loss_scale = restored.counters, restored.loss_scale
@@ -334,7 +343,7 @@ class Loop:
             directory = self._session.directory
             self._finish_reason = known or self._session.ranks.ask_first(lambda: find_early_end(directory, step))
             self._finishes = bool(self._finish_reason)
-            self._tell_script(restored.loaded.name)
+            self._report_script(restored.loaded.name)
             if self._parts.validation is not None:
                 past = recall_validations(self._session, step)
         if self._parts.validation is not None:
@@ -344,7 +353,7 @@ class Loop:
             self._heed_results()
         return restored
 
-    def _tell_script(self, checkpoint: str) -> None:
+    def _report_script(self, checkpoint: str) -> None:
         """What of the script is not as the checkpoint has it: on rank 0, once."""
         held, script = self._parts.held, self._script
         if held is None or script is None:
@@ -408,7 +417,7 @@ class Loop:
             self._counters, self._owes_validation = back.counters, False
         else:
             self._untrained.put_back()
-            restored = self._settle(self._take_up())
+            restored = self._settle(self._resume())
             for parallel in self._parts.parallels:
                 compute_scales(parallel.module, self._parts.engine.passes.precision.float8)
         facts = back.left_out[-1].as_json()

@@ -1,8 +1,10 @@
-"""Forward and backward passes of this rank's share of a batch: micro-batch by micro-batch, or through a pipeline.
+"""Forward and backward passes of this rank's share of a batch, of one model or of several.
 
-Invariant: afterwards gradients hold the sum over this rank's samples of their losses, divided by the samples of the
-global batch, and the sums of `SUMS` are returned; only the rank that answers for a loss has numbers
-other than 0. This module must not update weights or reduce over ranks.
+Invariants:
+- Afterwards gradients hold the sum over this rank's samples of their losses, divided by the samples of the global
+  batch, and the sums of `SUMS` are returned; only the rank that answers for a loss has numbers other than 0.
+- The gradients of all models that the optimizer updates are what one model of all of them would get; a model beside
+  them is run and keeps none of its gradients.
 
 Each micro-batch is divided by the number of samples of the global batch, which all ranks know; the factor from samples
 to targets, which is known only when every rank has seen its share, comes later.
@@ -18,20 +20,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.parallel import DistributedDataParallel
 
 from shardway.data.batch_tree import count_rows, cut_rows, fill_empty, is_pair, map_tensors
 from shardway.data.order import position_share
 from shardway.errors import UserError
 from shardway.models.contract import Balancing
-from shardway.parallel.accumulate import accumulating
 from shardway.parallel.apply import ParallelModel
-from shardway.parallel.axes.balance import find_routers, set_gradient_scale
 from shardway.parallel.axes.context import Chunks
+from shardway.parallel.axes.expert import find_routers, set_gradient_scale
 from shardway.parallel.axes.pipeline import LossOf, Pipeline
-from shardway.parallel.axes.replicate import find_copies
+from shardway.parallel.axes.replicate import average_buffers, find_copies
 from shardway.parallel.formats.precision import Precision
+from shardway.parallel.gradients import accumulating
 from shardway.train.loss import LossSum, as_sum, fill_missing_targets
 
 Loss = Callable[..., LossSum | torch.Tensor]
@@ -346,3 +350,78 @@ def _padded(inputs: torch.Tensor, rows: int, source: torch.Tensor) -> torch.Tens
 
 def _whole(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+# --- Passes of a loss that runs several models of one run: those that its optimizer updates, and others beside them
+
+
+@dataclass(frozen=True)
+class SeveralPasses(Passes):
+    """`further`: models beside `parallel` that are updated with it; `beside`: those that are only run."""
+
+    further: tuple[ParallelModel, ...] = ()
+    beside: tuple[ParallelModel, ...] = ()
+
+    @property
+    def parallels(self) -> tuple[ParallelModel, ...]:
+        """All models whose gradients count."""
+        return (self.parallel, *self.further)
+
+    def train(
+        self,
+        model: nn.Module,
+        batch: object,
+        loss_fn: Loss,
+        *,
+        position: int = 0,
+        loss_scale: float = 1.0,
+        rows: int | None = None,
+    ) -> torch.Tensor:
+        """As for one model; what the loss has gathered of models beside is let go of.
+
+        FSDP frees the weights of a model after its backward pass. One that has had none would go on with the weights of
+        now after its next update.
+        """
+        sums = super().train(model, batch, loss_fn, position=position, loss_scale=loss_scale, rows=rows)
+        for parallel in (*self.further, *self.beside):
+            let_go(parallel)
+        return sums
+
+    def count_averaged(self, model: nn.Module) -> int:
+        """DDP averages the gradients of every model that it wraps."""
+        wrapped = any(isinstance(each.call, DistributedDataParallel) for each in self.parallels)
+        return self.parallel.mesh.data_ranks if wrapped else 1
+
+    @contextlib.contextmanager
+    def around(self, model: nn.Module, *, last: bool) -> Iterator[None]:
+        """Each model that is updated holds back what need not travel yet; those beside send nothing at all."""
+        with contextlib.ExitStack() as stack:
+            for each in self.parallels:
+                stack.enter_context(accumulating(each.call, last=last))
+            for each in self.beside:
+                if isinstance(each.call, DistributedDataParallel) and not each.call.static_graph:
+                    stack.enter_context(each.call.no_sync())
+            yield
+
+
+@contextlib.contextmanager
+def evaluating(parallels: Sequence[ParallelModel]) -> Iterator[None]:
+    """Models that a validation may run besides its own: each module has its own mode again afterwards."""
+    for parallel in parallels:
+        average_buffers(parallel.module, parallel.mesh)
+    modes = [(module, module.training) for parallel in parallels for module in parallel.call.modules()]
+    for parallel in parallels:
+        parallel.call.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def let_go(parallel: ParallelModel) -> None:
+    """Let FSDP free the weights that a forward pass alone has gathered: a script that looks at the parameters (or
+    freezes one) between two steps means its shards."""
+    for module in parallel.module.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

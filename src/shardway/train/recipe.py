@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardway.checkpoint.contents import find_tie
+from shardway.checkpoint.catalog import find_tie
 from shardway.data.open import Data, open_described, wants_of
 from shardway.hfconfig import locate_model
 from shardway.models.build import build_model

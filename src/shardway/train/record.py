@@ -1,9 +1,12 @@
-"""Writes down what happens: events of every rank that has something to say, status by rank 0.
+"""Writes down what happens: events of every rank that has something to say, status by rank 0, the time of earlier
+attempts.
 
-Invariant: recording never changes the run. What the file system refuses while the run goes on is kept and written
-later; at the start and at the end of an attempt it becomes one JobError with what to do. A run that no longer holds its
-directory writes nothing (Fenced). Rank 0 writes one step event a
-step; every file of events says where an attempt began. This module must not decide anything.
+Invariants:
+- It costs the same however long the run was: the end of the event file and status.json are read, no more. What is
+  damaged or missing counts as nothing left.
+- Recording never changes the run. What the file system refuses while the run goes on is kept and written later; at the
+  start and at the end of an attempt it becomes one JobError with what to do. A run that no longer holds its directory
+  writes nothing (Fenced). Rank 0 writes one step event a step; every file of events says where an attempt began.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardway.errors import Fenced, JobError, LostContact, render_reason
@@ -22,9 +26,50 @@ from shardway.ranks.start import Ranks
 from shardway.rundir.attempts import Attempt, Result
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event, EventWriter
-from shardway.rundir.refusal import refusals, refused
-from shardway.train.earlier import read_earlier
-from shardway.train.ending import AttemptEnd
+from shardway.rundir.file_io import refusals, refused
+from shardway.train.deadline import AttemptEnd
+
+# --- What earlier attempts of a run have left that the next one must know for its book of time
+
+_KEPT = ("pid", "host", "step", "spent", "time")
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """`reached`: the most steps that an attempt has done. `last`: the last status, as far as it tells of times."""
+
+    reached: int = 0
+    last: Mapping[str, Any] = field(default_factory=dict)
+
+    def as_facts(self) -> dict[str, Any]:
+        """For the event that says that the next attempt starts, since its first status replaces the last one."""
+        return ({"reached": self.reached} if self.reached else {}) | ({"before": dict(self.last)} if self.last else {})
+
+
+def read_earlier(run: RunDir) -> Earlier:
+    """What is there before the next attempt has written anything."""
+    status = run.read_status()
+    last = {key: status[key] for key in _KEPT if key in status} if "spent" in status else {}
+    return Earlier(max(_steps_of(run, status)), last)
+
+
+def _steps_of(run: RunDir, status: Mapping[str, Any]) -> Iterator[int]:
+    yield 0
+    yield from (value for key in ("step", "reached") if isinstance(value := status.get(key), int))
+    for event in run.last_events():
+        key = {"step": "step", "started": "reached"}.get(event["event"], "")
+        if isinstance(value := event.get(key), int):
+            yield value
+
+
+def find_early_end(directory: RunDir, step: int) -> str:
+    """Why the script has finished the run at this step, where its checkpoint was saved before it did; else empty."""
+    status = directory.read_status()
+    here = status.get("state") == "finished" and status.get("step") == step
+    return str(status.get("finished_early", "")) if here else ""
+
+
+# --- Writes down what happens: events of every rank that has something to say, status by rank 0
 
 STATUS_EVERY_S = 1.0
 """A status is written to be read by people and schedulers: once a second is often enough."""

@@ -25,9 +25,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from shardway.checkpoint.kept import KeptObjects
-from shardway.checkpoint.retention import RetentionPolicy
-from shardway.checkpoint.savable import check_savable
+from shardway.checkpoint.folders import RetentionPolicy
+from shardway.checkpoint.state import KeptObjects
+from shardway.checkpoint.writer import check_savable
 from shardway.data.sources.base import DataSource
 from shardway.errors import UserError
 from shardway.parallel.apply import ApplyOptions, ParallelModel, apply_parallelism
@@ -40,32 +40,33 @@ from shardway.rundir.directory import RunDir
 from shardway.runfile.schema import PrecisionSection
 from shardway.train.by_hand import BackwardCall, GradientsByHand
 from shardway.train.data_state import find_data_state
-from shardway.train.dataloader import Loader, training_batches, validation_data, validation_rows
-from shardway.train.display import ScriptDisplay, open_display
+from shardway.train.dataloader import (
+    Loader,
+    LoaderArguments,
+    check_length,
+    make_loader,
+    take_validation,
+    training_batches,
+    validation_data,
+    validation_rows,
+)
 from shardway.train.engines import ENGINES
 from shardway.train.engines.base import Engine, EngineParts
-from shardway.train.engines.explain import script_explained
+from shardway.train.engines.torch import script_explained
 from shardway.train.guard import plan_guard
-from shardway.train.held import HeldOptimizer, Holdings, check_several
-from shardway.train.intact import refuse_broken
-from shardway.train.loaders import LoaderArguments, check_length, make_loader, take_validation
+from shardway.train.held import HeldOptimizer, Holdings, check_several, refuse_broken
+from shardway.train.local_tier import LeastCost, LocalPlan
 from shardway.train.loop import Loop
-from shardway.train.loop_plan import LoopParts, LoopPlan
-from shardway.train.loss import LossSum
+from shardway.train.loop_state import LoopParts, LoopPlan, LRSchedule, check_is_validated
+from shardway.train.loss import LossScale, LossSum
 from shardway.train.loss_probe import probe_loss
-from shardway.train.loss_scale import LossScale
 from shardway.train.memory import Holder, memory_told
 from shardway.train.metrics import check_metrics
 from shardway.train.model_numerics import format_named, keep_formats, resolve_for_model
-from shardway.train.monitoring import check_is_validated
 from shardway.train.open_step import StepCall
-from shardway.train.passes import BatchSplit
-from shardway.train.saves.cadence import LeastCost
-from shardway.train.saves.tiers import LocalPlan
-from shardway.train.schedule import LRSchedule
-from shardway.train.script import OpenedRun, close_earlier
+from shardway.train.passes import BatchSplit, let_go
+from shardway.train.script import OpenedRun, ScriptDisplay, close_earlier, open_display
 from shardway.train.session import Session, open_session
-from shardway.train.several import let_go
 from shardway.train.validate import Validation
 from shardway.units import Scale, Span
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardway.checkpoint.shards.table import TensorTable
+from shardway.checkpoint.file_format import TensorTable
 from shardway.checkpoint.state import Tensors, WithoutFiles
 from shardway.checkpoint.structure import Unstorable, inline, read_inline
 from shardway.errors import UserError, list_some

@@ -1,8 +1,13 @@
-"""Opens and closes what every run needs around its steps: ranks, grid, run directory, recorder, signals.
+"""Opens and closes what every run needs around its steps: ranks, grid, run directory, recorder, signals, device
+defaults.
 
-Invariant: nothing in a run directory changes before the run may go on (`begin`), so a run that is refused leaves it as
-it was; a second writer is refused on all ranks. On the clean path the process group is left in order; on the error path
-it is not, since a peer may be dead. This module must not know models or data.
+Invariants:
+- All ranks resolve the same values, and what a script has set stands before any default.
+- Until `begin`, nothing of an earlier run has changed: what the hold itself has written (a lease, a new folder) is
+  taken back where the run is refused. From `begin` on the directory is this run's.
+- Nothing in a run directory changes before the run may go on (`begin`), so a run that is refused leaves it as it was; a
+  second writer is refused on all ranks. On the clean path the process group is left in order; on the error path it is
+  not, since a peer may be dead.
 """
 
 from __future__ import annotations
@@ -13,48 +18,221 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from shardway.checkpoint.folders import remove_leftovers
+from shardway.checkpoint.reader import peek_latest
 from shardway.checkpoint.state import seed_all
-from shardway.errors import Bug, JobError, ShardwayError, render_reason
-from shardway.hardware.facts import render_machine
+from shardway.errors import Bug, JobError, ShardwayError, UserError, render_reason
+from shardway.hardware.device import DeviceFacts, facts_of_cuda
 from shardway.hardware.limits import TaskLimit, explain_limit, read_task_limit, settle_temporary
-from shardway.hardware.probe import probe_machine
-from shardway.parallel.backend_flags import apply_backend_switches, tf32_put_back
+from shardway.hardware.probe import probe_machine, render_machine
+from shardway.parallel.compile import apply_backend_switches, set_compile_cache, tf32_put_back
 from shardway.parallel.formats.precision import Precision, read_precision
 from shardway.parallel.mesh import Mesh, build_mesh
-from shardway.ranks.agent.hang_timeout import read_patience
+from shardway.ranks.agent.hang import read_patience
 from shardway.ranks.agent.heartbeat import open_page
 from shardway.ranks.attempt import describe_error, find_attempt, report_fault
 from shardway.ranks.ft_launcher_client import open_monitor
 from shardway.ranks.launcher import Placement, find_placement
 from shardway.ranks.notebook import find_shell
-from shardway.ranks.parent import find_agent, stop_with_parent
-from shardway.ranks.process_start import find_began
-from shardway.ranks.progress import Progress
-from shardway.ranks.shutdown import left_at_once
-from shardway.ranks.signals import BREAK, STOP_SIGNALS, SignalWatch
+from shardway.ranks.progress import Progress, find_began
+from shardway.ranks.shutdown import find_agent, left_at_once, stop_with_parent
+from shardway.ranks.signals import BREAK, STOP_SIGNALS, Duties, SignalWatch, StopWatchdog
 from shardway.ranks.start import Ranks, StartOptions, is_out_of_memory, start_ranks
-from shardway.ranks.stop_watchdog import Duties, StopWatchdog
-from shardway.resolve import DataFacts, Resolved, check_same_run, find_changes, resolve_with_data
-from shardway.resolve.device_defaults import TF32
+from shardway.resolve import DataFacts, check_same_run, find_changes, resolve_with_data
+from shardway.resolve.device_defaults import COMPILE, COMPUTE, KEYS, TF32
+from shardway.resolve.draft import Resolved, Settled, value_of
 from shardway.resolve.request import Resolution, ResolveRequest, check_variables, read_before, resolve_request
 from shardway.rundir.attempts import SECOND_SIGNAL, Attempt, Ending
-from shardway.rundir.directory import RunDir
+from shardway.rundir.directory import OWN_NAMES, RunDir
+from shardway.rundir.file_io import list_missing, list_names, refusals
 from shardway.rundir.lease import Tenure
-from shardway.rundir.local import find_local_run
-from shardway.rundir.refusal import refusals
+from shardway.rundir.lock import WriterLock
+from shardway.rundir.names import ensure_run_id, find_local_run, find_run_id
 from shardway.runfile.load import DEFAULT
-from shardway.train.device_defaults import agree, look_here
-from shardway.train.ending import AttemptEnd
+from shardway.train.deadline import AttemptEnd
 from shardway.train.engines import ENGINES
 from shardway.train.exit_report import KILLED, ExitReport
-from shardway.train.hold import DirectoryHold, take_directory
 from shardway.train.record import Recorder
+
+# --- What is left to the device, on the ranks that are there: what their devices are, and what a script has set in
+# torch
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank says of its device (None: a CPU), and of what its script has set in torch."""
+
+    device: DeviceFacts | None
+    script: Mapping[str, Settled]
+
+
+def look_here(resolution: Resolution, device: torch.device) -> RankReport:
+    """The report of this rank, before it changes any setting of torch."""
+    facts = _look_at(device)
+    if facts is not None and not facts.no_compiler and resolution.resolved.values.train.compile == "blocks":
+        try:
+            set_compile_cache(resolution.resolved.values.train.compile_cache)
+        except UserError as error:
+            if resolution.resolved.is_derived(COMPILE):
+                facts = replace(facts, no_compiler=render_reason(str(error)))
+    return RankReport(facts, _read_script(device) if resolution.request.own_model else {})
+
+
+def _look_at(device: torch.device) -> DeviceFacts | None:
+    if device.type == "cpu":
+        return None
+    name = torch.cuda.get_device_name(device)
+    if torch.version.hip is not None:
+        return replace(facts_of_cuda(name, None), kind="rocm", has_tf32=False)
+    native = torch.cuda.is_bf16_supported(including_emulation=False)
+    return facts_of_cuda(name, torch.cuda.get_device_capability(device), native)
+
+
+def _read_script(device: torch.device) -> dict[str, Settled]:
+    """What a script has settled by torch's own switches before it opened its run."""
+    settled = {}
+    if torch.is_autocast_enabled(device.type):
+        settled[COMPUTE] = Settled("fp32", "the script has an autocast of its own")
+    if device.type == "cuda" and (tf32 := read_tf32_of_script()) is not None:
+        settled[TF32] = tf32
+    return settled
+
+
+def read_tf32_of_script() -> Settled | None:
+    """Whether fp32 products run in TF32 where torch's switches are not at their defaults; None where they are."""
+    said = "the script has set torch's own switches"
+    try:
+        precision = torch.get_float32_matmul_precision()
+        if precision == "highest" and torch.backends.cudnn.allow_tf32:
+            return None
+    except RuntimeError:  # the newer of torch's two interfaces is in use: the older one refuses to answer
+        return Settled(torch.backends.cuda.matmul.fp32_precision == "tf32", said)
+    return Settled(precision != "highest", f'{said} (torch.get_float32_matmul_precision() is "{precision}")')
+
+
+def agree(resolution: Resolution, reports: Sequence[RankReport], before: Mapping[str, Any]) -> Resolution:
+    """The resolution that all ranks come to by what all of them report, and by what rank 0 finds in the directory."""
+    facts = resolution.resolved.circumstances
+    devices = tuple(dict.fromkeys(report.device for report in reports if report.device is not None))
+    script = {key: settled for report in reversed(reports) for key, settled in report.script.items()}
+    if (facts.devices, facts.before, facts.settled) == (devices, before, script):
+        return resolution
+    return resolution.under(devices=devices, before=before, settled=script)
+
+
+def describe_numerics(resolved: Resolved) -> dict[str, list[Any]]:
+    """Key -> [value, origin] of number formats and compilation, for the event that begins an attempt."""
+    return {key: [value_of(resolved.values, key), resolved.origins[key]] for key in KEYS}
+
+
+# --- Rank 0's hold of a run directory: from the look at what is there, over the moment when the run goes on, to its
+# end
+
+
+@dataclass
+class DirectoryHold:
+    """One process's right to write a run directory.
+
+    `starts_over`: an earlier run is here that `begin` sets aside. `run_id` is the id of the run, also before it is
+    written; `before` what it computed with so far (`resolve.request.read_before`). `made` are folders that were made
+    made here, innermost first.
+    """
+
+    directory: RunDir
+    lock: WriterLock
+    starts_over: bool
+    run_id: str = ""
+    before: Mapping[str, Any] = field(default_factory=dict)
+    made: tuple[Path, ...] = ()
+    fenced: list[tuple[Path, Path]] = field(default_factory=list)
+    begun: bool = False
+
+    def begin(self, write: Callable[[RunDir], None]) -> RunDir:
+        """The run goes on: set an earlier one aside where it starts over, and `write` what was asked for.
+
+        Returns the directory, by the right that is held from now on. Raises JobError, UserError, Fenced.
+        """
+        self.directory.confirm_writer()
+        if self.starts_over:
+            self.lock.withdraw()
+            self.directory.set_aside()
+            self.directory.create()
+            self.lock.acquire()
+            self.directory = replace(self.directory, tenure=self.lock.lease)
+        self.begun = True
+        self.directory.create()
+        self.lock.prune()
+        remove_leftovers(self.directory)
+        ensure_run_id(self.directory.path, self.run_id)
+        with refusals(self.directory.path):
+            write(self.directory)
+        return self.directory
+
+    def end(self) -> None:
+        """Give the right back; what was written before `begin` goes, unless a script has put files of its own here."""
+        if not self.begun and self._holds_strangers():
+            with contextlib.suppress(Exception):  # it is a run directory from now on, so that the next start takes it
+                self.directory.create()
+            self.begun = True
+        if self.begun:
+            self.lock.release()
+            return
+        self.directory.unfence_saves(self.fenced)
+        self.lock.withdraw()
+        for folder in self.made:
+            with contextlib.suppress(OSError):  # somebody else has put something there meanwhile
+                folder.rmdir()
+
+    def _holds_strangers(self) -> bool:
+        """Whether a directory that was no run before holds what this run did not make."""
+        with contextlib.suppress(Exception):
+            return not self.directory.exists() and bool(set(list_names(self.directory.path)) - OWN_NAMES)
+        return False
+
+
+def take_directory(directory: RunDir, job: str, *, fresh: bool) -> DirectoryHold:
+    """Take the right to write a directory, made where it is missing, and see that what is there can be continued.
+
+    Raises UserError where another run holds it, and where it is not a run's or of a newer format; JobError where no
+    checkpoint can be read.
+    """
+    directory.check_no_strangers()
+    existed = directory.exists()
+    if existed:
+        directory.check_format()
+    made = list_missing(directory.path)
+    lock = directory.writer_lock(job)
+    hold = DirectoryHold(directory, lock, fresh and existed, made=made)
+    try:
+        directory.create(empty=not existed)
+        lock.acquire(logging.getLogger("shardway").warning)
+        hold.directory = replace(directory, tenure=lock.lease)
+        hold.fenced = hold.directory.fence_saves()
+        hold.run_id = _know_id(hold)
+    except BaseException:
+        hold.end()
+        raise
+    return hold
+
+
+def _know_id(hold: DirectoryHold) -> str:
+    """The id of the run: that of the directory, else of its checkpoints, else a new one."""
+    if hold.starts_over:
+        return uuid.uuid4().hex
+    newest = peek_latest(hold.directory)
+    known = newest.run if newest is not None else ""
+    return find_run_id(hold.directory.path) or known or uuid.uuid4().hex
+
+
+# --- Opens and closes what every run needs around its steps: ranks, grid, run directory, recorder, signals
 
 
 @dataclass

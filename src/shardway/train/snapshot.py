@@ -21,7 +21,7 @@ from torch import nn
 
 from shardway.data.batch_tree import list_leaves
 from shardway.parallel.apply import ParallelModel
-from shardway.parallel.axes.compression import Compression, CompressionBefore, find_compression
+from shardway.parallel.axes.replicate import Compression, CompressionBefore, find_compression
 
 
 @dataclass(frozen=True)

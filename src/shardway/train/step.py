@@ -20,15 +20,14 @@ from torch.distributed.tensor import DTensor
 from shardway.checkpoint.state import needs_closure
 from shardway.errors import UserError
 from shardway.parallel.apply import ParallelModel
-from shardway.parallel.axes.balance import balance
+from shardway.parallel.axes.expert import balance
 from shardway.parallel.axes.tensor import sum_partial_gradients
 from shardway.parallel.formats.float8 import compute_scales
-from shardway.parallel.gradients import own_squares, scale_gradients
-from shardway.parallel.host import send
+from shardway.parallel.gradients import own_squares, scale_gradients, send
 from shardway.ranks.agreement import Decision, Wishes, read_decision
 from shardway.ranks.start import Ranks
-from shardway.train.guards.repeat import GuardChecks, RepeatablePasses, Tried, Watched, run_watched
-from shardway.train.loss_scale import LossScale
+from shardway.train.guard_repeat import GuardChecks, RepeatablePasses, Tried, Watched, run_watched
+from shardway.train.loss import LossScale
 from shardway.train.passes import SUMS, Loss, Passes
 from shardway.train.snapshot import Before, RngAndBufferSnapshot, find_changeable
 

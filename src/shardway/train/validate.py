@@ -1,8 +1,10 @@
-"""The loss on held-out data.
+"""The loss on held-out data, and what earlier validations of the run were.
 
-Invariant: every held-out sample counts once, whatever the number of ranks, and every rank runs the same number of
-forward passes (a sharded model waits for all of them), also where a stop breaks it off: then there is no result.
-Training state is left as it was. It must not train.
+Invariants:
+- Every held-out sample counts once, whatever the number of ranks, and every rank runs the same number of forward passes
+  (a sharded model waits for all of them), also where a stop breaks it off: then there is no result. Training state is
+  left as it was. It must not train.
+- All ranks know the same, read by rank 0 from the events that still hold.
 """
 
 from __future__ import annotations
@@ -20,9 +22,13 @@ from shardway.best import LOSS, BestResult, Monitor
 from shardway.errors import UserError
 from shardway.parallel.axes.replicate import average_buffers
 from shardway.ranks.start import Ranks
+from shardway.rundir.directory import RunDir
+from shardway.rundir.events import drop_undone
 from shardway.train.loss import LossSum
 from shardway.train.metrics import OutputMetrics
 from shardway.train.passes import SUMS, Passes
+from shardway.train.session import Session
+from shardway.watch.facts import read_validation
 
 
 @dataclass(frozen=True)
@@ -165,3 +171,33 @@ def _sum_named(ranks: Ranks, own: dict[str, torch.Tensor]) -> dict[str, float]:
     every = ranks.gather({name: float(value) for name, value in own.items()})
     names = dict.fromkeys(name for each in every for name in each)
     return {name: math.fsum(each.get(name, 0.0) for each in every) for name in names}
+
+
+# --- What a run that goes on knows of the validations that were made before
+
+
+@dataclass(frozen=True)
+class Validated:
+    """`results`: metrics by step. `tried_last`: whether the validation after the step that the run goes on from was
+    made, or ended in an error, and would again."""
+
+    results: Mapping[int, dict[str, float]] = field(default_factory=dict)
+    tried_last: bool = False
+
+
+def recall_validations(session: Session, step: int) -> Validated:
+    """Those up to the step that the run goes on from; called on all ranks together."""
+    return session.ranks.ask_first(lambda: _read(session.directory, step))
+
+
+def _read(run: RunDir, step: int) -> Validated:
+    results, tried = dict[int, dict[str, float]](), False
+    for rank in run.ranks_with_events():
+        names = ("started", "rolled_back", "validation", "validation_failed")
+        for event in drop_undone(run.all_events(rank, names)):
+            if event["event"] not in names[2:] or event.get("step", 0) > step:
+                continue
+            tried = tried or event["step"] == step
+            if event["event"] == "validation":
+                results[event["step"]] = read_validation(event).metrics
+    return Validated(results, tried)

@@ -20,13 +20,14 @@ from rich.text import Text
 from shardway.rundir.events import Event
 from shardway.watch.curve import GrowingCurve
 from shardway.watch.facts import ValidatedEvent, measured, read_ending, read_start
-from shardway.watch.guarded import render_guarded
 from shardway.watch.plain import PlainLines
 from shardway.watch.progress import RunProgress
-from shardway.watch.told import Severity, describe
 from shardway.watch.words import (
+    Severity,
+    describe,
     one_line,
     render_ending,
+    render_guarded,
     render_loss,
     render_machine,
     render_number,
@@ -115,18 +116,18 @@ class LiveView:
                 self._losses.undo_after(self._progress.step)
                 start = read_start(event)
                 for words in filter(None, (render_start(start), render_numerics(start))):
-                    self._say(words, event)
+                    self._report(words, event)
             case "finished" | "stopped" | "failed":
-                self._say(render_ending(read_ending(event)), event, _STATE_STYLES[event["event"]])
+                self._report(render_ending(read_ending(event)), event, _STATE_STYLES[event["event"]])
             case "rolled_back":
                 self._losses.undo_after(self._progress.step)
-                self._say(render_guarded(event), event, _STYLES[Severity.WARNING])
+                self._report(render_guarded(event), event, _STYLES[Severity.WARNING])
             case _ if (told := describe(event)) is not None:
-                self._say(told.words, event, _STYLES[told.weight])
+                self._report(told.words, event, _STYLES[told.weight])
 
     def note(self, text: str) -> None:
         """Show a message that is not an event: "stopping after this step"."""
-        self._say(one_line(text), {"event": "note", "time": self._clock()}, "yellow")
+        self._report(one_line(text), {"event": "note", "time": self._clock()}, "yellow")
 
     def render(self) -> RenderableType:
         """The view at this moment; build it anew for every refresh."""
@@ -143,7 +144,7 @@ class LiveView:
             padding=(0, 1),
         )
 
-    def _say(self, text: str, event: Event, style: str = "") -> None:
+    def _report(self, text: str, event: Event, style: str = "") -> None:
         start = self._progress.start
         since = max(0.0, event.get("time", 0.0) - start.time) if start else 0.0
         words = Text(f"{render_time(since):>7}  ", "dim", no_wrap=True, overflow="ellipsis")

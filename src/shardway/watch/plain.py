@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from shardway.rundir.events import Event
 from shardway.watch.facts import ValidatedEvent, read_ending, read_start, whole
 from shardway.watch.progress import RunProgress
-from shardway.watch.told import StepLabel, describe
 from shardway.watch.words import (
+    StepLabel,
+    describe,
     render_ending,
     render_loss,
     render_machine,

@@ -16,7 +16,7 @@ from typing import Any
 
 from shardway.errors import JobError
 from shardway.rundir.directory import RunDir
-from shardway.rundir.left_out import SkippedRange
+from shardway.rundir.lineage import SkippedRange
 from shardway.watch.account import TimeAccount
 from shardway.watch.facts import Logged, Save, ValidatedEvent, text, whole
 from shardway.watch.progress import RunProgress, read_progress

@@ -1,7 +1,9 @@
-"""The phrases in which a person reads of a run; plain ASCII, one line each.
+"""The phrases in which a person reads of a run and of each event; plain ASCII, one line each.
 
-Invariant: what is unknown reads "n/a"; text that came from an event stays on one line. This module must not know
-colours, widths or HTML.
+Invariants:
+- What is unknown reads "n/a"; text that came from an event stays on one line.
+- As in `watch.words`: whatever an event holds, there is a line of plain text for it, and reading never raises.
+- As in `watch.words`: whatever an event holds, there is a line of plain text for it, and reading never raises.
 """
 
 from __future__ import annotations
@@ -9,11 +11,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
 from types import MappingProxyType
 from typing import Any
 
-from shardway.rundir.left_out import SkippedRange
-from shardway.rundir.lineage import LOCAL
+from shardway.rundir.events import Event
+from shardway.rundir.lineage import LOCAL, SkippedRange
 from shardway.units import render_clock, render_count
 from shardway.watch.account import TimeAccount
 from shardway.watch.facts import (
@@ -26,6 +30,14 @@ from shardway.watch.facts import (
     Save,
     Start,
     ValidatedEvent,
+    number,
+    read_failed_save,
+    read_fault,
+    read_restart,
+    read_save,
+    read_set_aside,
+    text,
+    whole,
 )
 from shardway.watch.progress import RunProgress
 
@@ -267,3 +279,148 @@ def list_last_lines(
     if state == "stopped" and by_hand:
         lines.append("to go on, run the same command again")
     return lines
+
+
+# --- What the guard of a run has seen, in one line each
+
+
+def _transient(event: Mapping[str, Any]) -> str:
+    return f"passes repeated: {_numbers(event)} the first time, finite the second (a fault that has passed)"
+
+
+def _step_skipped(event: Mapping[str, Any]) -> str:
+    return f"no update: {_numbers(event)}; {_count(event, 'in_a_row')} skipped in a row, its samples are in the events"
+
+
+def _corruption(event: Mapping[str, Any]) -> str:
+    outcome = "two of three agreed" if event.get("decided") is True else "all three differed"
+    return (
+        f"the same passes gave different results on rank {_list(event, 'ranks')} ({_list(event, 'hosts')}): {outcome}"
+    )
+
+
+def _replica_differs(event: Mapping[str, Any]) -> str:
+    return f"copies of weights differ on rank {_list(event, 'ranks')} ({_list(event, 'hosts')})"
+
+
+def _spike(event: Mapping[str, Any]) -> str:
+    what = "gradient norm" if text(event, "of") == "grad_norm" else text(event, "of") or "n/a"
+    value, deviations = render_number(number(event, "value"), ".4g"), render_number(number(event, "deviations"), ".1f")
+    return f"spike: {what} {value} is {deviations} deviations above the last ones"
+
+
+def _rolled_back(event: Mapping[str, Any]) -> str:
+    first, last = _count(event, "first"), _count(event, "last")
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    left_out = f"{_count(event, 'samples')} samples (positions {_count(event, 'start')} to {_count(event, 'end')})"
+    return f"the run went back to here after a spike in {steps} and leaves out {left_out}"
+
+
+GUARDED: Mapping[str, Callable[[Mapping[str, Any]], str]] = MappingProxyType(
+    {
+        "transient": _transient,
+        "step_skipped": _step_skipped,
+        "corruption": _corruption,
+        "replica_differs": _replica_differs,
+        "spike": _spike,
+        "rolled_back": _rolled_back,
+    }
+)
+"""Name of an event -> its line."""
+
+
+def render_guarded(event: Mapping[str, Any]) -> str:
+    """The line of an event of the guard; "" for any other."""
+    render = GUARDED.get(str(event.get("event")))
+    return one_line(render(event)) if render is not None else ""
+
+
+def _numbers(event: Mapping[str, Any]) -> str:
+    """JSON has no form for a number that is not finite: it is null."""
+    loss, norm = number(event, "loss"), number(event, "grad_norm")
+    shown = "not finite" if loss is None else render_loss(loss)
+    return f"loss {shown}, gradient norm {'not finite' if norm is None else render_number(norm, '.3f')}"
+
+
+def _count(event: Mapping[str, Any], key: str) -> str:
+    found = whole(event, key)
+    return "n/a" if found is None else str(found)
+
+
+def _list(event: Mapping[str, Any], key: str) -> str:
+    found = event.get(key)
+    return ", ".join(str(each) for each in found) if isinstance(found, list) and found else "n/a"
+
+
+# --- What an event tells a person, in a line: the same words in the live view and in plain lines
+
+
+class Severity(Enum):
+    """How much a line matters."""
+
+    NEWS = auto()
+    WARNING = auto()
+    ERROR = auto()
+
+
+class StepLabel(Enum):
+    """Which step a line belongs to: that at which the run is when it is told, that of the event, none."""
+
+    RUN = auto()
+    EVENT = auto()
+    NONE = auto()
+
+
+@dataclass(frozen=True)
+class EventText:
+    """A line, how much it matters, and the step it belongs to."""
+
+    words: str
+    weight: Severity
+    place: StepLabel
+
+
+Words = Callable[[Mapping[str, Any]], str]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    words: Words
+    weight: Severity = Severity.WARNING
+    place: StepLabel = StepLabel.RUN
+
+
+def _reason(before: str = "") -> Words:
+    return lambda event: before + (one_line(text(event, "reason")) or "n/a")
+
+
+_KINDS: Mapping[str, _Kind] = MappingProxyType(
+    {
+        "saved": _Kind(lambda event: render_save(read_save(event)), Severity.NEWS),
+        "save_failed": _Kind(lambda event: render_failed_save(read_failed_save(event))),
+        "save_skipped": _Kind(lambda event: f"no save: that of step {whole(event, 'saving') or 0} is still written"),
+        "background_off": _Kind(_reason("saves are waited for: "), place=StepLabel.NONE),
+        "recorded_late": _Kind(_reason("events are written again; until now: ")),
+        "checkpoint_quarantined": _Kind(lambda event: render_set_aside(read_set_aside(event)), place=StepLabel.NONE),
+        "local_checkpoints_ignored": _Kind(_reason("what the nodes have saved is left out: "), place=StepLabel.NONE),
+        "restarted": _Kind(lambda event: render_restart(read_restart(event)), place=StepLabel.NONE),
+        "data_skipped": _Kind(_reason()),
+        "skip_too_late": _Kind(_reason()),
+        "deadline": _Kind(_reason("stops in time: "), Severity.NEWS, StepLabel.NONE),
+        "validation_skipped": _Kind(_reason("no validation, which would not end in time: ")),
+        "validation_stopped": _Kind(_reason("the validation was broken off: ")),
+        "validation_failed": _Kind(_reason("the validation failed: ")),
+        "loss_depends_on_cut": _Kind(_reason()),
+        "gradients_by_hand": _Kind(_reason()),
+        "data_order_noted": _Kind(_reason()),
+        "step_discarded": _Kind(lambda event: "the step after it had no data in time and does not count"),
+        "fault": _Kind(lambda event: render_fault(read_fault(event)), Severity.ERROR, StepLabel.NONE),
+        **{name: _Kind(render_guarded, place=StepLabel.EVENT) for name in GUARDED},
+    }
+)
+
+
+def describe(event: Event) -> EventText | None:
+    """What an event tells; None for one that is no news of its own, such as a step."""
+    kind = _KINDS.get(event["event"])
+    return EventText(kind.words(event), kind.weight, kind.place) if kind is not None else None

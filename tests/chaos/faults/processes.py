@@ -28,7 +28,7 @@ from faults.strike import (
     wait_for_some_step,
 )
 from left_folders import list_left_folders
-from shardway.ranks.agent.folders import GATES
+from shardway.ranks.agent.heartbeat import GATES
 from shardway.ranks.progress import Activity
 
 HANG = "SHARDWAY_TEST_HANG"

@@ -21,8 +21,7 @@ import psutil
 import torch
 
 from commands import Command, Room, find_ranks
-from shardway.ranks.agent.folders import PAGES
-from shardway.ranks.agent.heartbeat import VARIABLE, HeartbeatEntry, page_path, read_page
+from shardway.ranks.agent.heartbeat import PAGES, VARIABLE, HeartbeatEntry, page_path, read_page
 from shardway.rundir.directory import RunDir
 
 DEVICE = os.environ.get("SHARDWAY_CHAOS_DEVICE", "cpu")

@@ -23,8 +23,7 @@ from faults.strike import (
     wait_for_mark,
     wait_for_some_step,
 )
-from shardway.rundir.local import LocalRun, find_local_run
-from shardway.rundir.run_id import find_run_id
+from shardway.rundir.names import LocalRun, find_local_run, find_run_id
 
 DISK = "disk"
 OFTEN = 5

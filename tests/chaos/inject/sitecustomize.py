@@ -187,32 +187,30 @@ def _kill_in_save(save: _Save, phase: str) -> dict[str, Callable[[Any], None]]:
         module.collect_content, module._commit = collect_content, commit_and_die
         if phase == "named":  # the last that is made durable is the folder that holds the checkpoint
             _before(module, "fsync_folder", lambda path: save.strike() if path.name == "checkpoints" else None)
+        if phase == "writing":
+            _before(module._Stream, "write", lambda *arguments: save.strike(5))
 
-    changes = {"shardway.checkpoint.save": change_save}
+    changes = {"shardway.checkpoint.writer": change_save}
     if phase == "staging":
-        changes["shardway.checkpoint.staging"] = lambda module: _before(
+        changes["shardway.checkpoint.async_save"] = lambda module: _before(
             module.Staging, "_buffer", lambda *arguments: save.strike(5)
         )
-    if phase == "writing":
-        changes["shardway.checkpoint.shards.write"] = lambda module: _before(
-            module._Stream, "write", lambda *arguments: save.strike(5)
-        )
     if phase == "copying":
-        del changes["shardway.checkpoint.save"]  # what is copied is known by itself
+        del changes["shardway.checkpoint.writer"]  # what is copied is known by itself
 
         def change_copy(module: Any) -> None:
             _before(module, "carry_checkpoint", lambda source, target, ranks, saved: save.begin(saved.manifest.step))
 
-            class Sealer(module.Sealer):  # type: ignore[misc, name-defined]
+            class Striking(module.ChecksumWriter):  # type: ignore[misc, name-defined]
                 """Of what is copied."""
 
                 def update(self, block: Any) -> None:
                     save.strike()
                     super().update(block)
 
-            module.Sealer = Sealer
+            module.ChecksumWriter = Striking
 
-        changes["shardway.checkpoint.tier_copy"] = change_copy
+        changes["shardway.checkpoint.local_tier"] = change_copy
     return changes
 
 
@@ -313,7 +311,7 @@ if _slows[0]:
 if os.environ.get("SHARDWAY_TEST_PACE"):
     _changes["shardway.data.loader"] = _pace(float(os.environ["SHARDWAY_TEST_PACE"]))
 if os.environ.get("SHARDWAY_TEST_RETRY"):
-    _changes["shardway.train.saves.saving"] = _retry(float(os.environ["SHARDWAY_TEST_RETRY"]))
+    _changes["shardway.train.saving"] = _retry(float(os.environ["SHARDWAY_TEST_RETRY"]))
 _kills = os.environ.get("SHARDWAY_TEST_KILL", "").split(":", 3)
 if len(_kills) == 4 and _rank == _kills[0]:
     _changes |= _kill_in_save(_Save(int(_kills[2]), Path(_kills[3])), _kills[1])

@@ -8,23 +8,29 @@ import pytest
 import torch
 
 from runs import lone_rank
-from shardway.checkpoint import checksum, manifest
-from shardway.checkpoint.checksum import seal_bytes, seal_file
-from shardway.checkpoint.contents import PARTS
+from shardway.checkpoint import file_format
+from shardway.checkpoint.catalog import PARTS
 from shardway.checkpoint.diff import find_differences
-from shardway.checkpoint.manifest import Damaged, Manifest, write_manifest
-from shardway.checkpoint.shards import blocks, table
-from shardway.checkpoint.shards.blocks import BlockReader
-from shardway.checkpoint.shards.table import Chunk, TensorRow, TensorTable
-from shardway.checkpoint.shards.write import write_tensors
-from shardway.checkpoint.tensors import TensorReader
+from shardway.checkpoint.file_format import (
+    BlockReader,
+    Chunk,
+    Damaged,
+    Manifest,
+    TensorRow,
+    TensorTable,
+    seal_bytes,
+    seal_file,
+    write_manifest,
+)
+from shardway.checkpoint.reader import TensorReader
+from shardway.checkpoint.writer import write_tensors
 
 BLOCK = 4096
 
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (checksum, manifest, blocks):
+    for module in (file_format, file_format, file_format):
         monkeypatch.setattr(module, "BLOCK", BLOCK)
 
 
@@ -73,12 +79,12 @@ def shared_over_files(folder: Path, files: int, tensors: int, rows: int) -> Tens
     for name, content in data.items():
         (folder / name).write_bytes(content)
     seals = {name: seal_bytes(bytes(content)) for name, content in data.items()}
-    seals[table.NAME] = table.write_table(folder / table.NAME, TensorTable(made, {}))
+    seals[file_format.TABLE] = file_format.write_table(folder / file_format.TABLE, TensorTable(made, {}))
     write_manifest(folder, Manifest(1, files, {}, seals))
     return TensorReader(folder)
 
 
-@pytest.mark.parametrize("files", [2, blocks.HELD, blocks.HELD + 3])
+@pytest.mark.parametrize("files", [2, file_format.HELD, file_format.HELD + 3])
 def test_files_that_are_read_side_by_side_are_read_once_too(
     files: int, tmp_path: Path, read: list[tuple[str, int, int]]
 ) -> None:
@@ -91,7 +97,7 @@ def test_files_that_are_read_side_by_side_are_read_once_too(
     size = 40 * 64 * 4
     blocks_read = [each for each in read if each[1] % BLOCK == 0 and each[2] in (BLOCK, size % BLOCK)]
     assert len(blocks_read) == len(set(blocks_read)) == files * -(-size // BLOCK)
-    assert sum(length for _, _, length in read) <= (files * size if files <= blocks.HELD else 2 * files * size)
+    assert sum(length for _, _, length in read) <= (files * size if files <= file_format.HELD else 2 * files * size)
 
 
 def test_a_block_that_differs_hands_out_nothing(tmp_path: Path) -> None:

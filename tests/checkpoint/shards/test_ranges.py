@@ -9,20 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from shardway.checkpoint import checksum
-from shardway.checkpoint.checksum import seal_bytes, seal_file
-from shardway.checkpoint.shards import ranges
-from shardway.checkpoint.shards.ranges import Range, read_ranges
+from shardway.checkpoint import file_format
+from shardway.checkpoint.file_format import Range, read_ranges, seal_bytes, seal_file
 
 BLOCK, STEP = 64, 16
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (checksum, ranges):
+    for module in (file_format, file_format):
         monkeypatch.setattr(module, "BLOCK", BLOCK)
         monkeypatch.setattr(module, "STEP", STEP)
-    monkeypatch.setattr(ranges, "MOST_PIECES", 3)
+    monkeypatch.setattr(file_format, "MOST_PIECES", 3)
 
 
 def cut(rng: random.Random, size: int) -> list[tuple[int, int]]:

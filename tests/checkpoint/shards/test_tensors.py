@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from runs import lone_rank
-from shardway.checkpoint.manifest import Manifest
-from shardway.checkpoint.shards.read import ShardSource, read_tensors
-from shardway.checkpoint.shards.table import NAME, Special, read_table
-from shardway.checkpoint.shards.tensor_subclasses import put_together, take_apart
-from shardway.checkpoint.shards.write import write_tensors
+from shardway.checkpoint.file_format import TABLE, Manifest, Special, read_table
+from shardway.checkpoint.reader import ShardSource, read_tensors
+from shardway.checkpoint.tensor_subclasses import put_together, take_apart
+from shardway.checkpoint.writer import write_tensors
 from shardway.errors import Bug
 
 DTYPES = (
@@ -63,9 +62,9 @@ def test_a_target_may_have_gaps_or_another_format(tmp_path: Path) -> None:
 
 def test_files_hold_no_code(tmp_path: Path) -> None:
     saved(tmp_path, {"w": torch.ones(3), "count": 3, "rate": math.inf, "words": ["a", None, {"b": True}]})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-00000.bin", NAME]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-00000.bin", TABLE]
     assert (tmp_path / "rank-00000.bin").read_bytes() == torch.ones(3).numpy().tobytes()
-    content = json.loads((tmp_path / NAME).read_text())
+    content = json.loads((tmp_path / TABLE).read_text())
     assert content["tensors"]["model.w"] == {"dtype": "float32", "shape": [3], "chunks": [[0, 0, [0], [3]]]}
     values = {name: json.loads(text) for name, text in content["values"].items()}
     assert values["model.count"] == 3

@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from shardway.checkpoint.sources.base import Described, ForeignSource
-from shardway.checkpoint.sources.find import open_source
-from shardway.checkpoint.sources.match import Match, match_source
+from shardway.checkpoint.import_match import Match, match_source, open_source
+from shardway.checkpoint.import_sources import Described, ForeignSource
 from shardway.errors import UserError
 from shardway.models.huggingface.own import to_huggingface_config, translate
 from shardway.models.transformer import Transformer, TransformerShape

@@ -15,10 +15,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from runs import lone_rank
-from shardway.checkpoint.manifest import Manifest, write_manifest
-from shardway.checkpoint.shards.write import write_tensors
-from shardway.checkpoint.sources.base import ForeignSource
-from shardway.checkpoint.sources.find import open_source
+from shardway.checkpoint.file_format import Manifest, write_manifest
+from shardway.checkpoint.import_match import open_source
+from shardway.checkpoint.import_sources import ForeignSource
+from shardway.checkpoint.writer import write_tensors
 from shardway.errors import UserError
 from shardway.models.huggingface.pieces import TensorRegion
 

@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardway.data.sources.arrays import open_arrays
 from shardway.data.sources.base import DataPath, DataRequest
-from shardway.data.sources.idx import open_idx, open_idx_validation
-from shardway.data.sources.images import Images
+from shardway.data.sources.images import Images, open_arrays, open_idx, open_idx_validation
 from shardway.errors import UserError
 from shardway.runfile.schema import DataSection
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shardway.data.sources import cache, text
+from shardway.data.sources import text
 from shardway.data.sources.base import DataPath, DataRequest
 from shardway.data.sources.text import list_text, open_text
 from shardway.data.sources.tokens import TokenWindows
@@ -115,7 +115,7 @@ def test_what_a_kill_left_long_ago_is_removed(folder: Path, tmp_path: Path) -> N
     old, new = kept / ".preparing-old", kept / ".preparing-new"
     for left in (old, new):
         left.touch()
-    os.utime(old, (0, time.time() - cache.STALE_S - 60))
+    os.utime(old, (0, time.time() - text.STALE_S - 60))
     read(folder, cache=str(kept))
     assert not old.exists()
     assert new.exists()
@@ -148,10 +148,10 @@ def test_the_standard_library_is_found(tmp_path: Path) -> None:
 def test_the_cache_follows_the_xdg_specification(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert cache.cache_folder("auto") == Path("/somewhere/shardway")
+    assert text.cache_folder("auto") == Path("/somewhere/shardway")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert cache.cache_folder("auto") == tmp_path / ".cache/shardway"
-    assert cache.cache_folder("~/mine") == tmp_path / "mine"
+    assert text.cache_folder("auto") == tmp_path / ".cache/shardway"
+    assert text.cache_folder("~/mine") == tmp_path / "mine"
 
 
 def test_a_missing_path_is_refused(tmp_path: Path) -> None:

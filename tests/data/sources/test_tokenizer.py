@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from shardway.data.sources import tokenizer
+from shardway.data.sources import text as text_source
 from shardway.data.sources.base import DataPath, DataRequest
-from shardway.data.sources.text import open_text
-from shardway.data.sources.tokenizer import open_tokenizer, split_pieces
+from shardway.data.sources.text import open_text, open_tokenizer, split_pieces
 from shardway.data.sources.tokens import TokenWindows
 from shardway.errors import UserError
 from shardway.runfile.schema import DataSection
@@ -66,7 +65,7 @@ def test_long_text_is_encoded_in_pieces_that_end_at_lines(
     words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content = "the cat\nsat the\n\n" * 200
-    monkeypatch.setattr(tokenizer, "PIECE_CHARACTERS", 10)
+    monkeypatch.setattr(text_source, "PIECE_CHARACTERS", 10)
     pieces = list(split_pieces(content))
     assert "".join(pieces) == content
     assert len(pieces) > 100

@@ -10,10 +10,17 @@ from hypothesis import strategies as st
 
 from shardway.errors import SiteError
 from shardway.launch.hosts.base import HostUnreachable
-from shardway.launch.hosts.budget import GAP_S, LONGEST_GAP_S, Budget, read_budget, write_budget
-from shardway.launch.hosts.connection import Connection, ConnectionContext
-from shardway.launch.hosts.refusals import parse_refusal
 from shardway.launch.hosts.ssh import SshHost
+from shardway.launch.hosts.ssh_connection import (
+    GAP_S,
+    LONGEST_GAP_S,
+    Budget,
+    Connection,
+    ConnectionContext,
+    parse_refusal,
+    read_budget,
+    write_budget,
+)
 
 ODD = ["", "a b", "'\"", "$(id)`id`$HOME", "\\", "a\n\nb\n", "\t*~!x", "é ☃", "\x1b[0m", "&;|", "-n"]
 

@@ -10,9 +10,7 @@ import os
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from shardway.launch.image.order import BuildFolder, Ground, ImageRequest, NetworkAccess
-from shardway.launch.image.recipe import parse_recipe
-from shardway.launch.image.uri import parse_uri
+from shardway.launch.image.request import BuildFolder, Ground, ImageRequest, NetworkAccess, parse_recipe, parse_uri
 
 GB = 10**9
 PYTORCH = "docker://nvcr.io#nvidia/pytorch:25.04-py3"

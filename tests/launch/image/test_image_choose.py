@@ -6,10 +6,8 @@ from golden_files import Golden
 from shardway.errors import UserError
 from shardway.hardware.probe import LocalMachine
 from shardway.launch.hosts import parse_target
-from shardway.launch.image.choose import ImageOptions, make_order
-from shardway.launch.image.order import ImageRequest, NetworkAccess
-from shardway.launch.image.recipe import Recipe
-from shardway.launch.image.uri import Reference
+from shardway.launch.image.make import ImageOptions, make_order
+from shardway.launch.image.request import ImageRequest, NetworkAccess, Recipe, Reference
 from shardway.sites.load import list_sites, load_site, parse_profile
 
 IMAGE = Reference("nvidia/pytorch", "nvcr.io", "25.04-py3")

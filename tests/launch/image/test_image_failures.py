@@ -4,7 +4,7 @@ import pytest
 from image_cases import make_order
 
 from golden_files import Golden
-from shardway.launch.image.failures import parse_failure
+from shardway.launch.image.make import parse_failure
 
 # As the programs printed them, Apptainer 1.4.5 among them on a machine without a network; names are changed.
 PRINTED = {

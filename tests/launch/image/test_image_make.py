@@ -9,11 +9,9 @@ from image_cases import PROXY, Fakes, make_order
 
 from shardway.errors import SiteError, UserError
 from shardway.launch.hosts import LocalHost
-from shardway.launch.image.make import Made, make_image
-from shardway.launch.image.order import ImageRequest
+from shardway.launch.image.make import Made, find_runtime, make_image, parse_df, survey_host
 from shardway.launch.image.plan import plan_image
-from shardway.launch.image.recipe import parse_recipe
-from shardway.launch.image.survey import find_runtime, parse_df, survey_host
+from shardway.launch.image.request import ImageRequest, parse_recipe
 
 ADDED = parse_recipe(["libaio-dev"], ["it''s $HOME; --no-deps", "deepspeed==0.16.4"])
 

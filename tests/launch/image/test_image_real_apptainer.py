@@ -12,9 +12,8 @@ from pathlib import Path, PurePosixPath
 import pytest
 from image_cases import PROXY, make_order
 
-from shardway.launch.image.order import BuildFolder, Ground, ImageRequest
 from shardway.launch.image.plan import plan_image
-from shardway.launch.image.recipe import parse_recipe
+from shardway.launch.image.request import BuildFolder, Ground, ImageRequest, parse_recipe
 
 SYSTEM = Path("/var/cache/shardway-cluster/system")
 """What `tests/cluster/install.sh apptainer` lays over /usr and /etc of the pretended cluster."""

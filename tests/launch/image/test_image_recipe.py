@@ -11,7 +11,7 @@ from image_cases import RECIPE, Fakes
 
 from golden_files import Golden
 from shardway.errors import UserError
-from shardway.launch.image.recipe import REQUIREMENTS, Recipe, parse_recipe, render_recipe, split_pip_line
+from shardway.launch.image.request import REQUIREMENTS, Recipe, parse_recipe, render_recipe, split_pip_line
 
 
 def run_recipe(fakes: Fakes, recipe: Recipe) -> list[list[str]]:

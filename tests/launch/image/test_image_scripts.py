@@ -8,8 +8,8 @@ from image_cases import DIGEST, GB, GROUND, PROXY, PYTORCH, ground_for, make_ord
 
 from golden_files import Golden, golden_names
 from shardway.errors import UserError
-from shardway.launch.image.order import BuildFolder, Ground, ImageRequest, NetworkAccess
 from shardway.launch.image.plan import Making, default_name, plan_image
+from shardway.launch.image.request import BuildFolder, Ground, ImageRequest, NetworkAccess
 from shell_lint import complaints
 
 BASE = PurePosixPath("/project/images/it's base.sqsh")

@@ -9,7 +9,7 @@ from image_cases import DIGEST
 
 from golden_files import Golden
 from shardway.errors import UserError
-from shardway.launch.image.uri import ImageFile, Reference, parse_uri, render_docker, render_enroot
+from shardway.launch.image.request import ImageFile, Reference, parse_uri, render_docker, render_enroot
 
 NGC = Reference("nvidia/pytorch", "nvcr.io", "25.04-py3")
 FORMS = {

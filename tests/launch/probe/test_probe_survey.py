@@ -9,12 +9,12 @@ from transcripts_of_probes import SLURMS, TalkingHost, read, said
 
 from shardway.hardware.probe import Device, LocalMachine
 from shardway.launch.hosts.base import Done
-from shardway.launch.probe import slurm, tools
+from shardway.launch.probe import site_survey, slurm
 from shardway.launch.probe.findings import ProbedFact, ProbedFacts
-from shardway.launch.probe.survey import name_site, survey
-from shardway.launch.probe.write import render_profile
-from shardway.sites.evidence import describe_facts, list_unsourced
+from shardway.launch.probe.site_survey import name_site, render_profile, survey
+from shardway.sites.evidence import describe_facts
 from shardway.sites.load import parse_profile
+from unsourced import list_unsourced
 
 DAY = datetime.date(2026, 11, 22)
 LOGIN = LocalMachine("login1", "CPU", 8, 16, 64 * 2**30, (), "3.12.0", "Linux 6.1 x86_64")
@@ -27,10 +27,10 @@ server:/x      nfs4   1000000000         0  1000000000       0% /scratch/local
 /dev/sda1      ext4   1000000000         0  1000000000       0% /
 """
 ANYWHERE = {
-    tools.FOLDERS: "HOME\nSCRATCH\nWORK\n",
-    tools.MODULES: "yes\n",
-    tools.DISKS: Done((), 1, DF, "df: /nvme: No such file or directory\n"),
-    tools.INTERNET: "\n\n28\n",
+    site_survey.FOLDERS: "HOME\nSCRATCH\nWORK\n",
+    site_survey.MODULES: "yes\n",
+    site_survey.DISKS: Done((), 1, DF, "df: /nvme: No such file or directory\n"),
+    site_survey.INTERNET: "\n\n28\n",
 }
 
 
@@ -40,7 +40,7 @@ def slurm_host(folder: str, **more: str) -> TalkingHost:
 
     return TalkingHost(
         {
-            tools.PROGRAMS: "/usr/bin/sinfo\n/usr/bin/qstat\n/usr/bin/singularity\n/usr/bin/podman\n",
+            site_survey.PROGRAMS: "/usr/bin/sinfo\n/usr/bin/qstat\n/usr/bin/singularity\n/usr/bin/podman\n",
             slurm.SINFO: case("sinfo -h -o '%P|%a|%l|%D|%t|%N|%G|%c|%m|%f'"),
             ("id", "-un"): "alice\n",
             ("sacctmgr",): case(" ".join(slurm.accounts_command("alice"))),
@@ -56,7 +56,7 @@ def slurm_host(folder: str, **more: str) -> TalkingHost:
 def pbs_host() -> TalkingHost:
     return TalkingHost(
         {
-            tools.PROGRAMS: "/opt/pbs/bin/qstat\n/usr/bin/enroot\n",
+            site_survey.PROGRAMS: "/opt/pbs/bin/qstat\n/usr/bin/enroot\n",
             ("qstat", "-Qf"): read("pbs", "qstat-queues-server.Q.json"),
             ("qstat", "-Bf"): read("pbs", "qstat-queues-server.B.json"),
             ("pbsnodes", "-a"): read("pbs", "pbsnodes-states.a.json"),
@@ -116,16 +116,17 @@ def test_a_pbs_machine_becomes_a_profile_that_loads() -> None:
 
 def test_of_two_schedulers_it_is_the_one_that_answers() -> None:
     """Slurm's commands are installed on many a machine that PBS runs."""
-    answers = {**pbs_host().answers, tools.PROGRAMS: "/opt/pbs/bin/qstat\n/usr/bin/sinfo\n"}
+    answers = {**pbs_host().answers, site_survey.PROGRAMS: "/opt/pbs/bin/qstat\n/usr/bin/sinfo\n"}
     found = survey(TalkingHost(answers), LOGIN)
     assert values(found)["scheduler"] == "pbs"
     assert "sinfo is installed here and does not answer; PBS does." in found.notes
-    kept = survey(TalkingHost({**slurm_host("slurm").answers, tools.PROGRAMS: answers[tools.PROGRAMS]}), LOGIN)
+    named = {site_survey.PROGRAMS: answers[site_survey.PROGRAMS]}
+    kept = survey(TalkingHost({**slurm_host("slurm").answers, **named}), LOGIN)
     assert values(kept)["scheduler"] == "slurm"
 
 
 def test_a_machine_without_a_scheduler_is_its_own_node() -> None:
-    host = TalkingHost({tools.PROGRAMS: "/usr/bin/podman\n", **ANYWHERE})
+    host = TalkingHost({site_survey.PROGRAMS: "/usr/bin/podman\n", **ANYWHERE})
     found = survey(host, LocalMachine(**{**vars(LOGIN), "accelerators": (H100, H100)}))
     profile = parse_profile("probed", render_profile("box", "Box", found, "box", DAY))
     assert (profile.scheduler, profile.node.cores, profile.node.accelerator) == ("local", 16, "h100-sxm5-80gb")
@@ -151,7 +152,7 @@ def test_gpus_that_the_catalogue_lacks_are_told() -> None:
 def test_commands_that_fail_cost_what_they_would_have_said() -> None:
     host = TalkingHost(
         {
-            tools.PROGRAMS: "/usr/bin/sinfo\n",
+            site_survey.PROGRAMS: "/usr/bin/sinfo\n",
             slurm.SINFO: Done(("sinfo",), -1, "", "", timed_out=True),
         }
     )
@@ -189,15 +190,15 @@ def test_a_host_on_which_nothing_answers_is_a_machine_without_scheduler() -> Non
     ],
 )
 def test_the_way_out(text: str, facts: dict[str, str]) -> None:
-    found = tools.parse_internet(text, is_node=False)
+    found = site_survey.parse_internet(text, is_node=False)
     assert values(found) == facts
     assert "secret" not in repr(found)
 
 
 def test_disks_are_those_of_the_machine_itself() -> None:
-    assert tools.parse_disks(DF) == ("/raid",)
-    assert values(tools.describe_disks(DF, is_node=False)) == {}
-    assert "/raid" in tools.describe_disks(DF, is_node=False).notes[0]
+    assert site_survey.parse_disks(DF) == ("/raid",)
+    assert values(site_survey.describe_disks(DF, is_node=False)) == {}
+    assert "/raid" in site_survey.describe_disks(DF, is_node=False).notes[0]
 
 
 # --- the text

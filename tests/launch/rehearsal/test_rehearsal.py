@@ -9,11 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shardway.launch.rehearsal import rehearse as course
-from shardway.launch.rehearsal import trial as trials
-from shardway.launch.rehearsal.checks import RehearsalCheck, RehearsalVerdict
-from shardway.launch.rehearsal.rehearse import RehearsedProgram, rehearse
-from shardway.launch.rehearsal.trial import Limits, run_trial
+from shardway.launch import rehearsal as course
+from shardway.launch import rehearsal as trials
+from shardway.launch.rehearsal import Limits, RehearsalCheck, RehearsalVerdict, RehearsedProgram, rehearse, run_trial
 from shardway.rundir.attempts import Ending
 from shardway.rundir.directory import RunDir
 

@@ -7,16 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardway.launch.rehearsal.checks import (
+from shardway.launch.rehearsal import (
     RehearsalVerdict,
+    TrialOutcome,
+    check_deadline,
     check_losses,
     check_reference,
     check_resume,
     check_save,
+    check_second_start,
     check_stop,
+    check_stop_file,
 )
-from shardway.launch.rehearsal.script import check_deadline, check_second_start, check_stop_file
-from shardway.launch.rehearsal.trial import TrialOutcome
 from shardway.rundir.attempts import Attempt, Ending, Result
 
 OK, FAIL, UNKNOWN = RehearsalVerdict.OK, RehearsalVerdict.FAIL, RehearsalVerdict.UNKNOWN

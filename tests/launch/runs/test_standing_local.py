@@ -11,12 +11,10 @@ from shardway.cli import status
 from shardway.errors import SiteError, UserError
 from shardway.launch.hosts.base import Done
 from shardway.launch.hosts.local import LocalHost
-from shardway.launch.runs.job_status import JobStatus, read_standing
-from shardway.launch.runs.ledger import Ledger, LedgerEntry, read_ledger
-from shardway.launch.runs.render import render_attempts
+from shardway.launch.runs.job_status import JobStatus, Ledger, LedgerEntry, read_ledger, read_standing, render_attempts
 from shardway.launch.runs.stop import Stopper
+from shardway.launch.schedulers import local
 from shardway.launch.schedulers.clients import find_client
-from shardway.launch.schedulers.local import query
 from shardway.rundir.attempts import Attempt, AttemptStart, Ending, Result, Submission
 from shardway.rundir.directory import RunDir
 
@@ -32,8 +30,8 @@ def begin(run: Path, number: int, before: str = "") -> Attempt:
     attempt = RunDir(run).attempt(number)
     attempt.make()
     attempt.job_script.write_text(SLEEPS.format(number=number, after=number - 1))
-    done = LocalHost().run(query.submit_command(str(attempt.job_script), str(attempt.job_log), before))
-    attempt.write_submission(Submission("local", "x", job=query.parse_job_id(done.out)))
+    done = LocalHost().run(local.submit_command(str(attempt.job_script), str(attempt.job_log), before))
+    attempt.write_submission(Submission("local", "x", job=local.parse_job_id(done.out)))
     return attempt
 
 
@@ -186,7 +184,7 @@ def test_an_exit_code_is_explained(code: int, name: str, remedy: str, tmp_path: 
 
 def test_an_attempt_that_is_lost_says_what_to_do(tmp_path: Path) -> None:
     standing = ended(tmp_path / "run", None)
-    assert (standing.word, standing.why and standing.why.code) == ("lost", "lost")
+    assert (standing.word, standing.why and standing.why.code) == ("unknown", "unknown")
     assert f"      to do: `shardway logs {tmp_path}/run --job` shows" in "\n".join(render_attempts([standing]))
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardway.launch.runs.verdict import decide
-from shardway.launch.schedulers.records import JobPhase, JobRecord, SchedulerEnding
+from shardway.launch.runs.job_status import decide
+from shardway.launch.schedulers.base import JobPhase, JobRecord, SchedulerEnding
 from shardway.rundir.attempts import BY_SIGNAL, Ending, Result
 
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardway.launch.hosts.base import Done
-from shardway.launch.schedulers.pbs.query import find_commands, parse_found, parse_records, query_commands
-from shardway.launch.schedulers.records import JobPhase, JobRecord, SchedulerEnding, SchedulerSilent
+from shardway.launch.schedulers.base import JobPhase, JobRecord, SchedulerEnding, SchedulerSilent
+from shardway.launch.schedulers.pbs import find_commands, parse_found, parse_records, query_commands
 from transcripts import TRANSCRIPTS, find, read_json
 
 JSON_FILES = sorted(path.stem for path in (TRANSCRIPTS / "pbs").glob("*.json"))

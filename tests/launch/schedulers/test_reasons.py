@@ -5,10 +5,10 @@ import json
 import pytest
 
 from shardway.launch.hosts.base import Done
-from shardway.launch.schedulers.explain import Explainer
-from shardway.launch.schedulers.pbs import query as pbs_query
-from shardway.launch.schedulers.records import Explanation, JobPhase, JobRecord, RequestedResources, SchedulerEnding
-from shardway.launch.schedulers.slurm import query as slurm_query
+from shardway.launch.schedulers import pbs as pbs_query
+from shardway.launch.schedulers import slurm as slurm_query
+from shardway.launch.schedulers.base import Explanation, JobPhase, JobRecord, RequestedResources, SchedulerEnding
+from shardway.launch.schedulers.clients import Explainer
 from transcripts import TRANSCRIPTS, list_transcripts, read_json, read_transcript
 
 SLURM, PBS = Explainer("slurm"), Explainer("pbs")

@@ -3,9 +3,8 @@ from __future__ import annotations
 import pytest
 
 from shardway.launch.hosts.base import Done
-from shardway.launch.schedulers.clients import CLIENTS
-from shardway.launch.schedulers.explain import load_rules
-from shardway.launch.schedulers.records import RequestedResources
+from shardway.launch.schedulers.base import RequestedResources
+from shardway.launch.schedulers.clients import CLIENTS, load_rules
 from transcripts import Recorded, find, list_transcripts, read_transcript
 
 ASKED = RequestedResources(

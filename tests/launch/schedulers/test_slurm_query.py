@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardway.launch.hosts.base import Done
-from shardway.launch.schedulers.records import JobPhase, JobRecord, SchedulerEnding, SchedulerSilent
-from shardway.launch.schedulers.slurm.query import find_commands, parse_found, parse_records, query_commands
+from shardway.launch.schedulers.base import JobPhase, JobRecord, SchedulerEnding, SchedulerSilent
+from shardway.launch.schedulers.slurm import find_commands, parse_found, parse_records, query_commands
 from transcripts import find, read_transcript
 
 SQUEUE = ("%i", "%A", "%T", "%S", "%e", "%N", "%r", "%j")

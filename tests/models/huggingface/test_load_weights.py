@@ -19,11 +19,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from pool import ranks
 from shardway.errors import UserError
-from shardway.models.huggingface import files as files_module
-from shardway.models.huggingface.experts import ExpertNames
-from shardway.models.huggingface.files import RegionReader, WeightFiles, find_weights
-from shardway.models.huggingface.load import fit_weights, load_weights
+from shardway.models.huggingface import weights as files_module
+from shardway.models.huggingface.families import ExpertNames
 from shardway.models.huggingface.pieces import TensorRegion, keep_names
+from shardway.models.huggingface.weights import RegionReader, WeightFiles, find_weights, fit_weights, load_weights
 
 
 class Small(nn.Module):

@@ -11,8 +11,6 @@ import torch
 
 from shardway.errors import UserError
 from shardway.hfconfig import read_config
-from shardway.models.huggingface.files import find_weights
-from shardway.models.huggingface.load import fit_weights, load_weights
 from shardway.models.huggingface.own import (
     family_of,
     names_of_transformer,
@@ -20,6 +18,7 @@ from shardway.models.huggingface.own import (
     to_transformer_shape,
     translate,
 )
+from shardway.models.huggingface.weights import find_weights, fit_weights, load_weights
 from shardway.models.shapes import LatentShape, MixtureShape
 from shardway.models.transformer import Transformer, TransformerShape
 from tiny_hf import TOKENS, logits_of, save_tiny

@@ -12,7 +12,7 @@ from shardway.errors import UserError
 from shardway.models.contract import ModelPlan
 from shardway.models.mlp import MLP, MLPShape
 from shardway.models.transformer import Transformer, TransformerShape
-from shardway.parallel.axes.cut import keep_stages, plan_cut
+from shardway.parallel.axes.pipeline import keep_stages, plan_cut
 
 SHAPE = TransformerShape(vocab=16, dim=8, layers=4, heads=2, kv_heads=2, ffn_dim=16, tied=False)
 

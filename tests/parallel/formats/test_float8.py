@@ -14,7 +14,7 @@ from torch import nn
 
 from shardway.errors import UserError
 from shardway.parallel.formats.float8 import Blocks, Float8Options, apply_float8, check_float8
-from shardway.parallel.formats.linear import linear_with
+from shardway.parallel.formats.precision import linear_with
 from small_stack import PlannedStack, Stack, build_stack, gradients, stack_loss, token_batch
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from pool import ranks
-from shardway.parallel.axes.split import split_parameter
-from shardway.parallel.formats.parameters import Formats, apply_formats
+from shardway.parallel.axes.collectives import split_parameter
+from shardway.parallel.formats.precision import Formats, apply_formats
 from small_stack import build_stack
 
 

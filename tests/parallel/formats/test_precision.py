@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from shardway.parallel.formats.float8 import Float8Options
-from shardway.parallel.formats.parameters import Formats, apply_formats
-from shardway.parallel.formats.precision import Precision, formats_of, read_precision
+from shardway.parallel.formats.precision import Formats, Precision, apply_formats, formats_of, read_precision
 from shardway.runfile.schema import PrecisionSection
 from small_stack import build_stack, gradients, stack_loss, token_batch
 

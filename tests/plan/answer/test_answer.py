@@ -7,15 +7,12 @@ from dataclasses import replace
 import pytest
 
 from shardway.errors import UserError
-from shardway.plan.answer.answer import PlanAnswer, answer, answer_curve
-from shardway.plan.answer.said import PlanOptions, ask, parse_layout
-from shardway.plan.answer.terms import JobTerms
+from shardway.plan.answer import JobTerms, PlanAnswer, PlanOptions, answer, answer_curve, ask, parse_layout
 from shardway.plan.economy import Price
 from shardway.plan.machine import Machine
-from shardway.plan.search.changes import list_changes
-from shardway.plan.search.curve import default_nodes, efficiency, parse_nodes, scaling_curve
+from shardway.plan.search import default_nodes, efficiency, list_changes, parse_nodes, scaling_curve
 from shardway.plan.shapes.architecture import Architecture
-from shardway.plan.shapes.named import find_named
+from shardway.plan.shapes.section import find_named
 from shardway.plan.site import machine_of_part
 from shardway.units import Span
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardway.plan.answer.assumed import assume_batch, assume_saving, assume_seq_len, assume_tokens
+from shardway.plan.answer import assume_batch, assume_saving, assume_seq_len, assume_tokens
 from shardway.plan.shapes.architecture import Architecture
-from shardway.plan.shapes.named import find_named
+from shardway.plan.shapes.section import find_named
 
 
 def named(name: str) -> Architecture:

@@ -16,7 +16,7 @@ from emit_reading import texts_of
 from hypothesis import given
 
 from shardway.plan.case import Case
-from shardway.plan.emit.emitted import Emitted
+from shardway.plan.emit.common import Emitted
 from shardway.plan.emit.table import emit
 
 

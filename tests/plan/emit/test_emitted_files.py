@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from golden_files import Golden, golden_names
 from shardway.errors import UserError
 from shardway.plan.case import Case, Degrees
-from shardway.plan.emit.emitted import Emitted
+from shardway.plan.emit.common import Emitted
 from shardway.plan.emit.table import EMITTERS, emit
 from shardway.plan.stages import layers_of_stages
 

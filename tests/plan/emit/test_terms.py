@@ -12,12 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardway.plan.case import Case, Degrees
-from shardway.plan.emit.emitted import EmittedHeader, gather
-from shardway.plan.emit.flavors import Flavor, find_flavor
-from shardway.plan.emit.pipeline import name_schedule, render_layout, schedule_of
-from shardway.plan.emit.sizes import describe_irregular, read_sizes, render_pattern
+from shardway.plan.emit.common import (
+    EmittedHeader,
+    describe_irregular,
+    gather,
+    name_schedule,
+    read_sizes,
+    render_layout,
+    render_pattern,
+    schedule_of,
+)
 from shardway.plan.emit.table import emit
-from shardway.plan.emit.torchtitan_job import fp4_parts
+from shardway.plan.emit.torchtitan import Flavor, find_flavor, fp4_parts
 from shardway.plan.shapes.architecture import Architecture, LayerRun
 from shardway.plan.stages import layers_of_stages
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from traffic_layouts import BASE, Case, case
 
+from exact_states import OPTIMIZER_STATES, StateBytes, StateFormats, estimate_states
+from exact_weights import transformer_weights
 from page_tables import check_table
 from pool import RankPool
 from runs import open_tiny, pool_ranks
 from shardway.models.contract import held_by_rank
-from shardway.plan.exact.states import OPTIMIZER_STATES, StateBytes, StateFormats, estimate_states
-from shardway.plan.exact.weights import transformer_weights
 from shardway.resolve import Resolved
 from shardway.train.recipe import train_run
 from shardway.train.run import Run

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from exact_traffic import WORLD, Message, StepWork, estimate_sent_bytes, estimate_traffic
+from exact_weights import transformer_weights
 from shardway.errors import Bug
 from shardway.layout import layout_of
-from shardway.plan.exact.traffic import WORLD, Message, StepWork, estimate_sent_bytes, estimate_traffic
-from shardway.plan.exact.weights import transformer_weights
 from shardway.runfile.schema import ModelSection, ParallelSection
 
 MODEL = ModelSection(dim=64, layers=4, heads=8, kv_heads=4, head_dim=8, ffn_dim=128, vocab=256, tied=False, experts=0)

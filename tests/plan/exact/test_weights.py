@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from exact_weights import WeightShape, held_elements, transformer_weights, weights_of_rank
 from shardway.errors import Bug
 from shardway.layout import AXES, Layout
 from shardway.models.build import build_model
-from shardway.plan.exact.weights import WeightShape, held_elements, transformer_weights, weights_of_rank
 from shardway.runfile.schema import ModelSection, ParallelSection
 
 SIZES = {"dim": 16, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 4, "ffn_dim": 32, "vocab": 40}

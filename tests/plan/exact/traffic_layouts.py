@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from exact_traffic import WORLD, Message, StepWork, estimate_traffic
 from runs import COMMON, open_tiny, pool_ranks
 from shardway.layout import layout_of
-from shardway.plan.exact.traffic import WORLD, Message, StepWork, estimate_traffic
 from shardway.resolve import Resolved
 from shardway.train.recipe import train_run
 from traffic_tracer import CollectiveTracer, Sent

@@ -9,18 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plan_cases import case_of, cases, expert_model, gpt_layer, h100s, llama_layer, model_of
-from shardway.plan.case import Case
-from shardway.plan.engines import ENGINES, find_engine
+from shardway.plan.case import ENGINES, Case, find_engine
 from shardway.plan.estimate import estimate
-from shardway.plan.memory.breakdown import (
-    ITEMS,
+from shardway.plan.memory import (
+    MEMORY_ITEMS,
     OPTIMIZER_BYTES,
     StageMemory,
     estimate_memory,
     estimate_peak,
+    load_overheads,
     loss_bytes,
 )
-from shardway.plan.memory.overheads import load_overheads
 
 BRIEF = settings.get_profile("brief")
 MODEL = model_of(gpt_layer(), layers=4)
@@ -103,7 +102,7 @@ def test_offloaded_states_lie_elsewhere() -> None:
 @given(cases())
 def test_items_add_up(case: Case) -> None:
     for stage in stages(case):
-        assert set(stage.items) == set(ITEMS)
+        assert set(stage.items) == set(MEMORY_ITEMS)
         assert all(size >= 0 for size in stage.items.values())
         assert stage.allocated == pytest.approx(sum(stage.items.values()))
         assert stage.allocated <= stage.reserved <= stage.device

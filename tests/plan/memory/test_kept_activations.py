@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plan_cases import case_of, cases, gpt_layer, model_of
+from shardway.plan.activation_memory import kept_bytes, whole_bytes
 from shardway.plan.case import Case
-from shardway.plan.memory.breakdown import estimate_memory
-from shardway.plan.memory.overheads import load_overheads
-from shardway.plan.memory.saved import kept_bytes, whole_bytes
+from shardway.plan.memory import estimate_memory, load_overheads
 
 BRIEF = settings.get_profile("brief")
 

@@ -6,7 +6,7 @@ import pytest
 
 from plan_cases import case_of
 from shardway.plan.estimate import estimate
-from shardway.plan.memory.moments import Moments
+from shardway.plan.memory import Moments
 from shardway.plan.site import machine_of_part
 
 

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
-from shardway.plan.answer.answer import PlanAnswer, answer, answer_curve
-from shardway.plan.answer.said import PlanOptions, ask
+from shardway.plan.answer import PlanAnswer, PlanOptions, answer, answer_curve, ask
 from shardway.plan.machine import Machine
 from shardway.plan.page.page import render_page
-from shardway.plan.search.curve import ScalingPoint
-from shardway.plan.shapes.named import find_named
+from shardway.plan.search import ScalingPoint
+from shardway.plan.shapes.section import find_named
 from shardway.plan.site import machine_of_part, machine_of_site
 from shardway.sites.load import load_site
 

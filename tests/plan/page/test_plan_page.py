@@ -11,18 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_pages import NAMES, Page, machine, number, page
 
-from shardway.plan.answer.answer import JobTerms, answer
-from shardway.plan.answer.said import PlanOptions, ask
+from shardway.plan.answer import JobTerms, PlanOptions, answer, ask
 from shardway.plan.economy import Price
-from shardway.plan.page.memory import pick_ranks
-from shardway.plan.page.page import render_page
-from shardway.plan.page.rounding import round_parts
-from shardway.plan.page.scaling import hours_per_giga, ideal_rate
-from shardway.plan.page.schedule import stage_seconds
-from shardway.plan.page.style import render_style
-from shardway.plan.page.svg import nice_ticks
-from shardway.plan.search.curve import efficiency
-from shardway.plan.shapes.named import find_named
+from shardway.plan.page.blocks import nice_ticks, render_style, round_parts
+from shardway.plan.page.page import hours_per_giga, ideal_rate, render_page
+from shardway.plan.page.pipeline import stage_seconds
+from shardway.plan.page.summary import pick_ranks
+from shardway.plan.search import efficiency
+from shardway.plan.shapes.section import find_named
 from shardway.plan.stages import list_stages
 from shardway.plan.time.step import BUBBLE, GRADIENTS, OPTIMIZER, REST, STAGES, WEIGHTS
 from shardway.units import Span

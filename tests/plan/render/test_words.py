@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardway.plan.render.words import amount, duration, gib
+from shardway.plan.text import amount, duration, gib
 
 
 @pytest.mark.parametrize(

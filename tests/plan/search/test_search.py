@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from plan_cases import case_of, expert_model, h100s, llama_layer, model_of
 from shardway.plan.case import Degrees, divisors
 from shardway.plan.estimate import estimate
-from shardway.plan.search.best import NEAR, SearchResult, search
-from shardway.plan.search.space import Question, list_degrees
-from shardway.plan.shapes.named import find_named
+from shardway.plan.search import NEAR, Question, SearchResult, list_degrees, search
+from shardway.plan.shapes.section import find_named
 
 BRIEF = settings.get_profile("brief")
 H100 = h100s()

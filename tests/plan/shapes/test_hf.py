@@ -10,7 +10,7 @@ import pytest
 
 from shardway.errors import UserError
 from shardway.plan.shapes.architecture import Architecture
-from shardway.plan.shapes.hf import FAMILIES, read_shape, shape_of_config
+from shardway.plan.shapes.huggingface import FAMILIES, read_shape, shape_of_config
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

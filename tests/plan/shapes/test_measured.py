@@ -8,9 +8,19 @@ from typing import Any
 
 import pytest
 
+from saved_per_sample import saved_bytes_per_sample
 from shardway.errors import Bug, UserError
-from shardway.plan.shapes.measured import Measured, Unit, measured_from_json, read_measured
-from shardway.plan.shapes.networks import Convolution, ResidualNetwork, convnet, perceptron, residual_network
+from shardway.plan.shapes.measured import (
+    Convolution,
+    Measured,
+    ResidualNetwork,
+    Unit,
+    convnet,
+    measured_from_json,
+    perceptron,
+    read_measured,
+    residual_network,
+)
 
 BLOCK = Unit(name="blocks.0", count=3, parameters=10, forward_flops=40.0, saved_bytes=100.0, fixed_bytes=20.0)
 HEAD = Unit(name="head", parameters=7, forward_flops=14.5, saved_bytes=8.0)
@@ -21,13 +31,13 @@ def test_a_model_is_the_sum_of_its_units() -> None:
     assert MODEL.parameters == 37
     assert MODEL.forward_flops_per_sample == 134.5
     assert MODEL.flops_per_sample == 403.5
-    assert MODEL.saved_bytes_per_sample() == 308
+    assert saved_bytes_per_sample(MODEL) == 308
 
 
 def test_kept_bytes_follow_the_format_but_for_masks_and_indices() -> None:
-    assert MODEL.saved_bytes_per_sample(4) == 308
-    assert MODEL.saved_bytes_per_sample(2) == 3 * (20 + 40) + 4
-    assert Measured(name="half", units=(BLOCK,), value_bytes=2).saved_bytes_per_sample(4) == 3 * (20 + 160)
+    assert saved_bytes_per_sample(MODEL, 4) == 308
+    assert saved_bytes_per_sample(MODEL, 2) == 3 * (20 + 40) + 4
+    assert saved_bytes_per_sample(Measured(name="half", units=(BLOCK,), value_bytes=2), 4) == 3 * (20 + 160)
 
 
 def test_what_cannot_be_is_told_at_once() -> None:
@@ -116,9 +126,9 @@ def test_a_perceptron_in_numbers() -> None:
     model = perceptron(6, [5], 2)
     assert model.parameters == 7 * 5 + 6 * 2
     assert model.forward_flops_per_sample == 2 * (30 + 10)
-    assert model.saved_bytes_per_sample() == 4 * (6 + 5)
-    assert perceptron(6, [5], 2, dropout=True).saved_bytes_per_sample() == 4 * (6 + 10) + 5
-    assert perceptron(6, [], 2).saved_bytes_per_sample() == 4 * 6
+    assert saved_bytes_per_sample(model) == 4 * (6 + 5)
+    assert saved_bytes_per_sample(perceptron(6, [5], 2, dropout=True)) == 4 * (6 + 10) + 5
+    assert saved_bytes_per_sample(perceptron(6, [], 2)) == 4 * 6
 
 
 def test_a_residual_network_needs_images_that_are_large_enough() -> None:

@@ -8,7 +8,7 @@ from library_counts import build_on_meta, count, make_config
 from shardway.errors import UserError
 from shardway.plan.shapes.architecture import Architecture
 from shardway.plan.shapes.measured import Measured
-from shardway.plan.shapes.named import find_named, load_named
+from shardway.plan.shapes.section import find_named, load_named
 
 HUB = "size that the model's page on huggingface.co states (of its safetensors files)"
 TORCHVISION = "torchvision, table of weights"

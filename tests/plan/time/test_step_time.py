@@ -14,14 +14,21 @@ from shardway.plan.case import Case
 from shardway.plan.machine import Machine
 from shardway.plan.shapes.architecture import Architecture
 from shardway.plan.time.ceilings import Ceilings, load_ceilings
-from shardway.plan.time.passes import ATTENTION, CONTEXT, EXPERTS, HOST, MOVES, PRODUCTS, SHARDS, TENSOR
 from shardway.plan.time.step import (
+    ATTENTION,
     BUBBLE,
+    CONTEXT,
+    EXPERTS,
     GRADIENTS,
-    ITEMS,
+    HOST,
+    MOVES,
     OPTIMIZER,
+    PRODUCTS,
     REST,
+    SHARDS,
     STAGES,
+    TENSOR,
+    TIME_ITEMS,
     WEIGHTS,
     StepTime,
     estimate_step,
@@ -52,7 +59,7 @@ def item(found: StepTime, name: str) -> float:
 @given(cases())
 def test_items_add_up(case: Case) -> None:
     found = step(case)
-    assert found.items.keys() <= ITEMS.keys()
+    assert found.items.keys() <= TIME_ITEMS.keys()
     assert all(seconds > 0 and math.isfinite(seconds) for seconds in found.items.values())
     assert found.seconds == pytest.approx(sum(found.items.values()))
     assert found.low < found.seconds < found.high

@@ -9,14 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardway.errors import UserError
-from shardway.plan.answer.terms import JobTerms
+from shardway.plan.answer import JobTerms
+from shardway.plan.data_parallel_estimate import (
+    UnitAnswer,
+    UnitCase,
+    UnitEstimate,
+    UnitQuestion,
+    answer_units,
+    estimate_units,
+)
+from shardway.plan.facts import render_units, unit_facts
 from shardway.plan.machine import Machine
-from shardway.plan.render.units import render_units, unit_facts
-from shardway.plan.shapes.measured import Measured, Unit
-from shardway.plan.shapes.networks import convnet
+from shardway.plan.shapes.measured import Measured, Unit, convnet
 from shardway.plan.site import machine_of_part
-from shardway.plan.units.answer import UnitAnswer, UnitQuestion, answer_units
-from shardway.plan.units.estimate import UnitCase, UnitEstimate, estimate_units
 from shardway.units import Span
 
 

@@ -10,16 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardway.ranks.agent.collectives import (
+from shardway.ranks.agent.flight_records import (
     CIRCLE,
     SHOWN,
     SILENT,
+    Call,
+    CallTimeline,
     Heard,
+    Record,
+    Team,
     explain_collectives,
+    make_team,
     merge_heard,
     render_ranks,
 )
-from shardway.ranks.agent.record import Call, CallTimeline, Record, Team, make_team
 
 ALL = make_team("gloo", "0", "", (0, 1, 2, 3))
 LEFT, RIGHT = make_team("gloo", "1", "tp", (0, 1)), make_team("gloo", "2", "tp", (2, 3))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardway.ranks.agent.folders import PAGES, private_folder, sweep_folders
+from shardway.ranks.agent.heartbeat import PAGES, private_folder, sweep_folders
 
 
 def test_a_folder_is_private_and_goes() -> None:

@@ -8,8 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardway.ranks.agent.hang import NOBODY, Behind, Hang, HangFinder, Sighting, Stopped, find_behind, merge_behind
-from shardway.ranks.agent.hang_timeout import ActivitySpan, HangTimeout
+from shardway.ranks.agent.hang import (
+    NOBODY,
+    ActivitySpan,
+    Behind,
+    Hang,
+    HangFinder,
+    HangTimeout,
+    Sighting,
+    Stopped,
+    find_behind,
+    merge_behind,
+)
 from shardway.ranks.agent.heartbeat import HeartbeatEntry
 from shardway.ranks.progress import Activity
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardway.ranks.agent.hang_timeout import ActivitySpan, HangTimeout, read_patience
+from shardway.ranks.agent.hang import ActivitySpan, HangTimeout, read_patience
 from shardway.ranks.progress import Activity
-from shardway.runfile.machine import RunSection
+from shardway.runfile.schema import RunSection
 
 STEP, SAVE = ActivitySpan(Activity.STEP), ActivitySpan(Activity.SAVE)
 

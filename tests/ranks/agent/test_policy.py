@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardway.ranks.agent.policy import FROM_NODES, WITHOUT_PROGRESS, RepeatedFailure, RestartDecision, decide
+from shardway.ranks.failure import FROM_NODES, WITHOUT_PROGRESS, RepeatedFailure, RestartDecision, decide
 
 KILLED, LOST = "rank # was killed", "a file is gone"
 

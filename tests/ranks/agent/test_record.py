@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardway.ranks.agent.record import (
+from shardway.ranks.agent.flight_records import (
     FIRST_OPEN,
     LAST,
     Call,

@@ -14,18 +14,17 @@ from pathlib import Path
 import pytest
 
 import warm
-from shardway.ranks.agent import recorder
-from shardway.ranks.agent.collectives import Heard, explain_collectives
+from shardway.ranks.agent import stacks
+from shardway.ranks.agent.flight_records import Heard, Record, explain_collectives
 from shardway.ranks.agent.heartbeat import VARIABLE
-from shardway.ranks.agent.record import Record
-from shardway.ranks.agent.recorder import SIZE, answer_with_record, ask_for_records, choose_recording
+from shardway.ranks.agent.stacks import SIZE, answer_with_record, ask_for_records, choose_recording
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
 RANK = """
 import ctypes, os, sys, time
 from pathlib import Path
-from shardway.ranks.agent.join import join_agent
+from shardway.ranks.agent.heartbeat import join_agent
 
 join_agent(os.environ)
 import torch
@@ -94,7 +93,7 @@ class Told:
 
 @pytest.fixture
 def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
-    monkeypatch.setattr(recorder, "WAIT_S", 1.0)
+    monkeypatch.setattr(stacks, "RECORD_WAIT_S", 1.0)
     ranks = []
     for rank in range(3):
         environ = {**os.environ, VARIABLE: str(tmp_path), "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -205,8 +204,8 @@ def hear_one(folder: Path) -> Heard:
 
 
 def test_without_torch_a_rank_has_no_groups(tmp_path: Path) -> None:
-    code = "from pathlib import Path; from shardway.ranks.agent import recorder; import sys, time\n"
-    code += f"recorder.answer_with_record(Path({str(tmp_path)!r}), 0); assert 'torch' not in sys.modules\n"
+    code = "from pathlib import Path; from shardway.ranks.agent import stacks; import sys, time\n"
+    code += f"stacks.answer_with_record(Path({str(tmp_path)!r}), 0); assert 'torch' not in sys.modules\n"
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), warm.COLD: "1"}
     with subprocess.Popen([sys.executable, "-c", f"{code}time.sleep(60)"], env=environ) as rank:
         (record,) = hear_one(tmp_path).records
@@ -219,12 +218,12 @@ def test_without_torch_a_rank_has_no_groups(tmp_path: Path) -> None:
 def test_a_recorder_that_says_what_nobody_knows(tmp_path: Path) -> None:
     """Another torch: the rank answers, and accuses itself of nothing."""
     code = (
-        "import json, sys, time, types\nfrom pathlib import Path\nfrom shardway.ranks.agent import recorder\n"
+        "import json, sys, time, types\nfrom pathlib import Path\nfrom shardway.ranks.agent import stacks\n"
         "library = types.SimpleNamespace(_dump_fr_trace_json=lambda: json.dumps({'entries': [{'odd': 1}]}))\n"
         "sys.modules['torch'] = types.SimpleNamespace(_C=types.SimpleNamespace(_distributed_c10d=library))\n"
         "world = types.SimpleNamespace(pg_map={1: 1}, pg_names={1: '0'}, pg_group_ranks={1: {0: 0}})\n"
         "sys.modules['torch.distributed.distributed_c10d'] = types.SimpleNamespace(_world=world)\n"
-        f"recorder.answer_with_record(Path({str(tmp_path)!r}), 0)\ntime.sleep(60)\n"
+        f"stacks.answer_with_record(Path({str(tmp_path)!r}), 0)\ntime.sleep(60)\n"
     )
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", code], env=environ) as rank:
@@ -242,7 +241,7 @@ def test_a_folder_without_room_for_a_pipe(tmp_path: Path) -> None:
     assert ask_for_records(tmp_path / "none", [0]) == Heard()
 
 
-@pytest.mark.parametrize("name", recorder.VARIABLES)
+@pytest.mark.parametrize("name", stacks.VARIABLES)
 def test_what_somebody_has_set_stays(name: str) -> None:
-    assert choose_recording({}) == {recorder.VARIABLES[0]: str(SIZE)}
+    assert choose_recording({}) == {stacks.VARIABLES[0]: str(SIZE)}
     assert choose_recording({name: "0"}) == {}

@@ -14,9 +14,8 @@ import psutil
 import pytest
 
 import warm
-from shardway.ranks.agent import recorder, stacks
-from shardway.ranks.agent.hang import Hang, Sighting, Stopped
-from shardway.ranks.agent.hang_timeout import ActivitySpan, HangTimeout
+from shardway.ranks.agent import stacks
+from shardway.ranks.agent.hang import ActivitySpan, Hang, HangTimeout, Sighting, Stopped
 from shardway.ranks.agent.heartbeat import VARIABLE, page_path, read_page
 from shardway.ranks.agent.stacks import StackGroup, ask_for_stacks, group_stacks, read_crash
 from shardway.ranks.agent.watch import HeartbeatWatch, Seen, Unwatched, watched
@@ -26,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("warm_starts")
 
 RANK = """
 import os, sys, time
-from shardway.ranks.agent.join import join_agent
+from shardway.ranks.agent.heartbeat import join_agent
 from shardway.ranks.agent.heartbeat import open_page
 from shardway.ranks.progress import Activity
 
@@ -47,7 +46,7 @@ for step in range(10_000_000):
 
 LOADED_RANK = """
 import os, subprocess, sys, time
-from shardway.ranks.agent.join import join_agent
+from shardway.ranks.agent.heartbeat import join_agent
 from shardway.ranks.agent.heartbeat import open_page
 from shardway.ranks.progress import Activity
 
@@ -119,8 +118,8 @@ class Node:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that can answer are waited for, however busy the machine is."""
-    for room in (stacks, recorder):
-        monkeypatch.setattr(room, "WAIT_S", PATIENCE_S)
+    for wait in ("STACKS_WAIT_S", "RECORD_WAIT_S"):
+        monkeypatch.setattr(stacks, wait, PATIENCE_S)
 
 
 @pytest.fixture

@@ -9,13 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardway.ranks.agent.hang import NOBODY, Behind
-from shardway.ranks.crew.follow import FollowingAgent
-from shardway.ranks.crew.kv_store import Unreachable
-from shardway.ranks.crew.lead import Coordinator
-from shardway.ranks.crew.member import RendezvousMember
-from shardway.ranks.crew.membership import LOST_S, Membership
-from shardway.ranks.crew.notes import AgentState, News, NodeOutcome, Note, read_news, read_note, render
 from shardway.ranks.failure import RankFailure
+from shardway.ranks.rendezvous import Coordinator, FollowingAgent, RendezvousMember, Unreachable
+from shardway.ranks.rendezvous_notes import (
+    LOST_S,
+    AgentState,
+    Membership,
+    News,
+    NodeOutcome,
+    Note,
+    read_news,
+    read_note,
+    render,
+)
 
 KILLED = NodeOutcome((RankFailure(1, 4711, -9),))
 
@@ -82,7 +88,7 @@ class Scene:
     def say(
         self, node: int, state: AgentState, start: int, outcome: NodeOutcome | None = None, behind: Behind = NOBODY
     ) -> None:
-        (self.lead if node == 0 else self.others[node]).say(state, start, behind, outcome)
+        (self.lead if node == 0 else self.others[node]).publish(state, start, behind, outcome)
 
 
 @pytest.fixture
@@ -191,7 +197,7 @@ def test_a_start_is_over_where_nobody_leads(scene: Scene, how: str) -> None:
 
 
 def test_all_hear_the_exit_code(scene: Scene) -> None:
-    scene.lead._say(code=4)
+    scene.lead._report(code=4)
     scene.pass_time(1)
     news = scene.others[3].await_order(0)
     assert news is not None

@@ -9,15 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardway.ranks.agent.collectives import Heard
+from shardway.ranks.agent.flight_records import Call, CallTimeline, Heard, Record, Team
 from shardway.ranks.agent.hang import Behind, Hang, Sighting, Stopped
 from shardway.ranks.agent.heartbeat import HeartbeatEntry
-from shardway.ranks.agent.record import Call, CallTimeline, Record, Team
 from shardway.ranks.agent.stacks import StackGroup
 from shardway.ranks.agent.watch import Seen
-from shardway.ranks.crew.notes import AgentState, News, NodeOutcome, Note, read_news, read_note, render
 from shardway.ranks.failure import RankFailure
 from shardway.ranks.progress import Activity
+from shardway.ranks.rendezvous_notes import AgentState, News, NodeOutcome, Note, read_news, read_note, render
 
 WHOLE = st.integers(0, 9999)
 RANKS = st.lists(WHOLE, max_size=3).map(tuple)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shardway.hardware.nvidia import NvidiaState
+from shardway.hardware.probe import NvidiaState
 from shardway.ranks.doctor.finding import CheckResult, CheckVerdict
 from shardway.ranks.doctor.surroundings import MachineNeeds, MachineView
 from shardway.ranks.launcher import Placement

@@ -10,7 +10,7 @@ from made_machines import make_nvidia
 
 from shardway.cli.doctor import doctor
 from shardway.errors import UserError
-from shardway.hardware.nvidia import NvidiaState
+from shardway.hardware.probe import NvidiaState
 from shardway.ranks.doctor import surroundings
 from shardway.ranks.doctor.table import CHECKS
 
@@ -63,7 +63,7 @@ def test_the_run_file_says_what_is_wanted(bare: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_checkpoint_is_weights_and_moments(bare: Path) -> None:
-    from shardway.ranks.doctor.estimate import read_wanted
+    from shardway.ranks.doctor.examine import read_wanted
     from shardway.resolve.request import parse_words, resolve_request
 
     (bare / "run.toml").write_text(RUN)
@@ -80,7 +80,7 @@ def test_a_checkpoint_is_weights_and_moments(bare: Path) -> None:
 
 
 def test_checkpoints_that_are_kept_for_ever_count() -> None:
-    from shardway.ranks.doctor.estimate import count_kept_for_ever
+    from shardway.ranks.doctor.examine import count_kept_for_ever
     from shardway.runfile.load import load_run
 
     def count(*words: str) -> int:

@@ -20,13 +20,14 @@ import pytest
 from made_machines import check, make, make_placement, make_site
 
 from commands import free_port
+from shardway.ranks.doctor import connectivity_check as wire_module
 from shardway.ranks.doctor import examine as visit
-from shardway.ranks.doctor import wire as wire_module
 from shardway.ranks.doctor.connectivity_check import (
     Attendance,
     CheckPortTaken,
     ConnectivityCheck,
     MeetingPoint,
+    Wire,
     attend,
     explain_error,
     find_point,
@@ -34,8 +35,7 @@ from shardway.ranks.doctor.connectivity_check import (
 from shardway.ranks.doctor.examine import Diagnosis, examine
 from shardway.ranks.doctor.finding import CheckResult, Report
 from shardway.ranks.doctor.surroundings import MachineNeeds, MachineView
-from shardway.ranks.doctor.wire import Wire
-from shardway.ranks.doctor.world import judge_attendance, judge_meeting, list_ranks
+from shardway.ranks.doctor.world_verdicts import judge_attendance, judge_meeting, list_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 

@@ -13,7 +13,7 @@ from shardway.hardware.command import CommandResult
 from shardway.hardware.limits import TaskLimit
 from shardway.hardware.links import Interface, Port
 from shardway.hardware.mounts import MountedFileSystem
-from shardway.ranks.doctor.checks import host, network, software, storage
+from shardway.ranks.doctor import cluster, node
 from shardway.ranks.doctor.surroundings import MachineNeeds
 from shardway.ranks.interface import look_up
 
@@ -38,7 +38,7 @@ IB = Port("mlx5_0", "1", "ACTIVE", "InfiniBand", 200.0)
 def test_cores_of_a_rank(
     usable: int, cores: int, environ: dict[str, str], verdict: str, words: tuple[str, ...]
 ) -> None:
-    check(host.judge_affinity(make(environ=environ, machine_cores=cores), usable), verdict, *words)
+    check(node.judge_affinity(make(environ=environ, machine_cores=cores), usable), verdict, *words)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_cores_of_a_rank(
 )
 def test_threads(text: str, usable: int, per_node: int, verdict: str, words: tuple[str, ...]) -> None:
     around = make(usable_cores=usable, placement=make_placement(per_node=per_node))
-    check(host.judge_threads(around, text), verdict, *words)
+    check(node.judge_threads(around, text), verdict, *words)
 
 
 @pytest.mark.parametrize(
@@ -71,30 +71,30 @@ def test_threads(text: str, usable: int, per_node: int, verdict: str, words: tup
     ],
 )
 def test_shared_memory(size: int, free: int, changes: dict[str, Any], verdict: str, words: tuple[str, ...]) -> None:
-    check(host.judge_shm(make(**changes), size, free), verdict, *words)
+    check(node.judge_shm(make(**changes), size, free), verdict, *words)
 
 
 def test_no_shared_memory_at_all(tmp_path: Path) -> None:
-    check(host.check_shm(make(root=tmp_path)), "fail", "/dev/shm: No such file")
+    check(node.check_shm(make(root=tmp_path)), "fail", "/dev/shm: No such file")
 
 
 def test_limits() -> None:
-    check(host.judge_memlock(make(ports=(IB,)), 64 * 1024), "fail", "64 KiB", "unlimited")
-    check(host.judge_memlock(make(ports=(IB,)), UNLIMITED), "ok")
-    check(host.judge_memlock(make(), 64 * 1024), "ok", "no InfiniBand")
-    check(host.judge_files(1024, 65536), "warn", "ulimit -n 65536")
-    check(host.judge_files(1024, 2048), "warn", "ask the site for more than 2048")
-    check(host.judge_files(4096, 4096), "ok")
-    check(host.judge_files(UNLIMITED, UNLIMITED), "ok")
-    check(host.judge_tasks(make(), None), "ok", "no limit")
+    check(node.judge_memlock(make(ports=(IB,)), 64 * 1024), "fail", "64 KiB", "unlimited")
+    check(node.judge_memlock(make(ports=(IB,)), UNLIMITED), "ok")
+    check(node.judge_memlock(make(), 64 * 1024), "ok", "no InfiniBand")
+    check(node.judge_files(1024, 65536), "warn", "ulimit -n 65536")
+    check(node.judge_files(1024, 2048), "warn", "ask the site for more than 2048")
+    check(node.judge_files(4096, 4096), "ok")
+    check(node.judge_files(UNLIMITED, UNLIMITED), "ok")
+    check(node.judge_tasks(make(), None), "ok", "no limit")
     four = make(placement=make_placement(per_node=4))
-    check(host.judge_tasks(four, TaskLimit(612, 100, "ulimit -u", "raise it")), "ok", "ulimit -u allows 612")
-    check(host.judge_tasks(four, TaskLimit(611, 100, "ulimit -u", "raise it")), "warn", "raise it", "data.workers")
+    check(node.judge_tasks(four, TaskLimit(612, 100, "ulimit -u", "raise it")), "ok", "ulimit -u allows 612")
+    check(node.judge_tasks(four, TaskLimit(611, 100, "ulimit -u", "raise it")), "warn", "raise it", "data.workers")
 
 
 def test_the_folder_for_temporary_files(tmp_path: Path) -> None:
-    check(host.check_tmp(make(environ={"TMPDIR": str(tmp_path / "gone")})), "fail", "gone", "export TMPDIR")
-    check(host.check_tmp(make(environ={"TMPDIR": str(tmp_path)})), "ok", str(tmp_path))
+    check(node.check_tmp(make(environ={"TMPDIR": str(tmp_path / "gone")})), "fail", "gone", "export TMPDIR")
+    check(node.check_tmp(make(environ={"TMPDIR": str(tmp_path)})), "ok", str(tmp_path))
 
 
 ETH, DOWN, DOCKER = Interface("eth0", True, 1500), Interface("ib1", False, 2044), Interface("docker0", True, 1500)
@@ -117,13 +117,13 @@ FOUND = (DOCKER, ETH, Interface("ib0", True, 2044), DOWN, Interface("lo", True, 
     ],
 )
 def test_interfaces(environ: dict[str, str], verdict: str, words: tuple[str, ...]) -> None:
-    check(network.judge_interfaces(make(environ=environ), FOUND), verdict, *words)
+    check(cluster.judge_interfaces(make(environ=environ), FOUND), verdict, *words)
 
 
 def test_one_node_needs_no_network() -> None:
     only = (Interface("lo", True, 65536),)
-    check(network.judge_interfaces(make(placement=make_placement(world=4)), only), "ok", "loopback")
-    check(network.judge_interfaces(make(), only), "fail", "--network=host")
+    check(cluster.judge_interfaces(make(placement=make_placement(world=4)), only), "ok", "loopback")
+    check(cluster.judge_interfaces(make(), only), "fail", "--network=host")
 
 
 @pytest.mark.parametrize(
@@ -145,28 +145,28 @@ def test_the_master(
 ) -> None:
     site = make_site(network={"host_suffix": suffix} if suffix else {})
     around = make(site, placement=make_placement(master_addr=name))
-    check(network.judge_master(around, addresses), verdict, *words)
+    check(cluster.judge_master(around, addresses), verdict, *words)
 
 
 def test_no_other_node_may_take_the_master_for_itself() -> None:
     around = make(placement=make_placement(rank=4, master_addr="n1"))
-    check(network.judge_master(around, ("127.0.1.1",)), "fail", "every node would meet itself")
+    check(cluster.judge_master(around, ("127.0.1.1",)), "fail", "every node would meet itself")
 
 
 def test_one_node_may_meet_at_the_loopback() -> None:
     around = make(placement=make_placement(world=4, master_addr="localhost"))
-    check(network.judge_master(around, look_up("localhost")), "ok")
-    check(network.check_hostname(around), "n/a")
+    check(cluster.judge_master(around, look_up("localhost")), "ok")
+    check(cluster.check_hostname(around), "n/a")
 
 
 def test_the_name_of_the_node_itself() -> None:
-    check(network.judge_hostname(make(), ()), "fail", "n1 does not know its own name", "GLOO_SOCKET_IFNAME")
-    check(network.judge_hostname(make(), ("127.0.1.1",)), "fail", "127.0.1.1")
-    check(network.judge_hostname(make(), ("127.0.1.1", "10.0.0.1")), "fail", "127.0.1.1")
-    check(network.judge_hostname(make(), ("10.0.0.1", "127.0.1.1")), "ok", "10.0.0.1")
-    check(network.judge_hostname(make(environ={"GLOO_SOCKET_IFNAME": "ib0"}), ()), "ok", "ib0")
-    check(network.judge_hostname(make(), ("127.0.1.1",), "ib0"), "ok", "n1 is 127.0.1.1", "GLOO_SOCKET_IFNAME=ib0")
-    check(network.judge_hostname(make(), (), "ib0"), "ok", "does not know its own name", "ib0")
+    check(cluster.judge_hostname(make(), ()), "fail", "n1 does not know its own name", "GLOO_SOCKET_IFNAME")
+    check(cluster.judge_hostname(make(), ("127.0.1.1",)), "fail", "127.0.1.1")
+    check(cluster.judge_hostname(make(), ("127.0.1.1", "10.0.0.1")), "fail", "127.0.1.1")
+    check(cluster.judge_hostname(make(), ("10.0.0.1", "127.0.1.1")), "ok", "10.0.0.1")
+    check(cluster.judge_hostname(make(environ={"GLOO_SOCKET_IFNAME": "ib0"}), ()), "ok", "ib0")
+    check(cluster.judge_hostname(make(), ("127.0.1.1",), "ib0"), "ok", "n1 is 127.0.1.1", "GLOO_SOCKET_IFNAME=ib0")
+    check(cluster.judge_hostname(make(), (), "ib0"), "ok", "does not know its own name", "ib0")
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_infiniband(
         Port(f"mlx5_{index}", "1", "ACTIVE" if state == "A" else "DOWN", "InfiniBand", rate)
         for index, state in enumerate(states)
     )
-    check(network.judge_infiniband(make(make_site(network=network_table)), ports), verdict, *words)
+    check(cluster.judge_infiniband(make(make_site(network=network_table)), ports), verdict, *words)
 
 
 @pytest.mark.parametrize(
@@ -205,37 +205,37 @@ def test_infiniband(
 )
 def test_room_for_checkpoints(free: float, inodes: int | None, size: float | None, verdict: str) -> None:
     wanted = MachineNeeds(checkpoint_bytes=size and size * GIB, keep=3)
-    check(storage.judge_space(make(wanted=wanted), "/scratch", int(free * GIB), inodes), verdict, "/scratch")
+    check(cluster.judge_space(make(wanted=wanted), "/scratch", int(free * GIB), inodes), verdict, "/scratch")
 
 
 def test_writing_leaves_nothing_behind(tmp_path: Path) -> None:
     around = make(wanted=MachineNeeds(folder=tmp_path / "runs/not/yet/there"))
-    check(storage.check_write(around), "ok", str(tmp_path))
+    check(cluster.check_write(around), "ok", str(tmp_path))
     assert list(tmp_path.iterdir()) == []
     gone = make(wanted=MachineNeeds(folder=Path("/proc/nowhere/run")))
-    check(storage.check_write(gone), "fail", "/proc", "--dir")
-    check(storage.check_write(make()), "n/a")
+    check(cluster.check_write(gone), "fail", "/proc", "--dir")
+    check(cluster.check_write(make()), "n/a")
 
 
 def test_file_systems_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tables = {"home": "$HOME", "scratch": "${S}/a", "project": "$UNSET/x"}
     around = make(make_site(storage=tables), {"HOME": str(tmp_path), "S": "/no/such"})
-    assert storage.list_places(around) == [str(tmp_path), "/no/such/a"]
-    check(storage.check_mounts(around), "warn", "not there: /no/such/a")
-    monkeypatch.setattr(storage, "run_commands", lambda words, limit: [CommandResult(-9, hung=True) for _ in words])
-    check(storage.check_mounts(around), "fail", "did not answer", "--exclude=n1")
-    check(storage.check_mounts(make()), "n/a")
+    assert cluster.list_places(around) == [str(tmp_path), "/no/such/a"]
+    check(cluster.check_mounts(around), "warn", "not there: /no/such/a")
+    monkeypatch.setattr(cluster, "run_commands", lambda words, limit: [CommandResult(-9, hung=True) for _ in words])
+    check(cluster.check_mounts(around), "fail", "did not answer", "--exclude=n1")
+    check(cluster.check_mounts(make()), "n/a")
 
 
 def test_caches_and_python() -> None:
     site = make_site(storage={"home": "$HOME", "scratch": "/scratch/a"})
-    check(storage.check_caches(make(site, {"HOME": "/home/a"})), "warn", "HF_HOME", "/scratch/a/huggingface")
+    check(cluster.check_caches(make(site, {"HOME": "/home/a"})), "warn", "HF_HOME", "/scratch/a/huggingface")
     there = {"HOME": "/home/a", "XDG_CACHE_HOME": "/scratch/a/.cache", "HF_HOME": "/scratch/a/hf"}
-    check(storage.check_caches(make(site, there)), "ok")
-    check(storage.check_caches(make(site, {**there, "TRITON_CACHE_DIR": "/home/a/t"})), "warn", "TRITON_CACHE_DIR")
-    check(storage.check_caches(make(LOCAL, there)), "n/a")
-    check(storage.check_python(make(mounts=(MountedFileSystem(PurePosixPath("/"), "lustre", "x"),))), "warn", "lustre")
-    check(storage.check_python(make(mounts=(MountedFileSystem(PurePosixPath("/"), "ext4", "x"),))), "ok")
+    check(cluster.check_caches(make(site, there)), "ok")
+    check(cluster.check_caches(make(site, {**there, "TRITON_CACHE_DIR": "/home/a/t"})), "warn", "TRITON_CACHE_DIR")
+    check(cluster.check_caches(make(LOCAL, there)), "n/a")
+    check(cluster.check_python(make(mounts=(MountedFileSystem(PurePosixPath("/"), "lustre", "x"),))), "warn", "lustre")
+    check(cluster.check_python(make(mounts=(MountedFileSystem(PurePosixPath("/"), "ext4", "x"),))), "ok")
 
 
 OFFLINE = make_site(internet={"nodes": "none"})
@@ -263,13 +263,13 @@ TOLD = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
     ],
 )
 def test_libraries_know_of_no_internet(changes: dict[str, Any], verdict: str, words: tuple[str, ...]) -> None:
-    check(software.check_offline(make(**changes)), verdict, *words)
+    check(cluster.check_offline(make(**changes)), verdict, *words)
 
 
 def test_a_proxy_is_set_and_its_password_not_told() -> None:
     site = make_site(internet={"nodes": "proxy", "proxy": "http://p:10104", "no_proxy": "localhost"})
-    check(software.check_proxy(make(site)), "warn", "https_proxy=http://p:10104", "no_proxy=localhost")
-    found = software.check_proxy(make(site, {"https_proxy": "http://me:secret@p:1"}))
+    check(cluster.check_proxy(make(site)), "warn", "https_proxy=http://p:10104", "no_proxy=localhost")
+    found = cluster.check_proxy(make(site, {"https_proxy": "http://me:secret@p:1"}))
     check(found, "ok", "https_proxy")
     assert "secret" not in str(found)
 
@@ -280,42 +280,42 @@ def test_containers(tmp_path: Path) -> None:
         ({"container": "podman"}, "podman"),
         ({"CH_RUNNING": "Weird Al Yankovic"}, "charliecloud"),
     ):
-        check(software.check_container(make(environ=environ, root=tmp_path)), "ok", f"inside {name}")
-    check(software.check_container(make(root=tmp_path)), "ok", "no container")
+        check(cluster.check_container(make(environ=environ, root=tmp_path)), "ok", f"inside {name}")
+    check(cluster.check_container(make(root=tmp_path)), "ok", "no container")
     wanted = MachineNeeds(container="pyxis")
-    check(software.check_container(make(root=tmp_path, wanted=wanted)), "fail", "pyxis")
+    check(cluster.check_container(make(root=tmp_path, wanted=wanted)), "fail", "pyxis")
     enroot = (
         MountedFileSystem(PurePosixPath("/"), "ext4", "x"),
         MountedFileSystem(PurePosixPath("/.lock"), "ext4", "x"),
     )
-    check(software.check_container(make(root=tmp_path, wanted=wanted, mounts=enroot)), "ok", "inside enroot")
+    check(cluster.check_container(make(root=tmp_path, wanted=wanted, mounts=enroot)), "ok", "inside enroot")
     overlay = (MountedFileSystem(PurePosixPath("/"), "overlay", "overlay"),)
-    check(software.check_container(make(root=tmp_path, wanted=wanted, mounts=overlay)), "ok", "a container")
+    check(cluster.check_container(make(root=tmp_path, wanted=wanted, mounts=overlay)), "ok", "a container")
 
 
 def test_the_scheduler_and_the_account() -> None:
-    check(software.judge_scheduler("slurm", CommandResult(0, "gpu\n")), "ok")
+    check(cluster.judge_scheduler("slurm", CommandResult(0, "gpu\n")), "ok")
     check(
-        software.judge_scheduler("slurm", CommandResult(1, "", "Unable to contact slurm controller")), "fail", "Unable"
+        cluster.judge_scheduler("slurm", CommandResult(1, "", "Unable to contact slurm controller")), "fail", "Unable"
     )
-    check(software.judge_scheduler("pbs", CommandResult(-9, hung=True)), "fail", "qstat -Q", "did not answer")
-    check(software.judge_account("Proj1", CommandResult(0, "proj1\nproj2\nproj1\n")), "ok")
-    check(software.judge_account("proj3", CommandResult(0, "proj1\nproj2\n")), "fail", "proj1, proj2")
-    check(software.judge_account("proj3", CommandResult(0, "")), "n/a")
-    check(software.judge_account("proj3", CommandResult(127, err="No such file")), "n/a", "No such file")
+    check(cluster.judge_scheduler("pbs", CommandResult(-9, hung=True)), "fail", "qstat -Q", "did not answer")
+    check(cluster.judge_account("Proj1", CommandResult(0, "proj1\nproj2\nproj1\n")), "ok")
+    check(cluster.judge_account("proj3", CommandResult(0, "proj1\nproj2\n")), "fail", "proj1, proj2")
+    check(cluster.judge_account("proj3", CommandResult(0, "")), "n/a")
+    check(cluster.judge_account("proj3", CommandResult(127, err="No such file")), "n/a", "No such file")
     needed = make_site(request={"account": "required", "account_command": "jutil user projects"})
-    check(software.check_account(make(needed)), "warn", "jutil user projects")
-    check(software.check_account(make()), "n/a")
+    check(cluster.check_account(make(needed)), "warn", "jutil user projects")
+    check(cluster.check_account(make()), "n/a")
 
 
 @settings(settings.get_profile("brief"))
 @given(st.text(max_size=30))
 def test_any_value_of_a_variable_gets_a_verdict(text: str) -> None:
-    from shardway.ranks.doctor.checks import gpu
+    from shardway.ranks.doctor import node
 
     names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES", "SLURM_CPUS_PER_TASK", "NCPUS")
     around = make(environ=dict.fromkeys(names, text))
-    network.judge_interfaces(around, FOUND)
-    gpu.check_visible(around)
-    host.judge_threads(around, text)
-    host.judge_affinity(around, 16)
+    cluster.judge_interfaces(around, FOUND)
+    node.check_visible(around)
+    node.judge_threads(around, text)
+    node.judge_affinity(around, 16)

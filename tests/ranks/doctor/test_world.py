@@ -10,7 +10,7 @@ import pytest
 from made_machines import check, make, make_placement, make_site
 
 from shardway.ranks.doctor.connectivity_check import ClockOffset
-from shardway.ranks.doctor.examine import Diagnosis, run_preflight
+from shardway.ranks.doctor.examine import Diagnosis
 from shardway.ranks.doctor.finding import (
     CheckResult,
     CheckScope,
@@ -21,17 +21,21 @@ from shardway.ranks.doctor.finding import (
     good,
     parse_finding,
     poor,
+    run_checks,
     unknown,
 )
-from shardway.ranks.doctor.runner import run_checks
 from shardway.ranks.doctor.summary import as_json, judge, list_rows, render
 from shardway.ranks.doctor.surroundings import MachineView, look_around
 from shardway.ranks.doctor.table import CHECKS, WORLD_CHECKS, list_names
-from shardway.ranks.doctor.torch_verdicts import judge_import, judge_matmul, judge_peers, judge_start, judge_sum
-from shardway.ranks.doctor.world import (
+from shardway.ranks.doctor.world_verdicts import (
     judge_clocks,
+    judge_import,
     judge_master,
+    judge_matmul,
     judge_nodes,
+    judge_peers,
+    judge_start,
+    judge_sum,
     judge_versions,
     judge_visible,
     list_absent_hosts,
@@ -178,7 +182,7 @@ def test_where_a_check_is_asked(where: CheckScope, changes: dict[str, Any], verd
 
 
 def test_a_preflight_is_quick_and_deep_checks_are_asked_for() -> None:
-    found = {finding.check for finding in run_preflight(make(make_site(scheduler="local")))}
+    found = {finding.check for finding in run_checks(CHECKS, make(make_site(scheduler="local")), quick=True)}
     assert found == {name for name, each in CHECKS.items() if each.quick}
     assert not any(each.quick and each.deep for each in CHECKS.values())
     assert "fs.speed" not in {each.check for each in run_checks(CHECKS, make())}
@@ -189,7 +193,7 @@ def test_variables_that_contradict_each_other_are_a_finding() -> None:
     around = look_around(
         {"RANK": "5", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, make_site(), make().wanted, gpu_limit_s=0.1
     )
-    (found,) = [each for each in run_preflight(around) if each.check == "rank.placement"]
+    (found,) = [each for each in run_checks(CHECKS, around, quick=True) if each.check == "rank.placement"]
     check(found, "fail", 'RANK="5"')
 
 

@@ -14,7 +14,7 @@ from zero_runs import UNEVEN, needs_deepspeed, stage
 
 from pool import RankPool, ranks
 from runs import Died, die_at, pool_ranks, read_column, read_named, train_tiny
-from shardway.checkpoint.verify import verify_checkpoint
+from shardway.checkpoint.catalog import verify_checkpoint
 from shardway.errors import JobError, UserError
 from shardway.rundir.directory import RunDir
 from shardway.train.run import Run

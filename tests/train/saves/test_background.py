@@ -13,11 +13,11 @@ import pytest
 
 from pool import ranks
 from runs import Died, lone_rank, pool_ranks, read_column, read_named, train_tiny
-from shardway.checkpoint.save import write_checkpoint
+from shardway.checkpoint.writer import write_checkpoint
 from shardway.errors import JobError
 from shardway.rundir.directory import RunDir
+from shardway.train import saving
 from shardway.train.run import Run
-from shardway.train.saves import background, saving
 
 SHORT = ("train.steps=6", "optim.warmup=0 steps", "checkpoint.keep=9", "checkpoint.background=true")
 USAGE = shutil.disk_usage
@@ -42,7 +42,7 @@ class Gate:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """A gate before all writes in the background, open at the end at the latest."""
     made = Gate()
-    monkeypatch.setattr(background, "write_checkpoint", made.write)
+    monkeypatch.setattr(saving, "write_checkpoint", made.write)
     yield made
     made.open.set()
 
@@ -55,7 +55,7 @@ def wait_for_save(run: Run, step: int) -> None:
 @pytest.fixture
 def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run goes on before a save is written, as it does where nothing else keeps the machine busy."""
-    begin, goes_on = background.Background.begin, threading.Event()
+    begin, goes_on = saving.Background.begin, threading.Event()
 
     def begin_and_tell(*arguments: Any) -> Any:
         begun = begin(*arguments)
@@ -67,8 +67,8 @@ def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
         goes_on.clear()
         return write_checkpoint(*arguments)
 
-    monkeypatch.setattr(background.Background, "begin", begin_and_tell)
-    monkeypatch.setattr(background, "write_checkpoint", write)
+    monkeypatch.setattr(saving.Background, "begin", begin_and_tell)
+    monkeypatch.setattr(saving, "write_checkpoint", write)
 
 
 def test_the_curve_is_that_of_saves_that_are_waited_for(tmp_path: Path, quiet_threads: None, in_turn: None) -> None:
@@ -161,7 +161,7 @@ def test_it_does_not_wait_for_ever(
 def test_a_defect_in_the_thread_ends_the_run(
     tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "write_checkpoint", mock.Mock(side_effect=KeyError("x")))
+    monkeypatch.setattr(saving, "write_checkpoint", mock.Mock(side_effect=KeyError("x")))
     with pytest.raises(KeyError):
         train_tiny(tmp_path, lone_rank(), *SHORT, "checkpoint.every=2 steps", before_step=wait_for_save)
 
@@ -188,7 +188,7 @@ def test_all_go_on_when_one_cannot_write(rank: int, tmp_path: Path) -> None:
         on.together(check)
         return write_checkpoint(directory, on, content)
 
-    with mock.patch.object(background, "write_checkpoint", write):
+    with mock.patch.object(saving, "write_checkpoint", write):
         words = (*SHORT, "checkpoint.every=2 steps")
         train_tiny(tmp_path, pool_ranks(), *words, before_step=wait_for_save)
     if rank == 0:
@@ -199,7 +199,7 @@ def test_all_go_on_when_one_cannot_write(rank: int, tmp_path: Path) -> None:
 
 @ranks(2)
 def test_where_memory_does_not_suffice_saves_are_waited_for(rank: int, tmp_path: Path) -> None:
-    with mock.patch.object(background, "has_room", return_value=rank == 0):
+    with mock.patch.object(saving, "has_room", return_value=rank == 0):
         train_tiny(tmp_path, pool_ranks(), *SHORT, "checkpoint.every=2 steps")
     if rank == 0:
         assert len(read_named(tmp_path, "background_off")) == 1
@@ -211,7 +211,7 @@ def test_where_memory_does_not_suffice_saves_are_waited_for(rank: int, tmp_path:
 def test_memory_that_ends_while_room_is_made_ends_nothing(
     tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background.Staging, "reserve", mock.Mock(side_effect=MemoryError("no more")))
+    monkeypatch.setattr(saving.Staging, "reserve", mock.Mock(side_effect=MemoryError("no more")))
     train_tiny(tmp_path, lone_rank(), *SHORT, "checkpoint.every=3 steps")
     assert RunDir(tmp_path).checkpoint_steps() == [3, 6]
     [event] = read_named(tmp_path, "background_off")

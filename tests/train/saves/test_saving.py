@@ -12,9 +12,9 @@ from runs import lone_rank, pool_ranks, read_column, train_tiny
 from shardway.errors import JobError
 from shardway.plan.economy import GPU_MTBF_SECONDS
 from shardway.rundir.directory import RunDir
+from shardway.train import saving
+from shardway.train.local_tier import LeastCost
 from shardway.train.run import Run
-from shardway.train.saves import saving
-from shardway.train.saves.cadence import LeastCost
 
 SHORT = ("train.steps=6", "optim.warmup=0 steps", "checkpoint.every=2 steps")
 USAGE = shutil.disk_usage

@@ -15,18 +15,17 @@ import torch.distributed as dist
 
 from pool import ranks
 from runs import Died, die_at, lone_rank, pool_ranks, read_column, read_named, signal_at, train_tiny
-from shardway.checkpoint import shard_store, tier_copy
+from shardway.checkpoint import local_tier
 from shardway.cli.status import status
 from shardway.errors import UserError
 from shardway.ranks.launcher import Placement
 from shardway.ranks.start import Ranks
 from shardway.rundir.directory import RunDir
 from shardway.rundir.lineage import SHARED, read_line
-from shardway.rundir.local import LocalRun, find_local_run
-from shardway.rundir.run_id import find_run_id
+from shardway.rundir.names import LocalRun, find_local_run, find_run_id
+from shardway.train import saving
+from shardway.train.local_tier import LeastCost
 from shardway.train.run import Run
-from shardway.train.saves import background, copies, saving
-from shardway.train.saves.cadence import LeastCost
 
 WORDS = ("train.steps=12", "optim.warmup=0 steps", "checkpoint.background=true", "model.dropout=0.1")
 
@@ -298,7 +297,7 @@ def test_a_full_disk_of_a_node_costs_no_save_in_the_run_directory(tmp_path: Path
 
 def test_a_damaged_file_is_not_copied(tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saving, "RETRY_S", 0.0)
-    copy, struck = tier_copy._carry, []
+    copy, struck = local_tier._carry, []
 
     def damage_first(source: Path, target: Path, seal: Any) -> None:
         if not struck:
@@ -306,7 +305,7 @@ def test_a_damaged_file_is_not_copied(tmp_path: Path, quiet_threads: None, monke
             flip(source.parent)
         copy(source.with_name("rank-00000.bin") if source in struck else source, target, seal)
 
-    monkeypatch.setattr(tier_copy, "_carry", damage_first)
+    monkeypatch.setattr(local_tier, "_carry", damage_first)
     train(tmp_path, shared=4)
     failed = [(event["step"], event["tier"]) for event in read_named(tmp_path / "run", "save_failed")]
     assert failed == [(4, "shared")]
@@ -322,13 +321,13 @@ def test_a_damaged_file_is_not_copied(tmp_path: Path, quiet_threads: None, monke
 def test_nodes_save_on_while_a_slow_file_system_is_written(
     tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, copy = threading.Event(), copies.carry_checkpoint
+    gate, copy = threading.Event(), saving.carry_checkpoint
 
     def wait_first(*arguments: Any) -> Any:
         assert gate.wait(60.0)
         return copy(*arguments)
 
-    monkeypatch.setattr(copies, "carry_checkpoint", wait_first)
+    monkeypatch.setattr(saving, "carry_checkpoint", wait_first)
 
     def look(run: Run, step: int) -> None:
         run._loop._saver._background.wait()  # type: ignore[union-attr]
@@ -346,13 +345,13 @@ def test_nodes_save_on_while_a_slow_file_system_is_written(
 def test_what_is_due_while_nodes_still_write_is_copied_right_after(
     tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, write = threading.Event(), background.write_checkpoint
+    gate, write = threading.Event(), saving.write_checkpoint
 
     def wait_first(place: Any, on: Any, content: Any) -> Any:
         assert content.step != 5 or gate.wait(60.0)
         return write(place, on, content)
 
-    monkeypatch.setattr(background, "write_checkpoint", wait_first)
+    monkeypatch.setattr(saving, "write_checkpoint", wait_first)
 
     def look(run: Run, step: int) -> None:
         if step == 8:
@@ -405,7 +404,7 @@ def on_two_disks(rank: int, tmp_path: Path, *more: str, between: Callable[[], No
 @ranks(2)
 def test_files_of_another_node_are_fetched(rank: int, tmp_path: Path) -> None:
     """Replicated parameters lie partly on one node and partly on the other."""
-    with mock.patch.object(shard_store, "make_transfers", wraps=shard_store.make_transfers) as made:
+    with mock.patch.object(local_tier, "make_transfers", wraps=local_tier.make_transfers) as made:
         on_two_disks(rank, tmp_path, "parallel.dp_replicate=2")
     sent = [(each.name, each.sender, each.receiver) for call in made.call_args_list for each in call.args[1]]
     assert sent == [("tensors.json", 0, 1), ("rank-00000.bin", 0, 1), ("rank-00001.bin", 1, 0)]

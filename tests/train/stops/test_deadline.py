@@ -10,8 +10,16 @@ from hypothesis import strategies as st
 
 from shardway.ranks.agreement import Decision, Wishes, read_decision
 from shardway.rundir.attempts import BY_SIGNAL, Attempt, AttemptStart, Ending
-from shardway.train.ending import AttemptEnd, find_end
-from shardway.train.stops.deadline import ESTIMATED_BYTES, ESTIMATED_RATE, Deadline, Pace, find_deadline, read_pace
+from shardway.train.deadline import (
+    ESTIMATED_BYTES,
+    ESTIMATED_RATE,
+    AttemptEnd,
+    Deadline,
+    Pace,
+    find_deadline,
+    find_end,
+    read_pace,
+)
 
 SECONDS = st.floats(0.0, 1e4)
 ROUNDED_S = 1e-6

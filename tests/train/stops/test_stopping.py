@@ -15,17 +15,16 @@ import torch
 
 from pool import ranks
 from runs import TINY, TINY_IMAGES, layout, lone_rank, pool_ranks, read_column, read_named, signal_at, train_tiny
-from shardway.checkpoint import save
-from shardway.checkpoint.shards import write as shards
+from shardway.checkpoint import writer
+from shardway.checkpoint import writer as shards
 from shardway.data.loader import Batch
-from shardway.ranks import stop_watchdog
+from shardway.ranks import signals
 from shardway.ranks.start import Ranks
 from shardway.rundir.directory import RunDir
 from shardway.train import dataloader, run
+from shardway.train import stops as train_stops
 from shardway.train.passes import Passes
-from shardway.train.stops import breaking
-from shardway.train.stops.breaking import count_until_next
-from shardway.train.stops.waiting import read_shapes
+from shardway.train.stops import count_until_next, read_shapes
 from speed import picked
 
 SHORT = ("train.steps=8", "checkpoint.every=100 steps", "train.validate_every=4 steps")
@@ -60,9 +59,9 @@ def stalled(read: str, number: int, stops: Callable[[], None] = terminate, *, on
             yield batch
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stop_watchdog, "PATIENCE_S", 0.05)
-        patch.setattr(stop_watchdog, "TICK_S", 0.02)
-        patch.setattr(breaking, "ASK_EVERY_S", 0.0)
+        patch.setattr(signals, "PATIENCE_S", 0.05)
+        patch.setattr(signals, "TICK_S", 0.02)
+        patch.setattr(train_stops, "ASK_EVERY_S", 0.0)
         patch.setattr(run, read, batches)
         yield
 
@@ -120,7 +119,7 @@ def stop_in_batch(number: int, stops: Callable[[], None] = terminate) -> context
 
     patch = pytest.MonkeyPatch()
     patch.setattr(Passes, "evaluate", stop)
-    patch.setattr(breaking, "ASK_EVERY_S", 0.0)
+    patch.setattr(train_stops, "ASK_EVERY_S", 0.0)
     return contextlib.closing(_Undone(patch))
 
 
@@ -229,8 +228,8 @@ def test_the_last_batches_of_a_validation_are_not_counted_where_one_did_not_come
     """The ranks do not ask each other again before its end."""
     on, words = pool_ranks(), (*VALIDATED, *layout(1, 2))
     with stalled("validation_data", 2, on=rank == 1), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(breaking, "ASK_EVERY_S", 1e9)
-        patch.setattr(breaking, "GROWTH", 10**9)
+        patch.setattr(train_stops, "ASK_EVERY_S", 1e9)
+        patch.setattr(train_stops, "GROWTH", 10**9)
         outcome = train_tiny(tmp_path, on, *words)
     if rank == 0:
         assert (outcome.state, outcome.step) == ("stopped", 4)
@@ -263,13 +262,13 @@ def test_how_many_samples_each_batch_of_a_validation_has(
 def test_a_stop_that_comes_in_a_save_needs_no_other_step_and_no_other_save(
     tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = save._commit
+    write = writer._commit
 
     def stop(*arguments: Any) -> None:
         terminate()
         write(*arguments)
 
-    monkeypatch.setattr(save, "_commit", stop)
+    monkeypatch.setattr(writer, "_commit", stop)
     outcome = train_tiny(tmp_path, lone_rank(), *SHORT, "checkpoint.every=3 steps")
     assert (outcome.state, outcome.step) == ("stopped", 3)
     assert [event["step"] for event in read_named(tmp_path, "saved")] == [3]

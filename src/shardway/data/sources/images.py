@@ -1,18 +1,30 @@
-"""Images with a label each, held in memory and normalised as they are gathered.
+"""Images with a label each, from .npz arrays or MNIST's idx files, normalised as they are gathered.
 
-Invariant: inputs are float32 [n, C, H, W] (or [n, features]), targets int64 [n]. This module must not know file
-formats.
+Invariants:
+- Inputs are float32 [n, C, H, W] (or [n, features]), targets int64 [n].
+- Nothing in the file is executed (no pickles).
+- A file is used only when its size is exactly what its header says.
+
+Format (as described with the MNIST database): two zero bytes, a type code (0x08 = unsigned byte), the number of
+dimensions, each dimension as a big-endian uint32, then the data in C order.
 """
 
 from __future__ import annotations
 
+import difflib
+import gzip
+import math
+import struct
+import zipfile
+import zlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from shardway.data.sources.base import Arrays, DataPath, DataRequest, Ids, SourceFacts, fingerprint_arrays
+from shardway.data.sources.base import Arrays, DataPath, DataRequest, Ids, SourceFacts, data_error, fingerprint_arrays
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,3 +96,120 @@ def _check_labels(labels: npt.NDArray[Any], place: DataPath, classes: int | None
             remedy="set model.classes to the number of classes of the data",
         )
     return highest + 1 if classes is None else classes
+
+
+# --- Images and labels out of one .npz file
+
+
+@dataclass(frozen=True, eq=False)
+class _Archive:
+    names: list[str]
+    found: npt.NDArray[Any] | None
+
+
+def open_arrays(place: DataPath, asked: DataRequest) -> Images:
+    """The samples of the arrays data.inputs and data.targets of a .npz file."""
+    if not place.path.is_file():
+        raise place.error("does not exist", allowed="a .npz file")
+    section = asked.section
+    inputs = _read_array(place, "data.inputs", section.inputs)
+    labels = _read_array(place, "data.targets", section.targets)
+    return make_images(inputs, labels, place, asked, f"arrays {section.inputs} and {section.targets} of {place.path}")
+
+
+def _read_array(place: DataPath, key: str, name: str) -> npt.NDArray[Any]:
+    arrays = _read_named(place, name)
+    if arrays.found is not None:
+        return arrays.found
+    near = difflib.get_close_matches(name, arrays.names, n=1, cutoff=0.4)
+    raise data_error(
+        key,
+        f'"{name}" is not an array of {place.path}',
+        allowed=", ".join(sorted(arrays.names)) or "nothing: the file holds no arrays",
+        remedy=f'did you mean "{near[0]}"?' if near else "",
+    )
+
+
+def _read_named(place: DataPath, name: str) -> _Archive:
+    try:
+        # A ZipFile of our own, because np.load also takes bare arrays and pickles.
+        with zipfile.ZipFile(place.path), np.load(place.path, allow_pickle=False) as arrays:
+            return _Archive(list(arrays.files), arrays[name] if name in arrays.files else None)
+    except (zipfile.BadZipFile, zlib.error, ValueError, EOFError) as error:
+        raise place.error(
+            "is not a .npz file that can be read: it is damaged, truncated or holds pickled objects",
+            remedy="write it with numpy.savez from plain arrays, or copy it again",
+        ) from error
+
+
+# --- MNIST's idx files: images and labels, gzip-compressed or not
+
+TRAIN, TEST = "train", "t10k"
+
+_UNSIGNED_BYTE = 0x08
+_GZIP_MAGIC = b"\x1f\x8b"
+
+
+def open_idx(place: DataPath, asked: DataRequest, part: str = TRAIN) -> Images:
+    """The images and labels of one part ("train" or "t10k") of a folder."""
+    if not place.path.is_dir():
+        raise place.error("is not a folder", allowed="the folder that holds the idx files")
+    images, labels = _find(place, f"{part}-images-idx3-ubyte"), _find(place, f"{part}-labels-idx1-ubyte")
+    pixels, classes = read_idx(place, images, dims=3), read_idx(place, labels, dims=1)
+    return make_images(pixels, classes, place, asked, f"{images.name} in {place.path}")
+
+
+def open_idx_validation(place: DataPath, asked: DataRequest) -> Images:
+    """The t10k part of a folder, or its train part where it has no t10k files."""
+    return open_idx(place, asked, TEST if has_part(place, TEST) else TRAIN)
+
+
+def has_part(place: DataPath, part: str) -> bool:
+    """Whether the folder holds the images of this part."""
+    return any(path.is_file() for path in _candidates(place, f"{part}-images-idx3-ubyte"))
+
+
+def read_idx(place: DataPath, path: Path, dims: int) -> npt.NDArray[np.uint8]:
+    """The unsigned bytes of an idx file with `dims` dimensions; UserError for any other content."""
+    content = _read_plain(place, path)
+    expected = bytes([0, 0, _UNSIGNED_BYTE, dims])
+    if content[:4] != expected:
+        raise place.error(
+            f"holds {path.name}, which is not an idx file of bytes with {dims} dimensions: it starts with "
+            f'"{content[:4].hex(" ")}"',
+            allowed=f'"{expected.hex(" ")}"',
+        )
+    start = 4 + 4 * dims
+    shape = struct.unpack(f">{dims}I", content[4:start].ljust(4 * dims, b"\0"))
+    if len(content) - start != math.prod(shape):
+        raise place.error(
+            f"holds {path.name}, which is truncated or damaged: shape {list(shape)} needs {math.prod(shape)} bytes, "
+            f"it holds {max(0, len(content) - start)}",
+            remedy="copy the file again",
+        )
+    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+
+
+def _candidates(place: DataPath, name: str) -> list[Path]:
+    return [place.path / f"{name}{suffix}" for suffix in ("", ".gz")]
+
+
+def _find(place: DataPath, name: str) -> Path:
+    for path in _candidates(place, name):
+        if path.is_file():
+            return path
+    raise place.error(f"has no file {name} or {name}.gz")
+
+
+def _read_plain(place: DataPath, path: Path) -> bytes:
+    """The content, decompressed where it is gzip whatever its name says (a browser may have unpacked it)."""
+    content = path.read_bytes()
+    if content[:2] != _GZIP_MAGIC:
+        return content
+    try:
+        return gzip.decompress(content)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise place.error(
+            f"holds {path.name}, which cannot be decompressed: it is truncated or damaged",
+            remedy="copy the file again",
+        ) from error

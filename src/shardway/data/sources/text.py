@@ -1,28 +1,251 @@
-"""Text files as one row of tokens, prepared once into a cache.
+"""Text files as one row of tokens: the tokenizer, and the cache of prepared files.
 
-Invariant: a prepared file appears by rename only when it is whole, so that many processes may prepare the same
-text at once and a kill leaves nothing half. The text itself is never written. This module must not know samples:
-`tokens` makes windows of what it prepares.
+Invariants:
+- A file in the cache is whole under its final name; it is written beside it and renamed.
+- The tokens of a text depend on the file alone, not on cores or threads. The libraries are imported when a tokenizer is
+  opened, so that byte data works without them.
+- A prepared file appears by rename only when it is whole, so that many processes may prepare the same text at once and
+  a kill leaves nothing half. The text itself is never written.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
+import importlib
 import itertools
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import IO, Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from shardway.data.sources.base import DataPath, DataRequest, SourceFacts, data_error, fingerprint
-from shardway.data.sources.cache import Tokens, cache_folder, prepare_tokens
-from shardway.data.sources.tokenizer import Tokenizer, identify_tokenizer, open_tokenizer, split_pieces
-from shardway.data.sources.tokens import TokenFile, TokenWindows, make_windows
-from shardway.errors import JobError, list_some
+from shardway.data.sources.tokens import TokenFile, TokenWindows, make_windows, read_npy
+from shardway.errors import Bug, JobError, UserError, list_some
+from shardway.places import expand_place, find_own_folder
+from shardway.refusals import FULL, find_remedy
+
+# --- The cache of prepared token files
+
+STALE_S = 86400.0
+"""A temporary file older than this was left by a kill and is removed."""
+
+Tokens = npt.NDArray[Any]
+
+_PREFIX = ".preparing-"
+
+
+def cache_folder(configured: str) -> Path:
+    """data.cache, where "auto" is shardway in the user's cache folder. Raises UserError where there is none."""
+    if configured != "auto":
+        return expand_place(configured)
+    folder = find_own_folder("CACHE")
+    if folder is None:
+        what = '"auto" needs a home folder, and this account has none'
+        raise data_error("data.cache", what, remedy="set data.cache to a folder")
+    return folder
+
+
+def prepare_tokens(folder: Path, name: str, dtype: np.dtype[Any], tokens: Callable[[], Iterator[Tokens]]) -> TokenFile:
+    """The token file `name` of a cache folder; where it is missing or damaged, `tokens()` is written to it.
+
+    `tokens` gives pieces of `dtype` and turns its own reading errors into Shardway's: an OSError here is the cache's.
+    Safe for many processes at once: each writes a file of its own and the last rename stands, with equal content.
+    Raises UserError where the folder may not be written, JobError where there is no space.
+    """
+    target = folder / f"{name}.npy"
+    if not _is_whole(target):
+        with _cache_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            _remove_stale(folder)
+            _write_tokens(target, dtype, tokens())
+    return read_npy(DataPath("data.cache", str(target)))
+
+
+def _is_whole(target: Path) -> bool:
+    try:
+        return target.is_file() and read_npy(DataPath("data.cache", str(target))).tokens >= 0
+    except UserError:
+        return False
+
+
+def _write_tokens(target: Path, dtype: np.dtype[Any], tokens: Iterator[Tokens]) -> None:
+    temporary = target.parent / f"{_PREFIX}{uuid.uuid4().hex}"
+    try:
+        with temporary.open("xb") as stream:
+            _write_npy(stream, dtype, tokens)
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def _write_npy(stream: IO[bytes], dtype: np.dtype[Any], tokens: Iterator[Tokens]) -> None:
+    """A NumPy file whose length is known only at the end: the header is written twice, NumPy pads it for that."""
+    count, start = 0, _write_header(stream, dtype, 0)
+    for piece in tokens:
+        stream.write(piece.data)
+        count += piece.size
+    stream.seek(0)
+    if _write_header(stream, dtype, count) != start:
+        raise Bug(f"the header of a token file grew with its length of {count} tokens; please report this")
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def _write_header(stream: IO[bytes], dtype: np.dtype[Any], count: int) -> int:
+    header = {"descr": dtype.str, "fortran_order": False, "shape": (count,)}
+    np.lib.format.write_array_header_1_0(stream, header)
+    return stream.tell()
+
+
+def _remove_stale(folder: Path) -> None:
+    for left in folder.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > STALE_S:
+                left.unlink()
+
+
+@contextlib.contextmanager
+def _cache_errors(folder: Path) -> Iterator[None]:
+    """Say which folder could not be written, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        if error.errno in FULL:
+            raise JobError(
+                f"no space for prepared data in {folder} ({reason})\n"
+                f"  To do: {find_remedy(error, 'set data.cache to a folder with room')}."
+            ) from error
+        raise data_error(
+            "data.cache", f'"{folder}" cannot be written: {reason}', remedy="set data.cache to a folder of yours"
+        ) from error
+
+
+# --- Text -> tokens by a tokenizer file, behind one small interface for both libraries
+
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
+"""Usual names of the token that ends a document; the first that a tokenizer.json has is used."""
+
+PIECE_CHARACTERS = 2**20
+"""Text is encoded in pieces that end at a line and have about this length, so that memory stays bounded."""
+
+
+class Tokenizer(Protocol):
+    """`vocab` is one more than the largest token; `end` is the token between documents, where there is one."""
+
+    @property
+    def vocab(self) -> int: ...
+
+    @property
+    def end(self) -> int | None: ...
+
+    def encode(self, pieces: Sequence[str]) -> list[list[int]]: ...
+
+
+@dataclass(frozen=True)
+class JsonTokenizer:
+    """A tokenizer.json, through the `tokenizers` package."""
+
+    inner: Any
+
+    @property
+    def vocab(self) -> int:
+        return max(self.inner.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
+    def end(self) -> int | None:
+        found = (self.inner.token_to_id(name) for name in END_TOKENS)
+        return next((token for token in found if token is not None), None)
+
+    def encode(self, pieces: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self.inner.encode_batch(list(pieces), add_special_tokens=False)]
+
+
+@dataclass(frozen=True)
+class SentencePiece:
+    """A .model file, through the `sentencepiece` package."""
+
+    inner: Any
+
+    @property
+    def vocab(self) -> int:
+        return int(self.inner.get_piece_size())
+
+    @property
+    def end(self) -> int | None:
+        token = int(self.inner.eos_id())
+        return token if token >= 0 else None
+
+    def encode(self, pieces: Sequence[str]) -> list[list[int]]:
+        encoded: list[list[int]] = self.inner.encode(list(pieces))
+        return encoded
+
+
+def open_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer of a .json or .model file; UserError where it is missing, damaged or its package is."""
+    place = DataPath("data.tokenizer", name)
+    openers = {".json": _open_json, ".model": _open_sentencepiece}
+    if place.path.suffix not in openers:
+        raise place.error("is not a tokenizer", allowed='"bytes", a tokenizer.json file or a .model file')
+    if not place.path.is_file():
+        raise place.error("does not exist", allowed='"bytes", a tokenizer.json file or a .model file')
+    try:
+        return openers[place.path.suffix](place.path)
+    except UserError:
+        raise
+    except Exception as error:  # both libraries raise bare Exception, RuntimeError or OSError for a damaged file
+        raise place.error(f"is not a {place.path.suffix} tokenizer that can be read: {error}") from error
+
+
+def identify_tokenizer(name: str) -> str:
+    """A fingerprint of the tokenizer's content; "bytes" stays itself."""
+    return name if name == "bytes" else fingerprint(DataPath("data.tokenizer", name).path.read_bytes().hex())
+
+
+def split_pieces(text: str) -> Iterator[str]:
+    """Consecutive pieces of a text, each of at least PIECE_CHARACTERS and up to the next end of line."""
+    start = 0
+    while start < len(text):
+        line_end = text.find("\n", start + PIECE_CHARACTERS)
+        stop = len(text) if line_end < 0 else line_end + 1
+        yield text[start:stop]
+        start = stop
+
+
+def _open_json(path: Path) -> Tokenizer:
+    inner = _import_package("tokenizers").Tokenizer.from_file(str(path))
+    # A tokenizer.json may carry the truncation and padding of the model it was made for; a corpus needs neither.
+    inner.no_truncation()
+    inner.no_padding()
+    return JsonTokenizer(inner)
+
+
+def _open_sentencepiece(path: Path) -> Tokenizer:
+    return SentencePiece(_import_package("sentencepiece").SentencePieceProcessor(model_file=str(path)))
+
+
+def _import_package(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(
+            f"data.tokenizer needs the Python package {name}, which is not installed\n"
+            '      to do: pip install "shardway[tokenizers]"'
+        ) from error
+
+
+# --- Text files as one row of tokens, prepared once into a cache
 
 PREPARE_VERSION = 1
 STDLIB = "python:stdlib"

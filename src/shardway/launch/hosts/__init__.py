@@ -5,9 +5,8 @@ Invariant: nothing connects before the first command. This package must not know
 
 from __future__ import annotations
 
-from shardway.launch.hosts.base import Host
+from shardway.launch.hosts.base import Host, Target, parse_target
 from shardway.launch.hosts.local import LocalHost
-from shardway.launch.hosts.target import Target, parse_target
 
 __all__ = ["Host", "LocalHost", "Target", "find_host", "parse_target"]
 

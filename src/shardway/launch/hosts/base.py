@@ -1,17 +1,22 @@
-"""What a host does for us: run a command, take files, give files.
+"""A host: it runs a command, takes files, gives files; `user@host:SITE` and `~` or `$VARIABLES` of paths are read here.
 
-Invariant: a command is a list of words, never a text that a shell takes apart; each has a time limit. This module
-must not know what the commands mean.
+Invariants:
+- A command is a list of words, never a text that a shell takes apart; each has a time limit.
+- A host that is accepted cannot be taken for an option of ssh, nor for more than one word.
+- Nothing of a path is ever run: `$(...)`, backquotes and globs stay the characters that they are.
 """
 
 from __future__ import annotations
 
+import posixpath
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
-from shardway.errors import SiteError
+from shardway import places
+from shardway.errors import SiteError, UserError
 
 
 class HostUnreachable(SiteError):
@@ -82,3 +87,80 @@ class Host(Protocol):
     def expand_many(self, paths: Sequence[str]) -> list[PurePosixPath]:
         """The same of several paths, in one exchange."""
         ...
+
+
+# --- The words `user@host:SITE` of a command line as a value
+
+_HOST = re.compile(r"([A-Za-z0-9_.+@\\%-]+@)?([A-Za-z0-9_.-]+|[0-9A-Fa-f:.%a-z]*:[0-9A-Fa-f:.%a-z]*)")
+_SHAPE = re.compile(r"(?P<host>[^\[\]:]+|(?:[^\[\]:]*@)?\[[^\[\]]+\]):(?P<site>.*)")
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a job goes: `host` as ssh takes it, empty for this machine; `site` a profile, empty where none is named."""
+
+    host: str
+    site: str
+
+
+def parse_target(text: str) -> Target:
+    """What `--on` names: "SITE", "HOST:SITE", "USER@HOST:SITE" or "USER@HOST"; an IPv6 address stands in brackets.
+
+    A word without ":" and "@" is a site, and so is a path ("./mine.toml", "/sites/mine.toml"). Raises UserError for
+    a host that ssh would not take as one.
+    """
+    text = text.strip()
+    if text.startswith((".", "/", "~")):
+        return Target("", text)
+    if "://" in text:
+        raise UserError(
+            f"--on {text}: a URL is no place for a job.\n"
+            "  Allowed: SITE, HOST:SITE or USER@HOST:SITE.\n"
+            "  To do: give the port, a jump host or a key to the host in ~/.ssh/config, and name the host here."
+        )
+    match = _SHAPE.fullmatch(text)
+    if match:
+        return Target(_check_host(match["host"].replace("[", "").replace("]", ""), text), match["site"])
+    if "@" in text:
+        return Target(_check_host(text, text), "")
+    return Target("", text)
+
+
+def _check_host(host: str, text: str) -> str:
+    if host.startswith("-") or "@-" in host or not _HOST.fullmatch(host):
+        raise UserError(
+            f"--on {text}: {host!r} is no name of a host.\n"
+            "  Allowed: letters, digits and . _ - in the name, with USER@ before it where you need one.\n"
+            "  To do: check the name, or give the host a name of your own in ~/.ssh/config."
+        )
+    return host
+
+
+# --- `~` and `$VARIABLES` of a path, filled in with the values of the host that the path is on
+
+
+def list_variables(path: str) -> list[str]:
+    """Names of the variables in a path, HOME for a leading `~`."""
+    home = ["HOME"] if path == "~" or path.startswith("~/") else []
+    return list(dict.fromkeys([*home, *places.list_variables(path)]))
+
+
+def fill_in(path: str, values: Mapping[str, str], base: str, host: str) -> PurePosixPath:
+    """The absolute path; a relative one is below `base`.
+
+    Raises UserError for a variable that the host does not set, and for `~other`, whose folder nobody could check.
+    """
+    if path == "~" or path.startswith("~/"):
+        path = "${HOME}" + path[1:]
+    elif path.startswith("~"):
+        raise UserError(f"the path {path}: only your own `~` is known.\n  To do: write that folder out.")
+    missing = [name for name in list_variables(path) if not values.get(name)]
+    if missing:
+        where = host or "this machine"
+        raise UserError(
+            f"the path {path}: ${missing[0]} is not set on {where}.\n"
+            "  To do: write the folder out, or set the variable there."
+        )
+    whole = places.fill_variables(path, values)
+    # POSIX keeps two leading slashes; nobody means them.
+    return PurePosixPath("/" + posixpath.normpath(posixpath.join(base, whole)).lstrip("/"))

@@ -20,11 +20,10 @@ from pathlib import Path, PurePosixPath
 
 from shardway.errors import UserError
 from shardway.inherited import list_options, strip
-from shardway.launch.hosts.base import MISSING, Done
-from shardway.launch.hosts.expansion import fill_in, list_variables
+from shardway.launch.hosts.base import MISSING, Done, fill_in, list_variables
 from shardway.places import find_home, is_there_as_written
 from shardway.refusals import find_remedy
-from shardway.rundir.atomic import write_whole
+from shardway.rundir.file_io import write_whole
 
 _NOT_EXECUTABLE = 126
 _GRACE_S = 2.0

@@ -1,22 +1,316 @@
-"""Run the script that makes an image, on this machine or a login node.
+"""Makes an image on this machine or a login node: what is asked of the machine first, the run of the script, why it
+failed.
 
-Invariant: whatever happens - an error, the end of the time, an interrupt - no half-made file is left, and where that
-cannot be known (the host is gone) it is said. This module must not know runtimes.
+Invariants:
+- It only asks, in few exchanges.
+- What a person said wins over the profile.
+- What was printed is never lost: an explanation only comes before it.
+- Whatever happens - an error, the end of the time, an interrupt - no half-made file is left, and where that cannot be
+  known (the host is gone) it is said.
+
+Sources: POSIX, df (-P, -k); GNU coreutils, df (-T), stat (-c); messages of Apptainer 1.4.5 as it printed them without a
+network, a registry or user namespaces, of curl, apt and pip; of enroot as its source has them.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
+from typing import get_args
 
-from shardway.errors import SiteError, check_no_problems
-from shardway.launch.hosts.base import Host, HostUnreachable
-from shardway.launch.image.failures import parse_failure
-from shardway.launch.image.order import ImageRequest
-from shardway.launch.image.plan import Making, ended_mark
+from pydantic import ValidationError
+
+from shardway.errors import SiteError, UserError, check_no_problems
+from shardway.launch.hosts.base import Done, Host, HostUnreachable, Target
+from shardway.launch.image.plan import TOOLS, Making, default_name, ended_mark
+from shardway.launch.image.request import (
+    DEBIAN_NAMES,
+    Architecture,
+    BuildFolder,
+    Ground,
+    ImageFile,
+    ImageRequest,
+    NetworkAccess,
+    Recipe,
+    Reference,
+    Source,
+    describe_credentials,
+)
+from shardway.sites.schema import Internet, SiteProfile
+
+# --- What has to be known of a machine before an image is made on it
+
+RUNTIMES = (("enroot", ""), ("apptainer", ""), ("apptainer", "singularity"))
+"""Runtimes that are looked for where nobody names one, with their command where it has another name."""
+
+_DF = re.compile(r"\s(?P<kind>\S+)\s+\d+\s+\d+\s+(?P<free>\d+)\s+\d+%\s")
+_KIB = 1024
+
+
+def find_runtime(order: ImageRequest, host: Host) -> ImageRequest:
+    """The order with the first runtime that the machine has. Raises UserError where it has none."""
+    found = host.run_many([_has_command(command or name) for name, command in RUNTIMES])
+    for (name, command), done in zip(RUNTIMES, found, strict=True):
+        if done.ok:
+            return replace(order, runtime=name, command=command)
+    raise UserError(
+        f"{host.name or 'this machine'} has neither enroot nor apptainer, so it cannot make an image.\n"
+        "  To do: run this where one of them is (often compute nodes alone have it), or see with\n"
+        "  --dry-run --runtime enroot (or apptainer) what would run."
+    )
+
+
+def survey_host(order: ImageRequest, host: Host) -> Ground:
+    """Look at the machine. Raises UserError for a path that cannot be filled in, HostUnreachable."""
+    tool = TOOLS[order.runtime]
+    target = host.expand(order.target or default_name(order))
+    base = host.expand(order.source.path) if isinstance(order.source, ImageFile) else None
+    asked = [
+        ["uname", "-m"],
+        ["id", "-u"],
+        _has_command(order.command or order.runtime),
+        ["printenv", tool.cache_variable(order)],
+        ["printenv", "TMPDIR"],
+        ["test", "-e", str(target)],
+        ["stat", "-L", "-c", "%s", str(base or "/")],
+    ]
+    machine, user, command, cache, tmpdir, exists, size = host.run_many(asked)
+    usual = (_text(tmpdir) if _text(tmpdir).startswith("/") else "/tmp", str(target.parent))
+    wanted = [host.expand(order.scratch)] if order.scratch else [PurePosixPath(path) for path in usual]
+    places = _measure(host, [target.parent, *wanted])
+    return Ground(
+        target=target,
+        target_place=places[0],
+        scratch_places=tuple(places[1:]),
+        host=host.name,
+        architecture=_text(machine).replace("arm64", "aarch64"),
+        is_root=_text(user) == "0",
+        has_command=command.ok,
+        target_exists=exists.ok,
+        own_cache=bool(_text(cache)),
+        base=base,
+        base_bytes=int(_text(size)) if base and _text(size).isdecimal() else None,
+    )
+
+
+def parse_df(text: str) -> tuple[int | None, str]:
+    """Free bytes and kind of file system in what `df -P -k -T PATH` printed; None and "" where it says neither."""
+    last = (text.strip().splitlines() or [""])[-1]
+    match = _DF.search(last)
+    return (int(match["free"]) * _KIB, match["kind"]) if match else (None, "")
+
+
+def _measure(host: Host, folders: Sequence[PurePosixPath]) -> list[BuildFolder]:
+    """The room of each folder, or of the first one above it that is there."""
+    asked = [(folder, above) for folder in folders for above in (folder, *folder.parents)]
+    answers = host.run_many([["df", "-P", "-k", "-T", "--", str(above)] for _, above in asked])
+    found: dict[PurePosixPath, BuildFolder] = {}
+    for (folder, _), done in zip(asked, answers, strict=True):
+        if done.ok and folder not in found:
+            found[folder] = BuildFolder(folder, *parse_df(done.out))
+    return [found.get(folder, BuildFolder(folder)) for folder in folders]
+
+
+def _has_command(command: str) -> list[str]:
+    return ["sh", "-c", 'command -v "$1"', "sh", command]
+
+
+def _text(done: Done) -> str:
+    return done.out.strip() if done.ok else ""
+
+
+# --- What a site's profile says about making an image for it: the runtime, the architecture, the way out
+
+_MAKERS = {"enroot": "enroot", "pyxis": "enroot", "apptainer": "apptainer"}
+"""Container runtime of a site -> who makes its images."""
+
+_INSTEAD = {
+    "podman": "make it with `podman build`, and carry it with `podman save` and `podman load`, or pull it on the nodes",
+    "charliecloud": "make a .sqsh file where enroot is, with --runtime enroot: ch-run starts it as it is",
+}
+
+
+@dataclass(frozen=True)
+class ImageOptions:
+    """Options as a person wrote them; empty where nothing was said."""
+
+    runtime: str = ""
+    architecture: str = ""
+    proxy: str = ""
+    target: str = ""
+    scratch: str = ""
+
+
+def make_order(
+    source: Source, recipe: Recipe, said: ImageOptions, target: Target | None = None, profile: SiteProfile | None = None
+) -> ImageRequest:
+    """The order; `runtime` is empty where neither the person nor the profile names one.
+
+    Raises UserError for a runtime or an architecture that is not known, a proxy with a password, and a site whose
+    runtime has no images of this kind.
+    """
+    rules = profile.internet if profile else Internet()
+    runtime = _choose_runtime(said.runtime, profile)
+    usual = profile is not None and _MAKERS.get(profile.container or "") == runtime == profile.container
+    return ImageRequest(
+        source=source,
+        runtime=runtime,
+        recipe=recipe,
+        target=said.target,
+        scratch=said.scratch,
+        architecture=_parse_architecture(said.architecture) or (profile.node.architecture if profile else None),
+        command=(profile.containers.command or "") if profile and usual else "",
+        way=_choose_way(said.proxy, rules),
+        site=profile.name if profile else "",
+        door=_find_door(target, profile),
+    )
+
+
+def _choose_runtime(said: str, profile: SiteProfile | None) -> str:
+    if said and said not in TOOLS:
+        raise UserError(
+            f"--runtime {said}: images are made by others.\n  Allowed: {', '.join(TOOLS)}.\n"
+            f"  To do: {_INSTEAD.get(said, 'choose one of these')}."
+        )
+    container = (profile.container if profile else None) or ""
+    if said or container in ("", "none"):
+        return said
+    if container not in _MAKERS and profile:
+        raise UserError(
+            f"{profile.name} starts containers with {container}, for which Shardway makes no images.\n"
+            f"  To do: {_INSTEAD[container]}."
+        )
+    return _MAKERS[container]
+
+
+def _parse_architecture(text: str) -> Architecture | None:
+    names = {**{name: name for name in DEBIAN_NAMES}, **{short: name for name, short in DEBIAN_NAMES.items()}}
+    for name in get_args(Architecture):
+        if names.get(text.lower()) == name:
+            return name
+    if text:
+        raise UserError(f"--arch {text}: no such architecture.\n  Allowed: {', '.join(names)}.\n  To do: choose one.")
+    return None
+
+
+def _choose_way(proxy: str, rules: Internet) -> NetworkAccess:
+    """The profile's proxy counts where login nodes use it; what is said always."""
+    if proxy:
+        try:
+            Internet.model_validate({"proxy": proxy})
+        except ValidationError as error:
+            reason = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
+            raise UserError(f"--proxy: {reason}.\n  To do: ask the site which proxy asks for no password.") from None
+        return NetworkAccess("proxy", proxy, rules.no_proxy or "")
+    if rules.login == "proxy" and rules.proxy:
+        return NetworkAccess("proxy", rules.proxy, rules.no_proxy or "")
+    return NetworkAccess(rules.login)
+
+
+def _find_door(target: Target | None, profile: SiteProfile | None) -> str:
+    """Where files are copied in, as rsync takes it."""
+    user, at, host = target.host.rpartition("@") if target else ("", "", "")
+    doors: Sequence[str] = (profile.access.transfer or profile.access.login) if profile else ()
+    return f"{user}{at}{doors[0]}" if doors else f"{user}{at}{host}"
+
+
+# --- What runtimes, apt and pip print when they fail, as a sentence and a remedy
+
+
+@dataclass(frozen=True)
+class ImageFailure:
+    """Why an image could not be made, and what to do."""
+
+    sentence: str
+    remedy: str
+
+
+_STATUS = r"(error|status)( code)?:? "
+_WAY = "check the network; where the way out is a proxy, name it by --proxy http://HOST:PORT"
+
+_KNOWN: tuple[tuple[str, ImageFailure], ...] = (
+    (
+        r"No space left on device|[Qq]uota exceeded|Write failed because",
+        ImageFailure("the disk is full", "name a folder with more room by --scratch, or another place by --to"),
+    ),
+    (
+        r"If error was from fakeroot|fakeroot: (command )?not found|not listed in /etc/sub[ug]id.*fakeroot",
+        ImageFailure(
+            "no user IDs are set aside for you (/etc/subuid), and the image cannot run the command fakeroot instead",
+            "ask the site for an entry in /etc/subuid, or build where you have one and copy the file",
+        ),
+    ),
+    (
+        r"user namespace|unshare.*(not permitted|failed)|newuidmap|Requesting capability set|max_user_namespaces",
+        ImageFailure(
+            "this machine does not let you make containers",
+            "try a compute node in an interactive job, or make it elsewhere and copy the file",
+        ),
+    ),
+    (
+        r"[Ee]xec format error",
+        ImageFailure(
+            "programs of the image are for another architecture", "name the machine's with --arch, or build elsewhere"
+        ),
+    ),
+    (
+        rf"{_STATUS}40[13]\b|[Uu]nauthorized|authentication required|access to the resource is denied|Forbidden",
+        ImageFailure("the registry does not let you have it", ""),
+    ),
+    (
+        rf"{_STATUS}404\b|manifest unknown|not found: manifest|name unknown|MANIFEST_UNKNOWN",
+        ImageFailure("the registry has no image of that name and version", "look the tag up on the registry's page"),
+    ),
+    (
+        r"toomanyrequests|429 Too Many|rate limit",
+        ImageFailure("the registry has had too many requests from here", "wait some hours, or log in there"),
+    ),
+    (
+        r"no such host|Could not resolve|Temporary failure (resolving|in name resolution)|Name or service not known",
+        ImageFailure("a name of a host is not known here: there may be no way out", _WAY),
+    ),
+    (
+        r"[Tt]imed? ?out|Connection refused|Network is unreachable|No route to host|Could not connect",
+        ImageFailure("a host outside does not answer: there may be no way out", _WAY),
+    ),
+    (
+        r"Unable to locate package|has no installation candidate|Version .* for .* was not found",
+        ImageFailure("apt knows no such package", "check the name for the image's release"),
+    ),
+    (
+        r"No matching distribution found|Could not find a version|ResolutionImpossible|conflicting dependencies",
+        ImageFailure(
+            "pip finds no set of versions that fits", "check the lines; images of NVIDIA pin versions of their own"
+        ),
+    ),
+    (
+        r"apt-get: (command )?not found|No module named pip|python3: (command )?not found",
+        ImageFailure(
+            "the image lacks the program that installs", "choose a base image with it: of Debian or Ubuntu, with pip"
+        ),
+    ),
+)
+
+
+def parse_failure(lines: Sequence[str], order: ImageRequest) -> ImageFailure:
+    """The first known reason, looked for from the last line up; the exit code speaks for itself where none is known."""
+    for line in reversed(lines):
+        for pattern, failure in _KNOWN:
+            if re.search(pattern, line):
+                return failure if failure.remedy else ImageFailure(failure.sentence, _credentials(order))
+    return ImageFailure("a command failed", "see its last lines above; --dry-run prints all that ran")
+
+
+def _credentials(order: ImageRequest) -> str:
+    registry = order.source.registry if isinstance(order.source, Reference) else ""
+    return describe_credentials(registry, order.runtime).removesuffix(".")
+
+
+# --- Run the script that makes an image, on this machine or a login node
 
 _KEPT_LINES = 400
 _SHOWN_LINES = 15

@@ -12,11 +12,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from shardway.errors import Problem, check_no_problems
-from shardway.launch.image.apptainer import APPTAINER
-from shardway.launch.image.base import Tool, describe_source, path_of
-from shardway.launch.image.enroot import ENROOT
-from shardway.launch.image.order import BuildFolder, Ground, ImageRequest
-from shardway.launch.image.uri import ImageFile, Reference, describe_credentials
+from shardway.launch.image.request import BuildFolder, Ground, ImageFile, ImageRequest, Reference, describe_credentials
+from shardway.launch.image.runtimes import APPTAINER, ENROOT, Tool, describe_source, path_of
 from shardway.launch.script import ScriptLine, ScriptSection, quote, quote_all, render_script, wrap_command
 
 TOOLS: dict[str, Tool] = {tool.name: tool for tool in (ENROOT, APPTAINER)}

@@ -64,11 +64,6 @@ def parse_default_queue(text: str) -> str:
     return str(servers[0].get("default_queue", "")) if servers else ""
 
 
-def parse_server(text: str) -> str:
-    """The name of the server, from the JSON of any of the commands."""
-    return str(_parse_json(text).get("pbs_server", ""))
-
-
 def parse_nodes(text: str) -> list[PbsNode]:
     """Hosts from `pbsnodes -a -F json`; a host may consist of several vnodes."""
     hosts: dict[str, list[Mapping[str, Any]]] = {}

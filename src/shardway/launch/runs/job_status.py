@@ -1,24 +1,282 @@
-"""Where the attempts of a run stand: what they wrote, and what the scheduler says of those that wrote no end.
+"""The attempts of a run: what they wrote, what the scheduler says of them, how each ended; as values, lines and JSON.
 
-Invariant: a scheduler that does not answer makes an attempt's standing unknown, never ended. This module must not
-change anything.
+Invariants:
+- What is read is what stands in the files; a file that is missing or torn is None, never a guess.
+- `decide` looks at nothing but its two arguments, has an answer for every pair of them, and never overrules a result
+  that a rank wrote, unless the rank only knew that a signal came or that another rank was gone.
+- A scheduler that does not answer makes an attempt's standing unknown, never ended.
+- A refusal names who is at it, and a scheduler that does not answer keeps nobody from training by hand: the lease of
+  the run directory stays the last word.
+- What is unknown is left out or said to be unknown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
 
+from shardway.errors import UserError
 from shardway.launch.hosts.base import Host, HostUnreachable
-from shardway.launch.runs.find import render_known
-from shardway.launch.runs.ledger import Ledger, LedgerEntry
-from shardway.launch.runs.registry import Known
-from shardway.launch.runs.verdict import CONSEQUENCES, decide
-from shardway.launch.schedulers.clients import CLIENTS, find_client, is_job_id
-from shardway.launch.schedulers.explain import explain_result
-from shardway.launch.schedulers.records import Explanation, JobPhase, JobRecord, RequestedResources, SchedulerSilent
-from shardway.rundir.attempts import BY_AGENT, Ending, Result
-from shardway.rundir.fields import read_fields
+from shardway.launch.runs.find import Known, render_known
+from shardway.launch.schedulers.base import (
+    Explanation,
+    JobPhase,
+    JobRecord,
+    RequestedResources,
+    SchedulerEnding,
+    SchedulerSilent,
+)
+from shardway.launch.schedulers.clients import CLIENTS, explain_result, find_client, is_job_id
+from shardway.rundir.attempts import (
+    BY_AGENT,
+    BY_SIGNAL,
+    FORMAT,
+    Attempt,
+    AttemptStart,
+    Ending,
+    Result,
+    Submission,
+    parse_result,
+    parse_started,
+    parse_submission,
+)
+from shardway.rundir.directory import RunDir
+from shardway.rundir.file_io import read_fields
+from shardway.units import render_clock
+
+# --- The attempts of a run as its directory tells them, on this machine or on a login node
+
+
+@dataclass(frozen=True)
+class LedgerEntry:
+    """One attempt: how it was submitted, what its job said when it started, how it ended."""
+
+    attempt: Attempt
+    submission: Submission | None = None
+    started: AttemptStart | None = None
+    result: Result | None = None
+
+    @property
+    def number(self) -> int:
+        """The attempt's number."""
+        return self.attempt.number
+
+    @property
+    def job(self) -> str:
+        """The scheduler's id of the job; empty where it has none yet."""
+        return (self.submission.job if self.submission else "") or (self.started.job if self.started else "")
+
+    @property
+    def is_unsent(self) -> bool:
+        """Whether it was prepared and no scheduler is known to have taken it."""
+        return not self.job and self.result is None
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """All attempts of a run, oldest first, and its status.json."""
+
+    run: RunDir
+    entries: tuple[LedgerEntry, ...] = ()
+    status: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def last(self) -> LedgerEntry | None:
+        """The newest attempt."""
+        return self.entries[-1] if self.entries else None
+
+    @property
+    def next_number(self) -> int:
+        """The number of the attempt that is submitted next: of the newest again where no scheduler is known to have
+        taken it."""
+        if self.last is None:
+            return 1
+        return self.last.number if self.last.is_unsent else self.last.number + 1
+
+
+def read_ledger(host: Host, run: Path) -> Ledger:
+    """Read the attempts of a run in two exchanges with its host. Raises HostUnreachable."""
+    return read_ledgers(host, [run])[0]
+
+
+def read_ledgers(host: Host, runs: Sequence[Path]) -> list[Ledger]:
+    """Read the attempts of several runs on one host in two exchanges."""
+    directories = [RunDir(run) for run in runs]
+    listed = host.run_many([("ls", "-1", str(run.attempts_folder)) for run in directories])
+    attempts = {
+        run.path: [run.attempt(int(name)) for name in sorted(done.out.split(), key=_number) if _number(name) > 0]
+        for run, done in zip(directories, listed, strict=True)
+    }
+    wanted = [path for run in directories for attempt in attempts[run.path] for path in attempt.record_paths]
+    wanted += [run.status_path for run in directories]
+    texts = host.read_files([PurePosixPath(path) for path in wanted])
+    return [
+        Ledger(run, tuple(_entry(attempt, texts) for attempt in attempts[run.path]), _read_json(texts, run.status_path))
+        for run in directories
+    ]
+
+
+def read_again(host: Host, entry: LedgerEntry) -> LedgerEntry:
+    """The same attempt as it stands now. Raises HostUnreachable."""
+    return _entry(entry.attempt, host.read_files([PurePosixPath(path) for path in entry.attempt.record_paths]))
+
+
+def write_submission(host: Host, attempt: Attempt, submission: Submission) -> None:
+    """Say how an attempt was submitted. Raises UserError where the file system refuses it."""
+    host.write_files({PurePosixPath(attempt.submission_path): render_submission(submission)})
+
+
+def render_submission(submission: Submission) -> str:
+    """The text of `submission.json`."""
+    return json.dumps({"format": FORMAT, **asdict(submission)}, indent=1) + "\n"
+
+
+def _entry(attempt: Attempt, texts: Mapping[Any, str]) -> LedgerEntry:
+    return LedgerEntry(
+        attempt,
+        parse_submission(texts.get(attempt.submission_path, "")),
+        parse_started(texts.get(attempt.started_path, "")),
+        parse_result(texts.get(attempt.result_path, "")),
+    )
+
+
+def _number(name: str) -> int:
+    return int(name) if name.isdecimal() and len(name) >= 4 else 0
+
+
+def _read_json(texts: Mapping[Any, str], path: Path) -> Mapping[str, Any]:
+    try:
+        table = json.loads(texts.get(path, ""))
+    except (ValueError, RecursionError):
+        return {}
+    return table if isinstance(table, dict) else {}
+
+
+# --- How an attempt ended: by what the job wrote, then by what the scheduler says
+
+_ENDINGS = {
+    SchedulerEnding.COMPLETED: Ending.UNKNOWN,
+    SchedulerEnding.FAILED: Ending.CRASHED,
+    SchedulerEnding.TIMEOUT: Ending.DEADLINE,
+    SchedulerEnding.CANCELLED: Ending.STOPPED,
+    SchedulerEnding.PREEMPTED: Ending.PREEMPTED,
+    SchedulerEnding.OUT_OF_MEMORY: Ending.OUT_OF_MEMORY,
+    SchedulerEnding.NODE_FAILURE: Ending.NODE_FAILURE,
+    SchedulerEnding.NEVER_STARTED: Ending.CRASHED,
+    SchedulerEnding.UNCLEAR: Ending.UNKNOWN,
+}
+"""What an ending is where the job wrote nothing. Exit code 0 alone does not say that the work is done: whoever did it
+would have written so."""
+
+_REASONS = {
+    SchedulerEnding.COMPLETED: "the job ended with exit code 0, but wrote no result",
+    SchedulerEnding.FAILED: "the job failed and wrote no result",
+    SchedulerEnding.TIMEOUT: "killed when the wall-time was over",
+    SchedulerEnding.CANCELLED: "cancelled",
+    SchedulerEnding.PREEMPTED: "the scheduler took the nodes for another job",
+    SchedulerEnding.OUT_OF_MEMORY: "a node ran out of the memory that was asked for",
+    SchedulerEnding.NODE_FAILURE: "a node failed",
+    SchedulerEnding.NEVER_STARTED: "the job ended without having run",
+    SchedulerEnding.UNCLEAR: "the job is over and nothing says how, as of one that was killed by signal 9, or found no "
+    "room to say it",
+}
+
+_CAUSES = frozenset(
+    (
+        SchedulerEnding.TIMEOUT,
+        SchedulerEnding.CANCELLED,
+        SchedulerEnding.PREEMPTED,
+        SchedulerEnding.OUT_OF_MEMORY,
+        SchedulerEnding.NODE_FAILURE,
+    )
+)
+"""Endings of which the job script sees only an exit code, and the scheduler knows why."""
+
+_REPEATS = frozenset((Ending.CRASHED, Ending.OUT_OF_MEMORY, Ending.DEADLINE))
+"""Endings that come again where nothing is changed, so that they need a signature."""
+
+CONSEQUENCES = (BY_SIGNAL, "LostContact")
+"""Failures of a rank that are what something else did to it; the scheduler may know what."""
+
+_LEFT_IN_TIME = "a signal asked for a stop, and nobody cancelled the job: the scheduler wanted its nodes"
+"""A job that saves and leaves during the time of grace is one that completed, as far as its scheduler knows."""
+
+_CLOCKS_S = 30.0
+"""Schedulers look at wall-times now and then; none ends a job so long before."""
+
+_SCRIPT = "job script"
+_UNSURE = frozenset((Ending.CRASHED, Ending.UNKNOWN))
+
+
+def decide(result: Result | None, record: JobRecord | None, deadline: float = 0.0) -> Result | None:
+    """How an attempt ended; None where it is not over, or nobody answered and the job has written nothing.
+
+    `result` is what the job wrote, `record` what the scheduler says now (None: it was not asked, or did not answer).
+    A job script that says no more than that its ranks failed is believed less than a scheduler that knows why, and
+    waits for it while the job is still there. `deadline` is the end of the wall-time in Unix seconds, 0 for unknown.
+    """
+    if result is None:
+        return _from_scheduler(record)
+    signalled = result.failure.startswith(CONSEQUENCES)
+    if record is None or not (signalled or (result.by == _SCRIPT and result.state in _UNSURE)):
+        return result
+    if record.phase in (JobPhase.QUEUED, JobPhase.RUNNING):
+        return result if signalled else None
+    if result.failure == BY_SIGNAL and _made_room(record, deadline):
+        return replace(result, state=Ending.PREEMPTED, reason=_LEFT_IN_TIME, failure="", by="scheduler")
+    return _refine(result, record)
+
+
+def _made_room(record: JobRecord, deadline: float) -> bool:
+    """Whether a job that obeyed a signal was preempted: it completed, or reached the end of a time that was none of
+    its own (Slurm says TIMEOUT of a job that needed all of the grace)."""
+    if record.ending is SchedulerEnding.TIMEOUT:
+        return bool(deadline and record.ended) and (record.ended or 0.0) < deadline - _CLOCKS_S
+    return record.ending is SchedulerEnding.COMPLETED
+
+
+def _from_scheduler(record: JobRecord | None) -> Result | None:
+    if record is None or record.phase in (JobPhase.QUEUED, JobPhase.RUNNING):
+        return None
+    if record.phase is JobPhase.UNKNOWN:
+        reason = "the scheduler does not know the job (any more), and it wrote no result"
+        return Result(Ending.UNKNOWN, reason=reason, job=record.job, by="scheduler")
+    ending = record.ending or SchedulerEnding.UNCLEAR
+    state = _ENDINGS[ending]
+    reason = _describe(ending, record)
+    return Result(
+        state=state,
+        reason=reason,
+        exit_code=record.exit_code,
+        failure=reason if state in _REPEATS else "",
+        job=record.job,
+        by="scheduler",
+        ended=record.ended or 0.0,
+    )
+
+
+def _refine(result: Result, record: JobRecord) -> Result:
+    """The job script's word with the scheduler's reason, where that knows one."""
+    if record.ending not in _CAUSES:
+        return result
+    state, reason = _ENDINGS[record.ending], _describe(record.ending, record)
+    failure = reason if state in _REPEATS else ""
+    return replace(result, state=state, reason=reason, failure=failure, by="scheduler")
+
+
+def _describe(ending: SchedulerEnding, record: JobRecord) -> str:
+    """A reason without what differs between two jobs that failed alike, such as nodes and times."""
+    status = f" (signal {record.signal})" if record.signal else ""
+    if record.exit_code:
+        status = f" (exit code {record.exit_code})"
+    return _REASONS[ending] + (status if ending in (SchedulerEnding.FAILED, SchedulerEnding.UNCLEAR) else "")
+
+
+# --- Where the attempts of a run stand: what they wrote, and what the scheduler says of those that wrote no end
 
 _TOLD_BY_CODE = frozenset((Ending.CRASHED, Ending.UNKNOWN))
 
@@ -127,3 +385,120 @@ def _leaves_open(result: Result) -> bool:
     if result.by == BY_AGENT:
         return result.state is Ending.OUT_OF_MEMORY
     return result.state in _TOLD_BY_CODE and not result.by.startswith("rank")
+
+
+# --- Whether a run is free for another start: no job of it waits or runs, and nobody trains it by hand
+
+
+def check_free_for_job(host: Host, ledger: Ledger, tell: Callable[[str], None]) -> None:
+    """Raise UserError where a job of this run waits or runs, or may do so for all that is known, or where somebody
+    trains it by hand, as far as its directory is seen from this machine.
+
+    `tell` is told where a holder has to be watched: one that was killed on another host looks alive for a while.
+    """
+    run = ledger.run
+    if active := describe_active(read_standing(host, ledger)):
+        raise _refuse_for_jobs(run.path, active)
+    writer = None if host.name else run.find_writer(by_hand=True)
+    if writer is None:
+        return
+    try:
+        run.writer_lock().await_free(tell)
+    except UserError as error:
+        raise UserError(
+            f"{run.path} is trained by hand now, by {writer}.\n"
+            "  A job would find it taken when it starts. To do: let it come to its end, or end it first with "
+            f"`shardway stop {run.path} --wait 600`."
+        ) from error
+
+
+def check_free_for_hand(host: Host, run: Path, tell: Callable[[str], None]) -> None:
+    """Raise UserError where a job of this run waits or runs; `tell` is told of jobs of which nobody knows."""
+    active = [standing for standing in read_standing(host, read_ledger(host, run)) if standing.is_active]
+    known = [standing for standing in active if not _is_unknown(standing)]
+    if known:
+        raise _refuse_for_jobs(run, describe_active(known))
+    if active:
+        tell(f"whether {_list_jobs(active)} of {run} still waits or runs is not known here; it is trained all the same")
+
+
+def _is_unknown(standing: JobStatus) -> bool:
+    return standing.word == "unknown"
+
+
+def _list_jobs(standings: Sequence[JobStatus]) -> str:
+    return ", ".join(f"job {standing.entry.job}" for standing in standings)
+
+
+def _refuse_for_jobs(run: Path, active: str) -> UserError:
+    return UserError(
+        f"{run} has {active}.\n"
+        "  Two at one run would be in each other's way. To do: let it go on (`shardway status` shows it), or end it "
+        f"first with `shardway stop {run}`."
+    )
+
+
+# --- Attempts as lines for people, and as plain data
+
+
+def render_attempts(standings: Sequence[JobStatus]) -> list[str]:
+    """One line an attempt, oldest first, and under it why it waits or how it ended."""
+    lines = []
+    for standing in standings:
+        lines.append(f"  attempt {standing.entry.number:<3} {standing.word:<13} {_render_facts(standing)}".rstrip())
+        lines += [f"      {line}" for line in _render_why(standing)]
+    return lines
+
+
+def _render_facts(standing: JobStatus) -> str:
+    entry, result = standing.entry, standing.result
+    facts = [f"job {entry.job}" if entry.job else ""]
+    if result is None and entry.started is not None:
+        facts.append(f"on {entry.started.nodes}" if entry.started.nodes else "")
+        left = entry.started.deadline - time.time()
+        facts.append(f"{render_clock(left)} of wall-time left" if entry.started.deadline and left > 0 else "")
+    if result is not None:
+        facts.append(f"step {result.step}" if result.step else "")
+        began = entry.started.started if entry.started else 0.0
+        facts.append(f"after {render_clock(result.ended - began)}" if began and result.ended > began else "")
+    return "  ".join(fact for fact in facts if fact)
+
+
+def _render_why(standing: JobStatus) -> list[str]:
+    lines = []
+    if standing.result is not None and standing.result.reason:
+        lines.append(standing.result.reason)
+    if standing.why is not None and (standing.result is None or standing.why.code != "completed"):
+        lines += [standing.why.sentence] if standing.why.sentence not in lines else []
+        lines.append(f"to do: {standing.why.remedy}")
+    if standing.silence:
+        lines.append(f"the scheduler did not answer: {standing.silence}")
+    return lines
+
+
+def attempts_as_json(standings: Sequence[JobStatus]) -> list[dict[str, Any]]:
+    """Plain data, with stable keys."""
+    return [_as_json(standing) for standing in standings]
+
+
+def _as_json(standing: JobStatus) -> dict[str, Any]:
+    entry, result, record = standing.entry, standing.result, standing.record
+    return {
+        "attempt": entry.number,
+        "state": standing.word,
+        "job": entry.job,
+        "scheduler": entry.submission.scheduler if entry.submission else "",
+        "nodes": entry.started.nodes if entry.started else "",
+        "started": entry.started.started if entry.started else None,
+        "deadline": entry.started.deadline if entry.started else None,
+        "ended": result.ended if result else None,
+        "step": result.step if result else None,
+        "reason": result.reason if result else "",
+        "exit_code": result.exit_code if result else None,
+        "failure": result.failure if result else "",
+        "scheduler_state": record.state if record else "",
+        "scheduler_reason": record.reason if record else "",
+        "explanation": standing.why.sentence if standing.why else "",
+        "remedy": standing.why.remedy if standing.why else "",
+        "silence": standing.silence,
+    }

@@ -20,10 +20,9 @@ from pathlib import PurePosixPath
 
 from shardway.errors import SiteError, UserError
 from shardway.launch.hosts.base import Host
-from shardway.launch.runs.job_status import JobStatus, read_standing
-from shardway.launch.runs.ledger import Ledger, LedgerEntry, read_ledger
+from shardway.launch.runs.job_status import JobStatus, Ledger, LedgerEntry, read_ledger, read_standing
+from shardway.launch.schedulers.base import JobPhase
 from shardway.launch.schedulers.clients import find_client, is_job_id
-from shardway.launch.schedulers.records import JobPhase
 from shardway.rundir.attempts import Ending, Result, render_result
 
 _GONE = re.compile(

@@ -5,9 +5,8 @@ Invariant: first a plan, which is a value that can be shown, then its effect. Th
 
 from __future__ import annotations
 
-from shardway.launch.snapshot.plan import plan_snapshot
-from shardway.launch.snapshot.take import take_snapshot
-from shardway.launch.snapshot.values import (
+from shardway.launch.snapshot.take import plan_snapshot, take_snapshot
+from shardway.launch.snapshot_files import (
     CopiedFile,
     ExcludedPath,
     LinkedPath,

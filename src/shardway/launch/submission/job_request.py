@@ -340,7 +340,7 @@ def name_image(runtime: str, text: str) -> str:
     what cannot be read, as it is."""
     if not text or text.startswith(_PATH_SIGNS) or runtime not in ("pyxis", "apptainer", "podman"):
         return text
-    from shardway.launch.image.uri import Reference, parse_uri, render_docker, render_enroot
+    from shardway.launch.image.request import Reference, parse_uri, render_docker, render_enroot
 
     try:
         source = parse_uri(text)

@@ -1,43 +1,134 @@
-"""From the words of `shardway submit` to everything that a submission consists of, as one value.
+"""From the words of `shardway submit` to everything that a submission consists of, as one value, with all problems at
+once.
 
-Invariant: preparing writes nothing, here or on the site; what it gives is what would be written and submitted, and all
-that is wrong with it has been told. This module must not submit.
+Invariants:
+- What one source finds hides nothing that another would.
+- Of the file only names and numbers of lines come back, never a value or the text of a line.
+- Preparing writes nothing, here or on the site; what it gives is what would be written and submitted, and all that is
+  wrong with it has been told.
+
+The host itself reads it, with the very function that the job uses (`launch/shell/secret_lines.sh`): one rule for both.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
-from shardway.errors import Bug, UserError
+from shardway.errors import Bug, Problem, UserError, check_no_problems
 from shardway.inherited import describe_options
 from shardway.launch.hosts.base import Host
 from shardway.launch.job import SECRETS, Chain, Job, Program
 from shardway.launch.job_script import render_job_script
-from shardway.launch.runs.ledger import Ledger, read_ledger
-from shardway.launch.script import quote_all
+from shardway.launch.runs.job_status import Ledger, read_ledger
+from shardway.launch.script import quote_all, read_block
 from shardway.launch.snapshot import SnapshotPlan, plan_snapshot
-from shardway.launch.submission.checks import commands, numbers, places, run_file, same_run, words
-from shardway.launch.submission.checks.code import Code
+from shardway.launch.submission import host_checks, site_checks
 from shardway.launch.submission.command import CommandRead, read_command
-from shardway.launch.submission.findings import ProblemCollector
+from shardway.launch.submission.host_checks import Code
 from shardway.launch.submission.job_request import JobRequest, build_job, with_account, with_site_defaults
-from shardway.launch.submission.secrets import read_secrets
 from shardway.places import expand_place
+from shardway.resolve.draft import Resolved
 from shardway.resolve.request import ResolveRequest
-from shardway.resolve.resolved import Resolved
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
-from shardway.rundir.fields import read_fields
+from shardway.rundir.file_io import read_fields
 from shardway.runfile.load import DEFAULT, LoadedRunFile, load_run
 from shardway.runfile.write import render_run, render_value
 from shardway.sites.find import find_profile
 from shardway.sites.load import flatten_profile, load_site
 from shardway.sites.schema import SiteProfile
+
+# --- Problems of several sources as one list, so that a person is told once
+
+T = TypeVar("T")
+
+
+@dataclass
+class ProblemCollector:
+    """Problems as they are found."""
+
+    problems: list[Problem] = field(default_factory=list)
+    _errors: list[UserError] = field(default_factory=list)
+
+    def collect(self, where: str, make: Callable[[], T], otherwise: T) -> T:
+        """What `make` gives; its UserError becomes problems, of `where` if it does not say, and then `otherwise`."""
+        try:
+            return make()
+        except UserError as error:
+            self._errors.append(error)
+            self.problems += error.problems or [_as_problem(where, str(error))]
+            return otherwise
+
+    def check(self, title: str) -> None:
+        """Raise one UserError with all that was found, each once; where that is one error, as it was worded."""
+        if len(self._errors) == 1 and len(self.problems) == max(1, len(self._errors[0].problems)):
+            raise self._errors[0]
+        check_no_problems(title, list(dict.fromkeys(self.problems)))
+
+
+def _as_problem(where: str, message: str) -> Problem:
+    """A message as one problem: what stands after "allowed:" and "to do:" is what these are."""
+    what, *tail = re.split(r"\n\s*(allowed|to do): ", message, flags=re.IGNORECASE)
+    told = {name.lower(): _as_line(text) for name, text in zip(tail[::2], tail[1::2], strict=True)}
+    return Problem(where, _as_line(what), allowed=told.get("allowed", ""), remedy=told.get("to do", ""))
+
+
+def _as_line(text: str) -> str:
+    return " ".join(text.split()).removesuffix(".")
+
+
+# --- The person's file of secrets on the host where the job runs: which names it sets, and what is wrong with it
+
+_TELL = """
+read_secrets "$0" 2> /dev/null
+printf '%s\\n' "${secret_faults[*]}" "${secret_names[@]}"
+"""
+
+
+@dataclass(frozen=True)
+class Secrets:
+    """Names of what a secrets file sets, and numbers of lines that set nothing. `is_open`: people other than its owner
+    can read it."""
+
+    names: tuple[str, ...] = ()
+    faults: tuple[int, ...] = ()
+    is_open: bool = False
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What its owner should know."""
+        return (f"others can read {SECRETS}; close it: `chmod 600 {SECRETS}`",) if self.is_open else ()
+
+    def list_problems(self) -> Iterator[Problem]:
+        """A line that the job would pass over, by its number alone."""
+        for number in self.faults:
+            yield Problem(
+                f"{SECRETS}, line {number}",
+                "it sets no variable that a job may set (its text is not shown)",
+                allowed="NAME=value, the name of letters, digits and _, and none that bash keeps for itself",
+                remedy="correct that line, or put # before it",
+            )
+
+
+def read_secrets(host: Host, path: PurePosixPath) -> Secrets:
+    """What the secrets file on the host sets, and whether others can read it; nothing where there is none."""
+    shell = read_block("secret_lines", "read_secrets").text + _TELL
+    told, mode = host.run_many([("bash", "-c", shell, str(path)), ("stat", "-c", "%a", str(path))])
+    if not told.ok:
+        return Secrets()
+    faults, *names = told.out.splitlines()
+    is_open = mode.ok and not mode.out.strip().endswith("00")
+    return Secrets(tuple(dict.fromkeys(filter(None, names))), tuple(map(int, faults.split())), is_open)
+
+
+# --- From the words of `shardway submit` to everything that a submission consists of, as one value
 
 OPEN_CHAIN = 100
 """Most attempts of a chain whose length nobody said; each link submits the next, so that none waits in vain."""
@@ -121,9 +212,9 @@ def prepare(order: SubmitRequest, host: Host, *, look: bool = False) -> Prepared
     code = Code(order.here, snapshot, is_there=snapshot is not None or not host.name)
     resolved = _find_problems(findings, order, wish, code)
     if resolved is not None and ledger.status:
-        findings.collect("what has changed", lambda: same_run.check_goes_on(host, ledger, resolved), None)
+        findings.collect("what has changed", lambda: site_checks.check_goes_on(host, ledger, resolved), None)
     if look:
-        findings.problems += places.list_host_problems(wish, host, code)
+        findings.problems += host_checks.list_host_problems(wish, host, code)
     findings.check(f"the job for {profile.name}")
     files = {folder.order_path: render_order(replace(order, site=_site_word(loaded, order.here)))}
     if not order.command:
@@ -131,8 +222,8 @@ def prepare(order: SubmitRequest, host: Host, *, look: bool = False) -> Prepared
         files |= copies
         files[folder.run_file] = render_run(loaded.values, loaded.origins, _is_set(loaded))
     warnings = (
-        *(*notes, *secrets.warnings, *describe_options(options, _asked(wish)), *numbers.list_warnings(wish)),
-        *(*commands.list_warnings(wish, code), *_describe_other_command(order, host, ledger)),
+        *(*notes, *secrets.warnings, *describe_options(options, _asked(wish)), *site_checks.list_warnings(wish)),
+        *(*host_checks.list_warnings(wish, code), *_describe_other_command(order, host, ledger)),
     )
     return Prepared(wish, build_job(wish, number), files, snapshot, warnings, ledger)
 
@@ -146,14 +237,14 @@ def _asked(wish: JobRequest) -> dict[str, str]:
 
 def _find_problems(findings: ProblemCollector, order: SubmitRequest, wish: JobRequest, code: Code) -> Resolved | None:
     """What is wrong with a wish, as far as it is known without its host; the run file's run where that makes sense."""
-    for check in (*numbers.CHECKS, *words.CHECKS):
+    for check in (*site_checks.NUMBER_CHECKS, *site_checks.NAME_CHECKS):
         findings.problems += check(wish)
     shape_is_known = not {"site.nodes", "site.ranks_per_node"} & {problem.where for problem in findings.problems}
     if order.command:
-        findings.problems += commands.list_local_problems(wish, code)
+        findings.problems += host_checks.list_local_problems(wish, code)
     elif shape_is_known:  # the rules of a run file are judged for the ranks that the job will have
         title = str(order.request.run_file or "the run")
-        return findings.collect(title, lambda: run_file.check_run(order.request, order.site, wish), None)
+        return findings.collect(title, lambda: site_checks.check_run(order.request, order.site, wish), None)
     return None
 
 

@@ -1,25 +1,60 @@
-"""From `model.hf` to a model on the meta device that knows where its weights are.
+"""From `model.hf` to a model on the meta device, and from a model to the names and config.json of the hub.
 
-Invariant: whatever does not fit (family, config, files, data) is a UserError here, before any weight exists. This
-module must not download: `shardway.hfconfig.locate_model` does.
+Invariants:
+- A form is complete before anything is written; a model that the hub has no form for is a UserError.
+- Whatever does not fit (family, config, files, data) is a UserError here, before any weight exists.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from shardway.errors import Problem, check_no_problems
+from shardway.errors import Problem, UserError, check_no_problems
 from shardway.hfconfig import CONFIG, hf_error, import_extra, read_config
 from shardway.models.huggingface.families import EMBEDDING, FAMILIES, HEAD, SPARE, SPARE_IF_TIED, list_config_problems
-from shardway.models.huggingface.files import find_weights
-from shardway.models.huggingface.load import TensorFiles, are_equal, fit_weights
 from shardway.models.huggingface.model import ATTENTION, HuggingFaceModel, mix_positions
+from shardway.models.huggingface.own import names_of_transformer, to_huggingface_config
 from shardway.models.huggingface.pieces import Arrangement, Names, Shape, keep_name
+from shardway.models.huggingface.weights import TensorFiles, are_equal, find_weights, fit_weights
+from shardway.models.transformer import Transformer
+
+# --- What is written for the hub beside the tensors, and under which names the tensors are
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a model is written for the hub."""
+
+    config: Mapping[str, Any]
+    """The content of config.json."""
+    names: Names
+    """What files call its parameters: the first arrangement of each is written."""
+    source: Path | None = None
+    """The folder that the model came from: its tokenizer and its generation config go along."""
+
+
+def form_of(model: nn.Module, *, max_positions: int, source: Path | None = None) -> Form:
+    """The form of a model that is not wrapped. `max_positions`: the longest sample that a transformer of Shardway's own
+    was trained on. Raises UserError where there is none."""
+    if isinstance(model, HuggingFaceModel):
+        return Form(model.config.to_dict(), FAMILIES[model.config.model_type], source or model.source)
+    if isinstance(model, Transformer):
+        config = to_huggingface_config(model.shape, max_positions)
+        return Form(config, names_of_transformer(model.shape), source)
+    raise UserError(
+        f"a {type(model).__name__} has no form among Hugging Face's decoder-only families.\n"
+        "  To do: export a transformer, or a model that model.hf named."
+    )
+
+
+# --- From `model.hf` to a model on the meta device that knows where its weights are
 
 
 def build_huggingface(

@@ -1,18 +1,26 @@
-"""Collectives with gradients: what goes through them forwards, its adjoint goes through backwards.
+"""Collectives with gradients, and parameters cut into one rank's part of them.
 
-Invariant: each pair is exact for losses that are the same on all ranks of the group (`copy_in`, `sum_out`,
-`gather_whole`) or a sum over them (the others). This module must not know models or axes.
+Invariants:
+- Each pair is exact for losses that are the same on all ranks of the group (`copy_in`, `sum_out`, `gather_whole`) or a
+  sum over them (the others).
+- Every rank that calls it holds the same whole parameter (or it is on the meta device), and the parts are equal in
+  size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from shardway.compat import all_gather_along, reduce_scatter_along
+from shardway.errors import UserError
 
 
 def gather_sequence(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -113,3 +121,38 @@ class _GatherWhole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return narrow_to_rank(grad, grad.dim() - 1, ctx.group).contiguous(), None
+
+
+# --- Turns a parameter into this rank's part of it, a DTensor that knows the whole
+
+
+def split_parameter(model: nn.Module, name: str, mesh: DeviceMesh, dims: Sequence[int]) -> None:
+    """Keep of the parameter `name` this rank's part: each dim of `mesh` splits the tensor dim at its place in `dims`.
+
+    Raises UserError where a size does not split evenly.
+    """
+    parameter = model.get_parameter(name)
+    local = parameter.detach()
+    for axis, dim in enumerate(dims):
+        local = _part(local, dim, mesh.size(axis), mesh.get_local_rank(axis), f"{name} {list(parameter.shape)}")
+    placements: list[Placement] = [Shard(dim) for dim in dims]
+    whole = DTensor.from_local(
+        local.clone(memory_format=torch.contiguous_format),
+        mesh,
+        placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    owner, _, leaf = name.rpartition(".")
+    model.get_submodule(owner).register_parameter(leaf, nn.Parameter(whole, parameter.requires_grad))
+
+
+def _part(tensor: torch.Tensor, dim: int, parts: int, place: int, what: str) -> torch.Tensor:
+    size = tensor.shape[dim]
+    if size % parts:
+        raise UserError(
+            f"the parameter {what} does not split into {parts} equal parts along dim {dim}.\n"
+            f"  To do: choose a degree that divides {size}, or another size of the model."
+        )
+    return tensor.narrow(dim, place * (size // parts), size // parts)

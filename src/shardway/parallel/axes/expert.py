@@ -1,8 +1,10 @@
-"""The expert axis: each rank holds some experts, and tokens travel to where theirs live (Lepikhin et al., GShard,
-arXiv:2006.16668).
+"""The expert axis: experts on different ranks, tokens that travel to them (GShard, arXiv:2006.16668), and an equal
+load.
 
-Invariant: an experts module gets exactly the tokens of its experts from all ranks of the axis, and what it returns goes
-back to where each token came from, in the order it had. This module must not choose experts.
+Invariants:
+- Routers of the same layer stay equal on all ranks that hold a copy.
+- An experts module gets exactly the tokens of its experts from all ranks of the axis, and what it returns goes back to
+  where each token came from, in the order it had.
 """
 
 from __future__ import annotations
@@ -17,9 +19,50 @@ import torch.distributed as dist
 from torch import nn
 
 from shardway.errors import UserError
-from shardway.models.contract import ModelPlan, match_modules, match_parameters
-from shardway.parallel.axes.split import split_parameter
+from shardway.layout import SHARD
+from shardway.models.contract import Balancing, ModelPlan, match_modules, match_parameters
+from shardway.parallel.axes.collectives import split_parameter, summed
 from shardway.parallel.mesh import Mesh
+
+# --- Keeps experts equally busy over all ranks: their counts are added up, and each router adjusts to the same sum
+
+
+def find_routers(model: nn.Module) -> list[Balancing]:
+    """The modules of a model that balance experts."""
+    return [module for module in model.modules() if isinstance(module, Balancing)]
+
+
+def connect_routers(model: nn.Module, mesh: Mesh) -> None:
+    """Let routers whose sequences are spread over ranks count the whole sequence."""
+    if mesh.degree("cp") > 1:
+        for router in find_routers(model):
+            router.sum_over_context = partial(summed, group=mesh.group("cp"))
+
+
+def set_gradient_scale(routers: Sequence[Balancing], scale: float, mesh: Mesh) -> None:
+    """Tell routers by what the sum over tokens of the main loss is multiplied: 0 for rows that do not count.
+
+    All ranks of the tensor axis route the same tokens, and their gradients are summed: each answers for its part.
+    """
+    for router in routers:
+        router.gradient_scale = scale / mesh.degree("tp")
+
+
+@torch.no_grad()
+def balance(routers: Sequence[Balancing], mesh: Mesh) -> None:
+    """Add up what the routers of all ranks have counted since the last time, and let each adjust to it."""
+    if not routers:
+        return
+    loads = torch.stack([router.load for router in routers])
+    for dim in ("dp_replicate", SHARD):
+        if mesh.degree(dim) > 1:
+            dist.all_reduce(loads, group=mesh.group(dim))
+    for router, load in zip(routers, loads, strict=True):
+        router.adjust(load)
+
+
+# --- The expert axis: each rank holds some experts, and tokens travel to where theirs live (Lepikhin et al.,
+# GShard, arXiv:2006.16668)
 
 
 def apply_experts(model: nn.Module, plan: ModelPlan, mesh: Mesh) -> None:

@@ -1,7 +1,14 @@
-"""Replication: every rank holds the whole model, gradients are averaged (DistributedDataParallel).
+"""Replication: every rank holds the whole model, gradients are averaged (DistributedDataParallel), PowerSGD's memory
+included.
 
-Invariant: all replicas start from the same weights and apply the same averaged gradient, which is summed in one order
-in every pass of every process (`fix_buckets`). This module must not shard.
+Invariants:
+- After `put_back` the hook compresses the same gradients to the same bits.
+- All replicas start from the same weights and apply the same averaged gradient, which is summed in one order in every
+  pass of every process (`fix_buckets`).
+
+Of the state of torch's hook a backward pass replaces the tensors of errors, which are as large as the gradients, and
+writes into those of the low-rank factors. So errors are kept by reference and the second factors as copies; the first
+are computed from the second (Vogels et al., arXiv:1905.13727, algorithm 1).
 """
 
 from __future__ import annotations
@@ -10,7 +17,7 @@ import contextlib
 import copy
 import copyreg
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -29,6 +36,52 @@ from shardway.errors import UserError, list_some
 from shardway.layout import SHARD
 from shardway.parallel.mesh import Mesh
 from shardway.runfile.schema import ParallelSection
+
+# --- What PowerSGD remembers from one backward pass for the next, so that a pass can be repeated
+
+
+@dataclass(frozen=True)
+class CompressionBefore:
+    """The state of PowerSGD at one moment."""
+
+    state: PowerSGDState
+    errors: Mapping[int, torch.Tensor]
+    first: Mapping[int, torch.Tensor]
+    second: Mapping[int, torch.Tensor]
+    random: Any
+    iteration: int
+
+    def put_back(self) -> None:
+        """Let the next backward pass be compressed as from that moment on."""
+        self.state.error_dict = dict(self.errors)
+        self.state.p_memory_dict = dict(self.first)
+        self.state.q_memory_dict = {bucket: tensor.clone() for bucket, tensor in self.second.items()}
+        self.state.rng.set_state(self.random)
+        self.state.iter = self.iteration
+
+
+@dataclass(frozen=True)
+class Compression:
+    """The compression of a model's copies."""
+
+    state: PowerSGDState
+
+    def remember(self) -> CompressionBefore:
+        """The state now."""
+        state = self.state
+        second = {bucket: tensor.clone() for bucket, tensor in state.q_memory_dict.items()}
+        first, random = dict(state.p_memory_dict), state.rng.get_state()
+        return CompressionBefore(state, dict(state.error_dict), first, second, random, state.iter)
+
+
+def find_compression(call: nn.Module) -> Compression | None:
+    """That of a model as it is called, where it has one that remembers."""
+    hooks = call._comm_hooks if isinstance(call, DistributedDataParallel) else []
+    states = [state for _, state in hooks if isinstance(state, PowerSGDState)]
+    return Compression(states[0]) if states else None
+
+
+# --- Replication: every rank holds the whole model, gradients are averaged (DistributedDataParallel)
 
 T = TypeVar("T")
 

@@ -34,10 +34,10 @@ from shardway.parallel.axes.collectives import (
     gather_whole,
     narrow_to_rank,
     scatter_sum,
+    split_parameter,
     sum_out,
 )
-from shardway.parallel.axes.split import split_parameter
-from shardway.parallel.formats.linear import linear_with
+from shardway.parallel.formats.precision import linear_with
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from shardway.models.contract import held_by_rank
-from shardway.parallel.formats.linear import FormattedLinear
+from shardway.parallel.formats.precision import FormattedLinear
 
 
 class ScaledLinear(FormattedLinear, Float8Linear):

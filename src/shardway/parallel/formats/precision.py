@@ -1,19 +1,169 @@
-"""Number formats of a step.
+"""Number formats of a step: autocast, formats of weights and inputs, products of linear layers.
 
-Invariant: one `Precision` says all of it, and where weights are kept in fp32 the optimizer works on fp32. This module
-must not decide which format a device can do: that is a rule of `resolve`, and for float8 of `parallel.formats.float8`.
+Invariants:
+- `linear_with(module, x, module.weight, module.bias)` equals `module(x)`, so that a region that computes with the local
+  part of a weight need not know formats.
+- Names and values stay (values rounded once to bf16); buffers and batch norms keep fp32, since running statistics would
+  stand still in bf16.
+- A model that was copied computes as its original, with its own weights.
+- One `Precision` says all of it, and where weights are kept in fp32 the optimizer works on fp32. formats.float8`.
+
+A loss that a script has written for fp32 may hold what autocast refuses (`binary_cross_entropy` on CUDA) or mix its
+formats; around the whole of it, autocast is for who asks for it.
 """
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree
+from torch.utils._pytree import tree_map_only
 
 from shardway.parallel.formats.float8 import Float8Options
-from shardway.parallel.formats.parameters import Formats
 from shardway.runfile.schema import PrecisionSection
+
+# --- Products of a linear layer with a weight that is handed in, whatever format the layer multiplies in
+
+
+class FormattedLinear(nn.Linear):
+    """A linear layer that multiplies in a format of its own.
+
+    An existing `nn.Linear` becomes one by a change of its class, so that its name, parameters, hooks and whatever
+    stands in for its `forward` stay.
+    """
+
+    def multiply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x [..., in] @ weight [out, in] transposed -> [..., out] in x's dtype."""
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear_with(self, x, self.weight, self.bias)
+
+
+def linear_with(
+    module: nn.Module, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What the linear layer `module` computes of x [..., in], with this weight [out, in] and bias [out]."""
+    if not isinstance(module, FormattedLinear):
+        return F.linear(x, weight, bias)
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        x = x.to(torch.get_autocast_dtype(device))
+    with torch.autocast(device, enabled=False):  # the format is chosen here, not by the operator inside
+        y = module.multiply(x, weight)
+        return y if bias is None else y + bias.to(y.dtype)
+
+
+# --- Formats that weights and inputs of a model are kept in: bf16 numbers, channels-last images
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+@dataclass(frozen=True)
+class Formats:
+    """`weights` None leaves them; `channels_last` orders the memory of 4-dim weights and inputs as N, H, W, C."""
+
+    weights: torch.dtype | None = None
+    channels_last: bool = False
+
+
+def apply_formats(model: nn.Module, formats: Formats) -> None:
+    """Bring weights into these formats, in place, and each input of the model when it is called.
+
+    To be applied to each stage of a pipeline, since a stage has hooks of its own; weights that stages share do not
+    change a second time.
+    """
+    if formats.weights is not None:
+        _cast_weights(model, formats.weights)
+    if formats.channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if formats != Formats():
+        model.register_forward_pre_hook(_InputHook(formats), with_kwargs=True)
+
+
+def _cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    norms = {p for module in model.modules() if isinstance(module, _BATCH_NORMS) for p in module.parameters()}
+    for parameter in model.parameters():
+        if not parameter.is_floating_point() or parameter in norms:
+            continue
+        cast = parameter.detach().to(dtype)
+        if isinstance(parameter, DTensor):  # its `.data` takes another dtype without a word and keeps its own
+            torch.utils.swap_tensors(parameter, nn.Parameter(cast, parameter.requires_grad))
+        else:
+            parameter.data = cast
+
+
+@dataclass(frozen=True)
+class _InputHook:
+    """Brings the tensors of a call into the model's formats."""
+
+    formats: Formats
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map_only(torch.Tensor, self._bring, (args, kwargs))
+
+    def _bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.formats.weights is not None and tensor.is_floating_point():
+            tensor = tensor.to(self.formats.weights)
+        if self.formats.channels_last and tensor.dim() == 4:
+            tensor = tensor.contiguous(memory_format=torch.channels_last)
+        return tensor
+
+
+# --- Autocast around a model's forward pass alone: what it returns is fp32 again, so that a loss is computed as it
+# is written
+
+
+@dataclass(eq=False)
+class ModelAutocast:
+    """Hooks of one module; `dtype` is the format of its products. In an autocast of the caller's, that one holds."""
+
+    device_type: str
+    dtype: torch.dtype
+    _open: list[AbstractContextManager[Any] | None] = field(default_factory=list)
+
+    def enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """A forward pre-hook."""
+        is_on = torch.is_autocast_enabled(self.device_type)
+        context = None if is_on else torch.autocast(self.device_type, self.dtype)
+        if context is not None:
+            context.__enter__()
+        self._open.append(context)
+
+    def leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        """A forward hook, called whatever ends the pass."""
+        context = self._open.pop() if self._open else None
+        if context is None:
+            return output
+        context.__exit__(None, None, None)
+        return _pytree.tree_map_only(torch.Tensor, self._widen, output)
+
+    def _widen(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.float() if tensor.dtype == self.dtype else tensor
+
+
+def autocast_model(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Callable[[], None]:
+    """Compute a model under autocast from now on; returns what ends that."""
+    hooks = ModelAutocast(device.type, dtype)
+    first = model.register_forward_pre_hook(hooks.enter)
+    last = model.register_forward_hook(hooks.leave, always_call=True)
+
+    def end() -> None:
+        first.remove()
+        last.remove()
+
+    return end
+
+
+# --- Number formats of a step
 
 _COMPUTE = {"auto": None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "float8": torch.bfloat16}
 """Format of products; with float8 that of everything which is not a converted linear layer. "auto" is of a section that

@@ -12,17 +12,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from shardway.plan.case import Case
-from shardway.plan.emit.emitted import Emitted, EmittedHeader, gather, write
-from shardway.plan.emit.pipeline import name_schedule
-from shardway.plan.emit.tellings import (
+from shardway.plan.emit.common import (
+    Emitted,
+    EmittedHeader,
+    Settings,
+    Value,
     describe_engine,
     describe_offload,
     describe_own_model,
     describe_script,
     describe_tf32,
     describe_zero,
+    gather,
+    name_schedule,
+    write,
+    write_yaml,
 )
-from shardway.plan.emit.texts import Settings, Value, write_yaml
 
 FILE = "accelerate.yaml"
 

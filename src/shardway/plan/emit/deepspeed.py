@@ -1,22 +1,192 @@
 """DeepSpeed: its configuration in JSON, and a text beside it with what JSON has no comment for.
 
-Invariant: wherever DeepSpeed counts data ranks as the plan does, the three batch sizes stand in the file, so that it
-refuses a world of another size. A pipeline is made by the script, and with it every degree but the data ranks, so the
-file then has none of them. This module must not import deepspeed.
+Invariants:
+- Every field of a case that ds_config.json does not carry over as it stands has its sentence here.
+- Wherever DeepSpeed counts data ranks as the plan does, the three batch sizes stand in the file, so that it refuses a
+  world of another size. A pipeline is made by the script, and with it every degree but the data ranks, so the file then
+  has none of them.
 
-Source: DeepSpeed 0.19.8 (runtime/config.py, runtime/engine.py, runtime/zero/config.py,
-runtime/tensor_parallel/config.py, module_inject/auto_ep_config.py).
+Sources: DeepSpeed 0.19.8 (runtime/engine.py, runtime/bf16_optimizer.py, runtime/pipe/engine.py, runtime/zero/stage3.py,
+runtime/sequence_parallel/ulysses_sp.py, module_inject/auto_ep_folding.py); DeepSpeed 0.19.8 (runtime/config.py,
+runtime/engine.py, runtime/zero/config.py, runtime/tensor_parallel/config.py, module_inject/auto_ep_config.py).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from shardway.plan.case import Case
-from shardway.plan.emit.deepspeed_told import describe_all
-from shardway.plan.emit.emitted import Emitted, EmittedFile, EmittedHeader, gather
-from shardway.plan.emit.texts import Settings, Value
+from shardway.plan.emit.common import (
+    Emitted,
+    EmittedFile,
+    EmittedHeader,
+    Settings,
+    Value,
+    describe_copies,
+    describe_engine,
+    describe_own_model,
+    describe_script,
+    describe_tf32,
+    gather,
+    is_even,
+    name_schedule,
+)
+from shardway.plan.stages import layers_of_stages
+
+# --- What a plan says that DeepSpeed has no word for, and what its configuration leaves to the script
+
+_LIBRARY = "DeepSpeed"
+
+
+def describe_all(case: Case, sums_in_fp32: bool, made: Mapping[str, int]) -> Iterator[str]:
+    """Everything, the layout first; `made` are the degrees of the file."""
+    yield from describe_engine(case, _LIBRARY, ("deepspeed", "megatron-deepspeed"))
+    yield from _describe_pipeline(case)
+    yield from _describe_tensor(case, made["tp"])
+    yield from _describe_sequence(case, made["sp"])
+    yield from _describe_experts(case)
+    yield from describe_copies(case, _LIBRARY)
+    yield from _describe_states(case)
+    yield from _describe_optimizer(case, sums_in_fp32)
+    yield from _describe_formats(case, sums_in_fp32)
+    yield from _describe_model(case)
+    data = f"the data in sequences of {case.seq_len}"
+    yield from describe_script(case, f"the model, {data}, the number of steps, the learning rate (optimizer.params.lr)")
+
+
+def _describe_pipeline(case: Case) -> Iterator[str]:
+    degrees = case.degrees
+    if degrees.pp == 1:
+        return
+    sizes = layers_of_stages(case)
+    layers = str(sizes[0]) if is_even(case) else ", ".join(map(str, sizes))
+    yield (
+        f"pp {degrees.pp} is not in the file: DeepSpeed makes a pipeline of a PipelineModule in the script, with "
+        f"num_stages={degrees.pp}, and its schedule is 1F1B with one stage a rank. The plan: {name_schedule(case)}, "
+        f"layers of a stage: {layers}."
+    )
+    if case.zero > 1:
+        yield f"{_LIBRARY} refuses a pipeline with ZeRO 2 or 3, and the plan says {case.zero}."
+    if case.engine.overlaps_gradients and degrees.data > 1:
+        yield f"{_LIBRARY} sums gradients after the last micro-batch of a pipeline: slower steps than predicted."
+
+
+def _describe_tensor(case: Case, made: int) -> Iterator[str]:
+    if case.degrees.tp == 1:
+        return
+    yield from _describe_split_of_stages(case) if made == 1 else _describe_autotp(case)
+
+
+def _describe_split_of_stages(case: Case) -> Iterator[str]:
+    degrees = case.degrees
+    yield (
+        f"tp {degrees.tp} is not in the file: {_LIBRARY} refuses AutoTP in a pipeline. The model has to split itself, "
+        f"with PipeModelDataParallelTopology(num_pp={degrees.pp}, num_mp={degrees.tp}, num_dp={degrees.data})."
+    )
+    if case.sequence:
+        yield "The plan splits norms and the residual stream over tp as well: the model has to."
+    if case.async_tensor:
+        yield "The plan runs collectives of tp beside products: the model has to."
+
+
+def _describe_autotp(case: Case) -> Iterator[str]:
+    tp, heads = case.degrees.tp, min(run.layer.attention.kv_heads for run in case.model.runs)
+    yield (
+        f"train_batch_size ({case.global_batch}) is not in the file: DeepSpeed would count the ranks of AutoTP as data "
+        "ranks. Those of one tensor group have to read the same."
+    )
+    yield "DeepSpeed splits models of Hugging Face by itself (AutoTP); another one needs a partition_config."
+    if case.sequence:
+        yield "AutoTP does not split norms and the residual stream by sequence: more memory than predicted."
+    if case.async_tensor:
+        yield "AutoTP overlaps a collective of tp with products on the way back alone: slower steps than predicted."
+    if tp > heads:
+        yield f"AutoTP gives attention to the first {heads} ranks of tp {tp}, one a key-value head; the others wait."
+
+
+def _describe_sequence(case: Case, made: int) -> Iterator[str]:
+    cp, beside = case.degrees.cp, "a pipeline" if case.degrees.pp > 1 else "AutoTP"
+    if cp == 1:
+        return
+    if made == 1:
+        yield f"cp {cp} is not in the file: {_LIBRARY} makes no groups for sequence parallelism beside {beside}."
+    yield f"cp {cp} is DeepSpeed's Ulysses, which exchanges heads instead of passing keys and values on."
+    for attention in [run.layer.attention for run in case.model.runs]:
+        shared = attention.kv_heads % cp == 0 or cp % attention.kv_heads == 0
+        if attention.heads % cp or not shared:
+            yield f"Ulysses refuses {attention.heads} heads, {attention.kv_heads} of keys and values, over cp {cp}."
+    if case.zero:
+        yield "Whether ZeRO shares over the ranks of cp as well follows from how the script makes its groups."
+
+
+def _describe_experts(case: Case) -> Iterator[str]:
+    degrees = case.degrees
+    if not any(run.layer.experts for run in case.model.runs):
+        return
+    if degrees.ep == 1:
+        if degrees.tp > 1:
+            yield f"Whether tp splits experts is AutoTP's to say; the plan splits each over {degrees.etp} ranks."
+        return
+    yield "DeepSpeed spreads experts of models of Hugging Face by itself (AutoEP); another one calls moe.layer.MoE."
+    if degrees.etp > 1:
+        yield f"DeepSpeed refuses experts that are split, and the plan splits each over {degrees.etp} ranks."
+    if degrees.tp > 1 and (degrees.cp > 1 or degrees.pp > 1 or case.offload):
+        yield "DeepSpeed refuses AutoEP with tp beside a pipeline, sequence parallelism or offload."
+    if case.zero == 3 and degrees.cp > 1:
+        yield "DeepSpeed refuses AutoEP with sequence parallelism under ZeRO 3."
+    if case.zero == 3:
+        yield "DeepSpeed refuses moe.layer.MoE under ZeRO 3; AutoEP goes with it."
+
+
+def _describe_states(case: Case) -> Iterator[str]:
+    if case.zero == 0 and case.engine.overlaps_gradients and case.degrees.data > 1 and case.degrees.pp == 1:
+        yield "Without ZeRO, DeepSpeed sums gradients after the backward pass: slower steps than predicted."
+    if case.offload and not case.zero:
+        yield "DeepSpeed puts optimizer states into CPU memory from ZeRO 1 on: nothing is offloaded here."
+
+
+def _describe_optimizer(case: Case, sums_in_fp32: bool) -> Iterator[str]:
+    if case.optimizer == "adamw8bit":
+        yield "DeepSpeed has no AdamW of 8 bits: the file says AdamW, whose states take more memory than predicted."
+    if case.optimizer == "adafactor" and case.zero:
+        yield "ZeRO gives Adafactor flat weights, which have no rows and columns to factor: more memory than predicted."
+    if case.optimizer == "muon" and _refuses_muon(case, sums_in_fp32):
+        yield (
+            "DeepSpeed refuses Muon here: beside bf16 with ZeRO 1, or in a pipeline, it takes dense models on data "
+            "ranks alone, with gradients in fp32."
+        )
+    if case.optimizer == "muon" and case.zero == 3:
+        yield "Under ZeRO 3, Muon wants gradients summed whole on each rank: more traffic than predicted."
+
+
+def _refuses_muon(case: Case, sums_in_fp32: bool) -> bool:
+    """BF16_Optimizer does, which DeepSpeed takes with these settings and no others."""
+    degrees = case.degrees
+    if case.value_bytes == 4 or case.precision == "fp16":
+        return False
+    if case.zero == 0:
+        return degrees.pp > 1
+    return case.zero == 1 and sums_in_fp32 and not case.offload and degrees.pp * degrees.tp * degrees.ep > 1
+
+
+def _describe_formats(case: Case, sums_in_fp32: bool) -> Iterator[str]:
+    if case.gradient_bytes == 4 and not sums_in_fp32:
+        yield "Without ZeRO, DeepSpeed sums gradients in the format of the weights; the plan sums them in fp32."
+    yield from describe_tf32(case, "The file says fp32")
+    if case.low_bits:
+        yield f"DeepSpeed has no {case.precision} of its own: the file says bf16, and the model has to bring the rest."
+
+
+def _describe_model(case: Case) -> Iterator[str]:
+    if case.recompute != "none":
+        yield f"Recompute ({case.recompute}) is the script's: DeepSpeed's settings only say where what is kept lies."
+    if case.compiled:
+        yield "Call engine.compile() in the script: the plan compiles."
+    yield from describe_own_model(case)
+
+
+# --- DeepSpeed: its configuration in JSON, and a text beside it with what JSON has no comment for
 
 FILE = "ds_config.json"
 NOTES = "ds_config.txt"

@@ -1,25 +1,330 @@
-"""Megatron-LM: a file of shell that holds its flags in an array, and the environment that they want.
+"""Megatron-LM: a shell file with its flags; settings and notes of Megatron Core that NeMo shares.
 
-Invariant: sourced, the file starts nothing and changes nothing but MEGATRON_ARGS, EXPECTED_RANKS and one variable of
-CUDA's. Megatron derives the data degree from the world, so a comment and EXPECTED_RANKS say what that has to be. This
-module must not import megatron.
+Invariants:
+- Both are told and given the same; only the spelling of a setting is theirs.
+- What both libraries are given is worked out here once, so that they cannot differ but in spelling.
+- Each flag follows from the sizes of the plan; what a plan does not know of a model (scaling of positions, epsilons,
+  how experts are chosen and balanced) is left to Megatron and told.
+- Sourced, the file starts nothing and changes nothing but MEGATRON_ARGS, EXPECTED_RANKS and one variable of CUDA's.
+  Megatron derives the data degree from the world, so a comment and EXPECTED_RANKS say what that has to be.
 
-Source: megatron/training/arguments.py of Megatron Core 0.19.2.
+Sources: Megatron Core 0.16 to 0.19 (megatron/training/arguments.py, core/transformer/transformer_config.py); Megatron
+Core 0.16 to 0.19 (core/transformer/transformer_config.py, core/model_parallel_config.py);
+megatron/training/arguments.py of Megatron Core 0.19.2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from shardway.plan.case import Case
-from shardway.plan.emit import megatron_settings as shared
-from shardway.plan.emit import megatron_terms as terms
-from shardway.plan.emit.emitted import Emitted, EmittedHeader, gather, write
-from shardway.plan.emit.megatron_model import describe_model, model_flags
-from shardway.plan.emit.pipeline import render_layout
-from shardway.plan.emit.tellings import describe_script
-from shardway.plan.emit.texts import Settings, write_flags
+from shardway.plan.emit.common import (
+    Emitted,
+    EmittedHeader,
+    Settings,
+    UniformSizes,
+    describe_engine,
+    describe_irregular,
+    describe_optimizer,
+    describe_order,
+    describe_script,
+    gather,
+    is_even,
+    read_sizes,
+    render_layout,
+    render_pattern,
+    schedule_of,
+    write,
+    write_flags,
+)
+from shardway.plan.shapes.architecture import AttentionShape
 from shardway.plan.stages import layers_of_stages
+
+# --- How Megatron Core trains a plan, for the libraries that are built on it: Megatron-LM and NeMo's Megatron-
+# Bridge
+
+OPTIMIZERS = {"adamw": "adam", "sgd": "sgd", "muon": "muon"}
+
+
+def uses_fsdp(case: Case) -> bool:
+    """ZeRO beyond the first stage is Megatron-FSDP's; the first is the distributed optimizer's."""
+    return case.zero >= 2 and case.degrees.shards > 1
+
+
+def strategy(case: Case) -> str:
+    """What Megatron-FSDP shares."""
+    return "optim_grads_params" if case.zero == 3 else "optim_grads"
+
+
+def degrees_of(case: Case) -> Mapping[str, int]:
+    """As Megatron has them; dp is what is left of the ranks."""
+    degrees = case.degrees
+    return {"dp": degrees.data, "cp": degrees.cp, "tp": degrees.tp, "pp": degrees.pp}
+
+
+def keeps_mapping(case: Case) -> bool:
+    """Whether pipeline ranks lie within copies, as in the plan: Megatron can do that where nothing else shares data."""
+    degrees = case.degrees
+    return degrees.pp > 1 and degrees.dp_replicate > 1 and degrees.dp_shard == 1
+
+
+def virtual_stages(case: Case) -> int | None:
+    """Stages of a rank, where there are several."""
+    return case.stages_per_rank if case.degrees.pp > 1 and case.stages_per_rank > 1 else None
+
+
+def needs_layout(case: Case) -> bool:
+    """Whether stages differ in their layers, so that each has to be written out."""
+    return case.degrees.pp > 1 and not is_even(case)
+
+
+def describe_megatron(case: Case, library: str, priced_as: Collection[str]) -> Iterator[str]:
+    """What either library lacks; `priced_as` are the engines whose prediction is that of the library."""
+    yield from describe_engine(case, library, priced_as)
+    yield from _describe_sharing(case)
+    yield from _describe_pipeline(case)
+    yield from _describe_products(case)
+    yield from describe_optimizer(case, library, OPTIMIZERS)
+    yield from _describe_rest(case)
+    yield from _describe_vocabulary(case)
+
+
+def _describe_sharing(case: Case) -> Iterator[str]:
+    if not keeps_mapping(case):
+        yield from describe_order(case, "Megatron")
+    if uses_fsdp(case) and case.optimizer == "muon":
+        yield "Megatron-FSDP refuses Muon: share the optimizer states alone, as ZeRO-1 does."
+    if case.zero == 3 and not case.reshard:
+        yield "Megatron-FSDP frees weights after the forward pass always: less memory and more traffic than predicted."
+    if uses_fsdp(case) and case.degrees.tp * case.degrees.cp > 1:
+        yield (
+            "Megatron-FSDP wants CUDA_DEVICE_MAX_CONNECTIONS above 1, and tp or cp want it at 1 before Blackwell: "
+            "expect less overlap than predicted."
+        )
+
+
+def _describe_pipeline(case: Case) -> Iterator[str]:
+    if case.degrees.pp == 1:
+        return
+    schedule = schedule_of(case)
+    stand_in = "the interleaved 1F1B" if virtual_stages(case) else "1F1B"
+    if schedule not in ("1f1b", "interleaved"):
+        yield f"Megatron has no schedule {schedule}: it runs {stand_in}, with another bubble and other memory."
+    if schedule == "interleaved" and case.micro_batches % case.degrees.pp:
+        yield (
+            f"Megatron interleaves groups of {case.degrees.pp} micro-batches, and the plan's {case.micro_batches} are "
+            "no multiple of that: set the size of a group of micro-batches, or change the batch."
+        )
+
+
+def _describe_products(case: Case) -> Iterator[str]:
+    if case.precision == "tf32":
+        yield "Megatron has no option for tf32: the file says fp32, and NVIDIA_TF32_OVERRIDE=1 sets the rest."
+    if case.precision == "fp8":
+        yield "The plan does not say how fp8 is scaled; the file says by tensor, from the values at hand."
+    if case.low_bits:
+        yield f"{case.precision} needs Transformer Engine and a GPU that has it; weights are gathered in bf16."
+
+
+def _describe_rest(case: Case) -> Iterator[str]:
+    if case.recompute in ("products", "operators"):
+        yield (
+            f'Megatron recomputes named modules, the plan "{case.recompute}": nothing is recomputed, which takes more '
+            "memory than predicted."
+        )
+    if case.attention == "flash1":
+        yield "Transformer Engine has no first FlashAttention; a later one is faster than predicted."
+    if case.compiled:
+        yield "Megatron does not use torch.compile; the kernels of Transformer Engine are fused as they are."
+    if case.async_tensor and not (case.sequence and case.degrees.tp > 1):
+        yield "Megatron overlaps the collectives of tp only with sequence parallelism: it is off."
+    if case.offload:
+        yield "CPU offload uses the precision-aware optimizer of Transformer Engine."
+    if case.offload and case.zero == 3:
+        yield "Megatron offloads optimizer states alone, the plan weights and gradients as well: more memory."
+    whole = 2 * case.degrees.cp if case.degrees.cp > 1 else 1
+    if case.seq_len % whole:
+        yield f"Megatron refuses sequences that are no multiple of 2 x cp = {whole}, and the plan has {case.seq_len}."
+
+
+def _describe_vocabulary(case: Case) -> Iterator[str]:
+    """Megatron rounds the vocabulary up to a multiple of 128 for each rank of the tensor axis."""
+    unit = 128 * case.degrees.tp
+    padded = -(-case.model.vocab // unit) * unit
+    if padded != case.model.vocab:
+        yield f"Megatron makes {padded:,} entries of the vocabulary of {case.model.vocab:,}, a multiple of 128 x tp."
+
+
+# --- Settings of Megatron Core that its libraries share, by the names of TransformerConfig
+
+_ATTENTION = {"plain": "unfused", "flash3": "fused"}
+"""cuDNN's kernel for those made for Hopper; FlashAttention's for the others."""
+
+_RECOMPUTE: Mapping[str, Settings] = {
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+def dashed(settings: Settings) -> Settings:
+    """The same as options of Megatron-LM."""
+    return {name.replace("_", "-"): value for name, value in settings.items()}
+
+
+def latent_settings(attention: AttentionShape) -> Settings:
+    """Attention over compressed keys and values, where a model has it."""
+    latent = attention.latent
+    if latent is None:
+        return {}
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": latent.q_rank or None,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_head_dim": attention.head_dim,
+        "qk_pos_emb_head_dim": latent.rope_dim,
+        "v_head_dim": latent.value_dim,
+    }
+
+
+def expert_settings(sizes: UniformSizes) -> Settings:
+    """Experts but for how many there are and in which layers, for which the libraries have words of their own."""
+    experts = sizes.experts
+    if experts is None:
+        return {}
+    return {
+        "moe_router_topk": experts.per_token,
+        "moe_ffn_hidden_size": experts.dim,
+        "moe_shared_expert_intermediate_size": experts.shared_dim or None,
+        "moe_grouped_gemm": True,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+
+
+def degree_settings(case: Case) -> Settings:
+    """Degrees that Megatron is told; the data degree is what is left of the ranks."""
+    degrees = case.degrees
+    moe = any(layer.experts for layer in case.model.layers)
+    return {
+        "tensor_model_parallel_size": degrees.tp,
+        "pipeline_model_parallel_size": degrees.pp,
+        "context_parallel_size": degrees.cp,
+        **({"expert_model_parallel_size": degrees.ep, "expert_tensor_parallel_size": degrees.etp} if moe else {}),
+        "sequence_parallel": case.sequence and degrees.tp > 1,
+    }
+
+
+def state_settings(case: Case) -> Settings:
+    """Who shares which states, and which collectives of them run beside products."""
+    fsdp, shared, gradients = uses_fsdp(case), case.zero >= 1, case.engine.overlaps_gradients
+    return {
+        "use_distributed_optimizer": shared,
+        "num_distributed_optimizer_instances": case.degrees.dp_replicate if shared else 1,
+        "use_megatron_fsdp": fsdp,
+        "data_parallel_sharding_strategy": strategy(case) if fsdp else "no_shard",
+        "overlap_grad_reduce": gradients,
+        "overlap_param_gather": gradients and case.engine.overlaps_parameters and shared,
+    }
+
+
+def optimizer_settings(case: Case) -> Settings:
+    """Which one, and where it keeps its states."""
+    return {
+        "optimizer": OPTIMIZERS.get(case.optimizer, "adam"),
+        "optimizer_cpu_offload": case.offload,
+        "use_precision_aware_optimizer": case.offload,
+    }
+
+
+def kernel_settings(case: Case) -> Settings:
+    """Attention, recompute, what is fused or overlapped, dropout."""
+    rate = 0.1 if case.dropout else 0.0
+    return {
+        "attention_backend": _ATTENTION.get(case.attention, "flash"),
+        **_RECOMPUTE.get(case.recompute, {}),
+        "tp_comm_overlap": case.async_tensor and case.sequence and case.degrees.tp > 1,
+        "cross_entropy_loss_fusion": case.fused_loss,
+        "attention_dropout": rate,
+        "hidden_dropout": rate,
+    }
+
+
+# --- The architecture of a model as flags of Megatron-LM
+
+
+def model_flags(case: Case) -> Settings:
+    """Sizes, norms, biases, positions, experts."""
+    model, sizes = case.model, read_sizes(case.model)
+    return {
+        "num-layers": sizes.count,
+        "hidden-size": model.hidden,
+        "ffn-hidden-size": sizes.ffn,
+        **_attention(sizes.layer.attention),
+        **_windows(sizes),
+        "seq-length": case.seq_len,
+        "max-position-embeddings": max(case.seq_len, model.positions),
+        "position-embedding-type": "learned_absolute" if model.positions else "rope",
+        "normalization": "LayerNorm" if sizes.layer.norm_bias else "RMSNorm",
+        "swiglu": sizes.layer.gated,
+        "disable-bias-linear": not _has_biases(sizes),
+        "add-qkv-bias": sizes.layer.attention.bias and not _has_biases(sizes),
+        "untie-embeddings-and-output-weights": not model.tied,
+        "vocab-size": model.vocab,
+        **_experts(sizes),
+    }
+
+
+def _attention(attention: AttentionShape) -> Settings:
+    grouped = attention.kv_heads != attention.heads and attention.latent is None
+    return {
+        "num-attention-heads": attention.heads,
+        "group-query-attention": grouped,
+        "num-query-groups": attention.kv_heads if grouped else None,
+        "kv-channels": attention.head_dim,
+        "qk-layernorm": attention.qk_norm or attention.latent is not None,
+        **dashed(latent_settings(attention)),
+    }
+
+
+def _windows(sizes: UniformSizes) -> Settings:
+    """Megatron counts the positions before a token's own, a plan counts that one too."""
+    if not sizes.window:
+        return {}
+    some = None if all(sizes.windowed) else render_pattern(sizes.windowed)
+    return {"window-size": f"{sizes.window - 1},0", "window-attn-skip-freq": some}
+
+
+def _experts(sizes: UniformSizes) -> Settings:
+    experts = sizes.experts
+    if experts is None:
+        return {}
+    return {
+        "num-experts": experts.count,
+        "moe-layer-freq": None if all(sizes.mixed) else render_pattern(sizes.mixed),
+        **dashed(expert_settings(sizes)),
+    }
+
+
+def _has_biases(sizes: UniformSizes) -> bool:
+    """Megatron has them everywhere, or on queries, keys and values, or nowhere."""
+    return sizes.layer.ffn_bias or sizes.layer.attention.output_bias
+
+
+def describe_model(case: Case) -> Iterator[str]:
+    """What these flags leave open, or cannot say."""
+    sizes = read_sizes(case.model)
+    attention = sizes.layer.attention
+    yield from describe_irregular(case.model)
+    if len({attention.bias, attention.output_bias, sizes.layer.ffn_bias}) > 1 and _has_biases(sizes):
+        yield "Megatron has biases in all matrices or in none but queries, keys and values; here it has them in all."
+    if not sizes.layer.gated:
+        yield "Without gates the activation is GELU; another one is an option of its own."
+    if not case.model.positions:
+        yield "Base and scaling of rotary positions are not part of a plan: set --rotary-base as the model has it."
+    if sizes.experts:
+        yield "How the router scores, balances and drops is not part of a plan: set the --moe-router options."
+
+
+# --- Megatron-LM: a file of shell that holds its flags in an array, and the environment that they want
 
 FILE = "megatron.sh"
 
@@ -38,20 +343,20 @@ def emit(case: Case, prediction_lines: Sequence[str]) -> Emitted:
     """megatron.sh."""
     left = "the data, the tokenizer, the number of iterations, the learning rate, the folders of checkpoints"
     told = gather(
-        [*describe_model(case), *terms.describe_megatron(case, "Megatron-LM", _PRICED_AS), *describe_script(case, left)]
+        [*describe_model(case), *describe_megatron(case, "Megatron-LM", _PRICED_AS), *describe_script(case, left)]
     )
-    head = EmittedHeader(case, prediction_lines, terms.degrees_of(case), told)
+    head = EmittedHeader(case, prediction_lines, degrees_of(case), told)
     return Emitted((write(FILE, head, _body(case)),), told)
 
 
 def _body(case: Case) -> str:
     groups = {
         "model": model_flags(case),
-        "layout": {**shared.dashed(shared.degree_settings(case)), **_pipeline(case)},
+        "layout": {**dashed(degree_settings(case)), **_pipeline(case)},
         "batch": {"micro-batch-size": case.micro_batch, "global-batch-size": case.global_batch},
         "states": _states(case),
         "formats": {**_PRECISION.get(case.precision, {}), **_gradients(case)},
-        "kernels": shared.dashed(shared.kernel_settings(case)),
+        "kernels": dashed(kernel_settings(case)),
     }
     arrays = "".join(f"  # {name}\n{write_flags(flags)}" for name, flags in groups.items())
     return (
@@ -62,16 +367,16 @@ def _body(case: Case) -> str:
 
 def _connections(case: Case) -> str:
     """One queue keeps collectives of tp and cp in order with products; Megatron-FSDP refuses it."""
-    if terms.uses_fsdp(case):
+    if uses_fsdp(case):
         return "unset CUDA_DEVICE_MAX_CONNECTIONS\n"
     return "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" if case.degrees.tp * case.degrees.cp > 1 else ""
 
 
 def _pipeline(case: Case) -> Settings:
-    mapping: Settings = {"use-tp-pp-dp-mapping": terms.keeps_mapping(case)}
-    if terms.needs_layout(case):
+    mapping: Settings = {"use-tp-pp-dp-mapping": keeps_mapping(case)}
+    if needs_layout(case):
         return {"pipeline-model-parallel-layout": render_layout(case), **mapping}
-    if terms.virtual_stages(case):
+    if virtual_stages(case):
         return {"num-layers-per-virtual-pipeline-stage": layers_of_stages(case)[0], **mapping}
     return mapping
 
@@ -88,5 +393,5 @@ def _gradients(case: Case) -> Settings:
 
 
 def _states(case: Case) -> Settings:
-    checkpoints: Settings = {"ckpt_format": "fsdp_dtensor"} if terms.uses_fsdp(case) else {}
-    return shared.dashed({**shared.optimizer_settings(case), **shared.state_settings(case), **checkpoints})
+    checkpoints: Settings = {"ckpt_format": "fsdp_dtensor"} if uses_fsdp(case) else {}
+    return dashed({**optimizer_settings(case), **state_settings(case), **checkpoints})

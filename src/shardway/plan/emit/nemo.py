@@ -11,14 +11,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from shardway.plan.case import Case
-from shardway.plan.emit import megatron_settings as shared
-from shardway.plan.emit import megatron_terms as terms
-from shardway.plan.emit.emitted import Emitted, EmittedHeader, gather, write
-from shardway.plan.emit.pipeline import render_layout
-from shardway.plan.emit.sizes import UniformSizes, describe_irregular, read_sizes
-from shardway.plan.emit.tellings import describe_script
-from shardway.plan.emit.texts import Settings, write_yaml
-from shardway.plan.shapes.layer import AttentionShape
+from shardway.plan.emit import megatron as shared
+from shardway.plan.emit import megatron as terms
+from shardway.plan.emit.common import (
+    Emitted,
+    EmittedHeader,
+    Settings,
+    UniformSizes,
+    describe_irregular,
+    describe_script,
+    gather,
+    read_sizes,
+    render_layout,
+    write,
+    write_yaml,
+)
+from shardway.plan.shapes.architecture import AttentionShape
 
 FILE = "megatron_bridge.yaml"
 

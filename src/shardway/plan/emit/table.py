@@ -11,7 +11,7 @@ from types import MappingProxyType
 from shardway.errors import Problem, UserError, render_problems
 from shardway.plan.case import Case
 from shardway.plan.emit import accelerate, deepspeed, megatron, nemo, torchtitan
-from shardway.plan.emit.emitted import Emitted, Emitter
+from shardway.plan.emit.common import Emitted, Emitter
 
 EMITTERS: Mapping[str, Emitter] = MappingProxyType(
     {

@@ -1,25 +1,337 @@
-"""torchtitan: a job config in TOML, read up to version 0.2, and the same as a function of Python, read since 0.3.
+"""torchtitan: a job config in TOML (up to 0.2) and as a function of Python (since 0.3), with notes on what is lost.
 
-Invariant: both files say the same of what both versions know; what one of them lacks is told with its name. The plan's
-layout is written degree by degree, nothing is left for torchtitan to derive. This module must not import torchtitan.
+Invariants:
+- A flavor is found only where hidden size, layers, heads, vocabulary and the width of its feed-forward layers (of its
+  experts, where it has any) are all the same.
+- The function starts from torchtitan's config for these sizes and sets everything that the plan decides.
+- Every field of a case that the files of torchtitan do not carry over as it stands has its sentence here.
+- Both files say the same of what both versions know; what one of them lacks is told with its name. The plan's layout is
+  written degree by degree, nothing is left for torchtitan to derive.
 
-Source: torchtitan 0.2.2 (config/job_config.py, distributed/pipeline_parallel.py) and 0.3.0 (config/configs.py).
+Sources: the registries of torchtitan 0.2.2 and 0.3.0 (torchtitan/models/*/__init__.py, config_registry.py); torchtitan
+0.3.0 (config/configs.py, models/*/config_registry.py, components/quantization/); torchtitan 0.2.2
+(config/job_config.py, distributed/pipeline_parallel.py) and 0.3.0 (config/configs.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from shardway.plan.case import Case, Schedule
-from shardway.plan.emit.emitted import Emitted, EmittedHeader, gather, write
-from shardway.plan.emit.flavors import find_flavor
-from shardway.plan.emit.pipeline import schedule_of
-from shardway.plan.emit.sizes import describe_irregular
-from shardway.plan.emit.texts import Settings, write_toml
-from shardway.plan.emit.torchtitan_job import JOB, render_job
-from shardway.plan.emit.torchtitan_told import describe_all
+from shardway.plan.emit.common import (
+    Emitted,
+    EmittedHeader,
+    Settings,
+    describe_dropout,
+    describe_engine,
+    describe_irregular,
+    describe_kernel,
+    describe_offload,
+    describe_optimizer,
+    describe_order,
+    describe_script,
+    describe_tf32,
+    describe_zero,
+    gather,
+    literal,
+    read_sizes,
+    schedule_of,
+    write,
+    write_call,
+    write_toml,
+)
+from shardway.plan.shapes.architecture import Architecture, LayerShape, Part
 from shardway.plan.stages import layers_of_stages
+
+# --- The models that torchtitan has of its own, by the sizes that a plan knows
+
+
+@dataclass(frozen=True)
+class Flavor:
+    """A name of torchtitan's: the model, the flavor, and since 0.3 the function of its config_registry ("" none)."""
+
+    model: str
+    name: str
+    function: str = ""
+
+
+@dataclass(frozen=True)
+class _Key:
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    """0 with latent attention, where it has no meaning."""
+    width: int
+    experts: int
+    vocab: int
+
+
+def _llama(*sizes: int) -> _Key:
+    hidden, layers, heads, width = sizes
+    return _Key(hidden, layers, heads, 8, width, 0, 128256)
+
+
+def _qwen(hidden: int, layers: int, heads: int, width: int, kv_heads: int = 8, experts: int = 0) -> _Key:
+    return _Key(hidden, layers, heads, kv_heads, width, experts, 151936)
+
+
+_FLAVORS = {
+    _llama(4096, 32, 32, 14336): Flavor("llama3", "8B", "llama3_8b"),
+    _llama(8192, 80, 64, 28672): Flavor("llama3", "70B", "llama3_70b"),
+    _llama(16384, 126, 128, 53248): Flavor("llama3", "405B", "llama3_405b"),
+    _qwen(1024, 28, 16, 3072): Flavor("qwen3", "0.6B", "qwen3_0_6b"),
+    _qwen(2048, 28, 16, 6144): Flavor("qwen3", "1.7B", "qwen3_1_7b"),
+    _qwen(2560, 36, 32, 9728): Flavor("qwen3", "4B"),
+    _qwen(4096, 36, 32, 12288): Flavor("qwen3", "8B"),
+    _qwen(5120, 40, 40, 17408): Flavor("qwen3", "14B", "qwen3_14b"),
+    _qwen(5120, 64, 64, 25600): Flavor("qwen3", "32B", "qwen3_32b"),
+    _qwen(2048, 48, 32, 768, 4, 128): Flavor("qwen3", "30B-A3B", "qwen3_30b_a3b"),
+    _qwen(4096, 94, 64, 1536, 4, 128): Flavor("qwen3", "235B-A22B"),
+    _Key(2048, 27, 16, 0, 1408, 64, 102400): Flavor("deepseek_v3", "16B", "deepseek_v3_16b"),
+    _Key(5120, 60, 128, 0, 1536, 160, 102400): Flavor("deepseek_v3", "236B"),
+    _Key(7168, 61, 128, 0, 2048, 256, 129280): Flavor("deepseek_v3", "671B", "deepseek_v3_671b"),
+}
+
+
+def find_flavor(model: Architecture) -> Flavor | None:
+    """The flavor of these sizes, where torchtitan has one."""
+    sizes = read_sizes(model)
+    attention, experts = sizes.layer.attention, sizes.experts
+    key = _Key(
+        hidden=model.hidden,
+        layers=sizes.count,
+        heads=attention.heads,
+        kv_heads=0 if attention.latent else attention.kv_heads,
+        width=experts.dim if experts else sizes.ffn,
+        experts=experts.count if experts else 0,
+        vocab=model.vocab,
+    )
+    return _FLAVORS.get(key)
+
+
+# --- The file of Python that torchtitan reads since version 0.3: a function that changes one of its own configs
+
+JOB = "torchtitan_job.py"
+
+_POLICIES = {"products": "SelectiveAC", "operators": "SelectiveAC", "full": "FullAC"}
+_LINEAR = {"fp8": "Float8LinearConverter", "mxfp8": "MXFP8LinearConverter", "fp4": "NVFP4LinearConverter"}
+_GROUPED = {"fp8": "Float8GroupedExpertsConverter", "mxfp8": "MXFP8GroupedExpertsConverter"}
+
+
+_PARTS: Mapping[Part, str] = {"attention": "attention", "ffn": "feed_forward", "shared": "shared_experts"}
+_FP4_BLOCK = 128
+"""What NVFP4LinearConverter wants to divide both sides of a product."""
+
+
+def render_job(case: Case, flavor: Flavor, training: Settings, parallelism: Settings) -> str:
+    """The module without its head."""
+    return "\n".join([*_imports(case, flavor), "", "", *_function(case, flavor, training, parallelism), ""])
+
+
+def _imports(case: Case, flavor: Flavor) -> list[str]:
+    policy, converters = _POLICIES.get(case.recompute), sorted(_job_converters(case))
+    package = f"torchtitan.models.{flavor.model}"
+    return [
+        *([f"from torchtitan.components.quantization import {', '.join(converters)}"] if converters else []),
+        "from torchtitan.config import CompileConfig, ParallelismConfig",
+        *([f"from torchtitan.distributed.activation_checkpoint import {policy}"] if policy else []),
+        f"from {package} import model_registry",
+        f"from {package}.config_registry import {flavor.function}",
+        "from torchtitan.trainer import Trainer",
+    ]
+
+
+def _function(case: Case, flavor: Flavor, training: Settings, parallelism: Settings) -> list[str]:
+    policy = _POLICIES.get(case.recompute)
+    split = {**parallelism, "enable_sequence_parallel": case.sequence}
+    return [
+        "def planned() -> Trainer.Config:",
+        f"    # python -m torchtitan.train --module {JOB.removesuffix('.py')} --config planned",
+        f"    config = {flavor.function}()",
+        *_model(case, flavor),
+        *(f"    config.training.{name} = {literal(value)}" for name, value in training.items()),
+        "    config.training.disable_cuda_graphs = True",
+        f"    config.parallelism = {write_call('ParallelismConfig', split, '    ')}",
+        f"    config.activation_checkpoint = {f'{policy}.Config()' if policy else None}",
+        f"    config.compile = {write_call('CompileConfig', _compile(case), '    ')}",
+        "    return config",
+    ]
+
+
+def _model(case: Case, flavor: Flavor) -> list[str]:
+    """Again also where the config has it, whose number format may be another."""
+    converters = [
+        f"        {write_call(f'{name}.Config', settings, '        ')},"
+        for name, settings in _job_converters(case).items()
+    ]
+    if not converters:
+        return [f"    config.model_spec = model_registry({literal(flavor.name)})"]
+    return [
+        "    converters = [",
+        *converters,
+        "    ]",
+        f"    config.model_spec = model_registry({literal(flavor.name)}, converters=converters)",
+    ]
+
+
+def _compile(case: Case) -> Mapping[str, bool]:
+    return {"enable": case.compiled, "enable_async_tensor_parallel": case.async_tensor and case.compiled}
+
+
+def fp4_parts(case: Case) -> tuple[list[str], list[str]]:
+    """Parts of a layer by the names of torchtitan: those that its fp4 takes, and those that have an odd width."""
+    taken: list[str] = []
+    odd: list[str] = []
+    for part, name in _PARTS.items():
+        widths = [width for run in case.model.runs for width in _widths(run.layer, part, case.degrees.tp)]
+        if widths:
+            (odd if any(width % _FP4_BLOCK for width in widths) else taken).append(name)
+    return taken, odd
+
+
+def _widths(layer: LayerShape, part: str, tp: int) -> Iterator[float]:
+    """Both sides of each product of a part, on one rank; keys and values are two products."""
+    for each in layer.matrices:
+        if each.part == part:
+            yield each.inputs / (tp if each.split == "inputs" else 1)
+            yield each.outputs / ((tp if each.split == "outputs" else 1) * (2 if each.kv_heads else 1))
+
+
+def _products(case: Case) -> Settings:
+    """By what their names have in them."""
+    if case.precision == "fp8":
+        return {"filter_fqns": ["lm_head", "router.gate"]}
+    return {"fqns": fp4_parts(case)[0] if case.precision == "fp4" else list(_PARTS.values())}
+
+
+def _job_converters(case: Case) -> Mapping[str, Settings]:
+    """By name: of products, but for those of the head and of the router, and of experts."""
+    compiled = {"model_compile_enabled": case.compiled}
+    linear, grouped = _LINEAR.get(case.precision), _GROUPED.get(case.precision)
+    if linear is None or (case.precision == "fp4" and not fp4_parts(case)[0]):
+        return {}  # a converter without names would take every product
+    found: dict[str, Settings] = {linear: {**_products(case), **compiled}}
+    if grouped and any(layer.experts for layer in case.model.layers):
+        found[grouped] = compiled
+    return found
+
+
+# --- What a plan says that torchtitan has no word for, and what its job config leaves to a person
+
+_LIBRARY = "torchtitan"
+_LOSS_BYTES = (
+    "The loss is computed with a full copy of the logits in torchtitan.toml; torchtitan_job.py computes it in parts"
+)
+
+
+def describe_all(case: Case, copies: int, shards: int) -> Iterator[str]:
+    """Everything, the model first; `copies` and `shards` are what the files have."""
+    yield from _describe_model(case)
+    yield from describe_engine(case, _LIBRARY, ("fsdp2", "torchtitan"))
+    yield from _describe_sharing(case, copies, shards)
+    yield from describe_order(case, _LIBRARY)
+    yield from _describe_axes(case)
+    yield from _describe_pipeline(case)
+    yield from _describe_experts(case)
+    yield from _describe_formats(case)
+    yield from _describe_rest(case)
+    yield from describe_script(
+        case, "the data set, the number of steps, the learning rate, the folder of the tokenizer"
+    )
+
+
+def _describe_model(case: Case) -> Iterator[str]:
+    flavor = find_flavor(case.model)
+    if flavor is None:
+        yield (
+            f"torchtitan takes sizes from a flavor of its own, and has none of {case.model.name}: add one called "
+            f'"{case.model.name}" to the registry of a model, and say that model under [model] name.'
+        )
+    if flavor is None or not flavor.function:
+        yield "torchtitan 0.3 reads no TOML and has no config of these sizes: write one for its config_registry."
+
+
+def _describe_sharing(case: Case, copies: int, shards: int) -> Iterator[str]:
+    alone = shards * case.degrees.cp == 1
+    if not alone:
+        yield from describe_zero(case, _LIBRARY)
+    if case.zero == 0 and not alone:
+        yield "The plan shares no states, and torchtitan shards them over dp_shard x cp in this layout: less memory."
+    if copies > 1 and alone and case.degrees.tp * case.degrees.pp > 1:
+        yield "torchtitan 0.2 refuses copies of a model that is split by tp or pp; shard over some of the data ranks."
+
+
+def _describe_axes(case: Case) -> Iterator[str]:
+    degrees = case.degrees
+    if degrees.tp > 1 and not case.sequence:
+        yield "torchtitan 0.2 always splits norms and the residual stream with tp: less memory than predicted."
+    whole = degrees.tp * (2 * degrees.cp if degrees.cp > 1 else 1)
+    if case.seq_len % whole:
+        yield f"torchtitan refuses sequences that are no multiple of {whole} here, and the plan has {case.seq_len}."
+    if case.async_tensor and not case.compiled:
+        yield "torchtitan overlaps the collectives of tp only where it compiles, and the plan does not: it is off."
+
+
+def _describe_pipeline(case: Case) -> Iterator[str]:
+    if case.degrees.pp == 1:
+        return
+    schedule, per_rank = schedule_of(case), case.stages_per_rank
+    if schedule == "zero_bubble" and per_rank == 1:
+        yield "torchtitan has zero bubble for two stages a rank or more, and the plan has one: the files say 1F1B."
+    if schedule == "gpipe" and per_rank > 1:
+        yield f"GPipe has one stage a rank in torchtitan, and the plan has {per_rank}: the files say Interleaved1F1B."
+    if schedule == "zbv" and per_rank != 2:
+        yield f"ZBV has two stages a rank, and the plan has {per_rank}: torchtitan refuses that."
+
+
+def _describe_experts(case: Case) -> Iterator[str]:
+    degrees = case.degrees
+    if degrees.ep > 1 and degrees.etp not in (1, degrees.tp):
+        yield f"torchtitan splits an expert over 1 or over {degrees.tp} ranks (tp), and the plan says {degrees.etp}."
+    if degrees.etp > 1:
+        yield "torchtitan 0.3 keeps each expert whole on a rank, and the plan splits it."
+    if any(layer.experts for layer in case.model.layers) and degrees.ep == 1 and degrees.tp != degrees.etp:
+        yield "Without ep, torchtitan splits each expert over the tensor axis, and the plan does not."
+
+
+def _describe_formats(case: Case) -> Iterator[str]:
+    if case.precision == "fp16":
+        yield "torchtitan computes in bf16 or fp32; the files say bf16 where the plan says fp16."
+    yield from describe_tf32(case, "The files say fp32")
+    if case.precision == "fp4":
+        yield from _describe_fp4(case)
+    if case.low_bits and not case.compiled:
+        yield f"torchtitan wants the model compiled for {case.precision} to be fast, and the plan does not compile."
+    yield from describe_optimizer(case, _LIBRARY, ("adamw",))
+
+
+def _describe_fp4(case: Case) -> Iterator[str]:
+    yield "torchtitan.toml says bf16 where the plan says fp4: torchtitan 0.2 has none."
+    odd = fp4_parts(case)[1]
+    if odd:
+        yield f"torchtitan has fp4 for widths of whole 128s: {' and '.join(odd)} are computed in bf16."
+    if any(run.layer.experts for run in case.model.runs):
+        yield "torchtitan has fp4 for linear layers alone: experts are computed in bf16."
+
+
+def _describe_rest(case: Case) -> Iterator[str]:
+    if case.recompute == "selective":
+        yield "torchtitan cannot recompute the scores of attention alone; with a fused kernel none are kept anyway."
+    if case.recompute == "products":
+        yield "torchtitan recomputes every second product as well: less memory and slower steps than predicted."
+    yield from describe_kernel(case, _LIBRARY)
+    yield from describe_dropout(case, _LIBRARY)
+    yield from describe_offload(case, _LIBRARY)
+    if case.fused_loss:
+        yield f"{_LOSS_BYTES}, as the plan says."
+    else:
+        yield f"{_LOSS_BYTES}, which takes less memory than predicted."
+
+
+# --- torchtitan: a job config in TOML, read up to version 0.2, and the same as a function of Python, read since 0.3
 
 TOML = "torchtitan.toml"
 

@@ -1,20 +1,273 @@
-"""Decoder-only families of Hugging Face models: what their layers have, from the keys of a config.json.
+"""Decoder-only families of Hugging Face models: from the keys of a config.json to an architecture.
 
-Invariant: parameters are those that the library builds for the same config, which a test compares for every family;
-what a config leaves out is as the library has it. This module must not read files.
+Invariants:
+- Reading goes on after a key that is wrong, so that all are told at once; `check` must be called before what was read
+  is used.
+- Nothing is built from keys that are missing or cannot be.
+- Parameters are those that the library builds for the same config, which a test compares for every family; what a
+  config leaves out is as the library has it.
 
-Source: the modeling files of huggingface/transformers 5.23, one a family.
+Sources: the modeling files of huggingface/transformers 5.23, one a family.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
 
-from shardway.plan.shapes.architecture import Architecture
-from shardway.plan.shapes.hf_keys import Keys
-from shardway.plan.shapes.hf_layers import Style, build_decoder, read_sizes, read_windows
-from shardway.plan.shapes.layer import ExpertsShape, Latent
+from shardway.errors import Problem, check_no_problems
+from shardway.plan.shapes.architecture import (
+    LARGEST,
+    MOST_LAYERS,
+    Architecture,
+    AttentionShape,
+    ExpertsShape,
+    Latent,
+    LayerRun,
+    LayerShape,
+)
+
+# --- Reads keys of a config.json, and remembers every one that is missing or cannot be
+
+
+class Keys:
+    """The keys of one config; several names of a key are those that versions of the library gave it."""
+
+    def __init__(self, config: Mapping[str, Any], name: str, origin: str) -> None:
+        self.config, self.name, self._origin = config, name, origin
+        self.problems: list[Problem] = []
+
+    def check(self) -> None:
+        """Raise UserError with every key that is missing or cannot be."""
+        check_no_problems(self._origin, self.problems)
+
+    def refuse(self, key: str, what: str, allowed: str = "", remedy: str = "") -> None:
+        """Remember a problem of a key."""
+        self.problems.append(Problem(key, what, allowed=allowed, remedy=remedy))
+
+    def size(self, *names: str, default: int | None = None, least: int = 1, most: int = LARGEST) -> int:
+        """A whole number; null is as good as missing. Without a default it must be there."""
+        key, value = self._find(names)
+        if value is None and default is not None:
+            return default
+        if type(value) is int and least <= value <= most:
+            return value
+        what = "is missing" if value is None else f"{value!r} is no size"
+        self.refuse(key, what, f"a whole number, {least} to {most:,}", "correct the config.json")
+        return 1
+
+    def count(self, *names: str, default: int = 0) -> int:
+        """A whole number that may be 0."""
+        return self.size(*names, default=default, least=0)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """True or false."""
+        value = self.config.get(name)
+        if value is None:
+            return default
+        if type(value) is not bool:
+            self.refuse(name, f"{value!r} is neither", "true, false")
+        return bool(value)
+
+    def text(self, name: str, default: str) -> str:
+        """A word."""
+        value = self.config.get(name)
+        if value is not None and not isinstance(value, str):
+            self.refuse(name, f"{value!r} is no text")
+        return value if isinstance(value, str) else default
+
+    def sizes(self, name: str) -> tuple[int, ...]:
+        """A list of whole numbers, at least one."""
+        value = self.config.get(name)
+        if isinstance(value, list) and value and all(type(each) is int and 1 <= each <= LARGEST for each in value):
+            return tuple(value)
+        self.refuse(name, "is missing" if value is None else f"{value!r} is no list of sizes", "a list of sizes")
+        return (1,)
+
+    def numbers(self, name: str) -> tuple[int, ...]:
+        """A list of numbers of layers; none where it is missing."""
+        value = self.config.get(name) or []
+        if isinstance(value, list) and all(type(each) is int for each in value):
+            return tuple(value)
+        self.refuse(name, f"{value!r} is no list of layers", "a list of numbers")
+        return ()
+
+    def words(self, name: str, count: int, allowed: Mapping[str, Any]) -> tuple[str, ...]:
+        """A list of `count` words; none where it is missing."""
+        value = self.config.get(name) or []
+        if not isinstance(value, list) or (value and len(value) != count):
+            self.refuse(name, f"{value!r} is no list of {count} words", f"{count} of {', '.join(allowed)}")
+            return ()
+        for unknown in sorted({str(each) for each in value if each not in allowed}):
+            self.refuse(name, f'"{unknown}" is not known', ", ".join(allowed))
+        return tuple(each for each in value if each in allowed)
+
+    def table(self, name: str) -> Keys:
+        """The keys of a table in the config; its problems are found with these."""
+        value = self.config.get(name) or {}
+        if not isinstance(value, Mapping):
+            self.refuse(name, f"{value!r} is no table")
+            value = {}
+        inner = Keys(value, self.name, self._origin)
+        inner.problems = self.problems
+        return inner
+
+    def _find(self, names: tuple[str, ...]) -> tuple[str, Any]:
+        """The first of the names that is there, and its value."""
+        for name in names:
+            if self.config.get(name) is not None:
+                return name, self.config[name]
+        return names[0], None
+
+
+# --- From what sets a decoder-only family apart, and the sizes in its config.json, to an architecture
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed")
+_LAYER_TYPES = {"full_attention": 0, "sliding_attention": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilySizes:
+    """What every family has."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Style:
+    """What sets families apart. `bias` stands for queries, keys and values; `norm_bias` says that norms are layer
+    norms with a bias; `norm_vectors` is 0 where norms have no parameters."""
+
+    gated: bool = True
+    norms: int = 2
+    norm_bias: bool = False
+    norm_vectors: int = 1
+    bias: bool = False
+    output_bias: bool = False
+    ffn_bias: bool = False
+    qk_norm: bool = False
+    qk_norm_whole: bool = False
+    sinks: bool = False
+    tied: bool = False
+    head_bias: bool = False
+    positions: int = 0
+    embedding_norm: bool = False
+    final_norm: bool = True
+
+
+def read_sizes(keys: Keys, *, ffn_factor: int = 0) -> FamilySizes:
+    """The sizes; without `ffn_factor` the width of the feed-forward layer must be there."""
+    hidden, heads = keys.size(*_HIDDEN), keys.size(*_HEADS)
+    ffn_default = ffn_factor * hidden or None
+    kv_heads = keys.size("num_key_value_heads", default=heads)
+    sizes = FamilySizes(
+        hidden=hidden,
+        layers=keys.size(*_LAYERS, most=MOST_LAYERS),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=keys.size("head_dim", default=max(1, hidden // heads)),
+        ffn=keys.size("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=ffn_default),
+        vocab=keys.size("vocab_size"),
+    )
+    if not keys.problems:
+        _check_heads(keys, sizes)
+    return sizes
+
+
+def _check_heads(keys: Keys, sizes: FamilySizes) -> None:
+    if keys.config.get("head_dim") is None and sizes.hidden % sizes.heads:
+        what = f"{sizes.heads} heads do not split a width of {sizes.hidden}, and head_dim is not given"
+        keys.refuse("num_attention_heads", what, "a divisor of the width")
+    if sizes.heads % sizes.kv_heads:
+        what = f"{sizes.kv_heads} does not divide {sizes.heads} heads"
+        keys.refuse("num_key_value_heads", what, "a divisor of the heads")
+
+
+def read_windows(keys: Keys, layers: int, *, whole_every: int = 0) -> tuple[int, ...]:
+    """The window of each layer, 0 for all positions; where `layer_types` does not say it, all layers have the window
+    but each `whole_every`-th."""
+    window = keys.count("sliding_window")
+    types = keys.words("layer_types", layers, _LAYER_TYPES)
+    if types:
+        return tuple(window * _LAYER_TYPES[each] for each in types)
+    return tuple(0 if whole_every and (layer + 1) % whole_every == 0 else window for layer in range(layers))
+
+
+def build_decoder(
+    keys: Keys,
+    sizes: FamilySizes,
+    style: Style,
+    *,
+    windows: Sequence[int] = (),
+    experts: ExpertsShape | None = None,
+    mixed: Sequence[bool] = (),
+    latent: Latent | None = None,
+) -> Architecture:
+    """The architecture, once all keys are right; of `experts` layers have some where `mixed` says so, or all."""
+    if experts is not None and experts.per_token > experts.count:
+        what = f"{experts.per_token} is more than there are experts, {experts.count}"
+        keys.refuse("num_experts_per_tok", what, f"1 to {experts.count}")
+    keys.check()
+    base = _build_layer(sizes, style, latent)
+    layers = []
+    for number in range(sizes.layers):
+        window = windows[number] if windows else 0
+        attention = replace(base.attention, window=window)
+        has_experts = experts is not None and (not mixed or mixed[number])
+        layers.append(replace(base, attention=attention, experts=experts if has_experts else None))
+    norm = style.norm_vectors * sizes.hidden * (2 if style.norm_bias else 1)
+    return Architecture(
+        name=keys.name,
+        hidden=sizes.hidden,
+        runs=gather_runs(layers),
+        vocab=sizes.vocab,
+        tied=style.tied,
+        positions=style.positions,
+        head_bias=style.head_bias,
+        final_norm_parameters=norm if style.final_norm else 0,
+        extra_parameters=norm if style.embedding_norm else 0,
+    )
+
+
+def gather_runs(layers: Sequence[LayerShape]) -> tuple[LayerRun, ...]:
+    """Layers in order, those alike that follow one another as one run."""
+    return tuple(LayerRun(layer, len(list(same))) for layer, same in groupby(layers))
+
+
+def _build_layer(sizes: FamilySizes, style: Style, latent: Latent | None) -> LayerShape:
+    attention = AttentionShape(
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        latent=latent,
+        bias=style.bias,
+        output_bias=style.output_bias,
+        qk_norm=style.qk_norm,
+        qk_norm_whole=style.qk_norm_whole,
+        sinks=style.sinks,
+    )
+    return LayerShape(
+        hidden=sizes.hidden,
+        attention=attention,
+        ffn=sizes.ffn,
+        gated=style.gated,
+        ffn_bias=style.ffn_bias,
+        norms=style.norms * style.norm_vectors,
+        norm_bias=style.norm_bias,
+    )
+
+
+# --- Decoder-only families of Hugging Face models: what their layers have, from the keys of a config.json
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _OPT_OFFSET = 2

@@ -1,20 +1,26 @@
-"""A model that is no transformer as numbers: its units, each with what it holds, computes and keeps of one sample.
+"""A model that is no transformer as units with what each holds, computes and keeps; networks of convolutions among
+them.
 
-Invariant: all counts of a model are sums over its units, so that they cannot disagree; what is written as JSON is read
-back as the same value. This module must not know of layouts, machines or how the counts were taken.
+Invariants:
+- All counts of a model are sums over its units, so that they cannot disagree; what is written as JSON is read back as
+  the same value.
+- What is kept for the backward pass is what autograd saves, each tensor once, in the unit that saves it first: inputs
+  of products and of batch norms, results of activations, indices of poolings. Statistics of batch norms, which are of
+  no one sample, are left out.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from shardway.errors import Problem, UserError, check_no_problems
+from shardway.errors import Bug, Problem, UserError, check_no_problems
 from shardway.plan.shapes.architecture import Architecture
 
 FORMAT = 1
@@ -67,11 +73,6 @@ class Measured:
     def flops_per_sample(self) -> float:
         """Forward and backward, which is twice as much (Kaplan et al., arXiv:2001.08361, section 2.1)."""
         return 3 * self.forward_flops_per_sample
-
-    def saved_bytes_per_sample(self, value_bytes: int | None = None) -> float:
-        """What all units keep for the backward pass, with activations of so many bytes; None: as they were counted."""
-        scale = (value_bytes or self.value_bytes) / self.value_bytes
-        return sum(u.count * (u.fixed_bytes + (u.saved_bytes - u.fixed_bytes) * scale) for u in self.units)
 
     def to_json(self) -> str:
         """The content of a shape file."""
@@ -142,3 +143,176 @@ def _describe(key: str, table: Mapping[str, Any], *kinds: type, where: str = "")
     what = f"{table[key]!r} cannot be" if key in table else "is missing"
     words = {str: "a text", int: "a whole number", float: "a number", list: "a list"}
     return Problem(f"{where}.{key}".lstrip("."), what, allowed=words[kinds[-1]], remedy=_REMEDY)
+
+
+# --- Networks of convolutions and of plain linear layers as units, computed from their sizes
+
+VALUE_BYTES = 4
+INDEX_BYTES = 8
+MASK_BYTES = 1
+_CONVNET_KERNEL = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convolution:
+    """A square kernel, perhaps a batch norm and an activation after it; its result has `area` positions."""
+
+    inputs: int
+    outputs: int
+    kernel: int
+    area: int
+    groups: int = 1
+    bias: bool = False
+    norm: bool = True
+    activated: bool = True
+
+    @property
+    def parameters(self) -> int:
+        """Kernels, biases, gain and bias of the norm."""
+        return self._kernels + self.outputs * (int(self.bias) + 2 * int(self.norm))
+
+    @property
+    def flops(self) -> int:
+        """Of one image, forward."""
+        return 2 * self.area * self._kernels
+
+    @property
+    def values(self) -> int:
+        """Numbers kept of one image: what the norm reads, and what the activation gives."""
+        return self.area * self.outputs * (int(self.norm) + int(self.activated))
+
+    @property
+    def _kernels(self) -> int:
+        return self.kernel**2 * self.inputs // self.groups * self.outputs
+
+
+def convolution_unit(
+    name: str, convolutions: Sequence[Convolution], *, values: int = 0, indices: int = 0, count: int = 1
+) -> Unit:
+    """Convolutions as one unit, which keeps so many further values and indices of poolings of one image."""
+    kept = values + sum(each.values for each in convolutions)
+    return Unit(
+        name=name,
+        count=count,
+        parameters=sum(each.parameters for each in convolutions),
+        forward_flops=sum(each.flops for each in convolutions),
+        saved_bytes=VALUE_BYTES * kept + INDEX_BYTES * indices,
+        fixed_bytes=INDEX_BYTES * indices,
+    )
+
+
+def linear_unit(name: str, inputs: int, outputs: int, *, values: int = 0, masks: int = 0) -> Unit:
+    """A linear layer with a bias, which keeps so many values and bytes of masks of one sample."""
+    return Unit(
+        name=name,
+        parameters=(inputs + 1) * outputs,
+        forward_flops=2 * inputs * outputs,
+        saved_bytes=VALUE_BYTES * values + MASK_BYTES * masks,
+        fixed_bytes=MASK_BYTES * masks,
+    )
+
+
+def perceptron(inputs: int, hidden: Sequence[int], classes: int, *, dropout: bool = False) -> Measured:
+    """Linear layers with ReLU between them: each keeps its result, and dropout what it leaves and a mask."""
+    units = []
+    for number, (before, after) in enumerate(pairwise((inputs, *hidden))):
+        kept = after * (2 if dropout else 1) + (0 if number else inputs)
+        units.append(linear_unit(f"blocks.{number}", before, after, values=kept, masks=after if dropout else 0))
+    head = linear_unit("head", (inputs, *hidden)[-1], classes, values=0 if hidden else inputs)
+    return Measured(name="mlp", units=(*units, head), source=f"computed for samples of {inputs:,} numbers")
+
+
+def convnet(image: tuple[int, int, int], channels: Sequence[int], classes: int) -> Measured:
+    """Blocks of a 5 x 5 convolution, batch norm, ReLU and 2 x 2 max-pooling, then a linear layer."""
+    before, height, width = image
+    units = []
+    for number, after in enumerate(channels):
+        block = Convolution(inputs=before, outputs=after, kernel=_CONVNET_KERNEL, area=height * width)
+        read, pooled = before * height * width, after * (height // 2) * (width // 2)
+        units.append(convolution_unit(f"blocks.{number}", [block], values=read, indices=pooled))
+        before, height, width = after, height // 2, width // 2
+    features = before * height * width
+    head = linear_unit("head", features, classes, values=features)
+    return Measured(name="convnet", units=(*units, head), source=f"computed for images of {render_image(image)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResidualNetwork:
+    """Sizes of a residual network (He et al., arXiv:1512.03385); the stride of a bottleneck is in its 3 x 3 kernel,
+    as in torchvision. Raises UserError for an image that the strides use up."""
+
+    name: str
+    depths: tuple[int, ...]
+    widths: tuple[int, ...]
+    layer: Literal["basic", "bottleneck"]
+    stem: int = 64
+    image: tuple[int, int, int] = (3, 224, 224)
+    classes: int = 1000
+    early_stride: bool = False
+    """The first stage halves its input too."""
+
+    def __post_init__(self) -> None:
+        least = 2 ** (len(self.depths) + 1 + self.early_stride)
+        if min(self.image[1:]) < least:
+            what = f"{self.name} halves images of {render_image(self.image)} to nothing"
+            check_no_problems("the model", [Problem("image_size", what, allowed=f"at least {least}")])
+        if len(self.depths) != len(self.widths):
+            raise Bug(f"{len(self.depths)} depths and {len(self.widths)} widths of a residual network")
+
+
+def residual_network(sizes: ResidualNetwork) -> Measured:
+    """Its units: the stem, the layers, the output layer."""
+    units = tuple(_list_residual_units(sizes))
+    return Measured(name=sizes.name, units=units, source=f"computed for images of {render_image(sizes.image)}")
+
+
+def render_image(image: tuple[int, int, int]) -> str:
+    """Channels, height and width in words."""
+    return " x ".join(map(str, image))
+
+
+def _list_residual_units(sizes: ResidualNetwork) -> Iterator[Unit]:
+    channels, height, width = sizes.image
+    entering, (height, width) = channels * height * width, _halve(height, width)
+    stem = Convolution(inputs=channels, outputs=sizes.stem, kernel=7, area=height * width)
+    before, (height, width) = sizes.stem, _halve(height, width)
+    # What the pooling gives is kept by the first layer that reads it.
+    pooled = before * height * width
+    yield convolution_unit("stem", [stem], values=entering, indices=pooled)
+    for stage, (depth, after) in enumerate(zip(sizes.depths, sizes.widths, strict=True)):
+        halved = stage > 0 or sizes.early_stride
+        layers = _residual_layer(sizes.layer, before, after, (height, width), halved=halved)
+        yield convolution_unit(f"stage {stage + 1}, first layer", layers, values=0 if stage else pooled)
+        height, width = _halve(height, width) if halved else (height, width)
+        layers = _residual_layer(sizes.layer, after, after, (height, width), halved=False)
+        if depth > 1:
+            yield convolution_unit(f"stage {stage + 1}, other layers", layers, count=depth - 1)
+        before = after
+    yield linear_unit("head", before, sizes.classes, values=before)
+
+
+def _residual_layer(
+    kind: Literal["basic", "bottleneck"], before: int, after: int, size: tuple[int, int], *, halved: bool
+) -> list[Convolution]:
+    """The convolutions of one layer, that of the shortcut included where sizes change."""
+    area, small = math.prod(size), math.prod(_halve(*size) if halved else size)
+    if kind == "basic":
+        layers = [
+            Convolution(inputs=before, outputs=after, kernel=3, area=small),
+            Convolution(inputs=after, outputs=after, kernel=3, area=small),
+        ]
+    else:
+        inner = after // 4
+        layers = [
+            Convolution(inputs=before, outputs=inner, kernel=1, area=area),
+            Convolution(inputs=inner, outputs=inner, kernel=3, area=small),
+            Convolution(inputs=inner, outputs=after, kernel=1, area=small),
+        ]
+    if halved or before != after:
+        layers.append(Convolution(inputs=before, outputs=after, kernel=1, area=small, activated=False))
+    return layers
+
+
+def _halve(height: int, width: int) -> tuple[int, int]:
+    """What a stride of 2 leaves with padding."""
+    return -(-height // 2), -(-width // 2)

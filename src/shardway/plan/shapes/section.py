@@ -1,21 +1,26 @@
-"""The shape of the model that the [model] section of a resolved run file describes.
+"""The shape of the model in the [model] section of a run file, or behind a name.
 
-Invariant: parameters are those of what `shardway.models` builds from the same section, which a test compares. This
-module must not resolve "auto" (that is `shardway.resolve`) nor read data.
+Invariants:
+- Parameters are those of what `shardway.models` builds from the same section, which a test compares.
+- Every model has a source, and its shape follows from the keys of its config.json as that of any other.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
+import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from types import MappingProxyType
+from typing import Any
 
-from shardway.errors import Bug, Problem, UserError, render_problems
-from shardway.plan.shapes.architecture import Architecture, LayerRun
-from shardway.plan.shapes.hf import read_shape
-from shardway.plan.shapes.layer import AttentionShape, ExpertsShape, Latent, LayerShape
-from shardway.plan.shapes.measured import Measured, Shape
-from shardway.plan.shapes.networks import convnet, perceptron, render_image
+from shardway.errors import Bug, Problem, UserError, list_some, render_problems
+from shardway.plan.shapes.architecture import Architecture, AttentionShape, ExpertsShape, Latent, LayerRun, LayerShape
+from shardway.plan.shapes.huggingface import read_shape, shape_of_config
+from shardway.plan.shapes.measured import Measured, Shape, convnet, perceptron, render_image
 from shardway.runfile.schema import ModelSection
 
 
@@ -189,3 +194,57 @@ def _resolved(model: ModelSection, key: str) -> int:
 
 def _refusal(where: str, what: str, allowed: str, remedy: str = "") -> UserError:
     return UserError(render_problems("the model", [Problem(where, what, allowed=allowed, remedy=remedy)]))
+
+
+# --- Models by name, read from the TOML file beside this module
+
+_MOST = 12
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model that can be asked for by name: where its sizes come from, and the keys of its config.json."""
+
+    name: str
+    source: str
+    config: Mapping[str, Any]
+
+
+@cache
+def load_named() -> Mapping[str, NamedModel]:
+    """Every model by its name, in the order of the file."""
+    text = files(__package__).joinpath("named.toml").read_text(encoding="utf-8")
+    tables = {name: table for name, table in tomllib.loads(text).items() if isinstance(table, dict)}
+    return MappingProxyType({name: _named(name, tables) for name in tables})
+
+
+@cache
+def find_named(name: str) -> Shape:
+    """The shape of a named model. Raises UserError that lists names like it."""
+    model = load_named().get(name.lower())
+    if model is None:
+        raise _unknown(name)
+    return shape_of_config(model.config, model.name, f"named.toml, {model.name}")
+
+
+def _named(name: str, tables: Mapping[str, dict[str, Any]]) -> NamedModel:
+    return NamedModel(name, tables[name]["source"], MappingProxyType(_config(name, tables)))
+
+
+def _config(name: str, tables: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """The keys of an entry, over those of the one that it is like."""
+    own = {key: value for key, value in tables[name].items() if key not in ("source", "like")}
+    return {**(_config(tables[name]["like"], tables) if "like" in tables[name] else {}), **own}
+
+
+def _unknown(name: str) -> UserError:
+    names = list(load_named())
+    near = difflib.get_close_matches(name.lower(), names, n=_MOST, cutoff=0.5)
+    known = f"names like it: {', '.join(near)}" if near else list_some(names, _MOST)
+    problem = Problem(
+        "model",
+        f'"{name}" is no model that is known by name',
+        allowed=f"one of {len(names)}; {known}",
+        remedy="correct the name, or name a Hugging Face folder, a hub name (org/name), or a run file",
+    )
+    return UserError(render_problems("the model", [problem]), [problem])

@@ -15,9 +15,8 @@ from functools import cached_property
 
 from shardway.plan.case import Case
 from shardway.plan.machine import Machine
-from shardway.plan.memory.parameters import layer_dense, layer_experts, matrix_split
-from shardway.plan.shapes.architecture import LayerRun
-from shardway.plan.shapes.layer import AttentionShape, LayerShape, Matrix
+from shardway.plan.memory import layer_dense, layer_experts, matrix_split
+from shardway.plan.shapes.architecture import AttentionShape, LayerRun, LayerShape, Matrix
 from shardway.plan.time.ceilings import Ceilings
 
 FLASH_BACKWARD_FLOPS = 2.5

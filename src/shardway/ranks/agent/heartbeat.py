@@ -1,22 +1,32 @@
-"""The progress page of a rank: what it does now, in memory that its agent reads without its help.
+"""The heartbeat of a rank: what it does now, in memory that its agent reads; the private folder it is in.
+
+Invariants:
+- A reader gets an entry as it was written or none; a rank that has no page, or cannot make one, runs as well. Times are
+  those of CLOCK_MONOTONIC, which the processes of a host share.
+- A folder goes when it is left, and one whose agent was killed with the next agent of the same user here. What Shardway
+  did not make stays, and a folder that somebody holds.
+- Without an agent nothing happens.
 
 A page is a small file in memory (`/dev/shm` where there is one), written by the rank at every change of activity and
 read by the agent at any moment, also while the rank is stopped or one of its threads holds Python's lock.
-
-Invariant: a reader gets an entry as it was written or none; a rank that has no page, or cannot make one, runs as well.
-Times are those of CLOCK_MONOTONIC, which the processes of a host share. This module must not judge.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
+import stat
 import struct
-from collections.abc import Mapping
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardway.ranks.agent.stacks import answer_with_record, answer_with_stacks
 from shardway.ranks.progress import Activity
+from shardway.rundir.lock import hold_folder, take_left_folder
 
 VARIABLE = "SHARDWAY_PROGRESS"
 """Names the folder of the pages to the ranks that an agent starts."""
@@ -88,3 +98,71 @@ def open_page(environ: Mapping[str, str], local_rank: int) -> HeartbeatWriter | 
         return HeartbeatWriter(page_path(Path(folder), local_rank))
     except OSError:
         return None
+
+
+# --- Private folders of an agent, in memory where the machine has that: for the pages of its ranks, for gates of
+# spares
+
+_NEW_S = 60.0
+"""A folder that is younger may belong to an agent that has not locked it yet."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Folders by how their names begin, and the files in them by how theirs do."""
+
+    prefix: str
+    files: tuple[str, ...]
+
+
+PAGES = Kind("shardway-pages-", ("rank-", "stacks-", "asked-", "record-"))
+GATES = Kind("shardway-spares-", ("gate-",))
+
+
+def find_memory() -> Path:
+    """Where files are in memory, else where temporary ones are."""
+    shared = Path("/dev/shm")
+    return shared if shared.is_dir() and os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+
+
+@contextlib.contextmanager
+def private_folder(kind: Kind) -> Iterator[Path]:
+    """A new folder of this user alone, held while entered. Raises OSError where none can be made."""
+    where = find_memory()
+    sweep_folders(kind, where)
+    folders = tempfile.TemporaryDirectory(prefix=kind.prefix, dir=where, ignore_cleanup_errors=True)
+    with folders as folder, hold_folder(Path(folder)):
+        yield Path(folder)
+
+
+def sweep_folders(kind: Kind, where: Path) -> None:
+    """Remove the folders of this user that are older than a minute and that no agent holds."""
+    for folder in where.glob(f"{kind.prefix}*"):
+        with contextlib.suppress(OSError):
+            found = folder.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and time.time() - found.st_mtime > _NEW_S:
+                _remove_if_left(kind, folder)
+
+
+def _remove_if_left(kind: Kind, folder: Path) -> None:
+    with take_left_folder(folder) as descriptor:
+        for name in os.listdir(descriptor):
+            if name.startswith(kind.files):
+                os.unlink(name, dir_fd=descriptor)
+        folder.rmdir()
+
+
+# --- How a rank lets its agent see what it does: from its first moment, before torch is imported
+
+
+def join_agent(environ: Mapping[str, str]) -> None:
+    """Show that this rank starts, and answer when the agent asks where its threads are and what they sent last.
+
+    From the main thread.
+    """
+    local_rank = environ.get("LOCAL_RANK", "")
+    page = open_page(environ, int(local_rank)) if local_rank.isdecimal() else None
+    if page is not None:
+        answer_with_stacks(Path(environ[VARIABLE]), int(local_rank))
+        answer_with_record(Path(environ[VARIABLE]), int(local_rank))
+        page.write(Activity.START, 0, time.monotonic())

@@ -19,13 +19,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
-from shardway.ranks.agent.collectives import NOTHING, Heard, merge_heard
-from shardway.ranks.agent.folders import PAGES, private_folder
-from shardway.ranks.agent.hang import NOBODY, Behind, Hang, HangFinder, Sighting, Stopped, find_behind, find_place
-from shardway.ranks.agent.hang_timeout import HangTimeout
-from shardway.ranks.agent.heartbeat import HeartbeatEntry, page_path, read_page
-from shardway.ranks.agent.recorder import ask_for_records
-from shardway.ranks.agent.stacks import StackGroup, ask_for_stacks, group_stacks, merge_groups
+from shardway.ranks.agent.flight_records import NOTHING, Heard, merge_heard
+from shardway.ranks.agent.hang import (
+    NOBODY,
+    Behind,
+    Hang,
+    HangFinder,
+    HangTimeout,
+    Sighting,
+    Stopped,
+    find_behind,
+    find_place,
+)
+from shardway.ranks.agent.heartbeat import PAGES, HeartbeatEntry, page_path, private_folder, read_page
+from shardway.ranks.agent.stacks import StackGroup, ask_for_records, ask_for_stacks, group_stacks, merge_groups
 from shardway.ranks.progress import Activity
 
 LOOK_EVERY_S = 0.25

@@ -1,17 +1,20 @@
-"""Ranks report to rank 0 over plain TCP, so that it is known who came, who did not, and what each of them tried.
+"""Ranks report to rank 0 over plain TCP, so that it is known which came, which did not, and what each tried.
+
+Invariants:
+- A message is whole or an OSError; none is larger than `MAX_BYTES`.
+- Rank 0 asks and the others answer, each wait has a limit, and a rank that is lost takes nobody along. The meeting
+  point is that of the launch: the master's address, and the port at which training will meet. torchrun's agent listens
+  there already, so under torchrun the port is another, which every rank derives from it.
 
 Why not torch's store: it says how many are missing, not which; and torch may be what is broken.
-
-Invariant: rank 0 asks and the others answer, each wait has a limit, and a rank that is lost takes nobody along. The
-meeting point is that of the launch: the master's address, and the port at which training will meet. torchrun's agent
-listens there already, so under torchrun the port is another, which every rank derives from it. This module must not
-judge.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
+import json
 import socket
 import time
 import zlib
@@ -20,9 +23,54 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardway.ranks.doctor.wire import Wire
-from shardway.ranks.launcher import Placement
-from shardway.ranks.meeting import FIRST_PORT, PORTS, list_ports
+from shardway.ranks.launcher import FIRST_PORT, PORTS, Placement, list_ports
+
+# --- Messages between two processes over a TCP connection: one JSON object a line
+
+MAX_BYTES = 4 * 2**20
+
+
+class Wire:
+    """One end of a connection; each wait has a limit. Raises OSError for an end, a limit, or a stranger's words."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._buffer = b""
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, message: dict[str, Any], limit_s: float = 10.0) -> None:
+        """Send one message."""
+        self._socket.settimeout(max(0.01, limit_s))
+        self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self, limit_s: float) -> dict[str, Any]:
+        """The next message."""
+        deadline = time.monotonic() + limit_s
+        while b"\n" not in self._buffer:
+            self._socket.settimeout(max(0.01, deadline - time.monotonic()))
+            more = self._socket.recv(2**16)
+            if not more:
+                raise ConnectionResetError("the other end closed the connection")
+            self._buffer += more
+            if len(self._buffer) > MAX_BYTES:
+                raise ConnectionError("the other end sends what no doctor sends")
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError):
+            message = None
+        if not isinstance(message, dict):
+            raise ConnectionError("the other end is no doctor")
+        return message
+
+    def close(self) -> None:
+        """End the connection."""
+        with contextlib.suppress(OSError):
+            self._socket.close()
+
+
+# --- Ranks report to rank 0 over plain TCP, so that it is known who came, who did not, and what each of them tried
 
 _CONNECT_S = 3.0
 _HELLO_S = 5.0
@@ -150,7 +198,7 @@ class ConnectivityCheck:
     ) -> dict[int, Answer]:
         """Ask ranks, do something of our own, and take their answers; a rank that gives none is let go."""
         deadline = time.monotonic() + limit_s
-        asked = [rank for rank, question in questions.items() if self._tell(rank, question)]
+        asked = [rank for rank, question in questions.items() if self._report(rank, question)]
         if meanwhile is not None:
             meanwhile()
         answers = {}
@@ -161,7 +209,7 @@ class ConnectivityCheck:
                 self._wires.pop(rank).close()
         return answers
 
-    def _tell(self, rank: int, question: Answer) -> bool:
+    def _report(self, rank: int, question: Answer) -> bool:
         try:
             self._wires[rank].send(question)
         except (OSError, KeyError):
@@ -171,7 +219,7 @@ class ConnectivityCheck:
     def end(self) -> None:
         """Let every rank go."""
         for rank in self.here:
-            self._tell(rank, {"ask": "end"})
+            self._report(rank, {"ask": "end"})
             self._wires[rank].close()
         self._wires.clear()
 

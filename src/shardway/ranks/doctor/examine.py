@@ -1,7 +1,10 @@
-"""The doctor's visit: each rank looks at itself, rank 0 hears all of them and lets them try things together.
+"""The doctor's visit: what the run wants, each rank looks at itself, rank 0 hears all and lets them try things
+together.
 
-Invariant: it ends within its limits whatever happens, and never raises for what it finds; where ranks do not come
-together, each of them says what it tried. This module must not judge nor print.
+Invariants:
+- What cannot be known without the data or the model's files is None; nothing raises for that.
+- It ends within its limits whatever happens, and never raises for what it finds; where ranks do not come together, each
+  of them says what it tried.
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardway.ranks.doctor import torch_verdicts, world
-from shardway.ranks.doctor.checks.storage import find_existing
+from shardway.errors import ShardwayError
+from shardway.ranks.doctor import world_verdicts
+from shardway.ranks.doctor.cluster import find_existing
 from shardway.ranks.doctor.connectivity_check import (
     Answer,
     CheckPortTaken,
@@ -24,11 +28,54 @@ from shardway.ranks.doctor.connectivity_check import (
     attend,
     find_point,
 )
-from shardway.ranks.doctor.finding import CheckResult, CheckVerdict, Report, parse_finding, unknown
-from shardway.ranks.doctor.runner import run_checks
-from shardway.ranks.doctor.surroundings import MachineView
+from shardway.ranks.doctor.finding import CheckResult, CheckVerdict, Report, parse_finding, run_checks, unknown
+from shardway.ranks.doctor.surroundings import MachineNeeds, MachineView
 from shardway.ranks.doctor.table import CHECKS
 from shardway.ranks.doctor.torch_probe import Task, measure
+from shardway.resolve.request import Resolution
+from shardway.runfile.schema import RunFile
+
+# --- What a run file wants of a machine, as the doctor compares it: folder, device, size of a checkpoint
+
+
+def read_wanted(resolution: Resolution) -> MachineNeeds:
+    """The demands of a resolved run."""
+    values = resolution.resolved.values
+    site = values.site
+    container = site.container if site.container not in ("auto", "none") else "container" if site.image else ""
+    return MachineNeeds(
+        folder=resolution.directory.path,
+        checkpoint_bytes=estimate_checkpoint(values, resolution),
+        keep=values.checkpoint.keep + values.checkpoint.keep_best + count_kept_for_ever(values),
+        device=values.run.device,
+        account=site.account,
+        uses_hub=bool(values.model.hf and not Path(values.model.hf).exists()),
+        container=container,
+    )
+
+
+def count_kept_for_ever(values: RunFile) -> int:
+    """Checkpoints that `checkpoint.keep_every` adds up to; 0 where only the data can tell."""
+    every, steps = values.checkpoint.keep_every, values.train.steps
+    if every == "off" or every.unit != steps.unit:
+        return 0
+    return int(steps.amount // every.amount)
+
+
+def estimate_checkpoint(values: RunFile, resolution: Resolution) -> float | None:
+    """Bytes of one checkpoint: weights and the optimizer's states of the whole model; None where it is not known."""
+    from shardway.plan.memory import OPTIMIZER_BYTES
+    from shardway.resolve.planned_case import shape_of_run
+
+    try:
+        shape = shape_of_run(values, resolution.resolved.circumstances.shape)
+    except ShardwayError:
+        return None
+    weights = 2 if values.precision.weights == "bf16" else 4
+    return float(shape.parameters) * (weights + OPTIMIZER_BYTES.get(values.optim.name, 8.0))
+
+
+# --- The doctor's visit: each rank looks at itself, rank 0 hears all of them and lets them try things together
 
 SEEN_WITHIN_S = 5.0
 _PROBE_S = 100.0
@@ -44,11 +91,6 @@ class Diagnosis:
     together: tuple[CheckResult, ...] = ()
     missing: tuple[int, ...] = ()
     speaks: bool = True
-
-
-def run_preflight(around: MachineView) -> list[CheckResult]:
-    """The quick checks of this rank alone: under five seconds, without torch and without meeting anybody."""
-    return run_checks(CHECKS, around, quick=True)
 
 
 def examine(around: MachineView, *, quick: bool = False, wait_s: float = 60.0) -> Diagnosis:
@@ -69,7 +111,7 @@ def _follow(around: MachineView, own: Report, point: MeetingPoint, wait_s: float
     """The part of every rank but 0."""
     hello = {"rank": own.rank, "host": own.host, "findings": [finding.as_json() for finding in own.findings]}
     attended = attend(point, hello, _answer, wait_s)
-    verdict = world.judge_attendance(around, attended, point, wait_s)
+    verdict = world_verdicts.judge_attendance(around, attended, point, wait_s)
     told = replace(verdict, check="world.meeting")
     return Diagnosis((own,), (told,), speaks=verdict.verdict is not CheckVerdict.OK)
 
@@ -108,14 +150,14 @@ def _judge_probes(
     around: MachineView, probes: dict[int, dict[str, Any]], hosts: dict[int, str], device: str
 ) -> list[CheckResult]:
     verdicts = {
-        "torch.start": torch_verdicts.judge_start(probes, hosts),
-        "torch.import": torch_verdicts.judge_import(probes, hosts),
+        "torch.start": world_verdicts.judge_start(probes, hosts),
+        "torch.import": world_verdicts.judge_import(probes, hosts),
     }
     if around.world > 1:
-        verdicts["torch.allreduce"] = torch_verdicts.judge_sum(probes, device)
+        verdicts["torch.allreduce"] = world_verdicts.judge_sum(probes, device)
     if around.deep:
-        verdicts["torch.peers"] = torch_verdicts.judge_peers(probes, hosts)
-        verdicts["torch.matmul"] = torch_verdicts.judge_matmul(probes, hosts)
+        verdicts["torch.peers"] = world_verdicts.judge_peers(probes, hosts)
+        verdicts["torch.matmul"] = world_verdicts.judge_matmul(probes, hosts)
     return [replace(verdict, check=name) for name, verdict in verdicts.items()]
 
 
@@ -132,7 +174,7 @@ class _Visit:
         try:
             call.gather(wait_s)
         except CheckPortTaken as error:
-            self._add("world.port", world.judge_port(point, str(error)))
+            self._add("world.port", world_verdicts.judge_port(point, str(error)))
             self._add("world.meeting", unknown("not tried, since rank 0 cannot listen"))
             return Diagnosis((self._own,), tuple(self._found), tuple(call.missing))
         missing = tuple(call.missing)
@@ -150,14 +192,14 @@ class _Visit:
     def _compare(self, missing: Sequence[int], wait_s: float) -> list[Report]:
         call, point = self._call, self._call.point
         reports = [self._own, *(_parse_report(rank, call.reports[rank]) for rank in sorted(call.reports))]
-        self._add("world.port", world.judge_port(point, ""))
-        self._add("world.meeting", world.judge_meeting(self._around, reports, missing, point, wait_s))
-        self._add("world.nodes", world.judge_nodes(reports))
-        self._add("world.versions", world.judge_versions(reports))
-        self._add("world.master", world.judge_master(reports))
+        self._add("world.port", world_verdicts.judge_port(point, ""))
+        self._add("world.meeting", world_verdicts.judge_meeting(self._around, reports, missing, point, wait_s))
+        self._add("world.nodes", world_verdicts.judge_nodes(reports))
+        self._add("world.versions", world_verdicts.judge_versions(reports))
+        self._add("world.master", world_verdicts.judge_master(reports))
         others = self._first_of_others(reports)
         clocks = call.compare_clocks(others)
-        self._add("world.clock", world.judge_clocks({others[rank]: clock for rank, clock in clocks.items()}))
+        self._add("world.clock", world_verdicts.judge_clocks({others[rank]: clock for rank, clock in clocks.items()}))
         self._add("world.visible", self._show_file(others))
         return reports
 
@@ -185,7 +227,7 @@ class _Visit:
             with contextlib.suppress(OSError):
                 path.unlink()
         seen = {host: answers.get(rank, {}).get("after") for rank, host in others.items()}
-        return world.judge_visible(str(folder), seen, SEEN_WITHIN_S)
+        return world_verdicts.judge_visible(str(folder), seen, SEEN_WITHIN_S)
 
     def _try_torch(self, reports: Sequence[Report], missing: Sequence[int]) -> None:
         """Let all ranks start torch at once."""

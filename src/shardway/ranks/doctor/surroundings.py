@@ -15,10 +15,9 @@ from pathlib import Path
 from shardway.errors import SiteError
 from shardway.hardware.links import Port, list_ports
 from shardway.hardware.mounts import MountedFileSystem, read_mounts
-from shardway.hardware.nvidia import NvidiaState, count_amd, has_device_files, read_nvidia
-from shardway.ranks.hostlist import parse_hostlist
+from shardway.hardware.probe import NvidiaState, count_amd, has_device_files, read_nvidia
 from shardway.ranks.launcher import Placement, find_placement
-from shardway.ranks.variables import first_value
+from shardway.ranks.variables import first_value, parse_hostlist
 from shardway.sites.schema import SiteProfile
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from shardway.hardware.command import run_command
 from shardway.ranks.launcher import Placement, find_placement
-from shardway.rundir.atomic import write_json
+from shardway.rundir.file_io import write_json
 
 _ROUNDS = 5
 

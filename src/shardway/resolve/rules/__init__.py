@@ -18,15 +18,6 @@ from shardway.resolve.rules.axes import (
     only_shared_states_are_kept_in_cpu_memory,
     the_tensor_axis_splits_evenly,
 )
-from shardway.resolve.rules.checkpoint import (
-    the_best_is_found_by_validating,
-    what_nodes_save_has_a_folder,
-    what_nodes_save_is_written_by_shardway,
-)
-from shardway.resolve.rules.compiler import (
-    a_memory_budget_needs_the_compiler,
-    a_pipeline_compiles_blocks,
-)
 from shardway.resolve.rules.deepspeed import (
     settings_of_deepspeed_do_not_contradict_the_run_file,
     zero_1_does_not_accumulate_in_bf16,
@@ -36,24 +27,21 @@ from shardway.resolve.rules.deepspeed import (
     zero_shards_over_copies_alone,
     zero_updates_parts_without_shape,
 )
-from shardway.resolve.rules.device import what_is_left_to_the_device_is_what_it_does_fast
-from shardway.resolve.rules.float8 import (
+from shardway.resolve.rules.formats import (
+    a_memory_budget_needs_the_compiler,
+    a_pipeline_compiles_blocks,
+    bf16_weights_need_an_optimizer_that_rounds_them,
+    bf16_weights_need_bf16_products,
+    cudnn_tries_kernels_where_it_runs_and_may,
     float8_gathers_what_has_one_scale,
     float8_multiplies_whole_groups_of_tokens,
     float8_needs_a_device_that_has_it,
+    muon_needs_matrices,
+    narrow_momentum_needs_momentum,
+    nesterov_needs_momentum,
+    tf32_needs_a_device_that_has_it,
     transformer_engine_knows_other_recipes,
-)
-from shardway.resolve.rules.guard import (
-    a_probe_repeats_what_has_one_result,
-    a_run_goes_back_before_spikes_that_are_looked_for,
-    a_run_goes_back_to_what_was_saved,
-    a_spike_that_is_left_out_is_left_out_whole,
-)
-from shardway.resolve.rules.huggingface import (
-    a_hugging_face_model_brings_its_own_shape,
-    a_hugging_face_model_brings_its_tokenizer,
-    a_sample_fits_the_positions_of_a_hugging_face_model,
-    only_a_hugging_face_model_has_weights_to_start_from,
+    what_is_left_to_the_device_is_what_it_does_fast,
 )
 from shardway.resolve.rules.layout import (
     a_micro_batch_is_a_part_of_a_rank_share,
@@ -61,9 +49,12 @@ from shardway.resolve.rules.layout import (
     every_replica_gets_a_sample,
 )
 from shardway.resolve.rules.model import (
+    a_hugging_face_model_brings_its_own_shape,
+    a_hugging_face_model_brings_its_tokenizer,
     a_key_of_another_kind_is_not_ignored,
     a_mixture_has_enough_experts_and_layers,
     a_model_reads_the_data_it_is_made_for,
+    a_sample_fits_the_positions_of_a_hugging_face_model,
     a_token_file_does_not_say_its_vocabulary,
     bytes_have_256_values,
     data_other_than_text_name_their_path,
@@ -73,18 +64,10 @@ from shardway.resolve.rules.model import (
     key_value_heads_divide_the_heads,
     latent_attention_has_widths_of_its_own,
     learned_positions_reach_the_end_of_a_sample,
+    only_a_hugging_face_model_has_weights_to_start_from,
     the_feed_forward_width_follows_the_activation,
     the_weight_of_one_expert_is_its_score,
     validation_needs_something_held_out,
-)
-from shardway.resolve.rules.numerics import (
-    bf16_weights_need_an_optimizer_that_rounds_them,
-    bf16_weights_need_bf16_products,
-    cudnn_tries_kernels_where_it_runs_and_may,
-    muon_needs_matrices,
-    narrow_momentum_needs_momentum,
-    nesterov_needs_momentum,
-    tf32_needs_a_device_that_has_it,
 )
 from shardway.resolve.rules.pipeline import (
     a_pipeline_keeps_gathered_weights,
@@ -98,9 +81,16 @@ from shardway.resolve.rules.pipeline import (
 from shardway.resolve.rules.planned import bind_layout_rule
 from shardway.resolve.rules.run import (
     a_job_has_as_many_nodes_as_the_run_may,
+    a_probe_repeats_what_has_one_result,
+    a_run_goes_back_before_spikes_that_are_looked_for,
+    a_run_goes_back_to_what_was_saved,
     a_run_uses_the_accelerator_where_there_is_one,
+    a_spike_that_is_left_out_is_left_out_whole,
     ranks_of_a_node_share_its_cores,
+    the_best_is_found_by_validating,
     timeouts_are_nested,
+    what_nodes_save_has_a_folder,
+    what_nodes_save_is_written_by_shardway,
 )
 
 BEFORE_A_LAYOUT: tuple[Rule, ...] = (

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from shardway.resolve.deepspeed import adds_gradients_in_bf16, find_conflicts, own_settings
 from shardway.resolve.draft import Draft
-from shardway.resolve.rules.shares import accumulation_of
+from shardway.resolve.rules.numbers import accumulation_of
 from shardway.runfile.write import render_value
 
 OTHERWISE_DECIDED = MappingProxyType(

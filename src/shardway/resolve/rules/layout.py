@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 from shardway.layout import AXES
 from shardway.resolve.deepspeed import adds_gradients_in_bf16
 from shardway.resolve.draft import Draft
-from shardway.resolve.rules.numbers import count_of, nearest_divisor
+from shardway.resolve.rules.numbers import count_of, nearest_divisor, replicas_of, share_of
 from shardway.resolve.rules.pipeline import resolve_pipeline_micro_batch
-from shardway.resolve.rules.shares import replicas_of, share_of
 
 if TYPE_CHECKING:
-    from shardway.resolve.planned.micro_batch import Sized
+    from shardway.resolve.planned_layout import Sized
 
 
 def degrees_multiply_to_the_ranks(draft: Draft) -> None:
@@ -119,6 +118,6 @@ def _find_fastest(draft: Draft, share: int) -> Sized | None:
     whole = values.train.engine == "deepspeed" and adds_gradients_in_bf16(values)
     if facts.machine is None or facts.own_model or draft.problems or whole:
         return None
-    from shardway.resolve.planned.micro_batch import fastest_micro_batch  # a laptop does without the planner
+    from shardway.resolve.planned_layout import fastest_micro_batch  # a laptop does without the planner
 
     return fastest_micro_batch(values, share, facts.machine, facts.shape)

@@ -1,13 +1,17 @@
-"""Arithmetic that rules share.
+"""Arithmetic that rules share, shares of a global batch among it.
 
-Invariant: whole numbers stay whole (a run file may hold larger ones than a float can), and a search ends. This module
-must not know what the numbers are sizes of.
+Invariants:
+- Whole numbers stay whole (a run file may hold larger ones than a float can), and a search ends.
+- A degree that is still "auto" counts as 1, which is so only where another rule has refused it.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
+
+from shardway.resolve.draft import Draft
 
 REACH = 4096
 """How far from a wanted number another one is looked for."""
@@ -48,3 +52,22 @@ def count_of(number: int, what: str) -> str:
     """A number and what it counts: 1 stage, 2 stages, 2 micro-batches."""
     plural = f"{what}es" if what.endswith("ch") else f"{what}s"
     return f"{number} {what if number == 1 else plural}"
+
+
+# --- How a global batch is cut over the ranks: arithmetic on a draft that rules share
+
+
+def replicas_of(draft: Draft) -> int:
+    """Over how many ranks a global batch is shared."""
+    degrees = (draft.get("parallel.dp_replicate"), draft.get("parallel.dp_shard"))
+    return math.prod(degree for degree in degrees if degree != "auto")
+
+
+def share_of(draft: Draft) -> int:
+    """The most samples of a step that a rank has."""
+    return ceil_div(draft.get("train.global_batch"), replicas_of(draft))
+
+
+def accumulation_of(draft: Draft) -> int:
+    """Into how many micro-batches a rank's share is cut."""
+    return ceil_div(share_of(draft), draft.get("train.micro_batch"))

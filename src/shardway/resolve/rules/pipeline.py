@@ -12,8 +12,15 @@ from dataclasses import dataclass
 from shardway.layout import IN_ROUNDS, count_rounds, stages_of_rank
 from shardway.resolve.applies import BLOCK_MODELS
 from shardway.resolve.draft import Draft
-from shardway.resolve.rules.numbers import ceil_div, count_of, nearest_multiple, nearest_where
-from shardway.resolve.rules.shares import accumulation_of, replicas_of, share_of
+from shardway.resolve.rules.numbers import (
+    accumulation_of,
+    ceil_div,
+    count_of,
+    nearest_multiple,
+    nearest_where,
+    replicas_of,
+    share_of,
+)
 from shardway.runfile.write import render_value
 
 ZERO_BUBBLE = ("zero_bubble", "zbv")

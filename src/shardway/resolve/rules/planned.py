@@ -18,7 +18,7 @@ from shardway.resolve.rules.numbers import count_of
 if TYPE_CHECKING:
     from shardway.plan.machine import Machine
     from shardway.plan.shapes.architecture import Architecture
-    from shardway.resolve.planned.layout import Missed, OpenLayout
+    from shardway.resolve.planned_layout import Missed, OpenLayout
 
 LAYOUT = "parallel.layout"
 GIVEN = 'set parallel.layout = "given" and the degrees'
@@ -51,7 +51,7 @@ def _settle(draft: Draft, rules: Sequence[Rule], shape: Architecture) -> None:
 
 def _find_shape(draft: Draft) -> Architecture | None:
     """The model in numbers; a run of one that the planner does not know is refused, on any machine."""
-    from shardway.resolve.planned.case import shape_of_run
+    from shardway.resolve.planned_case import shape_of_run
 
     facts = draft.circumstances
     try:
@@ -74,8 +74,8 @@ def _only_copy(draft: Draft) -> None:
 
 
 def _search(draft: Draft, rules: Sequence[Rule], shape: Architecture, machine: Machine) -> None:
-    from shardway.resolve.planned.case import precision_of
-    from shardway.resolve.planned.layout import KEYS, Missed, OpenLayout, choose_layout
+    from shardway.resolve.planned_case import precision_of
+    from shardway.resolve.planned_layout import KEYS, Missed, OpenLayout, choose_layout
 
     wish = OpenLayout(draft=draft, rules=rules, shape=shape, machine=machine)
     if not any(draft.is_open(key) for keys in KEYS.values() for key in keys):
@@ -95,8 +95,7 @@ def _search(draft: Draft, rules: Sequence[Rule], shape: Architecture, machine: M
 
 
 def _report_missed(wish: OpenLayout, missed: Missed) -> None:
-    from shardway.resolve.planned.tell import describe_need
-    from shardway.resolve.planned.trial import TrialDraft, list_values
+    from shardway.resolve.planned_layout import TrialDraft, describe_need, list_values
 
     draft, ranks = wish.draft, wish.draft.circumstances.ranks
     nearest = missed.nearest

@@ -1,7 +1,9 @@
-"""Rules of the process: name, device, threads, timeouts.
+"""Rules of the process, of checkpoints, and of the guard.
 
-Invariant: a rule derives what was left open or refuses; it never changes what the user set. This module must not
-read files or look at the machine.
+Invariants:
+- A rule derives what was left open or refuses; it never changes what the user set.
+- A rule derives what was left open or refuses; it never changes what the user set.
+- A rule derives what was left open or refuses; it never changes what the user set.
 """
 
 from __future__ import annotations
@@ -58,4 +60,94 @@ def a_job_has_as_many_nodes_as_the_run_may(draft: Draft) -> None:
             f"{elastic} leaves out site.nodes = {nodes}",
             f"a range with {nodes} in it",
             f"set site.nodes to {elastic[0]} to {elastic[1]}, or widen run.elastic",
+        )
+
+
+# --- Rules of which checkpoints are kept, and of what is saved on the disks of nodes
+
+
+def what_nodes_save_has_a_folder(draft: Draft) -> None:
+    folder = draft.get("checkpoint.local_dir")
+    if folder and not folder.startswith(("/", "~", "$")):
+        draft.refuse(
+            "checkpoint.local_dir",
+            f'"{folder}" is no whole path, and each node would look for it elsewhere',
+            'a text that begins with /, ~ or $, such as "$TMPDIR"',
+        )
+    if draft.get("checkpoint.local_every") == "off" or folder:
+        return
+    facts = draft.circumstances
+    if facts.local_disk:
+        draft.derive("checkpoint.local_dir", facts.local_disk, f"node.local_disk of the site {facts.site}")
+        return
+    draft.refuse(
+        "checkpoint.local_every",
+        f"each node saves on its own disk, and the site {facts.site} says of no folder there (node.local_disk)",
+        '"off"; or a checkpoint.local_dir such as "$TMPDIR" or "/local/scratch"',
+    )
+
+
+def what_nodes_save_is_written_by_shardway(draft: Draft) -> None:
+    """DeepSpeed's files are written by all ranks into one folder."""
+    if draft.get("checkpoint.local_every") != "off" and draft.get("train.engine") == "deepspeed":
+        draft.refuse(
+            "checkpoint.local_every",
+            "DeepSpeed writes its files into one folder that all ranks see, not on the disks of nodes",
+            '"off"; or train.engine = "torch"',
+        )
+
+
+def the_best_is_found_by_validating(draft: Draft) -> None:
+    """Whether a script hands over something to validate on is seen later (`train.monitoring`)."""
+    off = f'train.validate_every = "off" ({draft.origin("train.validate_every")}) makes none'
+    remedy = 'set train.validate_every, such as "100 steps"'
+    if draft.get("train.validate_every") != "off":
+        return
+    if best := draft.get("checkpoint.keep_best"):
+        draft.refuse("checkpoint.keep_best", f"{best} is of steps with the best validation, and {off}", "0", remedy)
+    if (patience := draft.get("train.patience")) != "off":
+        draft.refuse("train.patience", f"{patience} is a number of validations, and {off}", '"off"', remedy)
+
+
+# --- Rules of what looks after the machine while it trains
+
+
+def a_probe_repeats_what_has_one_result(draft: Draft) -> None:
+    """On a GPU some operations add in whatever order they end, and two runs of a sound device differ."""
+    probes = draft.get("guard.probe_every") != "off"
+    if probes and draft.get("run.device") == "cuda" and not draft.get("train.deterministic"):
+        draft.refuse(
+            "guard.probe_every",
+            "two runs of the same passes are compared bit by bit, and on a GPU operations have one result only with "
+            "train.deterministic = true",
+            '"off"; or train.deterministic = true',
+        )
+
+
+def a_run_goes_back_before_spikes_that_are_looked_for(draft: Draft) -> None:
+    if draft.get("guard.on_spike") == "roll_back" and draft.get("guard.spike") == "off":
+        draft.refuse(
+            "guard.on_spike",
+            '"roll_back", and guard.spike = "off" looks for no spike',
+            '"warn"; or a guard.spike such as 8.0',
+        )
+
+
+def a_run_goes_back_to_what_was_saved(draft: Draft) -> None:
+    saves = draft.get("checkpoint.every") != "off" or draft.get("checkpoint.keep_every") != "off"
+    if draft.get("guard.on_spike") == "roll_back" and not saves:
+        draft.refuse(
+            "guard.on_spike",
+            '"roll_back" goes back to a checkpoint, and checkpoint.every = "off" makes none',
+            '"warn"; or a checkpoint.every such as "200 steps"',
+        )
+
+
+def a_spike_that_is_left_out_is_left_out_whole(draft: Draft) -> None:
+    most, steps = draft.get("guard.max_left_out"), draft.get("guard.spike_steps")
+    if draft.get("guard.on_spike") == "roll_back" and most < steps:
+        draft.refuse(
+            "guard.max_left_out",
+            f"{most} batches do not reach back to the beginning of a spike of guard.spike_steps = {steps} steps",
+            f"at least {steps}",
         )

@@ -7,7 +7,7 @@ room must not scale, clip or average gradients.
 
 from __future__ import annotations
 
+from shardway.train.optim.base import decay_groups, muon_groups
 from shardway.train.optim.build import OPTIMIZERS, build_optimizer
-from shardway.train.optim.groups import decay_groups, muon_groups
 
 __all__ = ["OPTIMIZERS", "build_optimizer", "decay_groups", "muon_groups"]

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardway.models.contract import held_by_rank
-from shardway.train.optim.local import LocalOptimizer
-from shardway.train.optim.parts import local_gradient, split_dim
+from shardway.train.optim.base import LocalOptimizer, local_gradient, split_dim
 
 BETA2_DECAY = -0.8
 SMALLEST_RMS = 1e-3

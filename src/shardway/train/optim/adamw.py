@@ -1,7 +1,13 @@
-"""AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", arXiv:1711.05101, algorithm 2).
+"""AdamW, AdamW with 8-bit states, and SGD with momentum.
 
-Invariant: the numbers are those of `torch.optim.AdamW`, whose functional form computes them. This module must not
-know where a parameter lives.
+Invariants:
+- The numbers are those of `torch.optim.AdamW`, whose functional form computes them.
+- The numbers are those of `torch.optim.SGD`, whose functional form computes them.
+- Torchao is imported when it is asked for, and only here.
+
+A block of 256 numbers is quantized together, and blocks are cut from what a rank holds. So a checkpoint fits another
+layout only where that cuts a parameter between blocks too (torchao raises ValueError elsewhere), and states of parts
+below 4096 numbers, which stay in fp32, are quantized when they come to a larger part.
 """
 
 from __future__ import annotations
@@ -11,10 +17,11 @@ from typing import Any
 
 import torch
 from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
-from shardway.parallel.host import send
-from shardway.train.optim.local import LocalOptimizer
-from shardway.train.optim.parts import ParameterPart
+from shardway.errors import UserError
+from shardway.parallel.gradients import send
+from shardway.train.optim.base import Groups, LocalOptimizer, ParameterPart
 
 
 class AdamW(LocalOptimizer):
@@ -46,3 +53,55 @@ class AdamW(LocalOptimizer):
             eps=group["eps"],
             maximize=False,
         )
+
+
+# --- Stochastic gradient descent with momentum (Sutskever et al., ICML 2013, for Nesterov's form)
+
+
+class SGD(LocalOptimizer):
+    """A group has `lr`, `momentum`, `nesterov` and `weight_decay`; with momentum there is a `momentum_buffer`."""
+
+    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] else ()
+
+    def update(self, group: dict[str, Any], parts: Sequence[ParameterPart]) -> None:
+        fused = self.can_fuse(parts)
+        buffers: list[torch.Tensor | None] = [part.states[0] if part.states else None for part in parts]
+        sgd(
+            [part.parameter for part in parts],
+            [part.gradient for part in parts],
+            buffers,
+            foreach=not fused,
+            fused=fused,
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=0.0,
+            nesterov=group["nesterov"],
+            maximize=False,
+        )
+
+
+# --- AdamW with 8-bit states (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861)
+
+
+def build_adamw8bit(groups: Groups, lr: float, betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
+    """torchao's AdamW8bit, with a learning rate that may be set to a number. Raises UserError without torchao."""
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError as error:
+        raise UserError(
+            f'optim.name = "adamw8bit" needs torchao, which cannot be imported: {error}\n'
+            '  To do: pip install "shardway[float8]", or choose optim.name = "adamw" with '
+            'optim.state_dtype = "bf16", which takes half the memory of fp32 states and needs nothing.'
+        ) from None
+    optimizer: torch.optim.Optimizer = AdamW8bit(groups, lr=lr, betas=betas, eps=eps)
+    optimizer.register_step_pre_hook(_make_rates_tensors)
+    return optimizer
+
+
+def _make_rates_tensors(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Its update is compiled, and a number would be compiled into it anew at every step of the schedule."""
+    for group in optimizer.param_groups:
+        if not isinstance(group["lr"], torch.Tensor):
+            group["lr"] = torch.tensor(group["lr"], dtype=torch.float32)

@@ -12,12 +12,9 @@ from torch import nn
 
 from shardway.runfile.schema import OptimSection
 from shardway.train.optim.adafactor import Adafactor
-from shardway.train.optim.adamw import AdamW
-from shardway.train.optim.eight_bit import build_adamw8bit
-from shardway.train.optim.groups import decay_groups, muon_groups
-from shardway.train.optim.local import Numerics
+from shardway.train.optim.adamw import SGD, AdamW, build_adamw8bit
+from shardway.train.optim.base import Numerics, decay_groups, muon_groups
 from shardway.train.optim.muon import Muon
-from shardway.train.optim.sgd import SGD
 
 
 def build_optimizer(section: OptimSection, model: nn.Module, peak_lr: float) -> torch.optim.Optimizer:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardway.train.optim.adamw import AdamW
-from shardway.train.optim.parts import ParameterPart
+from shardway.train.optim.base import ParameterPart
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic that is applied again and again to the singular values: steep at 0, near 1 from there on (Jordan et

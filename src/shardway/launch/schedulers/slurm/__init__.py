@@ -1,1 +1,453 @@
-"""Slurm, 22.05 and later."""
+"""Slurm: #SBATCH lines and srun, questions about jobs, answers.
+
+Invariants:
+- Only an answer of squeue or of sacct makes a job ended or unknown.  Sources: squeue(1) "OUTPUT FORMAT" and "JOB STATE
+  CODES", sacct(1) "Job Accounting Fields", of 22.05 to 26.05.
+- Srun is always told nodes, tasks and cores, because inside a job it takes what it is not told from the variables of
+  the job, and since 22.05 it does not take cores a task from there at all.
+
+squeue knows what is in the controller's memory and is right at once; sacct keeps the exit codes but lags, by seconds
+after a start. So a job is active when squeue says so, and how it ended is sacct's word where sacct has one. Text fields
+are read, not JSON: squeue's JSON of 22.05 ignores which jobs were asked for, and sacct's gives 0 for every exit code.
+
+Sources: sbatch(1) "OPTIONS", srun(1) "OPTIONS" and "--cpus-per-task".
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from shardway.launch.hosts.base import Done
+from shardway.launch.job import Job
+from shardway.launch.schedulers.base import (
+    EachNode,
+    JobPhase,
+    JobRecord,
+    SchedulerEnding,
+    SchedulerScript,
+    SchedulerSilent,
+    describe_silence,
+    merge_tasks,
+    render_options,
+)
+from shardway.launch.script import ScriptLine, quote
+
+# --- Asks Slurm about jobs, and reads its answers
+
+_ENV = ("env", "SLURM_TIME_FORMAT=%s")
+"""Times as Unix seconds, so that nobody has to know the time zone of the machine that answers."""
+
+_SQUEUE = ("%i", "%A", "%T", "%S", "%e", "%N", "%r", "%j")
+_SACCT = ("JobID", "JobIDRaw", "State", "ExitCode", "Submit", "Start", "End", "NodeList", "Reason", "JobName")
+_DAYS_BACK = 14
+
+_QUEUED = frozenset(
+    ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
+)
+_ENDINGS = {
+    "COMPLETED": SchedulerEnding.COMPLETED,
+    "FAILED": SchedulerEnding.FAILED,
+    "TIMEOUT": SchedulerEnding.TIMEOUT,
+    "DEADLINE": SchedulerEnding.TIMEOUT,
+    "CANCELLED": SchedulerEnding.CANCELLED,
+    "PREEMPTED": SchedulerEnding.PREEMPTED,
+    "OUT_OF_MEMORY": SchedulerEnding.OUT_OF_MEMORY,
+    "NODE_FAIL": SchedulerEnding.NODE_FAILURE,
+    "BOOT_FAIL": SchedulerEnding.NODE_FAILURE,
+    "RECONFIG_FAIL": SchedulerEnding.NODE_FAILURE,
+    "POWER_UP_FAIL": SchedulerEnding.NODE_FAILURE,
+    "LAUNCH_FAILED": SchedulerEnding.NEVER_STARTED,
+    "REVOKED": SchedulerEnding.NEVER_STARTED,
+}
+_MAY_RUN_AGAIN = frozenset(("REQUEUED", "PREEMPTED", "NODE_FAIL"))
+"""States of a run after which Slurm may queue the same job id again."""
+
+_TOLD_BY_STEPS = frozenset(("COMPLETED", "FAILED"))
+"""States of a job whose steps, which only sacct has, may tell more."""
+
+_LAUNCH_FAILURE = "0:53"
+_HIGHEST_SIGNAL = 31
+_FOLDED = 128
+_JOB = re.compile(r"\d+(_(\d+|\[[-\d,:%]+\]))?")
+_UNKNOWN_ID = "Invalid job id specified"
+_NO_ACCOUNTING = "accounting storage is disabled"
+
+
+def query_commands(jobs: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """The two commands whose outputs `parse_records` reads, in this order; none where no word is an id of Slurm, as
+    one such word would make it refuse the whole question."""
+    ids = ",".join(job for job in jobs if _JOB.fullmatch(job))
+    return (_squeue("-j", ids), _sacct("-D", "-j", ids)) if ids else ()
+
+
+def find_commands(token: str) -> tuple[tuple[str, ...], ...]:
+    """The two commands whose outputs `parse_found` reads: my jobs of the last two weeks with this name."""
+    return _squeue("-n", token), _sacct("-X", "--name", token, "-S", f"now-{_DAYS_BACK}days")
+
+
+def _squeue(*which: str) -> tuple[str, ...]:
+    return (*_ENV, "squeue", "-h", "-r", "-t", "all", *which, "-o", "|".join(_SQUEUE))
+
+
+def _sacct(*which: str) -> tuple[str, ...]:
+    return (*_ENV, "sacct", "-n", "-P", *which, "-o", ",".join(_SACCT))
+
+
+def parse_records(jobs: Sequence[str], answers: Sequence[Done]) -> dict[str, JobRecord]:
+    """A record of each of these jobs of which something is known now; one that Slurm does not know is UNKNOWN.
+
+    A job is left out where only sacct answered and does not say how it ended. Raises SchedulerSilent where nothing is
+    known of any job.
+    """
+    if not answers:
+        return {job: JobRecord(job, JobPhase.UNKNOWN) for job in jobs}
+    squeue, sacct = answers
+    live, booked = _parse_squeue(squeue), _parse_sacct(sacct)
+    if live is None and booked is None:
+        raise SchedulerSilent(describe_silence(squeue))
+    records = {job: _choose(job, live, booked) for job in jobs}
+    known = {job: record for job, record in records.items() if record}
+    if jobs and not known:
+        raise SchedulerSilent(describe_silence(squeue if live is None else sacct))
+    return known
+
+
+def parse_found(answers: Sequence[Done]) -> tuple[str, ...]:
+    """Ids of the jobs of a name, oldest first; a submission that Slurm refused and still counted is none.
+
+    Raises SchedulerSilent where one of the two did not answer and the other found nothing.
+    """
+    squeue, sacct = answers
+    live, booked = _parse_squeue(squeue), _parse_sacct(sacct)
+    rows = [*(live or ()), *(booked or ())]
+    refused = {row.parent for row in rows if row.refused}
+    found = {row.parent for row in rows} - refused
+    if not found and (live is None or booked is None):
+        raise SchedulerSilent(describe_silence(squeue if live is None else sacct))
+    return tuple(sorted(found, key=int))
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One line of squeue or of sacct about a job or a task of an array, in Slurm's words."""
+
+    job: str
+    raw: str
+    state: str
+    start: str
+    nodes: str
+    reason: str
+    name: str
+    end: str = ""
+    exit: str = ""
+    submit: str = ""
+    steps: tuple[tuple[str, str, str], ...] = field(default=())
+    """(step, state, exit code) of each step."""
+
+    @property
+    def parent(self) -> str:
+        """The id that sbatch printed."""
+        return self.job.split("_")[0]
+
+    @property
+    def word(self) -> str:
+        """The state without what follows it: "CANCELLED by 1001" is CANCELLED."""
+        return (self.state.split() or [""])[0]
+
+    @property
+    def has_ended(self) -> bool:
+        return self.word in _ENDINGS
+
+    @property
+    def refused(self) -> bool:
+        """Whether this is what remains of a job that sbatch refused: it has an id, and failed without a node."""
+        return self.word == "FAILED" and not self.nodes and not self.steps
+
+    def covers(self, job: str) -> bool:
+        """Whether it speaks of this id: its own, or one of the tasks of "70_[2-3%2]"."""
+        parent, _, tasks = self.job.partition("_")
+        if self.job == job or not tasks.startswith("["):
+            return self.job == job
+        asked, _, task = job.partition("_")
+        return asked == parent and task.isdigit() and _is_task(int(task), tasks.strip("[]"))
+
+
+def _is_task(task: int, tasks: str) -> bool:
+    """Whether a list such as "1-3,5,8-20:4%2" has this task."""
+    for part in tasks.split("%")[0].split(","):
+        bounds, _, step = part.partition(":")
+        first, _, last = bounds.partition("-")
+        if int(first) <= task <= int(last or first) and (task - int(first)) % int(step or 1) == 0:
+            return True
+    return False
+
+
+def _parse_squeue(done: Done) -> list[_Row] | None:
+    """The lines of squeue; None where it did not answer."""
+    if not done.ok and _UNKNOWN_ID not in done.err:
+        return None
+    rows = []
+    for cells in _split(done.out, len(_SQUEUE)):
+        job, raw, state, start, end, nodes, reason, name = cells
+        rows.append(_Row(job, raw, state, start, nodes, reason, name, end))
+    return rows
+
+
+def _parse_sacct(done: Done) -> list[_Row] | None:
+    """The job lines of sacct with their steps, the newest run of each job only; None where it did not answer."""
+    if not done.ok and _NO_ACCOUNTING not in done.err:
+        return None
+    runs: list[_Row] = []
+    for job, raw, state, exit_text, submit, start, end, nodes, reason, name in _split(done.out, len(_SACCT)):
+        owner, _, step = job.partition(".")
+        if not step:
+            nodes = "" if nodes == "None assigned" else nodes
+            runs.append(_Row(job, raw, state, start, nodes, reason, name, end, exit_text, submit))
+        elif runs and runs[-1].job == owner:
+            runs[-1] = replace(runs[-1], steps=(*runs[-1].steps, (step, state, exit_text)))
+    return runs
+
+
+def _split(text: str, count: int) -> list[list[str]]:
+    """Cells of the lines that are about a job. The last one is the name, in which the separator may stand."""
+    lines = [line.split("|", count - 1) for line in text.splitlines()]
+    return [cells for cells in lines if len(cells) == count and _JOB.fullmatch(cells[0].split(".")[0])]
+
+
+def _choose(job: str, live: list[_Row] | None, booked: list[_Row] | None) -> JobRecord | None:
+    """What is known of one job from both answers; None where too little is."""
+    now, runs = _select(job, live or []), _select(job, booked or [])
+    past = _newest(runs)
+    restarts = len(runs) - len(past)
+    ended = [row for row in past if row.has_ended]
+    if live is None:
+        # Without squeue nobody knows whether a job that can be queued again has been.
+        settled = bool(past) and all(row.has_ended and row.word not in _MAY_RUN_AGAIN for row in past)
+        return _combine(job, past, restarts) if settled else None
+    if not all(row.has_ended for row in now):
+        return _combine(job, now, restarts)
+    if now and len(ended) < len(past) and any(row.word in _TOLD_BY_STEPS for row in now):
+        record = _combine(job, now, restarts)
+        return replace(record, phase=JobPhase.RUNNING, ending=None, ended=None, note="sacct does not know its end yet")
+    if now:
+        return _combine(job, past if len(ended) >= len(now) else now, restarts)
+    if past:
+        return _combine(job, past, restarts)
+    return JobRecord(job, JobPhase.UNKNOWN) if booked is not None else None
+
+
+def _select(job: str, rows: list[_Row]) -> list[_Row]:
+    """The lines about a job: its own; else those of its tasks; else those of the task that has it as raw id."""
+    return (
+        [row for row in rows if row.covers(job)]
+        or [row for row in rows if row.parent == job]
+        or [row for row in rows if row.raw == job]
+    )
+
+
+def _newest(rows: list[_Row]) -> list[_Row]:
+    """The last run of each job; a job that was queued again has a line for each run."""
+    last: dict[str, _Row] = {}
+    for row in rows:
+        if row.job not in last or row.submit >= last[row.job].submit:
+            last[row.job] = row
+    return list(last.values())
+
+
+def _combine(job: str, rows: list[_Row], restarts: int) -> JobRecord:
+    records = [_record(row) for row in rows]
+    merged = merge_tasks(job, records) if len(records) > 1 else replace(records[0], job=job)
+    return replace(merged, restarts=max(restarts, 0))
+
+
+def _record(row: _Row) -> JobRecord:
+    started = _parse_time(row.start)
+    record = JobRecord(
+        job=row.job,
+        phase=JobPhase.RUNNING,
+        state=row.state,
+        reason="" if row.reason == "None" else row.reason,
+        started=started,
+        nodes=row.nodes,
+        name=row.name,
+        exit_text=row.exit,
+    )
+    if row.has_ended:
+        return _ended(row, record)
+    if row.word in _QUEUED:
+        return replace(record, phase=JobPhase.QUEUED, started=None)
+    return record
+
+
+def _ended(row: _Row, record: JobRecord) -> JobRecord:
+    ending = _ending(row)
+    ran = bool(row.nodes)
+    exit_text = _exit_text(row) if ran else ""
+    code, signal = _parse_exit(exit_text)
+    note = ""
+    if code is not None and 2 < code < _FOLDED and ending is SchedulerEnding.FAILED:
+        note = f"Slurm before 26.05 shows an exit code above 127 less 128, so that {code} may be {code + _FOLDED}"
+    return replace(
+        record,
+        phase=JobPhase.ENDED,
+        ending=ending,
+        exit_code=code,
+        signal=signal,
+        started=record.started if ran else None,
+        ended=_parse_time(row.end),
+        note=note,
+        exit_text=exit_text,
+    )
+
+
+def _ending(row: _Row) -> SchedulerEnding:
+    ending = _ENDINGS[row.word]
+    if not row.nodes and ending not in (SchedulerEnding.CANCELLED, SchedulerEnding.COMPLETED):
+        return SchedulerEnding.NEVER_STARTED
+    if ending is SchedulerEnding.FAILED and row.exit == _LAUNCH_FAILURE:
+        return SchedulerEnding.NEVER_STARTED
+    # The kernel ends a process of a step; what the job script makes of that is its own affair.
+    out_of_memory = any(state == "OUT_OF_MEMORY" for _, state, _ in row.steps)
+    if out_of_memory and ending in (SchedulerEnding.COMPLETED, SchedulerEnding.FAILED):
+        return SchedulerEnding.OUT_OF_MEMORY
+    return ending
+
+
+def _exit_text(row: _Row) -> str:
+    """The job's exit code; that of its script where Slurm says 0:0 of a job that it ended itself."""
+    if row.exit == "0:0" and row.word != "COMPLETED":
+        return next((text for step, _, text in row.steps if step == "batch" and text), "")
+    return row.exit
+
+
+def _parse_exit(text: str) -> tuple[int | None, int]:
+    """Exit code and signal from "1:0" or "0:9"; Slurm's own numbers beyond the signals, such as 125, are neither."""
+    code, _, signal = text.partition(":")
+    if not code.isdigit() or not signal.isdigit():
+        return None, 0
+    if int(signal):
+        return None, int(signal) if int(signal) <= _HIGHEST_SIGNAL else 0
+    return int(code), 0
+
+
+def _parse_time(text: str) -> float | None:
+    """Unix seconds from seconds, or from local time in ISO format; None for "Unknown", "None", "N/A"."""
+    try:
+        return float(text) if text.isdigit() else datetime.datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None
+
+
+# --- Slurm's part of a job script: #SBATCH lines and srun
+
+
+def directives(job: Job) -> tuple[ScriptLine, ...]:
+    """The #SBATCH lines."""
+    return tuple(ScriptLine(f"#SBATCH {line.text}", line.purpose) for line in _options(job))
+
+
+def _options(job: Job) -> Iterator[ScriptLine]:
+    terms, shape = job.terms, job.shape
+    yield ScriptLine(f"--job-name={job.scheduler_name}", "the run, its attempt, and what makes it unique")
+    if terms.account:
+        yield ScriptLine(f"--account={quote(terms.account)}", "who is charged, and where the job waits")
+    if terms.partition:
+        yield ScriptLine(f"--partition={quote(terms.partition)}", "who is charged, and where the job waits")
+    if terms.qos:
+        yield ScriptLine(f"--qos={quote(terms.qos)}", "who is charged, and where the job waits")
+    if terms.constraint:
+        yield ScriptLine(f"--constraint={quote(terms.constraint)}", "the kind of node")
+    yield ScriptLine(f"--nodes={shape.nodes}", "nodes, and what is wanted of each")
+    tasks = 1 if job.one_agent_a_node else shape.ranks_per_node
+    yield ScriptLine(f"--ntasks-per-node={tasks}")
+    if cpus := cpus_of_task(job, tasks):
+        yield ScriptLine(f"--cpus-per-task={cpus}")
+    yield from _generic_resources(job)
+    if shape.memory_bytes:
+        yield ScriptLine(f"--mem={shape.memory_bytes // 2**20}M")
+    if shape.whole_nodes:
+        yield ScriptLine("--exclusive")
+    yield ScriptLine(f"--time={_render_time(terms.walltime_s)}", "wall-time of this attempt")
+    if job.warn_s:
+        yield ScriptLine(f"--signal=B:USR2@{round(job.warn_s)}", "warns this script before the wall-time ends")
+    yield ScriptLine(
+        "--no-requeue", "an attempt that loses its nodes ends; the next attempt goes on from the last checkpoint"
+    )
+    if job.elastic:
+        yield ScriptLine(
+            "--no-kill", "a node that is lost does not end the job: the run goes on with those that are left"
+        )
+    yield ScriptLine("--open-mode=append", "what it prints")
+    yield ScriptLine(f"--output={job.log_for_scheduler}")
+    for words in render_options({name: value for name, value in terms.options.items() if name.lstrip("-") != _GRES}):
+        yield ScriptLine(words, "options of this run or site that Shardway has no name for")
+
+
+_GRES = "gres"
+
+
+def _generic_resources(job: Job) -> Iterator[ScriptLine]:
+    """Accelerators, and what an option asks for besides them (local disks): of two --gres the last alone would hold."""
+    count, kind = job.shape.accelerators_per_node, job.terms.accelerator_type
+    asked = f"{kind}:{count}" if kind else str(count)
+    gres = [f"gpu:{asked}"] if count and job.terms.accelerators == "gres" else []
+    for name, value in job.terms.options.items():
+        if name.lstrip("-") == _GRES:
+            gres += map(str, value if isinstance(value, list | tuple) else [value])
+    if gres:
+        yield ScriptLine(f"--gres={','.join(gres)}")
+    if count and job.terms.accelerators == "gpus-per-node":
+        yield ScriptLine(f"--gpus-per-node={asked}")
+
+
+def _render_time(seconds: float) -> str:
+    """Slurm counts whole minutes; a part of one counts as one (sbatch(1), --time)."""
+    minutes = max(1, -(-round(seconds) // 60))
+    days, rest = divmod(minutes, 24 * 60)
+    return f"{days}-{rest // 60:02d}:{rest % 60:02d}:00"
+
+
+def cpus_of_task(job: Job, tasks_per_node: int) -> int:
+    """What Slurm calls CPUs: all hardware threads of the cores of one task; 0 where the site does not say them."""
+    cores = (job.shape.cores_per_node or 0) // tasks_per_node
+    return max(1, cores) * job.shape.threads_per_core if job.shape.cores_per_node else 0
+
+
+def srun(job: Job, tasks_per_node: int) -> tuple[str, ...]:
+    """The words of an srun that starts so many tasks on each node."""
+    cpus = cpus_of_task(job, tasks_per_node)
+    words = [
+        "srun",
+        f"--nodes={job.shape.nodes}",
+        f"--ntasks={job.shape.nodes * tasks_per_node}",
+        f"--ntasks-per-node={tasks_per_node}",
+        *([f"--cpus-per-task={cpus}"] if cpus else []),
+        *_on_a_bad_end(job),
+        *map(quote, job.start.srun_options),
+    ]
+    return tuple(words)
+
+
+def _on_a_bad_end(job: Job) -> tuple[str, ...]:
+    """Agents see by themselves that one of them is gone; srun would tell the others by SIGTERM, which means a stop."""
+    if job.launcher != "agent":
+        return ("--kill-on-bad-exit=1",)
+    return ("--kill-on-bad-exit=0", "--wait=0", *(("--no-kill",) if job.elastic else ()))
+
+
+def _each_node(job: Job) -> EachNode:
+    return EachNode(srun(job, 1), "$SLURM_NODEID")
+
+
+SLURM = SchedulerScript(
+    directives=directives,
+    shell="slurm",
+    functions=lambda job: ("begin", "ask_ending", "submit_after", "cancel_job"),
+    each_node=_each_node,
+    warns=True,
+    launcher_variables=("SLURM_*", "PMI_*", "PMIX_*"),
+    own_jobs='squeue --all --noheader --user="$(id -un)" --format=%A 2> /dev/null',
+)

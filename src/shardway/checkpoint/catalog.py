@@ -1,0 +1,361 @@
+"""Which checkpoints a run has, what is in each without torch, whether it is whole, and copies of it for another run.
+
+Invariants:
+- A folder is taken for a checkpoint by its name or by its manifest, never by guessing.
+- A checkpoint passes only where every file that was saved is there with the bytes that were saved.
+- What is shown was compared with the manifest as far as it was read.
+- Nothing is deleted; a damaged one is only set aside after an older one was loaded, an undone one before.
+- What was copied was compared with its seals where it is now, before it is a checkpoint; files of the source are read
+  alone, and nothing is written outside of the new folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from shardway.checkpoint.file_format import (
+    MANIFEST,
+    TABLE,
+    Damaged,
+    Manifest,
+    TensorTable,
+    find_damage,
+    find_short,
+    read_manifest,
+    read_table,
+    write_manifest,
+)
+from shardway.errors import JobError, UserError
+from shardway.rundir.directory import RunDir
+from shardway.rundir.file_io import fsync_folder
+from shardway.rundir.names import find_run_id, step_of_checkpoint
+
+# --- Which checkpoints a person means: those of a run, or one by its own folder, wherever that was copied to
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A checkpoint's folder and the step that its name says; None where somebody gave it another name.
+
+    `run`: the id of the run in whose directory it was found; empty where that has none, or it was named by itself.
+    """
+
+    folder: Path
+    step: int | None
+    run: str = ""
+
+
+@dataclass(frozen=True)
+class PassedOver:
+    """A checkpoint that is newer than the one that was loaded, and why it was not."""
+
+    step: int
+    reason: str
+
+
+def find_checkpoints(path: Path) -> list[FoundCheckpoint]:
+    """All checkpoints of a run directory, the newest first, or the one whose folder this is. Raises UserError where
+    there is none."""
+    run = RunDir(path)
+    found = [find_in_run(run, step) for step in reversed(run.checkpoint_steps())]
+    step = step_of_checkpoint(path)
+    if not found and path.is_dir() and (step is not None or (path / MANIFEST).exists()):
+        found = [FoundCheckpoint(path, step)]
+    if not found:
+        raise UserError(
+            f"{path} holds no checkpoint.\n  To do: name a run directory that has one (`shardway status` lists runs "
+            "and their steps), or the folder of a checkpoint."
+        )
+    return found
+
+
+def find_in_run(run: RunDir, step: int) -> FoundCheckpoint:
+    """The checkpoint of a step where it stands in a run directory, whether it is there or not."""
+    return FoundCheckpoint(run.checkpoint_path(step), step, find_run_id(run.path))
+
+
+def find_checkpoint(path: Path, step: int | None = None) -> FoundCheckpoint:
+    """The checkpoint of a step, or the newest where `step` is None. Raises UserError where there is none."""
+    found = find_checkpoints(path)
+    chosen = next((each for each in found if step is None or each.step == step), None)
+    if chosen is None:
+        steps = ", ".join(str(each.step) for each in reversed(found) if each.step is not None)
+        raise UserError(f"{path} holds no checkpoint of step {step}.\n      allowed: {steps or 'no --step here'}")
+    return chosen
+
+
+# --- Compares a checkpoint with its manifest, byte by byte
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What one checkpoint was found to be; `reasons` is empty for one that is whole, `manifest` None for a lost one.
+
+    `step` is None where neither name nor manifest says it.
+    """
+
+    step: int | None
+    name: str
+    manifest: Manifest | None
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a run can go on from it."""
+        return not self.reasons
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        manifest = self.manifest
+        return {
+            "step": self.step,
+            "name": self.name,
+            "whole": self.is_whole,
+            "reasons": list(self.reasons),
+            "world": manifest.world if manifest else None,
+            "files": len(manifest.files) if manifest else None,
+            "bytes": manifest.total_bytes if manifest else None,
+        }
+
+
+def verify_all(checkpoints: Iterable[FoundCheckpoint]) -> Iterator[Verified]:
+    """What each of these is. Raises UserError for a newer format."""
+    for found in checkpoints:
+        step, manifest = found.step, None
+        try:
+            manifest = manifest_of(found)
+            step = manifest.step
+            verify_found(found)
+        except Damaged as damage:
+            yield Verified(step, found.folder.name, manifest, damage.reasons)
+        else:
+            yield Verified(step, found.folder.name, manifest)
+
+
+def verify_found(found: FoundCheckpoint, rank: int = 0, world: int = 1) -> Manifest:
+    """Compare this rank's share of the files with the manifest. Raises Damaged that names what differs."""
+    manifest = manifest_of(found)
+    shares = list(manifest.files.items())[rank::world]
+    damages = [damage for name, seal in shares if (damage := find_damage(found.folder, name, seal))]
+    if damages:
+        raise Damaged(found.folder, damages)
+    return manifest
+
+
+def check_files(found: FoundCheckpoint, *read: str) -> Manifest:
+    """Whether all files are there in their size, and those in `read` with the bytes that were saved: quick, and enough
+    to look into. Raises Damaged."""
+    manifest = manifest_of(found)
+    checks = {name: find_damage if name in read else find_short for name in manifest.files}
+    damages = [what for name, check in checks.items() if (what := check(found.folder, name, manifest.files[name]))]
+    if damages:
+        raise Damaged(found.folder, damages)
+    return manifest
+
+
+def verify_checkpoint(directory: RunDir, step: int, rank: int = 0, world: int = 1) -> Manifest:
+    """Compare this rank's share of a run's checkpoint with its manifest. Raises Damaged that names what differs."""
+    return verify_found(find_in_run(directory, step), rank, world)
+
+
+def manifest_of_step(directory: RunDir, step: int) -> Manifest:
+    """The manifest of a run's checkpoint; raises as `manifest_of`."""
+    return manifest_of(find_in_run(directory, step))
+
+
+def manifest_of(found: FoundCheckpoint) -> Manifest:
+    """The manifest of a checkpoint. Raises Damaged where it cannot be read or is another's, UserError for a newer
+    format."""
+    manifest = read_manifest(found.folder)
+    if found.step is not None and manifest.step != found.step:
+        raise Damaged(found.folder, [f"its manifest is that of step {manifest.step}"])
+    if found.run and manifest.run and manifest.run != found.run:
+        remedy = "`shardway checkpoint import` makes a new run of it"
+        raise Damaged(found.folder, [f"it is of another run ({manifest.run}, not {found.run}): {remedy}"])
+    return manifest
+
+
+# --- What a checkpoint is: step, ranks, counters and files by its manifest, tensors by its table; without torch
+
+PARTS = ("model", "optimizer", "random", "kept", "script", "stream", "order")
+"""What of a run a tensor may belong to; a script of one's own may keep things, and has settings and schedulers."""
+
+
+def part_of(name: str) -> str:
+    """The part of the run that a name in a checkpoint belongs to: one of `PARTS`.
+
+    Further models and optimizers have a name after a dash; `structure` says how a part is built that is no plain tree.
+    """
+    first, _, rest = name.partition(".")
+    return part_of(rest) if first == "structure" else first.partition("-")[0]
+
+
+VALUE = "value"
+"""Stands for the dtype of what is no tensor."""
+
+
+_EMBEDDING, _HEAD = "model.model.embed_tokens.weight", "model.lm_head.weight"
+
+
+@dataclass(frozen=True)
+class CheckpointHead:
+    """A checkpoint and its manifest."""
+
+    found: FoundCheckpoint
+    manifest: Manifest
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data; sizes in bytes."""
+        manifest = self.manifest
+        return {
+            "folder": str(self.found.folder),
+            "run": manifest.run,
+            "step": manifest.step,
+            "world": manifest.world,
+            "numbers": dict(manifest.numbers),
+            "bytes": manifest.total_bytes,
+            "files": {name: seal.bytes for name, seal in sorted(manifest.files.items())},
+        }
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor as it is saved, whole: its name in the model that nothing wraps, its shape, its size in bytes.
+
+    What is no tensor has the dtype "value", no shape, and the size of its JSON.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+
+    @property
+    def part(self) -> str:
+        """What of the run it belongs to: one of `PARTS`."""
+        return part_of(self.name)
+
+
+def read_head(found: FoundCheckpoint) -> CheckpointHead:
+    """The manifest of a checkpoint whose files are all there in their size; the table in it is compared.
+
+    Raises Damaged.
+    """
+    return CheckpointHead(found, check_files(found, TABLE))
+
+
+def list_entries(head: CheckpointHead) -> list[TensorEntry]:
+    """What a checkpoint holds, by name. Raises Damaged."""
+    return make_entries(read_table(head.found.folder, head.manifest))
+
+
+def list_newest(run: RunDir) -> list[TensorEntry]:
+    """What the newest checkpoint of a run holds that can be looked into; nothing where there is none."""
+    for step in reversed(run.checkpoint_steps()):
+        with contextlib.suppress(Damaged):  # a load passes it over, and tells
+            return list_entries(read_head(find_in_run(run, step)))
+    return []
+
+
+def find_tie(run: RunDir) -> bool | None:
+    """Whether the checkpoints of a model of the Hugging Face library hold one matrix for embedding and output layer;
+    None where no checkpoint tells."""
+    names = {entry.name for entry in list_newest(run)}
+    return _HEAD not in names if _EMBEDDING in names else None
+
+
+def make_entries(table: TensorTable) -> list[TensorEntry]:
+    """What a table tells of, by name."""
+    tensors = [
+        TensorEntry(name, row.shape, row.dtype, math.prod(row.shape) * _item_bytes(row.dtype))
+        for name, row in table.tensors.items()
+    ]
+    values = [TensorEntry(name, (), VALUE, len(text)) for name, text in table.values.items()]
+    return sorted((*tensors, *values), key=lambda entry: entry.name)
+
+
+def _item_bytes(dtype: str) -> int:
+    """Bytes of one number: names of formats end with their bits, but for what follows them in those of 8."""
+    if dtype == "bool":
+        return 1
+    bits = re.search(r"\d+", dtype)
+    return max(1, int(bits.group()) // 8) if bits else 0
+
+
+# --- Sets checkpoints aside that are damaged or undone, so that the run can save these steps again and nobody takes
+# them for good ones
+
+
+@dataclass(frozen=True)
+class CorruptCheckpoint:
+    """A checkpoint: its name, the name that it has now, and what is wrong with it."""
+
+    name: str
+    kept_as: str
+    reason: str
+
+
+def set_aside(directory: RunDir, found: Sequence[PassedOver], kind: str = "damaged") -> list[CorruptCheckpoint]:
+    """Rename checkpoints that are "damaged" or "undone"; called on rank 0 while it holds the writer's lock.
+
+    Raises JobError where the file system refuses.
+    """
+    done = []
+    for each in found:
+        path, kept_as = directory.checkpoint_path(each.step), directory.aside_path(each.step, kind)
+        try:
+            os.rename(path, kept_as)
+        except OSError as error:
+            raise JobError(
+                f"the checkpoint {path} is {kind} ({each.reason}) and cannot be renamed: {error.strerror}.\n"
+                "  The run goes on from an older one. To do: move it out of the way, then run the same command again."
+            ) from error
+        done.append(CorruptCheckpoint(path.name, kept_as.name, each.reason))
+    if done:
+        fsync_folder(directory.checkpoints)
+    return done
+
+
+# --- A whole checkpoint of one run as the checkpoint of another
+
+
+def copy_checkpoint(found: FoundCheckpoint, directory: RunDir) -> Manifest:
+    """Copy a checkpoint into a run that has none of its step. Raises Damaged, JobError where it cannot be written."""
+    manifest = replace(manifest_of(found), epoch=0, run=find_run_id(directory.path))
+    final, partial = directory.checkpoint_path(manifest.step), directory.partial_checkpoint_path(manifest.step)
+    try:
+        partial.mkdir()
+        for name in manifest.files:
+            _copy(found.folder, partial, name, manifest)
+        write_manifest(partial, manifest)
+        for within in {(partial / name).parent for name in manifest.files} | {partial}:
+            fsync_folder(within)
+        os.rename(partial, final)
+        fsync_folder(final.parent)
+    except OSError as error:
+        raise JobError(f"the checkpoint {found.folder} cannot be copied: {error.strerror or error}") from error
+    return manifest
+
+
+def _copy(source: Path, target: Path, name: str, manifest: Manifest) -> None:
+    """Copy one file, durably, and compare the copy."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise Damaged(source, [f"its manifest names {name}, which is not in it"])
+    (target / name).parent.mkdir(parents=True, exist_ok=True)
+    try:
+        shutil.copyfile(source / name, target / name)
+    except FileNotFoundError:
+        raise Damaged(source, [f"{name} is missing"]) from None
+    with open(target / name, "rb") as file:
+        os.fsync(file.fileno())
+    if damage := find_damage(target, name, manifest.files[name]):
+        raise Damaged(source, [damage])

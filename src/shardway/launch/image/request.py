@@ -1,0 +1,450 @@
+"""What image is wanted: its name, the packages that are added, and the machine that makes it.
+
+Invariants:
+- What `parse_uri` accepts means one image, and is the same value again after it was rendered in enroot's form.
+- Every word that a person wrote is one word of the script's shell, whatever is in it, and no secret of a URL gets into
+  the script, which stays in the image.
+- Both are values; nothing in them was guessed: what is not known is empty or None.
+
+nvcr.io#nvidia/pytorch:25.04-py3    enroot: docker://[USER@][REGISTRY#]IMAGE[:TAG]
+    nvcr.io/nvidia/pytorch:25.04-py3    docker: docker://[REGISTRY/]IMAGE[:TAG][@DIGEST]
+
+Sources: enroot's documentation, "enroot import"; the grammar of references of the distribution project (docker), by
+which the first part of a name is a registry where it holds a "." or a ":" or is "localhost"; apt-get(8); pip's
+documentation, "pip install" and "Requirements File Format"; POSIX sh, as images have it.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Literal
+
+from shardway.errors import Problem, UserError, check_no_problems
+from shardway.launch.script import ScriptLine, ScriptSection, quote, quote_all, render_script, wrap_command
+
+# --- Names of images, in enroot's form, in docker's form, and as files, as one value
+
+Transport = Literal["docker", "oras", "dockerd", "podman"]
+
+_HUB = ("docker.io", "index.docker.io", "registry-1.docker.io")
+_NGC = "nvcr.io"
+NGC_USER = "$oauthtoken"
+"""The one user name of NVIDIA's registry, these very characters; the password is the API key."""
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_LABEL = r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?"
+_REGISTRY = re.compile(rf"{_LABEL}(?:\.{_LABEL})*(?::\d{{1,5}})?")
+_PART = r"[a-z0-9]+(?:(?:\.|_{1,2}|-+)[a-z0-9]+)*"
+_REPOSITORY = re.compile(rf"{_PART}(?:/{_PART})*")
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128}")
+_USER = re.compile(r"[A-Za-z0-9_.!~*'()%;&=+$,-]+")
+_FILE = re.compile(r"(/|\./|\.\./|~/|\$[\w{}]+/).*|.*\.(sqsh|sqfs|squashfs|sif)")
+_UNPRINTABLE = re.compile(r"[\x00-\x20\x7f]")
+
+_ALLOWED = (
+    "docker://[USER@][REGISTRY#]IMAGE[:TAG], [docker://][REGISTRY/]IMAGE[:TAG][@sha256:DIGEST], oras://..., "
+    "dockerd://IMAGE:TAG, podman://IMAGE:TAG, or a .sqsh or .sif file or a folder"
+)
+_EXAMPLE = "docker://nvcr.io#nvidia/pytorch:25.04-py3"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """An image with a name: of a registry (docker, oras), or of an engine on the machine (dockerd, podman).
+
+    `registry` is empty for Docker Hub, where `repository` is the short name ("ubuntu", not "library/ubuntu"). A digest
+    alone names the image where there is one: then `tag` is empty, and never both.
+    """
+
+    repository: str
+    registry: str = ""
+    tag: str = ""
+    digest: str = ""
+    user: str = ""
+    transport: Transport = "docker"
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it comes over the network."""
+        return self.transport in ("docker", "oras")
+
+    @property
+    def version(self) -> str:
+        """What follows the name, with its ":" or "@"."""
+        return f"@{self.digest}" if self.digest else f":{self.tag}"
+
+    @property
+    def stem(self) -> str:
+        """A name for a file: "pytorch-25.04-py3", "pytorch-0123456789ab"."""
+        version = self.digest.partition(":")[2][:12] or self.tag
+        return f"{self.repository.rpartition('/')[2]}-{version}"
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    """An image that is there already: a .sqsh or .sif file, or a folder. `path` as it was written."""
+
+    path: str
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it comes over the network."""
+        return False
+
+    @property
+    def kind(self) -> Literal["squashfs", "sif", "folder"]:
+        """By its name, as the runtimes tell them apart too."""
+        if self.path.endswith(".sif"):
+            return "sif"
+        return "squashfs" if self.path.endswith((".sqsh", ".sqfs", ".squashfs")) else "folder"
+
+    @property
+    def stem(self) -> str:
+        """A name for a file that is made of it."""
+        name = self.path.rstrip("/").rpartition("/")[2]
+        return re.sub(r"\.(sqsh|sqfs|squashfs|sif)$", "", name)
+
+
+Source = Reference | ImageFile
+
+
+def parse_uri(text: str) -> Source:
+    """The image that a person named. Raises UserError for what is none, and for a secret in it."""
+    text = text.strip()
+    if not text or (_UNPRINTABLE.search(text) and "://" in text):
+        raise _refused(text, "it is empty" if not text else "an image has no blanks in its name")
+    match = _SCHEME.fullmatch(text)
+    if match is None:
+        return ImageFile(text) if _FILE.fullmatch(text) else _parse_docker(text, text, "docker")
+    scheme, body = match[1].lower(), match[2]
+    if scheme in ("docker", "oras"):
+        return _parse_docker(text, body, "docker" if scheme == "docker" else "oras")
+    if scheme in ("dockerd", "podman"):
+        return _parse_engine(text, body, "dockerd" if scheme == "dockerd" else "podman")
+    raise _refused(text, f'"{scheme}://" is not known')
+
+
+def render_enroot(reference: Reference) -> str:
+    """As `enroot import` takes it: docker://[USER@][REGISTRY#]IMAGE:TAG, dockerd://IMAGE:TAG, podman://IMAGE:TAG."""
+    user = f"{reference.user}@" if reference.user else ""
+    registry = f"{reference.registry}#" if reference.registry else ""
+    if not registry and reference.is_remote and (user or _names_registry(reference.repository)):
+        registry = f"{_HUB[-1]}#"  # lest the name be taken for a registry, or for a digest after the "@"
+    return f"{reference.transport}://{user}{registry}{reference.repository}{reference.version}"
+
+
+def render_docker(reference: Reference) -> str:
+    """As docker and Apptainer take it, REGISTRY/IMAGE:TAG without a scheme; they keep users elsewhere."""
+    registry = f"{reference.registry}/" if reference.registry else ""
+    if not registry and reference.is_remote and _names_registry(reference.repository):
+        registry = f"{_HUB[0]}/"
+    return f"{registry}{reference.repository}{reference.version}"
+
+
+def _parse_docker(text: str, body: str, transport: Transport) -> Reference:
+    """Both forms: a "#" is only in enroot's."""
+    user, body = _split_user(text, body)
+    if "#" in body:
+        registry, _, name = body.partition("#")
+        # Without a dot or a port docker would take it for a part of the name.
+        registry = registry if not registry or _names_registry(f"{registry}/") else f"{registry}:443"
+    elif _names_registry(body):
+        registry, _, name = body.partition("/")
+    else:
+        registry, name = "", body
+    registry = registry.lower()
+    if registry and not _REGISTRY.fullmatch(registry):
+        raise _refused(text, f'"{registry}" is no name of a registry')
+    registry = "" if registry in _HUB else registry
+    repository, tag, digest = _split_version(text, name)
+    if not registry:
+        repository = repository.removeprefix("library/")
+    _check_user(text, registry, user)
+    return Reference(repository, registry, tag, digest, user or "", transport)
+
+
+def _parse_engine(text: str, body: str, transport: Transport) -> Reference:
+    """An engine looks its own images up by the name that it is given, registry and all."""
+    registry, slash, name = body.rpartition("/") if "/" in body else ("", "", body)
+    repository, tag, digest = _split_version(text, name)
+    if registry and not all(_REGISTRY.fullmatch(part) or _REPOSITORY.fullmatch(part) for part in registry.split("/")):
+        raise _refused(text, f'"{registry}" is no name of a registry or of an owner')
+    return Reference(f"{registry}{slash}{repository}", "", tag, digest, "", transport)
+
+
+def _names_registry(name: str) -> bool:
+    """Docker's rule for the part before the first slash."""
+    first, slash, _ = name.partition("/")
+    return bool(slash) and ("." in first or ":" in first or first == "localhost")
+
+
+def _split_user(text: str, body: str) -> tuple[str | None, str]:
+    """The user before the "@" of enroot's form (None: no "@"), which a digest has too."""
+    before, at, rest = body.partition("@")
+    if not at or rest.startswith(("sha256:", "sha512:")) or "/" in before or "#" in before:
+        return None, body
+    if ":" in before:
+        raise UserError(
+            f"the image {before.partition(':')[0]}:...@{rest}: a password or token stands in it, where `ps` and the "
+            f"history of a shell show it.\n  To do: {describe_credentials(rest.split('#')[0].split('/')[0])}"
+        )
+    if before and not _USER.fullmatch(before):
+        raise _refused(text, f'"{before}" is no name of a user')
+    return before, rest
+
+
+def _split_version(text: str, name: str) -> tuple[str, str, str]:
+    """Repository, tag and digest; the tag is "latest" where nothing is said, and empty beside a digest."""
+    name, at, digest = name.partition("@")
+    if at and not _DIGEST.fullmatch(digest):
+        raise _refused(text, f'"{digest}" is no digest, which is sha256: and 64 hexadecimal digits')
+    repository, colon, tag = name.partition(":")
+    if not _REPOSITORY.fullmatch(repository):
+        hint = ", which has no capital letters" if repository != repository.lower() else ""
+        raise _refused(text, f'"{repository}" is no name of an image{hint}')
+    if colon and not _TAG.fullmatch(tag):
+        raise _refused(text, f'"{tag}" is no tag')
+    return repository, "" if digest else tag or "latest", digest
+
+
+def _check_user(text: str, registry: str, user: str | None) -> None:
+    if user is None or (user and (registry != _NGC or user == NGC_USER)):
+        return
+    if user == "":
+        raise UserError(
+            f'the image "{text}": no user stands before the "@". A shell replaces $oauthtoken by nothing.\n'
+            f"  To do: put the image into single quotes: '{text.replace('@', f'{NGC_USER}@', 1)}'"
+        )
+    raise UserError(
+        f'the image "{text}": {_NGC} knows no user "{user}".\n'
+        f"  Allowed: {NGC_USER}, these very characters, with an API key as its password; or no user (public images).\n"
+        f"  To do: name the image without a user, or {describe_credentials(_NGC)}"
+    )
+
+
+def describe_credentials(registry: str, runtime: str = "") -> str:
+    """Where a person keeps the password of a registry, for one runtime or for either; never on a command line."""
+    host = registry or "docker.io"
+    user = NGC_USER if host == _NGC else "USER"
+    machine = "auth.docker.io" if host == "docker.io" else host
+    more = " (and the same for authn.nvidia.com)" if host == _NGC else ""
+    ways = {
+        "enroot": f'for enroot write the line "machine {machine} login {user} password SECRET"{more} into '
+        f"~/.config/enroot/.credentials, readable for you alone, and name the image as '{user}@{host}#IMAGE:TAG'",
+        "apptainer": f"for Apptainer run `apptainer registry login --username '{user}' docker://{host}`",
+    }
+    return ways.get(runtime, "; ".join(ways.values())) + "."
+
+
+def _refused(text: str, what: str) -> UserError:
+    return UserError(
+        f'the image "{text}": {what}.\n  Allowed: {_ALLOWED}.\n  To do: write it as in {_EXAMPLE}, in single quotes.'
+    )
+
+
+# --- What is added to a base image: packages of Debian or Ubuntu, packages of Python; as the script that runs
+# inside it
+
+REQUIREMENTS = "/tmp/shardway-requirements.txt"
+"""Where the requirements are while they are installed."""
+
+_PACKAGE = re.compile(r"[a-z0-9][a-z0-9+.-]+(:[a-z0-9-]+)?(=[A-Za-z0-9.+~:-]+|/[a-z0-9-]+)?")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_SECRET = re.compile(r"https?://[^/\s]+@|://[^/\s@]*:[^/\s@]+@")
+_OUTSIDE = re.compile(
+    r"(^|\s)(-r|--requirement|-c|--constraint|-e|--editable)[\s=]+(?!/)(?!\S+://)\S|^\s*\.{1,2}(/|\s*$)"
+)
+_OF_DEFINITIONS = re.compile(r"\{\{|(^|\s)%\w*")
+_OPERATOR = re.compile(r"[<>=!~;@(]")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Names for apt-get, lines as after `pip install`, and the lines of a requirements file."""
+
+    apt: tuple[str, ...] = ()
+    pip: tuple[str, ...] = ()
+    requirements: tuple[str, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is added."""
+        return not (self.apt or self.pip or any(_is_needed(line) for line in self.requirements))
+
+
+def parse_recipe(apt: Sequence[str], pip: Sequence[str], requirements: str = "") -> Recipe:
+    """What a person asked for. Raises UserError with everything that cannot be run as it stands."""
+    lines = tuple(requirements.splitlines())
+    problems = [*_list_wrong_packages(apt)]
+    for line in pip:
+        problems += _list_wrong_line("--pip", line)
+    for number, line in enumerate(lines, 1):
+        problems += _list_wrong_line("--requirements", line, f"line {number}")
+    check_no_problems("what to install", problems)
+    return Recipe(tuple(apt), tuple(pip), lines)
+
+
+def split_pip_line(line: str) -> tuple[str, ...]:
+    """The words of a line as after `pip install`: a requirement with blanks ("torch >= 2.1") is one word.
+
+    Raises ValueError for a quote that is not closed.
+    """
+    words = shlex.split(line)
+    if any(word.startswith("-") for word in words):
+        return tuple(words)
+    is_one = any(_OPERATOR.match(word) or word.endswith(";") for word in words[1:])
+    return (line.strip(),) if is_one else tuple(words)
+
+
+def render_recipe(recipe: Recipe) -> str:
+    """The script for `sh` inside the image, run as its root. It ends at the first command that fails."""
+    return render_script((ScriptSection("", tuple(_lines(recipe))),))
+
+
+def _lines(recipe: Recipe) -> Iterator[ScriptLine]:
+    yield ScriptLine("set -eu", "nothing goes on after a command that failed")
+    if recipe.apt:
+        yield ScriptLine("export DEBIAN_FRONTEND=noninteractive", "packages of the image's own system; nobody is asked")
+        yield ScriptLine(f"{_APT} update")
+        install = f"{_APT} install --yes --no-install-recommends --"
+        yield ScriptLine(wrap_command((install, *map(quote, recipe.apt))))
+        yield ScriptLine("rm -rf /var/lib/apt/lists/*")
+    if recipe.pip or recipe.requirements:
+        yield ScriptLine("export PIP_BREAK_SYSTEM_PACKAGES=1", "packages of Python, for the image's own Python")
+        yield ScriptLine("export PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1")
+    if recipe.requirements:
+        words = ("printf '%s\\n'", *map(quote, filter(_is_needed, recipe.requirements)), f">{REQUIREMENTS}")
+        yield ScriptLine(wrap_command(words))
+        yield ScriptLine(f"{_PIP} --requirement {REQUIREMENTS}")
+        yield ScriptLine(f"rm {REQUIREMENTS}")
+    for line in recipe.pip:
+        yield ScriptLine(f"{_PIP} {quote_all(split_pip_line(line))}")
+
+
+_APT = "apt-get -o APT::Sandbox::User=root"
+"""Without its user _apt, whom a container of an ordinary user cannot become."""
+
+_PIP = "python3 -m pip install --no-cache-dir"
+
+
+def _is_needed(line: str) -> bool:
+    return bool(line.strip()) and not line.lstrip().startswith("#")
+
+
+def _list_wrong_packages(names: Sequence[str]) -> Iterator[Problem]:
+    for name in names:
+        if not _PACKAGE.fullmatch(name):
+            yield Problem(
+                "--apt",
+                f'"{name}" is no name of a package',
+                allowed="one name an option: libaio-dev, or with a version libaio-dev=0.3.113-4",
+                remedy="give --apt once for each package",
+            )
+
+
+def _list_wrong_line(option: str, line: str, origin: str = "") -> Iterator[Problem]:
+    """A line that pip, the shell or the file of the recipe would not take as it was meant."""
+    shown = _SECRET.sub("https://...@", line)
+    if _CONTROL.search(line.replace("\t", " ")):
+        yield Problem(option, f"{shown!r} holds a control character", origin, remedy="give one option for each line")
+    elif found := _OF_DEFINITIONS.search(line):
+        what = f'"{shown}" holds "{found[0].strip()}", which means something else in Apptainer\'s definition files'
+        yield Problem(option, what, origin, remedy="write it without")
+    elif _SECRET.search(line):
+        remedy = "use an index that asks for no password, or install it into a venv of the run: this stays in the image"
+        yield Problem(option, f'"{shown}" holds a user or a password', origin, remedy=remedy)
+    elif _is_needed(line) and _OUTSIDE.search(line):
+        what = f'"{shown}" names a file of yours, and those are not in the image'
+        yield Problem(
+            option, what, origin, remedy="name the packages themselves, or put the code into the run's folder"
+        )
+    elif option == "--pip":
+        yield from _list_unsplittable(option, line)
+    elif line.rstrip().endswith("\\"):
+        yield Problem(option, f'"{shown}" goes on in the next line', origin, remedy="write it on one line")
+
+
+def _list_unsplittable(option: str, line: str) -> Iterator[Problem]:
+    try:
+        words = split_pip_line(line)
+    except ValueError:
+        yield Problem(option, f'"{line}" has a quote that is not closed', remedy="close it")
+        return
+    if not words:
+        yield Problem(option, "it is empty", allowed="what may follow `pip install`", remedy="name a package")
+
+
+# --- What image is wanted, and what the machine that makes it is like
+
+Architecture = Literal["x86_64", "aarch64"]
+
+DEBIAN_NAMES: dict[str, str] = {"x86_64": "amd64", "aarch64": "arm64"}
+"""The same architectures as registries name them."""
+
+
+@dataclass(frozen=True)
+class NetworkAccess:
+    """How the machine that makes the image reaches others: itself, through a proxy, or not at all (None: unknown)."""
+
+    internet: Literal["none", "proxy", "direct"] | None = None
+    proxy: str = ""
+    no_proxy: str = ""
+
+
+@dataclass(frozen=True)
+class ImageRequest:
+    """`recipe`: what is added to it; empty for an image that is only fetched. `target`, `scratch`: as a person wrote
+    them, empty where nothing was said. `command`: the runtime's, where the site has another name for it."""
+
+    source: Source
+    runtime: str
+    recipe: Recipe = field(default_factory=Recipe)
+    target: str = ""
+    scratch: str = ""
+    architecture: Architecture | None = None
+    command: str = ""
+    way: NetworkAccess = NetworkAccess()
+    site: str = ""
+    door: str = ""
+    """Where files are copied to the site, as rsync takes it: "data.example.org"; empty where that is not known."""
+    token: str = "token"
+
+    @property
+    def adds(self) -> bool:
+        """Whether something is installed, for which programs of the image run."""
+        return not self.recipe.is_empty
+
+
+@dataclass(frozen=True)
+class BuildFolder:
+    """A folder (or the first one above it that is there), the room in its file system, and of what kind that is."""
+
+    path: PurePosixPath
+    free_bytes: int | None = None
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class Ground:
+    """The machine that makes the image.
+
+    `architecture` as `uname -m` says it; `base`: an image file that it starts from, and its size; `own_cache`: whether
+    the person keeps the runtime's cache somewhere already.
+    """
+
+    target: PurePosixPath
+    target_place: BuildFolder
+    scratch_places: tuple[BuildFolder, ...]
+    host: str = ""
+    architecture: str = ""
+    is_root: bool = False
+    has_command: bool = True
+    target_exists: bool = False
+    own_cache: bool = False
+    base: PurePosixPath | None = None
+    base_bytes: int | None = None

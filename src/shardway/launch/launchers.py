@@ -1,0 +1,181 @@
+"""Launchers, and what each contributes to a job script: our agent, torchrun, ft_launcher, srun and mpirun.
+
+Invariants:
+- The words of a program are handed on as separate words, never joined into a text that a shell reads again.
+- As `torchrun`'s. It starts `shardway train` alone, which is an agent itself.
+- Whichever node an agent is on, it gets the same endpoint and its own address from the list that the job script made.
+- As `torchrun`'s, with whose options it is started. It is `python3 -m` and not the command of that name, so that it is
+  the Python of the ranks that has to have it.
+- Ranks are numbered node by node, so that local ranks are neighbours.
+
+The agents know each other by the list of addresses that the job script has made (`shardway train --nodes`); the first
+one leads.
+
+The agents meet by the c10d rendezvous. Who hosts its store is said (`is_host`) and not guessed: torch compares the
+endpoint with the node's own names, and where these mean another network nobody hosts and all wait until they give up.
+For the same reason each agent is told its own address on the network for computing (`--local-addr`), which the ranks
+get as MASTER_ADDR.
+
+Its limits are those of the run. A training tells its monitor what they are by activity (`ranks.monitor`); any other
+program has what stands here.
+
+A program of Shardway finds its rank in what the launcher says. Any other program gets torch's own variables from it,
+set by the shell of the rank, since outside a rank (`$SLURM_PROCID` in a job script) they would mean rank 0 everywhere.
+
+Sources: torchrun's manual, "Multi-node multi-worker"; pytorch/pytorch#73656; the options of nvidia-resiliency-ext
+0.4.1, `ft_launcher --help`; srun(1) "OUTPUT ENVIRONMENT VARIABLES"; mpirun(1) of Open MPI, "--map-by", "-x".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardway.launch.job import Job
+from shardway.launch.schedulers.base import SchedulerScript
+from shardway.launch.schedulers.slurm import srun
+from shardway.launch.script import quote, quote_all, quote_shell
+
+# --- What a launcher contributes to a job script
+
+
+@dataclass(frozen=True)
+class LaunchCommand:
+    """A command in two halves: `outside` a container (who starts processes where), and `inside` (what each runs).
+
+    All words are quoted already.
+    """
+
+    outside: tuple[str, ...]
+    inside: tuple[str, ...]
+
+
+Starter = Callable[[Job, SchedulerScript], LaunchCommand]
+
+
+def name_cores(job: Job) -> tuple[str, ...]:
+    """The line of shell by which ranks of one agent a node know their cores (`ranks.cores`), since the scheduler binds
+    the agent alone; none where the site does not bind ranks."""
+    return (f"export SHARDWAY_CPU_MASKS={','.join(job.start.masks)}",) if job.start.masks else ()
+
+
+# --- Our own agent on each node: it starts the ranks there, again after a failure, and goes on with fewer nodes
+
+
+def start_agent(job: Job, scheduler: SchedulerScript) -> LaunchCommand:
+    """One agent on each node."""
+    each_node = scheduler.each_node(job)
+    lines = (
+        *name_cores(job),
+        f'exec python3 "$@" --nproc {job.shape.ranks_per_node} \\',
+        f'    --nodes "$SHARDWAY_NODES" --node "{each_node.index}" --port "$MASTER_PORT"',
+    )
+    words = tuple(quote_all([word]) for word in job.program.words)
+    return LaunchCommand(each_node.words, ("bash", "-c", quote_shell("\n".join(lines)), "agent", *words))
+
+
+# --- torchrun: one agent on each node starts the ranks there. What takes the same options may be started in its
+# place
+
+SHOWN_RANKS = 16
+"""A larger job shows the output of one rank of each node; that of each rank is in its own file in any case."""
+
+
+def start_torchrun(job: Job, scheduler: SchedulerScript) -> LaunchCommand:
+    """One torchrun on each node."""
+    return start_launcher(job, scheduler, "torch.distributed.run")
+
+
+def start_launcher(job: Job, scheduler: SchedulerScript, module: str, *further: str) -> LaunchCommand:
+    """One `python3 -m MODULE` on each node, with torchrun's options and `further` lines of its own."""
+    each_node = scheduler.each_node(job)
+    lines = quote_shell(_agent(job, each_node.index, module, further))
+    return LaunchCommand(each_node.words, ("bash", "-c", lines, "agent", *program_words(job)))
+
+
+def program_words(job: Job) -> tuple[str, ...]:
+    """The program as torchrun takes it: a script or `-m module`, or any program after `--no-python`."""
+    words = job.program.words if job.program.python else ("--no-python", *job.program.words)
+    return tuple(quote_all([word]) for word in words)
+
+
+def _choose_python(job: Job, module: str) -> tuple[str, ...]:
+    """The lines of shell that find who starts ranks of another interpreter: itself where it has the launcher, so that
+    both have the same torch, else the Python of the environment."""
+    if not job.program.interpreter:
+        return ()
+    look = f"import importlib.util as u, sys; sys.exit(u.find_spec('{module.split('.')[0]}') is None)"
+    return (f'  python={quote(job.program.interpreter)}; "$python" -c "{look}" || python=python3',)
+
+
+def _agent(job: Job, index: str, module: str, further: tuple[str, ...]) -> str:
+    """What the shell of one node runs; the program follows as its arguments."""
+    shape, python = job.shape, '"$python"' if job.program.interpreter else "python3"
+    shown = "--tee=3" if shape.ranks <= SHOWN_RANKS else "--redirects=3 --tee=0:3"
+    lines = (
+        f"node={index}; addresses=($SHARDWAY_NODES); host=false",
+        "  [ $node != 0 ] || host=true",
+        *(f"  {line}" for line in name_cores(job)),
+        '  export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="\\${rank}: "',
+        *_choose_python(job, module),
+        # its ranks take the warnings of schedulers for a stop; torchrun would die of them, and the ranks with it
+        *(("  trap '' USR1 USR2",) if job.program.meets_by_itself else ()),
+        f"  exec {python} -m {module} --nnodes={shape.nodes} --nproc-per-node={shape.ranks_per_node} \\",
+        '    --rdzv-backend=c10d --rdzv-id="$SHARDWAY_JOB" --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" \\',
+        '    --rdzv-conf="is_host=$host" --local-addr="${addresses[$node]}" \\',
+        *(f"    {line} \\" for line in further),
+        f'    --log-dir="$SHARDWAY_ATTEMPT_DIR/log/node-$node" {shown} "$@"',
+    )
+    return "\n".join(lines)
+
+
+# --- NVIDIA's ft_launcher: one on each node, as torchrun, with a monitor for each rank that ends a silent one
+
+MODULE = "nvidia_resiliency_ext.fault_tolerance.launcher"
+
+CHECK_S = 1
+"""How often a monitor looks; by itself it does so every five seconds."""
+
+
+def start_ft_launcher(job: Job, scheduler: SchedulerScript) -> LaunchCommand:
+    """One ft_launcher on each node."""
+    again = job.again
+    limits = [f"--ft-initial-rank-heartbeat-timeout={again.start_s:g}"]
+    limits += [] if again.silent_s is None else [f"--ft-rank-heartbeat-timeout={again.silent_s:g}"]
+    looks = [f"--max-restarts={again.restarts}", f"--ft-workload-check-interval={CHECK_S}"]
+    looks += [] if job.shape.accelerators_per_node else ["--ft-enable-nic-monitor=false"]  # it finds NICs by their GPUs
+    return start_launcher(job, scheduler, MODULE, " ".join(looks), " ".join(limits))
+
+
+# --- srun and mpirun: one process a rank
+
+_SRUN_PLACE = "export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID; "
+_MPI_PLACE = (
+    "export RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK; "
+)
+
+
+def start_by_srun(job: Job, scheduler: SchedulerScript) -> LaunchCommand:
+    """One srun task a rank; its output is marked with the rank."""
+    binding = (f"--cpu-bind={quote(job.start.bind)}",) if job.start.bind else ()
+    return LaunchCommand((*srun(job, job.shape.ranks_per_node), "--label", *binding), _rank(job, _SRUN_PLACE))
+
+
+def start_by_mpirun(job: Job, scheduler: SchedulerScript) -> LaunchCommand:
+    """One process a rank by Open MPI's mpirun; its output is marked with the rank."""
+    shape = job.shape
+    words = [
+        quote(job.start.mpirun or "mpirun"),
+        f"-n {shape.ranks}",
+        f"--map-by ppr:{shape.ranks_per_node}:node" + (f":PE={shape.cores_per_rank}" if shape.cores_per_rank else ""),
+        "--tag-output",
+        *map(quote, job.start.mpirun_options),
+        '"${mpirun_options[@]}"',
+    ]
+    return LaunchCommand(tuple(words), _rank(job, _MPI_PLACE))
+
+
+def _rank(job: Job, place: str) -> tuple[str, ...]:
+    program = job.program
+    words = tuple(quote_all([word]) for word in (("python3", *program.words) if program.python else program.words))
+    return words if program.meets_by_itself else ("bash", "-c", quote(f'{place}exec "$@"'), "rank", *words)

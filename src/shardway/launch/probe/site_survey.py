@@ -1,0 +1,346 @@
+"""Asks a machine what it is, and writes the answers as a site profile.
+
+Invariants:
+- What is found on the machine that is asked (mostly a login node) is stated of compute nodes only where it is the same
+  machine; else it is a note.
+- A command that is missing, fails or does not answer in time costs what it would have said and nothing else: a survey
+  never raises for it, and says so in a note. Nothing on the machine is changed.
+- What is written loads to exactly the findings, each with its command and date as the source; notes are comments.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+from shardway.errors import render_reason
+from shardway.hardware.catalogue import find_accelerator
+from shardway.hardware.probe import Device, LocalMachine
+from shardway.launch.hosts.base import Host
+from shardway.launch.probe import pbs, slurm
+from shardway.launch.probe.findings import ProbedFact, ProbedFacts, collect
+from shardway.runfile.write import render_value
+from shardway.sites.schema import CPU, FORMAT, SiteProfile
+from shardway.units import render_bytes, render_seconds
+
+# --- What a machine has besides its scheduler: container runtimes, modules, folders, a way out, GPUs
+
+_RUNTIMES = {"enroot": "enroot", "apptainer": "apptainer", "singularity": "apptainer"}
+_RUNTIMES |= {"podman": "podman", "ch-run": "charliecloud"}
+"""Program -> the container runtime that it is, the first found counts."""
+
+_FOLDERS = {"home": ("HOME",), "project": ("PROJECT", "WORK", "CFS"), "scratch": ("SCRATCH", "PSCRATCH")}
+_DISKS = ("/raid", "/local", "/localscratch", "/local_scratch", "/scratch/local", "/nvme", "/mnt/nvme", "/lscratch")
+_DISK_SYSTEMS = {"ext4", "ext3", "xfs", "btrfs", "zfs", "f2fs"}
+_UNREACHABLE = {"5", "6", "7", "28", "56"}
+"""curl's exit codes for a host or proxy that is not found, refuses, or does not answer (curl(1), EXIT CODES)."""
+
+_PROXY = re.compile(r"https?://[^\s/@:]+:\d{1,5}/?")
+
+PROGRAMS = ("sh", "-c", 'for c; do command -v "$c"; done; true', "sh", "sinfo", "qstat", *_RUNTIMES)
+MODULES = ("bash", "-lc", "type module >/dev/null 2>&1 && echo yes; true")
+FOLDERS = (
+    *("bash", "-lc", 'for v; do [ -n "${!v-}" ] && echo "$v"; done; true', "bash"),
+    *(name for names in _FOLDERS.values() for name in names),
+)
+DISKS = ("df", "-P", "-T", *_DISKS)
+INTERNET = (
+    *("bash", "-lc"),
+    'printf "%s\\n" "${https_proxy:-${HTTPS_PROXY:-${http_proxy:-}}}" "${no_proxy:-${NO_PROXY:-}}"; '
+    "curl --silent --head --output /dev/null --connect-timeout 3 --max-time 5 https://pypi.org/simple/; echo $?",
+)
+
+
+def parse_programs(text: str) -> frozenset[str]:
+    """Names of the programs that are there, from `PROGRAMS`."""
+    return frozenset(PurePosixPath(line.strip()).name for line in text.splitlines() if line.strip())
+
+
+def describe_containers(programs: frozenset[str], srun_help: str) -> ProbedFacts:
+    """The container runtime: Pyxis where srun knows its options, else the first that is found."""
+    if "--container-image" in srun_help:
+        return collect([(("container",), "pyxis", "srun --help")])
+    found = [program for program in _RUNTIMES if program in programs]
+    if not found:
+        return ProbedFacts()
+    command = f"command -v {found[0]}"
+    alias = found[0] if found[0] == "singularity" else None
+    facts = ((("container",), _RUNTIMES[found[0]], command), (("containers", "command"), alias, command))
+    rest = sorted({_RUNTIMES[program] for program in found} - {_RUNTIMES[found[0]]})
+    return collect(facts, [f"There are other container runtimes too: {', '.join(rest)}."] if rest else [])
+
+
+def describe_modules(text: str) -> ProbedFacts:
+    """A note where environment modules are there: which ones a run needs, no command says."""
+    note = "Environment modules are there (`module avail`): name those of every job in [modules] load = [...]."
+    return ProbedFacts((), (note,)) if text.strip() == "yes" else ProbedFacts()
+
+
+def parse_folders(text: str) -> ProbedFacts:
+    """Shared folders from `FOLDERS`, by the variables that the site sets for them."""
+    names = text.split()
+    facts = []
+    for key, variables in _FOLDERS.items():
+        found = next((variable for variable in variables if variable in names), None)
+        facts.append((("storage", key), f"${found}" if found else None, f"echo ${found}"))
+    return collect(facts)
+
+
+def parse_disks(text: str) -> tuple[str, ...]:
+    """Folders on a disk of the machine's own, from `df -P -T`: those that are no network file system and not /."""
+    rows = [line.split() for line in text.splitlines()[1:]]
+    mounts = (row[6] for row in rows if len(row) >= 7 and row[1] in _DISK_SYSTEMS and row[6] != "/")
+    return tuple(dict.fromkeys(mounts))
+
+
+def describe_disks(text: str, is_node: bool) -> ProbedFacts:
+    """A disk of the machine's own: a fact where jobs run on this machine, else a note on where to look."""
+    disks = parse_disks(text)
+    if not disks:
+        return ProbedFacts()
+    if is_node:
+        return collect([(("node", "local_disk"), disks[0], "df -T")])
+    note = f"This machine has disks of its own at {', '.join(disks)}; compute nodes may have the same (local_disk)."
+    return ProbedFacts((), (note,))
+
+
+def parse_internet(text: str, is_node: bool) -> ProbedFacts:
+    """What can be reached from here, from `INTERNET`. A proxy's address with a password in it is not repeated."""
+    lines = text.splitlines()
+    if len(lines) < 3:
+        return ProbedFacts()
+    proxy, no_proxy, code = (line.strip() for line in (lines[0], lines[1], lines[-1]))
+    command, key = "curl https://pypi.org", "nodes" if is_node else "login"
+    if code in _UNREACHABLE:
+        return collect([(("internet", key), "none", command)])
+    if code != "0":
+        return ProbedFacts()
+    if not proxy:
+        return collect([(("internet", key), "direct", command)])
+    if not _PROXY.fullmatch(proxy):
+        return ProbedFacts((), ("The way out is a proxy, whose address is not written down: it may hold a password.",))
+    facts = ((("internet", key), "proxy", command), (("internet", "proxy"), proxy, "echo $https_proxy"))
+    return collect([*facts, (("internet", "no_proxy"), no_proxy or None, "echo $no_proxy")])
+
+
+def describe_machine(machine: LocalMachine) -> ProbedFacts:
+    """A machine without a scheduler, as its own compute node."""
+    command, words = "shardway sites probe", machine.os.split()
+    keys = _accelerator_keys(machine)
+    part = next(iter(keys)) if len(keys) == 1 else None
+    architecture = words[-1] if words and words[-1] in ("x86_64", "aarch64") else None
+    facts = (
+        (("node", "architecture"), architecture, command),
+        (("node", "cores"), machine.usable_cores, command),
+        (("node", "memory"), machine.memory_bytes, command),
+        (("node", "accelerator"), part if machine.accelerators else CPU, command),
+        (("node", "accelerators_per_node"), len(machine.accelerators), command),
+    )
+    return collect(facts)
+
+
+def describe_part(machine: LocalMachine, per_node: int | None) -> ProbedFacts:
+    """Which accelerators the nodes have, from those of this machine: a fact where it has as many as a node (it is one,
+    as far as one can tell), else a note."""
+    keys = _accelerator_keys(machine)
+    part = next(iter(keys), None) if len(keys) == 1 else None
+    if part is None:
+        found = _list_names(machine.accelerators)
+        return ProbedFacts((), (f"GPUs of this machine, which the catalogue lacks: {found}.",) if found else ())
+    if per_node == len(machine.accelerators):
+        return collect([(("node", "accelerator"), part, "the driver's list of GPUs")])
+    note = f"This machine has {len(machine.accelerators)} x {part}; where the nodes have the same: accelerator."
+    return ProbedFacts((), (note,))
+
+
+def _list_names(devices: Sequence[Device]) -> str:
+    return ", ".join(sorted({device.name for device in devices}))
+
+
+def _accelerator_keys(machine: LocalMachine) -> set[str | None]:
+    parts = [find_accelerator(device.name) for device in machine.accelerators]
+    return {part.key if part else None for part in parts}
+
+
+# --- Asks a machine what it is, and puts the answers together
+
+_PATIENCE_S = 15.0
+"""Seconds for one command: a client of Slurm without a configuration tries for a minute."""
+
+
+@dataclass
+class _Asker:
+    """Runs commands, and remembers which of them gave no answer."""
+
+    host: Host
+    silent: list[str] = field(default_factory=list)
+
+    def ask(self, words: Sequence[str], *, quiet: bool = False) -> str:
+        """What a command prints; empty where it fails, which is remembered unless `quiet`."""
+        done = self.host.run(words, timeout_s=_PATIENCE_S)
+        if done.ok:
+            return done.out
+        if not quiet:
+            reason = "no answer in time" if done.timed_out else render_reason(done.err or done.out)
+            self.silent.append(f"`{' '.join(words[:3])}` failed: {reason}.")
+        return done.out if quiet else ""
+
+    def answers(self, words: Sequence[str]) -> bool:
+        """Whether a command has something to say."""
+        done = self.host.run(words, timeout_s=_PATIENCE_S)
+        return done.ok and bool(done.out.strip())
+
+    def notes(self) -> ProbedFacts:
+        """The commands that gave no answer."""
+        return ProbedFacts((), tuple(self.silent))
+
+
+def survey(host: Host, machine: LocalMachine | None = None) -> ProbedFacts:
+    """Everything that a host says of its site; `machine` is its hardware where it is this machine.
+
+    The first finding is always the scheduler. Raises HostUnreachable.
+    """
+    asker = _Asker(host)
+    programs = parse_programs(asker.ask(PROGRAMS))
+    found = _ask_scheduler(asker, programs)
+    is_node = found.get("scheduler") == "local"
+    if machine is not None and is_node:
+        found += describe_machine(machine)
+    elif machine is not None and machine.accelerators:
+        found += describe_part(machine, found.get("node", "accelerators_per_node"))
+    srun_help = asker.ask(slurm.SRUN_HELP, quiet=True) if found.get("scheduler") == "slurm" else ""
+    found += describe_containers(programs, srun_help)
+    found += describe_modules(asker.ask(MODULES, quiet=True))
+    found += describe_disks(asker.ask(DISKS, quiet=True), is_node)
+    found += parse_internet(asker.ask(INTERNET, quiet=True), is_node)
+    return found + parse_folders(asker.ask(FOLDERS, quiet=True)) + asker.notes()
+
+
+def name_site(host: Host) -> str:
+    """What the site calls itself: Slurm's cluster, else the host's own name; empty where neither is known."""
+    cluster = slurm.parse_config(host.run(slurm.CONFIG, timeout_s=_PATIENCE_S).out).get("ClusterName", "")
+    return cluster or host.run(("hostname", "-s"), timeout_s=_PATIENCE_S).out.strip()
+
+
+def _ask_scheduler(asker: _Asker, programs: frozenset[str]) -> ProbedFacts:
+    """Slurm where it is installed (it may bring a qstat of its own), else PBS, else none; of both, who answers."""
+    both = {"sinfo", "qstat"} <= programs
+    if both and not asker.answers(slurm.SINFO) and asker.answers(pbs.SERVER):
+        note = "sinfo is installed here and does not answer; PBS does."
+        return collect([(("scheduler",), "pbs", "qstat -Bf")]) + _ask_pbs(asker) + ProbedFacts((), (note,))
+    if "sinfo" in programs:
+        return collect([(("scheduler",), "slurm", "command -v sinfo")]) + _ask_slurm(asker)
+    if "qstat" in programs:
+        return collect([(("scheduler",), "pbs", "command -v qstat")]) + _ask_pbs(asker)
+    return collect([(("scheduler",), "local", "command -v sinfo qstat")])
+
+
+def _ask_slurm(asker: _Asker) -> ProbedFacts:
+    kinds = slurm.parse_sinfo(asker.ask(slurm.SINFO))
+    if not kinds:
+        return ProbedFacts((), ("sinfo names no nodes: nothing is known of nodes and partitions.",))
+    user = asker.ask(("id", "-un")).strip()
+    accounts = slurm.parse_accounts(asker.ask(slurm.accounts_command(user), quiet=True))
+    partitions = slurm.parse_partitions(asker.ask(slurm.PARTITIONS))
+    found = slurm.describe_nodes(kinds) + slurm.describe_queues(partitions, kinds, accounts)
+    found += slurm.describe_accounts(accounts, user)
+    chosen = slurm.choose_kind(kinds)
+    first = slurm.parse_first_node(chosen.nodes) if chosen else ""
+    words = ("scontrol", "show", "node", first)
+    architecture = slurm.parse_architecture(asker.ask(words, quiet=True)) if first else None
+    return found + collect([(("node", "architecture"), architecture, " ".join(words))])
+
+
+def _ask_pbs(asker: _Asker) -> ProbedFacts:
+    nodes = pbs.describe_nodes(pbs.parse_nodes(asker.ask(pbs.NODES)))
+    default = pbs.parse_default_queue(asker.ask(pbs.SERVER))
+    return nodes + pbs.describe_queues(pbs.parse_queues(asker.ask(pbs.QUEUES)), default)
+
+
+# --- Findings as the text of a site profile
+
+_PARENTS = {"slurm": "generic-slurm", "pbs": "generic-pbs", "local": "laptop"}
+_WIDTH = 118
+
+
+def render_profile(name: str, title: str, found: ProbedFacts, where: str, day: datetime.date) -> str:
+    """The text of a profile called `name`; `where` is the machine that was asked."""
+    parent = _PARENTS[str(found.get("scheduler"))]
+    head = [
+        *_comment(
+            f"Written by `shardway sites probe` on {where}, {day.isoformat()}. What no command says is left out: add "
+            "what you know, each fact with its source. `shardway sites show` prints facts with their sources.",
+            "# ",
+        ),
+        *(line for note in found.notes for line in _comment(note, "# - ")),
+        "",
+        f"format = {FORMAT}",
+        f"name = {render_value(name)}",
+        f"title = {render_value(title)}",
+        f"extends = {render_value(parent)}",
+    ]
+    plain = [fact for fact in found.facts if len(fact.path) == 1]
+    lines = [*head, "", *(_line(fact) for fact in plain)]
+    for table in _tables(found):
+        lines += _queues(found) if table == "queues" else _table(table, found)
+    return "\n".join([*lines, "", "[sources]", *_sources(found, where, day)]) + "\n"
+
+
+def _tables(found: ProbedFacts) -> list[str]:
+    """Tables that have something in them, in the order of the schema."""
+    used = {fact.path[0] for fact in found.facts if len(fact.path) > 1}
+    return [key for key in SiteProfile.model_fields if key in used]
+
+
+def _table(name: str, found: ProbedFacts) -> list[str]:
+    return ["", f"[{name}]", *(_line(fact) for fact in found.facts if fact.path[0] == name)]
+
+
+def _queues(found: ProbedFacts) -> list[str]:
+    lines = []
+    for facts in _by_queue(found).values():
+        lines += ["", "[[queues]]", *(_line(fact) for fact in facts)]
+    return lines
+
+
+def _by_queue(found: ProbedFacts) -> Mapping[str, list[ProbedFact]]:
+    queues: dict[str, list[ProbedFact]] = {}
+    for fact in found.facts:
+        if fact.path[0] == "queues":
+            queues.setdefault(fact.path[1], []).append(fact)
+    return queues
+
+
+def _line(fact: ProbedFact) -> str:
+    return f"{fact.path[-1]} = {render_value(_with_unit(fact.path, fact.value))}"
+
+
+def _with_unit(path: Sequence[str], value: Any) -> Any:
+    if tuple(path) == ("node", "memory"):
+        return render_bytes(value)
+    return render_seconds(value) if path[-1].endswith("_walltime") else value
+
+
+def _sources(found: ProbedFacts, where: str, day: datetime.date) -> Iterator[str]:
+    """One source for a table that one command told all of, else one a fact."""
+    groups: dict[str, list[ProbedFact]] = {}
+    for fact in found.facts:
+        groups.setdefault(fact.path[0], []).append(fact)
+    for key, facts in groups.items():
+        commands = {fact.command for fact in facts}
+        entries = {key: facts[0]} if len(commands) == 1 else {".".join(fact.path): fact for fact in facts}
+        for path, fact in entries.items():
+            source = render_value(f"`{fact.command}` on {where}")
+            yield f"{render_value(path)} = {{ source = {source}, date = {day.isoformat()} }}"
+
+
+def _comment(text: str, indent: str) -> list[str]:
+    """A text as comment lines; a control character in it would end the comment."""
+    clean = "".join(character if character.isprintable() else " " for character in text)
+    rest = f"#{' ' * (len(indent) - 1)}"
+    return textwrap.wrap(clean, _WIDTH, initial_indent=indent, subsequent_indent=rest, break_on_hyphens=False)

@@ -1,0 +1,189 @@
+"""This machine as a scheduler: a job is a process with a wall-time.
+
+Invariants:
+- A process that is a zombie, or has another start, has ended; a process is the job's only where it bears its name
+  (SHARDWAY_JOB), or is in the session of its script or of one that does.  Source: proc_pid_stat(5), fields (1) pid, (3)
+  state, (5) pgrp, (6) session, (22) starttime; proc_pid_environ(5).
+- The job bears a name that all it starts inherits, so that ending it ends everything.
+
+A job's id is "PID.START", START being the process's start in clock ticks since the machine booted: a number alone may
+belong to another process by now. A job is all that its script has started: should the script be killed, the job goes
+on as long as one of these does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from shardway.launch.hosts.base import Done
+from shardway.launch.job import Job
+from shardway.launch.schedulers.base import (
+    EachNode,
+    Explanation,
+    JobPhase,
+    JobRecord,
+    RequestedResources,
+    SchedulerEnding,
+    SchedulerScript,
+    SchedulerSilent,
+    describe_silence,
+)
+from shardway.launch.script import ScriptLine, quote_comment, read_block
+
+# --- Asks this machine about the processes that are its jobs, and reads the answers
+
+_JOB = re.compile(r"(\d+)\.(\d+)")
+_ANSWER = re.compile(r"(?P<job>\d+\.\d+) (?P<word>runs|waits)(?: (?P<after>\d+))?")
+
+GRACE_S = 10
+"""How long a job that is ended may take to leave by itself; then it is killed."""
+
+_LOOK = """for job in "$@"; do
+  [ -n "$(members "$job")" ] || continue
+  words=()
+  { mapfile -d '' -t words < "/proc/${job%%.*}/cmdline"; } 2>/dev/null
+  if [ -n "${words[2]-}" ] && [ -n "$(members "${words[2]}")" ]; then
+    echo "$job waits $(sed -n 's/^after=//p' "${words[1]}")"
+  else
+    echo "$job runs"
+  fi
+done; true"""
+_FIND = """pattern="# local $1"; for d in /proc/[0-9]*; do
+  words=()
+  { mapfile -d '' -t words < "$d/cmdline"; } 2>/dev/null
+  case ${words[1]-} in */job.sh) ;; *) continue ;; esac
+  grep -qxF -- "$pattern" "${words[1]}" 2>/dev/null || continue
+  process=${d##*/} # not one of its own subshells, which bear the same words
+  [ "$(cut -d')' -f2- "$d/stat" 2>/dev/null | cut -d' ' -f5)" != "$process" ] || echo "$process.$(began "$process")"
+done; true"""
+_END = """left() { for job; do members "$job"; done; }
+signal=TERM
+for ((tick = 0; tick < 5 * (%(grace)s + 5); tick++)); do
+  mapfile -t processes < <(left "$@")
+  [ "${#processes[@]}" -gt 0 ] || exit 0
+  [ "$tick" -lt $((5 * %(grace)s)) ] || signal=KILL
+  case $signal-$tick in TERM-0 | KILL-*) kill -s "$signal" "${processes[@]}" 2>/dev/null ;; esac
+  sleep 0.2
+done
+echo "processes that do not end: ${processes[*]}" >&2
+exit 1"""
+
+_WARN = """mapfile -t processes < <(for job; do members "$job"; done)
+[ "${#processes[@]}" = 0 ] || kill -s USR1 "${processes[@]}" """
+
+
+def _command(text: str, *words: str) -> tuple[str, ...]:
+    """Shell that uses the functions of a job script, so that both see a job in the same way."""
+    functions = [read_block("local", name).text for name in ("began", "members", "start_job")]
+    return ("bash", "-c", "\n".join([*functions, text]), "local", *words)
+
+
+def query_commands(jobs: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """The command whose output `parse_records` reads."""
+    known = [job for job in jobs if _JOB.fullmatch(job)]
+    return (_command(_LOOK, *known),) if known else ()
+
+
+def find_commands(token: str) -> tuple[tuple[str, ...], ...]:
+    """The command whose output `parse_found` reads: processes of a job script with this name."""
+    return (_command(_FIND, token),)
+
+
+def submit_command(script: str, log: str, after: str) -> tuple[str, ...]:
+    """Start a job script in a session of its own; it waits for the job `after`."""
+    return _command('start_job "$@"', script, after, log)
+
+
+def cancel_commands(jobs: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """End jobs with everything that they started, and wait until it is gone: SIGTERM, and SIGKILL after `GRACE_S`."""
+    known = [job for job in jobs if _JOB.fullmatch(job)]
+    return (_command(_END % {"grace": GRACE_S}, *known),) if known else ()
+
+
+def warn_commands(jobs: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Send SIGUSR1 to every process of jobs."""
+    known = [job for job in jobs if _JOB.fullmatch(job)]
+    return (_command(_WARN, *known),) if known else ()
+
+
+def parse_records(jobs: Sequence[str], answers: Sequence[Done]) -> dict[str, JobRecord]:
+    """A record of each of these jobs. Raises SchedulerSilent where the machine did not answer."""
+    if answers and not answers[0].ok:
+        raise SchedulerSilent(describe_silence(answers[0]))
+    lines = answers[0].out.splitlines() if answers else ()
+    alive = {match["job"]: _record(match) for match in map(_ANSWER.fullmatch, lines) if match}
+    gone = {job: JobRecord(job, JobPhase.ENDED, state="gone", ending=SchedulerEnding.UNCLEAR) for job in jobs}
+    return {job: alive.get(job, gone[job]) for job in jobs}
+
+
+def parse_found(answers: Sequence[Done]) -> tuple[str, ...]:
+    """Ids of the jobs of a name. Raises SchedulerSilent where the machine did not answer."""
+    if not answers[0].ok:
+        raise SchedulerSilent(describe_silence(answers[0]))
+    return tuple(line for line in answers[0].out.splitlines() if _JOB.fullmatch(line))
+
+
+def parse_job_id(text: str) -> str:
+    """The id of the process that was started; empty where there is none."""
+    return text.strip() if _JOB.fullmatch(text.strip()) else ""
+
+
+def explain_refusal(done: Done, asked: RequestedResources) -> Explanation:
+    """A machine takes every job; what goes wrong is that the script cannot be started."""
+    return Explanation(
+        "not_started",
+        describe_silence(done),
+        "see what bash says: whether setsid is installed, and the folder of the output is there and writable",
+        True,
+    )
+
+
+def explain_pending(record: JobRecord, asked: RequestedResources) -> Explanation | None:
+    """A job of this machine waits for nothing but the one before it."""
+    if record.phase is not JobPhase.QUEUED:
+        return None
+    return Explanation("dependency", f"It starts after {record.reason or 'the job before it'}.", "wait")
+
+
+def explain_ending(record: JobRecord, asked: RequestedResources) -> Explanation | None:
+    """A process leaves no record."""
+    return None
+
+
+def _record(match: re.Match[str]) -> JobRecord:
+    if match["word"] == "runs":
+        return JobRecord(match["job"], JobPhase.RUNNING, state="runs")
+    return JobRecord(match["job"], JobPhase.QUEUED, state="waits", reason=f"attempt {match['after'] or 'before it'}")
+
+
+# --- The part of a job script where this machine is the scheduler: a process with a wall-time
+
+
+def directives(job: Job) -> tuple[ScriptLine, ...]:
+    """No scheduler reads them; they say how the job is started."""
+    return (
+        ScriptLine(f"# local {job.scheduler_name}"),
+        ScriptLine(f"# output {quote_comment(str(job.folder.job_log))}"),
+        ScriptLine("predecessor=${1:-}", "the job that this one follows, if there is one"),
+    )
+
+
+LOCAL = SchedulerScript(
+    directives=directives,
+    shell="local",
+    functions=lambda job: (
+        "begin",
+        "end_time",
+        "ask_ending",
+        "began",
+        "members",
+        "start_job",
+        "submit_after",
+        "cancel_job",
+        "kill_job",
+    ),
+    each_node=lambda job: EachNode((), "0"),
+    warns=False,
+    launcher_variables=(),
+)

@@ -1,1 +1,0 @@
-"""This machine as a scheduler: a job is a process."""

@@ -1,0 +1,616 @@
+"""Which files of a project belong to a snapshot: those of git, or those that look written by people; copied, linked or
+excluded.
+
+Invariants:
+- A path of the project is in at most one of files, links and left out, relative to the root, with "/" between names.
+- Only names decide; nothing is opened.
+- Paths are relative to the root of the listing.
+- No file is copied whose way leads through a symbolic link, so that a snapshot never reaches what it was taken of.
+- A folder with more entries than the limit is not walked.
+- Nothing in the repository changes, not even its index.  Formats: git-status(1) "Porcelain Format Version 2" with -z,
+  git-ls-files(1) --stage -z; git 2.16 and later.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import posixpath
+import re
+import stat
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from shardway.rundir.directory import RunDir
+from shardway.units import render_bytes
+
+# --- What a snapshot consists of, as values
+
+FORMAT = 1
+_MOST_TOLD = 1000
+"""Entries of a kind that a record lists; of further ones it says how many there are."""
+
+
+@dataclass(frozen=True)
+class SnapshotLimits:
+    """How large a snapshot may grow; sizes in bytes.
+
+    A larger file is linked instead; more than `total_bytes` or `files` is an error. `entries`: a folder without git
+    that holds more than so many is taken for data. `links`: further ones are left out.
+    """
+
+    file_bytes: int = 8 << 20
+    total_bytes: int = 256 << 20
+    files: int = 20_000
+    diff_bytes: int = 1 << 20
+    entries: int = 1_000
+    links: int = 2_000
+
+
+@dataclass(frozen=True)
+class CopiedFile:
+    """A plain file, or a symbolic link that stays within the project (0 bytes)."""
+
+    path: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class LinkedPath:
+    """A file or folder that stays where it is; the snapshot has a symbolic link to `target` in its place."""
+
+    path: str
+    target: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class ExcludedPath:
+    """A file or folder that the snapshot has not at all."""
+
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Submodule:
+    """A repository inside of the repository: a submodule, or a clone that lies there."""
+
+    path: str
+    commit: str
+    dirty: bool
+
+
+@dataclass(frozen=True)
+class Revision:
+    """Where the code stands in git.
+
+    `commit` is empty before the first one, `branch` where none is checked out. `dirty`: the commit alone does not
+    give this code, for changed or for untracked files. `diff` holds tracked text against the commit, cut where
+    `diff_cut`; secrets are not in it.
+    """
+
+    commit: str
+    branch: str
+    dirty: bool
+    untracked: int
+    diff: str
+    diff_cut: bool
+    submodules: tuple[Submodule, ...] = ()
+
+
+@dataclass(frozen=True)
+class SnapshotPlan:
+    """What a snapshot will consist of.
+
+    `root` is the project: the top of the git repository, or the folder itself. `below` is the folder that was asked
+    for, relative to it ("" for the root). `notes` are sentences that people should read.
+    """
+
+    root: Path
+    below: str
+    revision: Revision | None
+    files: tuple[CopiedFile, ...]
+    links: tuple[LinkedPath, ...]
+    left_out: tuple[ExcludedPath, ...]
+    notes: tuple[str, ...]
+    folders: tuple[str, ...] = ()
+    """Folders with nothing in them, relative to `root`."""
+
+    @property
+    def bytes(self) -> int:
+        """Size of all that is copied."""
+        return sum(file.bytes for file in self.files)
+
+    def start_folder(self, target: Path) -> Path:
+        """Where in a snapshot at `target` the folder lies that was asked for."""
+        return target / self.below if self.below else target
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A snapshot that was taken: the plan, and what became of it. `taken` in Unix seconds."""
+
+    plan: SnapshotPlan
+    files: int
+    bytes: int
+    left_out: tuple[ExcludedPath, ...]
+    taken: float
+
+    def as_json(self) -> dict[str, Any]:
+        """Its record; lists are cut to a thousand entries, and their lengths are told."""
+        plan, revision = self.plan, self.plan.revision
+        return {
+            "format": FORMAT,
+            "root": str(plan.root),
+            "below": plan.below,
+            "taken": self.taken,
+            "git": revision is not None,
+            "commit": revision.commit if revision else "",
+            "branch": revision.branch if revision else "",
+            "dirty": revision.dirty if revision else None,
+            "untracked": revision.untracked if revision else None,
+            "diff_cut": revision.diff_cut if revision else False,
+            "submodules": [vars(entry) for entry in revision.submodules] if revision else [],
+            "files": self.files,
+            "bytes": self.bytes,
+            "links_count": len(plan.links),
+            "links": [vars(entry) for entry in plan.links[:_MOST_TOLD]],
+            "left_out_count": len(self.left_out),
+            "left_out": [vars(entry) for entry in self.left_out[:_MOST_TOLD]],
+            "notes": list(plan.notes),
+        }
+
+
+# --- What a name says of a file: a secret, a cache, source code
+
+_CODE = frozenset((".py", ".pyi", ".pyx", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".rs", ".go", ".js", ".ts"))
+_SOURCE = _CODE | frozenset(
+    (
+        *(".toml", ".yaml", ".yml", ".json", ".cfg", ".ini", ".conf", ".txt", ".md", ".rst", ".sh", ".bash", ".ipynb"),
+        *(".cxx", ".hip", ".jinja", ".j2", ".sbatch", ".slurm", ".pbs", ".def", ".patch", ".gin", ".proto", ".sql"),
+    )
+)
+_SOURCE_NAMES = frozenset(("Makefile", "Dockerfile", "Containerfile", "LICENSE", "README"))
+_CACHES = frozenset(("__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".ipynb_checkpoints"))
+
+_SECRET_NAME = re.compile(
+    r"\.env(\..+)?|.+\.(pem|p12|pfx|kdbx)|id_\w+|\.netrc|\.pypirc|\.pgpass|\.git-credentials|credentials?(\..*)?"
+    r"|\.?secrets?(\..*)?",
+    re.IGNORECASE,
+)
+# As the last word of a name: "hf_token.txt" is one, "token-counts.txt" and "train_tokens.txt" are none.
+_SECRET_WORD = re.compile(r"(^|[._\- ])(api[._-]?key|token|credentials?)(\.[a-z0-9]+)?$", re.IGNORECASE)
+_EXAMPLE = re.compile(r"\.(example|sample|template|dist)$", re.IGNORECASE)
+_PLAIN_TOKEN = frozenset((".bin", ".npy", ".npz", ".pt", ".safetensors", ".idx", ".md"))
+"""Endings with which "token" means text for a model."""
+
+
+def is_secret(name: str) -> bool:
+    """Whether a file's name says that it holds a key, a password or a token.
+
+    `tokenizer.json`, `tokens.bin` and code about tokens are none; `.env.example` is none.
+    """
+    ending = _ending(name)
+    if ending in _CODE or _EXAMPLE.search(name):
+        return False
+    return bool(_SECRET_NAME.fullmatch(name) or (ending not in _PLAIN_TOKEN and _SECRET_WORD.search(name)))
+
+
+def is_cache(name: str) -> bool:
+    """Whether a file or folder is made again by whoever needs it; a snapshot does not even mention it."""
+    return name in _CACHES or name.endswith((".pyc", ".pyo"))
+
+
+def is_source(name: str) -> bool:
+    """Whether a file's name says that people wrote it."""
+    return _ending(name) in _SOURCE or name in _SOURCE_NAMES or name.startswith("Dockerfile.")
+
+
+def _ending(name: str) -> str:
+    stem, dot, ending = name.rpartition(".")
+    return f".{ending}".lower() if dot and stem else ""
+
+
+# --- What a rule found in a project: which files to copy, and what stays outside
+
+
+@dataclass(frozen=True)
+class Outside:
+    """A file or folder that is not copied, but is linked where that makes sense."""
+
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files of a project by one rule."""
+
+    files: tuple[str, ...]
+    outside: tuple[Outside, ...] = ()
+    left_out: tuple[ExcludedPath, ...] = ()
+    revision: Revision | None = None
+    notes: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
+    """Folders with nothing in them, which a program may want to write into."""
+
+
+def nest(listing: Listing, path: str) -> Listing:
+    """The same listing as seen from above: each path with `path` before it."""
+    return replace(
+        listing,
+        files=tuple(f"{path}/{file}" for file in listing.files),
+        outside=tuple(replace(entry, path=f"{path}/{entry.path}") for entry in listing.outside),
+        left_out=tuple(replace(entry, path=f"{path}/{entry.path}") for entry in listing.left_out),
+        folders=tuple(f"{path}/{folder}" for folder in listing.folders),
+    )
+
+
+def join(outer: Listing, inner: Listing, path: str) -> Listing:
+    """A listing with that of a repository inside of it; `path` is where that lies."""
+    nested = nest(inner, path)
+    revision, found = outer.revision, inner.revision
+    if revision and found:
+        below = (replace(entry, path=f"{path}/{entry.path}") for entry in found.submodules)
+        submodules = (*revision.submodules, Submodule(path, found.commit, found.dirty), *below)
+        revision = replace(revision, submodules=submodules, dirty=revision.dirty or found.dirty)
+    return Listing(
+        outer.files + nested.files,
+        outer.outside + nested.outside,
+        outer.left_out + nested.left_out,
+        revision,
+        outer.notes + nested.notes,
+        outer.folders + nested.folders,
+    )
+
+
+# --- Each listed path looked at: copied, linked, or left out
+
+
+class Sorter:
+    """Sorts the paths of one listing; what was found stands in `files`, `links`, `left_out` and `notes`, and in `large`
+    the files among the links that are there for their size."""
+
+    def __init__(self, root: Path, limits: SnapshotLimits) -> None:
+        self.files: list[CopiedFile] = []
+        self.links: list[LinkedPath] = []
+        self.large: list[CopiedFile] = []
+        self.left_out: list[ExcludedPath] = []
+        self.notes: list[str] = []
+        self._root = str(root)
+        self._limits = limits
+        self._stops: dict[str, str] = {"": ""}
+
+    def sort(self, listing: Listing) -> None:
+        """Look at every path of a listing, once."""
+        self.left_out += listing.left_out
+        for path in dict.fromkeys(listing.files):
+            self._sort_file(path)
+        inside = {parent for file in self.files for parent in list_parents(file.path)}
+        copied = {file.path for file in self.files}
+        for entry in listing.outside:
+            self._sort_outside(entry.path, entry.reason, inside, copied)
+
+    def _sort_file(self, path: str) -> None:
+        if self._stop(posixpath.dirname(path)):
+            return
+        name = posixpath.basename(path)
+        if is_secret(name):
+            self.left_out.append(ExcludedPath(path, "secret by its name"))
+            return
+        try:
+            state = os.lstat(f"{self._root}/{path}")
+        except FileNotFoundError:  # deleted, but git still tracks it
+            return
+        except OSError as error:
+            self.left_out.append(ExcludedPath(path, f"cannot be read: {error.strerror}"))
+            return
+        if stat.S_ISLNK(state.st_mode):
+            self._sort_symlink(path)
+        elif not stat.S_ISREG(state.st_mode):
+            self.left_out.append(ExcludedPath(path, "not a plain file"))
+        elif state.st_size > self._limits.file_bytes:
+            size = f"{state.st_size / 2**20:.1f} MiB, more than {render_bytes(self._limits.file_bytes)}"
+            self._link(path, size)
+            self.large.append(CopiedFile(path, state.st_size))
+        else:
+            self.files.append(CopiedFile(path, state.st_size))
+
+    def _sort_symlink(self, path: str) -> None:
+        """One that leads out of the project leads to the same place from the snapshot."""
+        target = os.readlink(f"{self._root}/{path}")
+        place = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
+        if posixpath.isabs(target) or place == ".." or place.startswith("../"):
+            absolute = posixpath.normpath(posixpath.join(self._root, posixpath.dirname(path), target))
+            self.links.append(LinkedPath(path, absolute, "symbolic link that leads out of the project"))
+        else:
+            self.files.append(CopiedFile(path, 0))
+
+    def _sort_outside(self, path: str, reason: str, inside: set[str], copied: set[str]) -> None:
+        """Link a file or a folder; of a folder with copied files in it, whatever else is in it."""
+        name = posixpath.basename(path)
+        if path in copied or is_cache(name) or self._stop(posixpath.dirname(path)):
+            return
+        whole = f"{self._root}/{path}"
+        if path not in inside:
+            if is_secret(name) and not os.path.isdir(whole):
+                self.left_out.append(ExcludedPath(path, "secret by its name"))
+            elif os.path.lexists(whole):
+                self._link(path, reason)
+            return
+        with os.scandir(whole) as scan:
+            entries = sorted(entry.name for entry in itertools.islice(scan, self._limits.entries + 1))
+        if len(entries) > self._limits.entries:
+            self.left_out.append(ExcludedPath(path, f"{reason}; more than {self._limits.entries} entries beside code"))
+            return
+        for entry in entries:
+            self._sort_outside(f"{path}/{entry}", reason, inside, copied)
+
+    def _link(self, path: str, reason: str) -> None:
+        self.links.append(LinkedPath(path, f"{self._root}/{path}", reason))
+
+    def _stop(self, folder: str) -> str:
+        """Why nothing below a folder is copied, empty where it may be; a run directory is linked as one thing."""
+        known = self._stops.get(folder)
+        if known is not None:
+            return known
+        reason = self._stop(posixpath.dirname(folder)) or self._look(folder)
+        self._stops[folder] = reason
+        return reason
+
+    def _look(self, folder: str) -> str:
+        path = Path(self._root, folder)
+        if path.is_symlink():
+            return "behind a symbolic link"
+        run = RunDir(path)
+        if os.path.isfile(run.resolved_path) or run.attempts():
+            self._link(folder, "run directory")
+            return "run directory"
+        return ""
+
+
+def list_parents(path: str) -> list[str]:
+    """Every folder above a path, relative like it."""
+    parts = path.split("/")[:-1]
+    return ["/".join(parts[: number + 1]) for number in range(len(parts))]
+
+
+# --- The files of a project that is in no git repository: what looks written by people, up to where data begins
+
+_ENVIRONMENT_MARKS = ("pyvenv.cfg", "conda-meta")
+_INSTALLED = frozenset(("node_modules", "site-packages"))
+
+
+@dataclass
+class _WalkResult:
+    """What a walk collects."""
+
+    files: list[str] = field(default_factory=list)
+    outside: list[Outside] = field(default_factory=list)
+    left_out: list[ExcludedPath] = field(default_factory=list)
+
+
+def list_folder(root: Path, limits: SnapshotLimits) -> Listing:
+    """Source-like files; folders without any, environments and other files stay outside; hidden ones are left out."""
+    found = _walk(str(root), "", limits.entries)
+    if isinstance(found, str):
+        return Listing((), notes=(f"{root} {found}: none of it is copied.",))
+    return Listing(tuple(found.files), tuple(found.outside), tuple(found.left_out))
+
+
+def _walk(root: str, below: str, most: int) -> _WalkResult | str:
+    """What is in a folder, or why it is to be taken as one thing."""
+    try:
+        with os.scandir(os.path.join(root, below)) as scan:
+            entries = sorted(itertools.islice(scan, most + 1), key=lambda entry: entry.name)
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    if len(entries) > most:
+        return f"holds more than {most} entries"
+    names = {entry.name for entry in entries}
+    if names.intersection(_ENVIRONMENT_MARKS):
+        return "is an environment"
+    found = _WalkResult()
+    for entry in entries:
+        _sort(root, below, entry, most, found)
+    return found
+
+
+def _sort(root: str, below: str, entry: os.DirEntry[str], most: int, found: _WalkResult) -> None:
+    path = f"{below}/{entry.name}" if below else entry.name
+    if is_cache(entry.name):
+        return
+    if entry.is_dir(follow_symlinks=False):
+        _sort_folder(root, path, most, found)
+    elif is_secret(entry.name):
+        found.files.append(path)  # whoever looks at each file tells why it is left out
+    elif entry.name.startswith("."):
+        found.left_out.append(ExcludedPath(path, "hidden"))
+    elif is_source(entry.name) or entry.is_symlink():
+        found.files.append(path)
+    else:
+        found.outside.append(Outside(path, "not source code"))
+
+
+def _sort_folder(root: str, path: str, most: int, found: _WalkResult) -> None:
+    name = path.rpartition("/")[2]
+    inner = "holds installed packages" if name in _INSTALLED else _walk(root, path, most)
+    hidden = name.startswith(".")
+    if isinstance(inner, str):
+        found.outside.append(Outside(path, f"folder that {inner}"))
+    elif hidden:
+        found.left_out.append(ExcludedPath(path, "hidden"))
+    elif not inner.files:
+        found.outside.append(Outside(path, "folder without source code"))
+    else:
+        found.files += inner.files
+        found.outside += inner.outside
+        found.left_out += inner.left_out
+
+
+# --- The files of a git repository as they are now, and where it stands
+
+IGNORED = "ignored by git"
+_TIMEOUT_S = 120.0
+_SUBMODULE = "160000"
+_FOREIGN = frozenset(("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY"))
+"""Variables with which a hook of git points at another repository."""
+
+
+class GitUnusable(Exception):
+    """git is not there, or does not answer for this folder; the text says why, empty where there is no repository."""
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A repository's top folder, and the folder that was asked for below it ("" for the top)."""
+
+    top: Path
+    below: str
+
+
+@dataclass(frozen=True)
+class Status:
+    """What `git status` says; folders end with "/"."""
+
+    commit: str
+    branch: str
+    changed: bool
+    untracked: tuple[str, ...]
+    ignored: tuple[str, ...]
+
+
+def find_repository(folder: Path) -> Repository:
+    """The repository that a folder is in. Raises GitUnusable."""
+    top = os.fsdecode(_git(folder, "rev-parse", "--show-toplevel")).removesuffix("\n")
+    below = os.fsdecode(_git(folder, "rev-parse", "--show-prefix")).removesuffix("\n").removesuffix("/")
+    return Repository(Path(top), below)
+
+
+def list_repository(top: Path, limits: SnapshotLimits) -> Listing:
+    """Tracked files and untracked ones that are not ignored, of repositories inside too. Raises GitUnusable."""
+    tracked, submodules = parse_stage(_git(top, "ls-files", "--stage", "-z"))
+    status = parse_status(
+        _git(top, "status", "--porcelain=v2", "--branch", "-z", "--untracked-files=all", "--ignored=matching")
+    )
+    diff, cut = _read_diff(top, limits.diff_bytes) if status.changed and status.commit else ("", False)
+    untracked = [path for path in status.untracked if not path.endswith("/")]
+    folders = os.fsdecode(_git(top, "ls-files", "--others", "--directory", "-z")).split("\0")
+    listing = Listing(
+        files=(*tracked, *untracked),
+        outside=tuple(
+            Outside(path.rstrip("/"), IGNORED)
+            for path in status.ignored
+            if not is_cache(path.rstrip("/").rpartition("/")[2])
+        ),
+        revision=Revision(
+            status.commit, status.branch, status.changed or bool(status.untracked), len(untracked), diff, cut
+        ),
+        folders=tuple(path.rstrip("/") for path in folders if path.endswith("/") and _is_empty(top / path)),
+    )
+    clones = [path.rstrip("/") for path in status.untracked if path.endswith("/")]
+    for path in (*submodules, *clones):
+        listing = _add_inner(listing, top, path, limits)
+    return listing
+
+
+def _is_empty(folder: Path) -> bool:
+    try:
+        with os.scandir(folder) as entries:
+            return next(entries, None) is None
+    except OSError:
+        return False
+
+
+def parse_stage(output: bytes) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Tracked files and submodules from `git ls-files --stage -z`; a path in conflict is named once."""
+    files: dict[str, None] = {}
+    submodules: dict[str, None] = {}
+    for entry in os.fsdecode(output).split("\0"):
+        meta, tab, path = entry.partition("\t")
+        if tab:
+            (submodules if meta.startswith(_SUBMODULE) else files)[path] = None
+    return tuple(files), tuple(submodules)
+
+
+def parse_status(output: bytes) -> Status:
+    """The status from `git status --porcelain=v2 --branch -z`."""
+    commit, branch, changed = "", "", False
+    untracked, ignored = [], []
+    entries = iter(os.fsdecode(output).split("\0"))
+    for entry in entries:
+        kind, _, rest = entry.partition(" ")
+        if kind == "?":
+            untracked.append(rest)
+        elif kind == "!":
+            ignored.append(rest)
+        elif kind in ("1", "2", "u"):
+            changed = True
+            if kind == "2":
+                next(entries, None)  # the name before a rename
+        elif rest.startswith("branch.oid "):
+            commit = rest.removeprefix("branch.oid ").replace("(initial)", "")
+        elif rest.startswith("branch.head "):
+            branch = rest.removeprefix("branch.head ").replace("(detached)", "")
+    return Status(commit, branch, changed, tuple(untracked), tuple(ignored))
+
+
+def _add_inner(listing: Listing, top: Path, path: str, limits: SnapshotLimits) -> Listing:
+    """The listing with a repository inside; one that is not checked out or does not answer is told."""
+    if not (top / path / ".git").exists():
+        reason = "submodule that is not checked out"
+    else:
+        try:
+            return join(listing, list_repository(top / path, limits), path)
+        except GitUnusable as error:
+            reason = f"repository that git cannot read: {error}"
+    return replace(listing, left_out=(*listing.left_out, ExcludedPath(path, reason)))
+
+
+def _read_diff(top: Path, most: int) -> tuple[str, bool]:
+    """Changes of tracked text against the commit, at most so many bytes, and whether there is more."""
+    plain = ("diff", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames")
+    names = os.fsdecode(_git(top, *plain, "--name-only", "-z", "HEAD", "--")).split("\0")
+    # A secret that was once committed stands in a diff when it changes or goes.
+    hidden = [f":(top,exclude,literal){name}" for name in names if is_secret(name.rpartition("/")[2])]
+    words = _words(top, *plain, "HEAD", "--", ":(top)", *hidden)
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=_environment()) as process:
+        text = process.stdout.read(most + 1) if process.stdout else b""
+        process.kill()
+    # git takes a file for text that has a NUL only far from its start; a text that is sent elsewhere cannot hold one.
+    return text[:most].decode("utf-8", "replace").replace("\0", "\ufffd"), len(text) > most
+
+
+def _git(folder: Path, *arguments: str) -> bytes:
+    """What a git command prints. Raises GitUnusable."""
+    try:
+        done = subprocess.run(
+            _words(folder, *arguments),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_TIMEOUT_S,
+            env=_environment(),
+        )
+    except FileNotFoundError:
+        raise GitUnusable("git is not installed") from None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise GitUnusable(str(error)) from None
+    if done.returncode == 0:
+        return done.stdout
+    said = done.stderr.decode("utf-8", "replace").strip()
+    if "not a git repository" in said or "must be run in a work tree" in said:
+        raise GitUnusable("")
+    raise GitUnusable(said.splitlines()[0].removeprefix("fatal: ") if said else f"git ended with {done.returncode}")
+
+
+def _words(folder: Path, *arguments: str) -> Sequence[str]:
+    return ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+
+
+def _environment() -> dict[str, str]:
+    """The caller's environment without pointers at another repository, and with git's own words in English."""
+    return {**{name: value for name, value in os.environ.items() if name not in _FOREIGN}, "LC_ALL": "C"}

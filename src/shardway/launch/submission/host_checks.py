@@ -1,0 +1,700 @@
+"""A request against the host that submits, in one exchange: code, program, Python packages, files and folders.
+
+Invariants:
+- What a host does not answer is not held against anybody.
+- A path is called missing only where the job will not find it in the folder in which it runs.
+- It only warns, and says what was looked for and where; a program whose source is not here is believed.
+- What modules of the site, an image or variables of the job may bring is not known before the job runs, and not held
+  against anybody.
+- A place that cannot be judged from here (a variable, another host, one that does not answer) is not held against
+  anybody.
+
+The program's own source is read: its script and the modules beside it that it imports, and what a shell starts.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import posixpath
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+
+from shardway.errors import Problem, UserError
+from shardway.launch.containers import all_mounts
+from shardway.launch.hosts.base import Done, Host
+from shardway.launch.job import AGENTS, SECRETS
+from shardway.launch.snapshot import LinkedPath, SnapshotPlan
+from shardway.launch.submission.command import CommandRead, find_launcher
+from shardway.launch.submission.job_request import JobRequest, build_job, launcher_of, parse_mount, runtime_of, shape_of
+from shardway.places import expand_home, list_variables
+
+# --- Looks at the host that submits: many commands, one exchange
+
+
+@dataclass(frozen=True)
+class HostCheck:
+    """A command, and what its answer means. `path` is one of the host (with `~` and `$NAMES`) that the command is
+    about, "" for none; `key` and `origin` are of the value that it comes from."""
+
+    key: str
+    origin: str
+    words: Callable[[str], Sequence[str]]
+    judge: Callable[[Done], Iterable[Problem]]
+    path: str = ""
+
+
+def take_looks(host: Host, looks: Sequence[HostCheck]) -> list[Problem]:
+    """What is wrong, in the order of the looks, each once; a path with a variable that the host does not set is a
+    problem as well. Raises HostUnreachable."""
+    paths, problems = _expand(host, looks)
+    asked = [look for look in looks if not look.path or look.path in paths]
+    commands = [look.words(str(paths[look.path]) if look.path else "") for look in asked]
+    if commands:
+        for look, done in zip(asked, host.run_many(commands), strict=True):
+            problems += look.judge(done)
+    return list(dict.fromkeys(problems))
+
+
+def _expand(host: Host, looks: Sequence[HostCheck]) -> tuple[dict[str, PurePosixPath], list[Problem]]:
+    """Paths as the host knows them, all in one exchange; one by one only where one of them cannot be known."""
+    named = {look.path: look for look in looks if look.path}
+    try:
+        return dict(zip(named, host.expand_many(list(named)), strict=True)), []
+    except UserError:
+        found = {path: _expand_one(host, look) for path, look in named.items()}
+    paths = {path: one for path, one in found.items() if isinstance(one, PurePosixPath)}
+    return paths, [one for one in found.values() if isinstance(one, Problem)]
+
+
+def _expand_one(host: Host, look: HostCheck) -> PurePosixPath | Problem:
+    try:
+        return host.expand(look.path)
+    except UserError as error:
+        what, _, remedy = str(error).partition("\n  To do: ")
+        return Problem(look.key, what.removesuffix("."), look.origin, remedy=remedy.removesuffix("."))
+
+
+def test_exists(path: str) -> tuple[str, ...]:
+    """Whether there is anything at a path."""
+    return ("test", "-e", path)
+
+
+def always(problem: Problem) -> Callable[[Done], Iterator[Problem]]:
+    """The problem where the command fails in time."""
+    return lambda done: iter(()) if done.ok or done.timed_out else iter((problem,))
+
+
+# --- The folder that is submitted, as the job will see it: a snapshot, the folder itself, or nothing of it
+
+
+@dataclass(frozen=True)
+class Code:
+    """`here`: the folder as it is now. `snapshot`: what is copied of it; None where the job runs in `here` itself, or,
+    if not `is_there`, on a host that has nothing of it."""
+
+    here: Path
+    snapshot: SnapshotPlan | None = None
+    is_there: bool = True
+
+    def why_missing(self, path: str) -> str:
+        """Why the job will not find a relative path in its folder; "" where it will, or nobody can know."""
+        if not self.is_there:
+            return ""
+        if not (self.here / path).exists():
+            return f"there is no file {path} in {self.here}"
+        return self.why_lost(path)
+
+    def why_lost(self, path: str) -> str:
+        """Why a relative path does not lead in the job where it leads here; "" where it does, or nobody can know."""
+        if not self.is_there or self.snapshot is None:
+            return ""
+        name = posixpath.normpath(posixpath.join(self.snapshot.below, path))
+        if name == ".." or name.startswith("../"):
+            return f"{path} leads out of {self.snapshot.root}, and the job runs in a copy of that folder"
+        gone = next((e for e in self.snapshot.left_out if name == e.path or name.startswith(f"{e.path}/")), None)
+        return f"{path} is not in the snapshot that the job runs in ({gone.reason})" if gone else ""
+
+    def holds_module(self, name: str) -> bool:
+        """Whether `import name` finds it in the folder itself."""
+        return self.is_there and any((self.here / found).exists() for found in (name, f"{name}.py"))
+
+
+# --- Whether several ranks would each do all of the work of a program that knows nothing of ranks
+
+_LIBRARIES = frozenset(
+    (
+        *("accelerate", "bagua", "colossalai", "composer", "deepspeed", "fairscale", "fairseq", "fairseq2", "fastai"),
+        *("horovod", "ignite", "lightning", "lightning_fabric", "megatron", "mpi4py", "nemo", "pytorch_lightning"),
+        *("ray", "shardway", "torchtitan", "torchtune"),
+    )
+)
+"""Libraries that find ranks by themselves."""
+_SIGN = re.compile(
+    r"torch\.distributed|torch\s+import\s+distributed|init_process_group|DistributedDataParallel|fully_shard"
+    r"|\b(?:LOCAL_)?RANK\b|\bWORLD_SIZE\b|SLURM_PROCID|SLURM_LOCALID|OMPI_COMM_WORLD|\bPMI_RANK\b"
+    r"|transformers\.\w*Trainer\b|jax\.distributed|tf\.distribute|tensorflow\.distribute"
+)
+_TRAINERS = ("transformers.", "trl.")
+"""Modules whose trainers find ranks by themselves, and whose other parts do not."""
+_LOOKED_FOR = (
+    "torch.distributed, accelerate, lightning, deepspeed, horovod, mpi4py and their like, transformers.Trainer, RANK, "
+    "WORLD_SIZE"
+)
+_MOST_FILES = 200
+_MOST_BYTES = 1 << 20
+
+
+def list_copies(wish: JobRequest, code: Code) -> Iterator[str]:
+    """A sentence where several ranks will each run the same program and its source shows no sign of ranks."""
+    shape, read = shape_of(wish), wish.read
+    if read is None or shape.ranks < 2 or not code.is_there:
+        return
+    scripts = _list_scripts(read, code.here)
+    if not scripts or any(_SIGN.search(text) for _, text in read.texts):
+        return
+    files = _read_with_imports(scripts, code)
+    if not files or any(map(_shows_ranks, files.values())):
+        return
+    name = scripts[0]
+    more = f" and the {len(files) - 1} files that it imports" if len(files) > 1 else ""
+    yield (
+        f"{shape.ranks} ranks will each run all of {name}: nothing in it{more} looks for other ranks "
+        f"({_LOOKED_FOR}), so they would train {shape.ranks} copies and write the same files; "
+        'where that is not meant: "site.nodes=1 site.ranks_per_node=1"'
+    )
+
+
+def _list_scripts(read: CommandRead, here: Path) -> list[Path]:
+    """The script of a command, or those that a shell starts, as far as they are here."""
+    module = read.module.replace(".", "/")
+    named = [read.script] if read.script else []
+    named += [f"{module}.py", f"{module}/__main__.py"] if module else []
+    named += [word for _, text in read.texts for word in re.findall(r"[\w./-]+\.py\b", text)]
+    return [Path(name) for name in named if (here / name).is_file()]
+
+
+def _read_with_imports(scripts: list[Path], code: Code) -> dict[Path, str]:
+    """The text of scripts and of the modules that they import from the folders around them."""
+    files: dict[Path, str] = {}
+    waiting = [code.here / script for script in scripts]
+    while waiting and len(files) < _MOST_FILES:
+        path = waiting.pop()
+        if path in files:
+            continue
+        try:
+            text = path.read_bytes()[:_MOST_BYTES].decode("utf-8", "replace")
+        except OSError:
+            continue
+        files[path] = text
+        places = (path.parent, *(code.here / script.parent for script in scripts), code.here)
+        for name in _list_imports(text):
+            waiting += _find_module(name, places)
+    return files
+
+
+def _list_imports(text: str) -> list[str]:
+    """Dotted names that a source imports; what it imports from a module may be a module too."""
+    try:
+        nodes = list(ast.walk(ast.parse(text)))
+    except (SyntaxError, ValueError, RecursionError):
+        return []
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            names += [module, *(f"{module}.{alias.name}".lstrip(".") for alias in node.names)]
+    return list(dict.fromkeys(filter(None, names)))
+
+
+def _find_module(name: str, places: tuple[Path, ...]) -> list[Path]:
+    parts = name.split(".")
+    for place in dict.fromkeys(places):
+        found = [
+            path
+            for count in range(1, len(parts) + 1)
+            for stem in (place.joinpath(*parts[:count]),)
+            for path in (stem.with_name(f"{stem.name}.py"), stem / "__init__.py")
+            if path.is_file()
+        ]
+        if found:
+            return found
+    return []
+
+
+def _shows_ranks(text: str) -> bool:
+    names = _list_imports(text)
+    return (
+        bool(_SIGN.search(text))
+        or any(name.split(".")[0] in _LIBRARIES or name.startswith("torch.distributed") for name in names)
+        or any(name.startswith(_TRAINERS) and name.endswith("Trainer") for name in names)
+    )
+
+
+# --- The program of a job: it is there, and its Python has what it needs
+
+_KEY, _ORIGIN = "the command", "command line"
+
+_FIND = """import importlib.util, sys
+print(*(name for name in sys.argv[1:] if importlib.util.find_spec(name) is None))"""
+
+_ON_PATH = 'PATH=${1:+$1/bin:}$PATH; type -P -- "$0"'
+
+
+def list_local_problems(wish: JobRequest, code: Code) -> Iterator[Problem]:
+    """What is wrong with a command in the folder that is submitted: its script or program, other files that its words
+    name, and what a shell of it starts."""
+    read = wish.read
+    if read is None:
+        return
+    words = read.program.words
+    yield from _list_missing_program(read, code)
+    for word in dict.fromkeys(words[1:] if not read.program.python else words):
+        if word != read.script and not any(word == text for _, text in read.texts):
+            yield from list_lost_paths(word, code)
+    for where, text in read.texts:
+        if where.endswith(" -c") and not re.search(r"\b(cd|pushd)\b", text):  # it stays in the folder of the job
+            for word in re.findall(r"(?<![^\s=\"'<>();|&])\.\./[^\s;&|<>\"']*", text):
+                yield from list_lost_paths(word, code)
+    yield from _list_launchers_of_shells(wish)
+
+
+def _list_missing_program(read: CommandRead, code: Code) -> Iterator[Problem]:
+    script, first = read.script, read.program.words[0]
+    if script and not script.startswith(("/", "~")):
+        if why := code.why_missing(script):
+            yield Problem(_KEY, why, _ORIGIN, remedy="correct its path")
+        elif script.endswith(".py") and (code.here / script).is_file():
+            yield from _read_script(code, script)
+    if read.program.python or first == script or first.startswith("/") or "/" not in first:
+        return
+    if why := code.why_missing(first):
+        yield Problem(_KEY, why, _ORIGIN, remedy="correct its path")
+    elif code.is_there and not os.access(code.here / first, os.X_OK):
+        yield Problem(_KEY, f"{first} is not executable", _ORIGIN, remedy=f"`chmod +x {first}`, or name what runs it")
+
+
+def list_lost_paths(word: str, code: Code) -> Iterator[Problem]:
+    """A relative path among the words (as it stands, or behind `--option=`) that means nothing where the job runs.
+
+    One that begins with `../` is a path in any case, any other word where there is a file of that name.
+    """
+    for path in dict.fromkeys((word, word.partition("=")[2])):
+        if not path or path.startswith(("/", "-")) or "://" in path or "\n" in path:
+            continue
+        is_path = path == ".." or path.startswith("../") or (("/" in path or "." in path) and _is_there(code, path))
+        if is_path and (why := code.why_lost(path)):
+            whole = posixpath.normpath(posixpath.join(code.here, path))
+            yield Problem(_KEY, why, _ORIGIN, remedy=f"name it by its whole path: {whole}")
+            return
+
+
+def _is_there(code: Code, path: str) -> bool:
+    try:
+        return (code.here / path).exists()
+    except OSError:  # a word that is too long to be a path
+        return False
+
+
+def _list_launchers_of_shells(wish: JobRequest) -> Iterator[Problem]:
+    """A shell that starts ranks of its own, in each of several ranks of a node: every one of them would be a world."""
+    ranks = shape_of(wish).ranks_per_node
+    for where, text in wish.read.texts if wish.read is not None and ranks > 1 else ():
+        if launcher := find_launcher(text):
+            what = f"{where} starts {launcher}, and the job script would do so in each of {ranks} ranks of a node"
+            remedy = "set site.ranks_per_node=1, or name what it starts: `-- python train.py`"
+            yield Problem(_KEY, what, _ORIGIN, remedy=remedy)
+
+
+def list_warnings(wish: JobRequest, code: Code) -> Iterator[str]:
+    """What of a command may be meant so, but is worth a sentence."""
+    read = wish.read
+    if read is None:
+        return
+    yield from list_copies(wish, code)
+    if not code.is_there:
+        return
+    if read.program.python and (python := _find_activated(wish)):
+        yield (
+            f"`python` is {python} in this shell, and the job takes that of {_folder_of_venv(wish) or 'its PATH'} "
+            f"(site.venv): name it by its path, or set site.venv={posixpath.dirname(posixpath.dirname(python))}"
+        )
+    if code.snapshot is not None:
+        yield from _list_own_files(read, code.snapshot)
+
+
+def _list_own_files(read: CommandRead, plan: SnapshotPlan) -> Iterator[str]:
+    """What the job does not have as a copy of its own."""
+    if read.script.startswith("/") and Path(read.script).is_relative_to(plan.root):
+        yield (
+            f"{read.script} is named by its whole path, so the job runs that file as it is by then, and not the copy "
+            f"of this moment: to run the copy, name it as {Path(os.path.relpath(read.script, plan.root / plan.below))}"
+        )
+    secret = [entry.path for entry in plan.left_out if "secret" in entry.reason]
+    if secret:
+        yield (
+            f"not in the copy that the job runs in, being secret by name: {_name_few(secret)}; the job has what stands "
+            f"in {SECRETS}"
+        )
+    linked = [link.path for link in plan.links if not _is_no_output(link, plan.root)]
+    if linked:
+        yield f"linked, not copied: {_name_few(linked)}; what the command writes there, it writes into {plan.root}"
+
+
+def _is_no_output(link: LinkedPath, root: Path) -> bool:
+    hidden = posixpath.basename(link.path).startswith(".") or os.path.isfile(root / link.path / "pyvenv.cfg")
+    return hidden or any(word in link.reason for word in _NO_OUTPUT)
+
+
+_NO_OUTPUT = ("run directory", "environment", "installed packages", "leads out")
+"""Reasons of links into which no program writes, or of which their person knows."""
+
+
+def _name_few(paths: Sequence[str]) -> str:
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    return f"{', '.join(paths[:3])}{more}"
+
+
+def _find_activated(wish: JobRequest) -> str:
+    """The `python` of an environment that the person has activated, where the job would take that of another one."""
+    if runtime_of(wish) != "none" or wish.loaded.values.site.venv != "auto" or _is_surrounded(wish, "PATH"):
+        return ""
+    active = os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX") or ""
+    python = shutil.which("python") or shutil.which("python3") or ""
+    if not active or os.path.dirname(os.path.dirname(python)) != os.path.normpath(active):
+        return ""
+    venv = _folder_of_venv(wish)
+    return python if venv is None or not venv or os.path.realpath(venv) != os.path.realpath(active) else ""
+
+
+def _read_script(code: Code, script: str) -> Iterator[Problem]:
+    try:
+        ast.parse((code.here / script).read_bytes(), script)
+    except (SyntaxError, ValueError) as error:
+        where = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        what = f"{script}{where} is no Python: {error.msg if isinstance(error, SyntaxError) else error}"
+        yield Problem(_KEY, what, _ORIGIN, remedy="mend it: the job would end as soon as it starts")
+
+
+def list_looks(wish: JobRequest, host: Host, code: Code) -> Iterator[HostCheck]:
+    """Looks at the host for the program and for the environment of its Python."""
+    yield from _look_for_conda(wish, host)
+    if runtime_of(wish) != "none":
+        yield from _look_into_container(wish, host)
+        return
+    yield from _look_for_program(wish, host)
+    yield from _look_for_modules(wish, code)
+
+
+def _look_for_program(wish: JobRequest, host: Host) -> Iterator[HostCheck]:
+    """A program by its path, or by its name on the PATH, where nothing of the job changes that."""
+    word, where, venv = wish.program.words[0], host.name or "this machine", _folder_of_venv(wish)
+    script = wish.read.script if wish.read is not None else ""
+    for path in dict.fromkeys((word, script)):
+        if path.startswith("/"):
+            gone = Problem(_KEY, f"there is no {path} on {where}", _ORIGIN, remedy="correct its path")
+            yield HostCheck(_KEY, _ORIGIN, partial(_test_path, path), always(gone))
+    if not wish.program.python and "/" not in word and not _is_surrounded(wish, "PATH") and venv is not None:
+        what = f"there is no program {word} on the PATH of {where}"
+        gone = Problem(_KEY, what, _ORIGIN, remedy=f"correct its name; a file of the code is named by path: ./{word}")
+
+        def judge(done: Done) -> Iterator[Problem]:
+            if done.code == 1:  # and not 127, where there is no bash
+                yield gone
+
+        yield HostCheck(_KEY, _ORIGIN, lambda at: ("bash", "-c", _ON_PATH, word, at), judge, venv)
+
+
+def _test_path(path: str, _: str) -> tuple[str, ...]:
+    return test_exists(path)
+
+
+def _look_into_container(wish: JobRequest, host: Host) -> Iterator[HostCheck]:
+    """A program or script of the host that the image cannot have: it is outside of what is mounted, and of folders
+    that images have themselves."""
+    script = wish.read.script if wish.read is not None else ""
+    for path in dict.fromkeys((wish.program.words[0], script)):
+        if path.startswith("/") and may_be_hidden(wish, path):
+            where = host.name or "this machine"
+            what = f"{path} is a path of {where}, which the container does not see: it is in none of its mounts"
+            remedy = f'mount its folder, site.mounts=["{posixpath.dirname(path)}"], or name what is in the image'
+            hidden = Problem(_KEY, what, _ORIGIN, remedy=remedy)
+            yield HostCheck(_KEY, _ORIGIN, partial(_test_path, path), partial(where_it_is_there, hidden))
+
+
+def may_be_hidden(wish: JobRequest, path: str) -> bool:
+    """Whether a whole path is outside of what the container shows of the host, and of folders that images have
+    themselves. Not where that cannot be told: a variable says what is mounted."""
+    job = build_job(wish, 1)
+    seen = [mount.target for mount in all_mounts(job)]
+    # Apptainer shows the home folder unless a site forbids it; of others it is asked for (--container-mount-home)
+    home = runtime_of(wish) == "apptainer" or any("home" in option for option in job.container.rules.options)
+    seen += ["~"] if home else []
+    places = [str(expand_home(place)) for place in seen if not place.startswith("$")]
+    inside = any(expand_home(path).is_relative_to(place) for place in (*_OF_IMAGES, *places))
+    return not inside and len(places) == len(seen)
+
+
+def where_it_is_there(problem: Problem, done: Done) -> Iterator[Problem]:
+    """The problem where the command that looks for it succeeds."""
+    if done.ok:
+        yield problem
+
+
+_OF_IMAGES = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/opt", "/etc", "/root")
+"""Folders that an image has of its own; whether it has a path there is not seen from outside."""
+
+
+def _look_for_modules(wish: JobRequest, code: Code) -> Iterator[HostCheck]:
+    """What the program needs of its virtual environment; one Python finds all of it and imports nothing."""
+    venv, names = _folder_of_venv(wish), _list_modules(wish, code)
+    named = wish.program.interpreter
+    if named.startswith("/"):
+        yield from _look_into_interpreter(wish, code, named)
+    if not venv or not names or _is_surrounded(wish, "PYTHONPATH"):
+        return
+
+    def judge(done: Done) -> Iterator[Problem]:
+        for name in done.out.split() if done.ok else ():
+            yield _describe_module(wish, venv, name)
+
+    def words(python: str) -> tuple[str, ...]:
+        find = ("timeout", "10", python, "-c", _FIND, *names)  # seconds: nobody waits for a slow file system
+        # the Python of the environment starts another one's ranks only where that cannot
+        return ("bash", "-c", _OTHER, named, *find) if named else find
+
+    yield HostCheck("site.venv", wish.loaded.origins["site.venv"], words, judge, f"{venv}/bin/python3")
+
+
+_OTHER = 'found=$(timeout 10 "$0" "${@:4}") && [ -z "$found" ] || exec "$@"'
+"""Looks with the first Python, and with the second where that one lacks something."""
+
+
+def _look_into_interpreter(wish: JobRequest, code: Code, python: str) -> Iterator[HostCheck]:
+    """The module of `-m`, in an interpreter that was named."""
+    module = wish.read.module.split(".")[0] if wish.read is not None else ""
+    if not module.isidentifier() or code.holds_module(module) or _is_surrounded(wish, "PYTHONPATH"):
+        return
+    what = f"there is no module {module} in the code or for {python}"
+    gone = Problem(_KEY, what, _ORIGIN, remedy="correct its name, or install it there")
+
+    def judge(done: Done) -> Iterator[Problem]:
+        if done.ok and done.out.split():
+            yield gone
+
+    yield HostCheck(_KEY, _ORIGIN, lambda _: ("timeout", "10", python, "-c", _FIND, module), judge)
+
+
+def _list_modules(wish: JobRequest, code: Code) -> tuple[str, ...]:
+    """torch for torchrun and what is like it, Shardway for its own runs, and the module of `python -m`."""
+    own = wish.program.meets_by_itself
+    named = wish.read.module.split(".")[0] if wish.read is not None and not wish.program.interpreter else ""
+    named = "" if code.holds_module(named) else named
+    return (
+        *(("torch",) if own or launcher_of(wish) in AGENTS else ()),
+        *(("nvidia_resiliency_ext",) if launcher_of(wish) == "ft_launcher" else ()),
+        *(("shardway",) if own else ()),
+        *((named,) if named.isidentifier() else ()),
+    )
+
+
+def _describe_module(wish: JobRequest, venv: str, name: str) -> Problem:
+    if name in ("torch", "shardway", "nvidia_resiliency_ext"):
+        remedy = f"`{venv}/bin/pip install {name.replace('_', '-')}`, or name another environment"
+        return Problem("site.venv", f"{venv} has no {name}", wish.loaded.origins["site.venv"], remedy=remedy)
+    what = f"there is no module {name} in the code or in {venv}"
+    return Problem(_KEY, what, _ORIGIN, remedy="correct its name, or install it there")
+
+
+def _look_for_conda(wish: JobRequest, host: Host) -> Iterator[HostCheck]:
+    """A conda environment, where conda is a program of the host and not of a module."""
+    venv = build_job(wish, 1).around.venv
+    name = venv.removeprefix("conda:")
+    if name == venv or _is_surrounded(wish, "PATH"):
+        return
+    key, origin, where = "site.venv", wish.loaded.origins["site.venv"], host.name or "this machine"
+    remedy = "correct its name (`conda env list` has those there are), or make it"
+    gone = Problem(key, f"there is no conda environment {name} on {where}", origin, remedy=remedy)
+    if "/" in name:
+        yield HostCheck(key, origin, test_exists, always(gone), name)
+        return
+
+    def judge(done: Done) -> Iterator[Problem]:
+        if done.ok and name not in parse_conda_environments(done.out):
+            yield gone
+
+    yield HostCheck(key, origin, lambda _: ("timeout", "20", "conda", "env", "list"), judge)
+
+
+def parse_conda_environments(text: str) -> set[str]:
+    """Names of environments in what `conda env list` prints: the first word of a line, or the last part of its path."""
+    lines = [line.split() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    return {words[0] for words in lines} | {words[-1].rpartition("/")[2] for words in lines}
+
+
+def _folder_of_venv(wish: JobRequest) -> str | None:
+    """The virtual environment of the job, "" for none; None for one of conda, which is not looked into."""
+    venv = build_job(wish, 1).around.venv
+    return None if venv.startswith("conda:") else venv
+
+
+def _is_surrounded(wish: JobRequest, name: str) -> bool:
+    """Whether modules or a variable of the job may bring more than is seen from here."""
+    around = build_job(wish, 1).around
+    return bool(around.modules) or name in around.names
+
+
+# --- Files and folders of a wish: those that a job needs are there, and where every node sees them
+
+_OF_ONE_NODE = ("/tmp", "/var/tmp", "/dev/shm", "/run")
+"""Folders that each node has for itself, on every Linux machine that does not say otherwise."""
+
+_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+
+_DATA = ("data.path", "data.validation")
+
+
+def list_host_problems(wish: JobRequest, host: Host, code: Code) -> list[Problem]:
+    """What is wrong on the host that submits, in one exchange (and one more where paths have variables): the program,
+    the environment, the image, data, where the run writes. Raises HostUnreachable."""
+    looks = [*_list_needed(wish, host, code), *_list_shared(wish), *list_looks(wish, host, code)]
+    looks += [*_list_in_container(wish, host)] if runtime_of(wish) != "none" else []
+    return [*_list_missing_data(wish, code), *take_looks(host, looks)]
+
+
+def _list_needed(wish: JobRequest, host: Host, code: Code) -> Iterator[HostCheck]:
+    """What has to be there before the job starts."""
+    venv, image = build_job(wish, 1).around.venv, wish.section.image
+    if venv and not venv.startswith("conda:") and runtime_of(wish) == "none":
+        yield _needed(wish, host, "site.venv", f"{venv}/bin/activate", "make the environment there, or name another")
+    if image.startswith(("/", "~", "$")):
+        yield _needed(wish, host, "site.image", image, "correct the path; `shardway image` makes one")
+    for key, path in _list_data(wish):
+        if path.startswith(("/", "~/")) and runtime_of(wish) == "none":
+            yield _needed(wish, host, key, path, "correct the path, or copy the data there")
+        elif not path.startswith(("/", "~/")) and not list_variables(path) and not code.is_there:
+            remedy = "name it by its whole path: the job runs in the run directory"
+            yield _needed(wish, host, key, str(wish.workdir / path), remedy)
+
+
+def _list_in_container(wish: JobRequest, host: Host) -> Iterator[HostCheck]:
+    """What has to be there for the container to start, and what the container has to show."""
+    image, runtime, origins = wish.section.image, runtime_of(wish), wish.loaded.origins
+    if image.startswith(("/", "~", "$")):
+        unread = Problem("site.image", f"{image} is there, and you may not read it", origins["site.image"])
+        yield HostCheck("site.image", unread.origin, lambda at: ("bash", "-c", _READABLE, at), always(unread), image)
+        if runtime in ("pyxis", "enroot"):
+            what = f"{image} is no squashfs image, which {runtime} starts"
+            remedy = "`shardway image import` makes one"
+            other = Problem("site.image", what, origins["site.image"], remedy=remedy)
+            yield HostCheck("site.image", other.origin, lambda at: ("bash", "-c", _SQUASHFS, at), always(other), image)
+    for mount in filter(None, map(parse_mount, wish.section.mounts)):
+        own = _local_folder(wish, mount.source) or mount.source.startswith(_OF_EACH_NODE)
+        if mount.source.startswith(("/", "~")) and not own:
+            yield _needed(wish, host, "site.mounts", mount.source, "correct the path; a mount has to be there")
+    # Apptainer shows what its site has set, which nobody sees from here
+    yield from _list_hidden(wish) if runtime != "apptainer" else ()
+
+
+_OF_EACH_NODE = ("/usr/", "/lib", "/etc/", "/var/", "/dev/", "/proc/", "/sys/", "/opt/", "/run/")
+"""Where a node has files of its own, which a login node need not have: drivers, daemons, devices."""
+
+_READABLE = '[ ! -e "$0" ] || [ -r "$0" ]'
+_SQUASHFS = '[ ! -f "$0" ] || [ ! -r "$0" ] || [ "$(head -c 4 "$0" | tr -d "\\0")" = hsqs ]'
+"""Its magic number (squashfs of Linux since 4.0); what is missing is told already."""
+
+
+def _list_hidden(wish: JobRequest) -> Iterator[HostCheck]:
+    """Paths of the run file that the container does not see. What is not on the host may be in the image; a cache in
+    the image ends with the container."""
+    values, paths = wish.loaded.values, {"site.venv": build_job(wish, 1).around.venv}
+    kept = {"data.cache": values.data.cache, "train.compile_cache": values.train.compile_cache}
+    if wish.program.meets_by_itself:
+        read = {"data.tokenizer": values.data.tokenizer, "model.hf": values.model.hf}
+        paths |= {**dict(_list_data(wish)), **read, **kept}
+    for key, path in paths.items():
+        origin = wish.loaded.origins[key]
+        if path.startswith("~/") and runtime_of(wish) in _ROOTED and key != "site.venv":  # which the job script expands
+            what = f"{path} is another folder in the container, where the home is that of root"
+            rooted = Problem(key, what, origin, remedy="name it by its whole path, and mount it (site.mounts)")
+            yield HostCheck(key, origin, test_exists, partial(_anyhow, rooted), path)
+        elif path.startswith(("/", "~/")) and may_be_hidden(wish, path):
+            what = f"{path} is not seen in the container: it is in none of its mounts"
+            hidden = Problem(key, what, origin, remedy=f'add "{path}" to site.mounts')
+            judge = _anyhow if key in kept else where_it_is_there
+            yield HostCheck(key, origin, test_exists, partial(judge, hidden), path)
+
+
+_ROOTED = ("enroot", "podman")
+"""Runtimes that start as the container's root."""
+
+
+def _anyhow(problem: Problem, done: Done) -> Iterator[Problem]:
+    yield problem
+
+
+def _needed(wish: JobRequest, host: Host, key: str, path: str, remedy: str) -> HostCheck:
+    origin, what = wish.loaded.origins[key], f"there is no {path} on {host.name or 'this machine'}"
+    return HostCheck(key, origin, test_exists, always(Problem(key, what, origin, remedy=remedy)), path)
+
+
+def _list_missing_data(wish: JobRequest, code: Code) -> Iterator[Problem]:
+    """Data of a relative path, which the job looks for in the folder in which it runs."""
+    for key, path in _list_data(wish):
+        if not path.startswith(("/", "~/")) and not list_variables(path) and (why := code.why_missing(path)):
+            remedy = "correct the path, or name the data by their whole path"
+            yield Problem(key, why, wish.loaded.origins[key], remedy=remedy)
+
+
+def _list_data(wish: JobRequest) -> Iterator[tuple[str, str]]:
+    """Keys and paths of files that a run file reads."""
+    data = wish.loaded.values.data
+    if wish.program.meets_by_itself and data.kind != "synthetic":
+        for key, path in zip(_DATA, (data.path, data.validation), strict=True):
+            if path and not path.startswith("python:"):
+                yield key, path
+
+
+def _list_shared(wish: JobRequest) -> Iterator[HostCheck]:
+    """What all nodes have to see: data, and the run directory, by which they and their jobs know of each other."""
+    if wish.profile.scheduler == "local":
+        return
+    remedy = f"choose a folder on a shared file system{_storage(wish)}"
+    yield _shared(wish, "run.root", str(wish.run), remedy)
+    for key, path in _list_data(wish):
+        if path.startswith("/"):
+            yield _shared(wish, key, path, remedy)
+
+
+def _shared(wish: JobRequest, key: str, path: str, remedy: str) -> HostCheck:
+    origin, above = wish.loaded.origins[key], _local_folder(wish, path)
+
+    def judge(done: Done) -> Iterator[Problem]:
+        """The answer gives the kinds of file system of the folder and of those above, as far as they are there."""
+        if above or next(iter(done.out.split()), "") in _MEMORY:
+            what = f"{path} is on a node's own disk ({above or 'in memory'}), which other nodes do not see"
+            yield Problem(key, what, origin, remedy=remedy)
+
+    return HostCheck(key, origin, lambda _: ("stat", "-f", "-c", "%T", *_list_ancestors(path)), judge)
+
+
+def _local_folder(wish: JobRequest, path: str) -> str:
+    """The folder of a node's own that a path lies in; "" for none that is known."""
+    disk = wish.profile.node.local_disk
+    local = (*_OF_ONE_NODE, *([disk] if disk else []))
+    return next((folder for folder in local if path == folder or path.startswith(f"{folder}/")), "")
+
+
+def _list_ancestors(path: str) -> list[str]:
+    """A folder and those above it but the top one, the nearest first."""
+    return [str(folder) for folder in (PurePosixPath(path), *PurePosixPath(path).parents) if folder.name]
+
+
+def _storage(wish: JobRequest) -> str:
+    storage = wish.profile.storage
+    named = [place for place in (storage.scratch, storage.project, storage.home) if place]
+    return f": {', '.join(named)}" if named else ""

@@ -1,0 +1,452 @@
+"""A request against what can be judged without the host: the site's limits, names and options, the run file, the
+earlier run.
+
+Invariants:
+- A limit that the profile does not state is not held against anybody. A check gives all of its problems and changes
+  nothing.
+- What passes here arrives unchanged.
+- What a rank would refuse when it begins is refused before the queue.
+- What its ranks would refuse when they go on from its newest checkpoint, or find done, is refused before the queue, as
+  far as it can be known without the data. Where there is no checkpoint, or the record of the run cannot be read,
+  nothing is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from shardway.errors import Problem, UserError
+from shardway.hardware.catalogue import load_accelerators
+from shardway.hardware.device import facts_of_part
+from shardway.inherited import find_family, name_key
+from shardway.launch.containers import all_mounts
+from shardway.launch.hosts.base import Host
+from shardway.launch.job import SECRETS
+from shardway.launch.job_script import LAUNCHERS, RUNTIMES
+from shardway.launch.runs.job_status import Ledger
+from shardway.launch.submission.job_request import (
+    JobRequest,
+    build_job,
+    is_elastic,
+    launcher_of,
+    list_memory_options,
+    parse_mount,
+    runtime_of,
+    shape_of,
+    walltime_of,
+)
+from shardway.places import list_variables
+from shardway.resolve.build import check_same_run, find_changes, resolve
+from shardway.resolve.draft import Circumstances, Resolved
+from shardway.resolve.request import ResolveRequest, machine_of_known, resolve_request
+from shardway.rundir.names import find_steps
+from shardway.runfile.load import is_text
+from shardway.sites.schema import CPU
+from shardway.units import format_bytes, render_seconds
+
+# --- A wish against the profile of its site: wall-time, nodes, accelerators, memory, account, launcher, container
+
+Check = Callable[[JobRequest], Iterator[Problem]]
+
+
+def problem(wish: JobRequest, key: str, what: str, allowed: str = "", remedy: str = "") -> Problem:
+    """A problem of a key of [site], with where its value comes from."""
+    return Problem(f"site.{key}", what, wish.loaded.origins[f"site.{key}"], allowed, remedy)
+
+
+def a_wall_time_is_known_and_within_the_limit(wish: JobRequest) -> Iterator[Problem]:
+    """Schedulers let a job over the limit wait for ever, or refuse it without naming the limit."""
+    walltime, queue = walltime_of(wish), wish.queue
+    if walltime is None:
+        unknown = wish.section.queue and queue is None and wish.profile.queues
+        limit = f'does not know the queue "{wish.section.queue}"' if unknown else "states no limit"
+        what = f"nothing says how long a job may run: the profile of {wish.profile.name} {limit}"
+        yield problem(wish, "walltime", what, 'a time such as "24h"', "set site.walltime, or give --walltime")
+    elif queue is not None and queue.max_walltime is not None and walltime > queue.max_walltime:
+        limit = render_seconds(queue.max_walltime)
+        what = f'{render_seconds(walltime)} is longer than the queue "{queue.name}" of {wish.profile.name} allows'
+        remedy = f'set site.walltime = "{limit}"; --until-done goes on in as many jobs as the work needs'
+        yield problem(wish, "walltime", what, f"at most {limit}", remedy)
+
+
+def nodes_are_within_the_limits(wish: JobRequest) -> Iterator[Problem]:
+    """More nodes than a queue gives out are never found."""
+    nodes, queue = wish.section.nodes, wish.queue
+    if wish.profile.scheduler == "local" and nodes > 1:
+        remedy = "leave it at 1, or name a site that has nodes: --on SITE"
+        yield problem(wish, "nodes", f"{nodes} nodes, and {wish.profile.name} is one machine", "1", remedy)
+    if queue is not None and queue.max_nodes is not None and nodes > queue.max_nodes:
+        larger = [q.name for q in wish.profile.queues if (q.max_nodes or nodes) >= nodes and q is not queue]
+        remedy = f"choose another queue: {', '.join(larger)}" if larger else "ask for fewer nodes"
+        yield problem(wish, "nodes", f'{nodes} nodes in the queue "{queue.name}"', f"at most {queue.max_nodes}", remedy)
+    if queue is not None and queue.min_nodes is not None and nodes < queue.min_nodes:
+        yield problem(wish, "nodes", f'{nodes} nodes in the queue "{queue.name}"', f"at least {queue.min_nodes}")
+
+
+def an_account_is_named_where_one_is_needed(wish: JobRequest) -> Iterator[Problem]:
+    """A job without an account is refused, or charged to nobody knows whom."""
+    request = wish.profile.request
+    if request.account == "required" and not wish.section.account:
+        listing = f"; `{request.account_command}` lists yours" if request.account_command else ""
+        remedy = f"set site.account{listing}; for good: [defaults] account in a profile of your own (docs/sites.md)"
+        yield problem(wish, "account", f"{wish.profile.name} wants to know who is charged", remedy=remedy)
+
+
+def ranks_of_a_node_have_an_accelerator_each(wish: JobRequest) -> Iterator[Problem]:
+    """A rank without an accelerator fails when the job starts, hours later."""
+    node, asked = wish.profile.node, wish.section.ranks_per_node
+    most = node.accelerators_per_node if wish.loaded.values.run.device != "cpu" else 0
+    if asked != "auto" and most and int(asked) > most:
+        what = f"{asked} ranks on nodes with {most} accelerators"
+        remedy = 'lower site.ranks_per_node, or leave it at "auto"; run.device = "cpu" trains on cores'
+        yield problem(wish, "ranks_per_node", what, f"at most {most}", remedy)
+    if asked != "auto" and node.cores and int(asked) > node.cores:
+        yield problem(wish, "ranks_per_node", f"{asked} ranks on nodes of {node.cores} cores", f"at most {node.cores}")
+
+
+def memory_is_there_and_may_be_asked_for(wish: JobRequest) -> Iterator[Problem]:
+    """A node that no machine has is waited for for ever."""
+    asked, node, request = wish.section.memory, wish.profile.node, wish.profile.request
+    if asked == "auto":
+        return
+    if request.memory is False:
+        what = f"{wish.profile.name} does not take a job that says how much memory it wants"
+        yield problem(wish, "memory", what, '"auto"', "leave it out")
+    if node.memory is not None and int(asked) > node.memory:
+        what = f"{format_bytes(int(asked))} of nodes with {format_bytes(node.memory)}"
+        yield problem(wish, "memory", what, f"at most {format_bytes(node.memory)}")
+
+
+def a_launcher_goes_with_its_scheduler(wish: JobRequest) -> Iterator[Problem]:
+    """srun is Slurm's own."""
+    launcher, scheduler = launcher_of(wish), wish.profile.scheduler
+    if launcher not in LAUNCHERS[scheduler]:
+        allowed = ", ".join(LAUNCHERS[scheduler])
+        yield problem(wish, "launcher", f'"{launcher}" does not go with the scheduler {scheduler}', allowed)
+    if launcher == "agent" and not wish.program.is_training:
+        what = '"agent" starts the training of a run file alone, and this is a command of your own'
+        yield problem(wish, "launcher", what, ", ".join(name for name in LAUNCHERS[scheduler] if name != "agent"))
+    if launcher != "agent" and is_elastic(wish):
+        what = f'"{launcher}" ends the job where a node is lost, and run.elastic wants it to go on'
+        yield problem(wish, "launcher", what, '"agent" or "auto"', "leave it out, or set run.elastic to off")
+    if launcher == "mpirun" and runtime_of(wish) == "pyxis":
+        what = '"mpirun" does not go with pyxis, whose containers are started by srun'
+        yield problem(wish, "launcher", what, "torchrun, srun")
+
+
+def a_container_has_a_runtime_and_an_image(wish: JobRequest) -> Iterator[Problem]:
+    """An image needs somebody to start it, and a runtime something to start."""
+    section, runtime = wish.section, runtime_of(wish)
+    if section.image and runtime == "none":
+        if section.container == "none":
+            what = f'"{section.image}" is named, but site.container = "none"'
+        else:
+            what = f'"{section.image}" is named, and the profile of {wish.profile.name} knows no container runtime'
+        yield problem(
+            wish, "image", what, remedy=f"set site.container to one of {', '.join(sorted(set(RUNTIMES) - {'none'}))}"
+        )
+    if runtime != "none" and not section.image:
+        yield problem(
+            wish, "container", f'"{runtime}" needs an image', remedy=f"set site.image: {RUNTIMES[runtime].images}"
+        )
+    if runtime == "pyxis" and wish.profile.scheduler != "slurm":
+        yield problem(wish, "container", '"pyxis" is a part of Slurm', "enroot, apptainer, podman, charliecloud")
+
+
+def the_run_stops_before_its_time_is_over(wish: JobRequest) -> Iterator[Problem]:
+    """A margin as long as the wall-time leaves nothing to train in."""
+    margin, walltime = wish.loaded.values.run.stop_margin, walltime_of(wish)
+    if margin != "auto" and walltime is not None and float(margin) >= walltime:
+        what = f"{render_seconds(float(margin))} before the end of a wall-time of {render_seconds(walltime)} is no time"
+        yield Problem("run.stop_margin", what, wish.loaded.origins["run.stop_margin"], "less than the wall-time")
+
+
+NUMBER_CHECKS: tuple[Check, ...] = (
+    a_wall_time_is_known_and_within_the_limit,
+    nodes_are_within_the_limits,
+    an_account_is_named_where_one_is_needed,
+    ranks_of_a_node_have_an_accelerator_each,
+    memory_is_there_and_may_be_asked_for,
+    a_launcher_goes_with_its_scheduler,
+    a_container_has_a_runtime_and_an_image,
+    the_run_stops_before_its_time_is_over,
+)
+
+
+def list_warnings(wish: JobRequest) -> list[str]:
+    """What may be meant so, but is worth a sentence."""
+    warnings, shape, node = [], shape_of(wish), wish.profile.node
+    idle = (node.accelerators_per_node or 0) - shape.ranks_per_node
+    if idle > 0 and wish.profile.request.whole_nodes and shape.accelerators_per_node:
+        warnings.append(
+            f"{shape.ranks_per_node} ranks a node leave {idle} of {node.accelerators_per_node} accelerators idle, and "
+            f"{wish.profile.name} charges whole nodes"
+        )
+    queue, known = wish.section.queue, [entry.name for entry in wish.profile.queues]
+    if queue and known and queue not in known:
+        warnings.append(
+            f'the profile of {wish.profile.name} does not know the queue "{queue}" (it knows {", ".join(known)}), so '
+            "its limits are not checked"
+        )
+    return warnings
+
+
+NAMED_BY_KEYS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "slurm": {
+            **dict.fromkeys(("time", "t"), "site.walltime"),
+            **dict.fromkeys(("nodes", "N"), "site.nodes"),
+            **dict.fromkeys(("partition", "p"), "site.queue"),
+            **dict.fromkeys(("account", "A"), "site.account"),
+            **dict.fromkeys(("ntasks", "n", "ntasks-per-node"), "site.ranks_per_node"),
+            **dict.fromkeys(("gres", "gpus-per-node", "G", "gpus"), "site.ranks_per_node and site.accelerator_type"),
+            **dict.fromkeys(("job-name", "J"), "run.name"),
+            **dict.fromkeys(("mem",), "site.memory"),
+            # of sbatch they would put the job script itself into the container, where there is no srun
+            **dict.fromkeys(("container", "container-image"), "site.container and site.image"),
+            "container-mounts": "site.mounts",
+            **dict.fromkeys(
+                (
+                    *("container-name", "container-workdir", "container-save", "container-mount-home"),
+                    *("container-remap-root", "container-writable", "container-readonly", "container-env"),
+                ),
+                "containers.options of a profile",
+            ),
+            **dict.fromkeys(
+                ("output", "o", "error", "e", "dependency", "d", "array", "a", "chdir", "D", "requeue"), ""
+            ),
+        },
+        "pbs": {
+            "q": "site.queue",
+            "P": "site.account",
+            "N": "run.name",
+            **dict.fromkeys(("o", "e", "j", "k", "J", "r", "v", "V", "S"), ""),
+        },
+        "local": {},
+    }
+)
+"""Scheduler -> options that a key of the run file names ("": that the job script needs for itself)."""
+
+
+# --- Names, options, mounts and variables of a wish: whether they can be said, and whether they contradict a key
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_PLAIN = re.compile(r"[A-Za-z0-9_@+=:,./%*-]*")
+_SECRET = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|CREDENTIAL|PRIVATE_KEY", re.IGNORECASE)
+
+
+def options_do_not_contradict_keys(wish: JobRequest) -> Iterator[Problem]:
+    """An option beside the key of the same meaning would win on one scheduler and lose on another."""
+    named = NAMED_BY_KEYS[wish.profile.scheduler]
+    for name, value in wish.section.options.items():
+        bare = name.lstrip("-")
+        if bare in named and not (bare == "gres" and _has_no_gpu(value)):
+            what = (
+                f'"{name}" is what {named[bare]} says' if named[bare] else f'"{name}" is set by the job script itself'
+            )
+            yield problem(wish, "options", what, remedy=f"use {named[bare]}" if named[bare] else "leave it out")
+        if bare == "l" and wish.profile.scheduler == "pbs":
+            entries = value if isinstance(value, list) else [value]
+            if any(str(entry).startswith(("select", "walltime", "nodes", "place")) for entry in entries):
+                what = '"l" with select, nodes, place or walltime is what the other keys of [site] say'
+                yield problem(wish, "options", what, 'other resources, such as {l = "filesystems=home"}')
+        entries = value if isinstance(value, list) else [value]
+        if not all(isinstance(entry, str | int | bool) for entry in entries) or any(
+            "\n" in str(e) for e in (name, *entries)
+        ):
+            yield problem(
+                wish, "options", f'"{name}" is not one line of text', "texts, numbers, true, false, lists of them"
+            )
+
+
+def memory_is_said_once(wish: JobRequest) -> Iterator[Problem]:
+    """sbatch would refuse both; where the site alone says the memory, the option stands in its place."""
+    if wish.section.memory != "auto":
+        for name in list_memory_options(wish):
+            what = f'"{name}" and site.memory both say the memory of the job, and Slurm takes one'
+            yield problem(wish, "options", what, remedy="leave out one of them")
+
+
+def _has_no_gpu(gres: Any) -> bool:
+    """Whether generic resources of Slurm are others than those that keys ask for: local disks, licences of a node."""
+    entries = gres if isinstance(gres, list) else [gres]
+    return not any(part.strip().startswith("gpu") for entry in entries for part in str(entry).split(","))
+
+
+def variables_can_be_set_and_are_no_secrets(wish: JobRequest) -> Iterator[Problem]:
+    """A job script is read by others; a variable of the launcher would place every rank at rank 0."""
+    for name, value in wish.section.environment.items():
+        if not _NAME.fullmatch(name):
+            yield problem(wish, "environment", f'"{name}" is no name of a variable', "letters, digits and _")
+        elif (family := find_family(name)) and name not in family.settings:
+            key = name_key(name)
+            what = f'"{name}" ({family.subject}) is not for a run to set'
+            yield problem(wish, "environment", what, remedy=f"set {key} in its place" if key else "leave it out")
+        elif _SECRET.search(name):
+            what = f'"{name}" looks like a secret, and job scripts and run files are read by others'
+            yield problem(wish, "environment", what, remedy=f"write {name}=... into {SECRETS} (chmod 600) on the site")
+        if isinstance(value, dict | list) or "\0" in str(value):
+            yield problem(wish, "environment", f'"{name}" is not a text', "a text or a number")
+
+
+def names_are_plain(wish: JobRequest) -> Iterator[Problem]:
+    """Schedulers cut such words at blanks, or take a part of them for something else."""
+    for key in ("queue", "account", "accelerator_type"):
+        value = getattr(wish.section, key)
+        if not _PLAIN.fullmatch(value):
+            yield problem(
+                wish,
+                key,
+                f'"{value}" holds characters that schedulers do not take',
+                "letters, digits, _ @ + = : , . / % * -",
+            )
+
+
+def the_run_directory_of_a_training_is_text(wish: JobRequest) -> Iterator[Problem]:
+    """The training keeps its own path in `resolved.toml`; a command of one's own does not."""
+    if wish.read is None and not is_text(str(wish.run)):
+        what = f"the run directory {str(wish.run)!a} is not UTF-8 text"
+        yield Problem("run.root", what, remedy="choose another folder with --dir or run.root")
+
+
+def an_image_is_one_that_its_runtime_starts(wish: JobRequest) -> Iterator[Problem]:
+    """Enroot and Charliecloud start files; a name in a registry has to be fetched first."""
+    image, runtime = wish.section.image, runtime_of(wish)
+    if not image or runtime == "none" or image.startswith(("/", "~", "$", ".")):
+        return
+    if runtime in ("enroot", "charliecloud"):
+        remedy = f"`shardway image import {image}` makes the file" if runtime == "enroot" else "name the file or folder"
+        yield problem(wish, "image", f'"{image}" is no path, and {runtime} starts files', remedy=remedy)
+        return
+    from shardway.launch.image.request import parse_uri
+
+    try:
+        parse_uri(image)
+    except UserError as error:
+        yield problem(wish, "image", str(error).splitlines()[0], "a path on the site, or docker://REGISTRY/IMAGE:TAG")
+
+
+def mounts_can_be_said(wish: JobRequest) -> Iterator[Problem]:
+    """SOURCE:TARGET[:ro], as every runtime takes it; some take paths apart at more than the colon."""
+    for text in wish.section.mounts:
+        if parse_mount(text) is None:
+            yield problem(wish, "mounts", f'"{text}" is no mount', "SOURCE:TARGET or SOURCE:TARGET:ro")
+    runtime = runtime_of(wish)
+    divider = _DIVIDERS.get(runtime, _COLON)
+    for mount in all_mounts(build_job(wish, 1)) if runtime != "none" else ():
+        for path in dict.fromkeys((mount.source, mount.target)):
+            if found := divider.search(path):
+                sign = {" ": "a blank", ",": "a comma", ":": "a colon"}.get(found[0], "a control character")
+                what = f'{runtime} cannot mount "{path}": it takes {sign} for the end of a path'
+                yield problem(wish, "container", what, remedy="choose a folder with a plain name (run.root, --dir)")
+
+
+def own_folders_have_no_variables(wish: JobRequest) -> Iterator[Problem]:
+    """The job's shell fills in `$NAME` where a person writes it; in the name of a folder that is there it would too."""
+    job = build_job(wish, 1)
+    work = None if job.around.workdir.is_relative_to(job.run) else job.around.workdir
+    own = [str(path) for path in (job.run, work, wish.project) if path is not None]
+    held = dict.fromkeys(own if runtime_of(wish) != "none" else (), "run.root")
+    if wish.section.venv == "auto" and job.around.venv:
+        held[job.around.venv] = "site.venv"
+    for path, key in held.items():
+        if names := list_variables(path):
+            what = f'the folder "{path}" has ${names[0]} in its name, which the shell of a job takes for a variable'
+            yield Problem(key, what, remedy="give it another name, or name another folder")
+
+
+_COLON = re.compile(r"[:\x00-\x1f]")
+_DIVIDERS = {"pyxis": re.compile(r"[:,\s]"), "enroot": re.compile(r"[:\s]"), "apptainer": re.compile(r"[:,]")}
+
+NAME_CHECKS: tuple[Check, ...] = (
+    options_do_not_contradict_keys,
+    memory_is_said_once,
+    variables_can_be_set_and_are_no_secrets,
+    names_are_plain,
+    the_run_directory_of_a_training_is_text,
+    an_image_is_one_that_its_runtime_starts,
+    mounts_can_be_said,
+    own_folders_have_no_variables,
+)
+
+
+# --- The rules of a run file, for the ranks and the machine that the job will have
+
+
+def check_run(request: ResolveRequest, site: str, wish: JobRequest) -> Resolved:
+    """The rules of the run file itself, for the ranks and the machine that the job will have; `site` is that of --on.
+
+    The run as they will have it. Raises UserError with every problem.
+    """
+    values, profile, shape = wish.loaded.values, wish.profile, shape_of(wish)
+    if values.parallel.layout == "auto" or values.model.hf:
+        return _check_planned(request, site, wish)
+    unknown = shape.ranks_per_node if values.run.device == "cuda" else 0
+    accelerators = profile.node.accelerators_per_node
+    part = load_accelerators().get(profile.node.accelerator or CPU)
+    circumstances = Circumstances(
+        ranks=shape.ranks,
+        ranks_per_node=shape.ranks_per_node,
+        usable_cores=profile.node.cores or os.cpu_count() or 1,
+        accelerators=unknown if accelerators is None else accelerators,
+        site=profile.name,
+        own_model=request.own_model,
+        devices=(facts_of_part(part),) if part is not None else (),
+    )
+    return resolve(wish.loaded, circumstances)  # the planner, which is slow to import, would only pick a micro-batch
+
+
+def _check_planned(request: ResolveRequest, site: str, wish: JobRequest) -> Resolved:
+    """The same where the layout is the planner's, or a checkpoint's config has to be read."""
+    shape = shape_of(wish)
+    machine = machine_of_known(wish.profile) if wish.loaded.values.run.device != "cpu" else None
+    named = [f"site.name={site}"] if site else []
+    request = replace(request, overrides=(*request.overrides, *named))
+    return resolve_request(request, shape.ranks, shape.ranks_per_node, planned=machine).resolved
+
+
+# --- A run that goes on: with other values than it was started with, or though all of it is done
+
+_SAY_HOW_MANY = frozenset(("train.steps", "train.global_batch"))
+"""Keys on which it depends how many steps an amount of samples, tokens or epochs is."""
+
+_WAYS_OUT = "or submit it as another run (`shardway submit` with another run.name or --dir)"
+
+
+def check_goes_on(host: Host, ledger: Ledger, resolved: Resolved) -> None:
+    """Raise UserError where a key has changed that must not change between attempts, or nothing is left to do."""
+    run = ledger.run
+    listed, record = host.run_many([("ls", str(run.checkpoints)), ("cat", str(run.resolved_path))])
+    steps = find_steps(listed.out.splitlines())
+    if not steps or not record.ok:
+        return
+    try:
+        saved = tomllib.loads(record.out)
+    except (ValueError, RecursionError):
+        return  # its ranks tell what to do about it
+    tables = {name: table for name, table in saved.items() if isinstance(table, dict)}
+    check_same_run(tables, resolved, str(run.path), _WAYS_OUT)
+    total = _find_total(tables, resolved, ledger.status)
+    if total is not None and steps[-1] >= total:
+        raise UserError(
+            f"{run.path} has a checkpoint of step {steps[-1]}, and {total} steps are asked for, so a job would have "
+            f"nothing to do.\n  To do: raise train.steps, {_WAYS_OUT}."
+        )
+
+
+def _find_total(saved: Mapping[str, Any], resolved: Resolved, status: Mapping[str, Any]) -> int | None:
+    """How many steps are asked for. Where the data has a say: what it said before, if what it depends on has not
+    changed; else None."""
+    if resolved.values.train.steps.unit == "steps":
+        return math.ceil(resolved.values.train.steps.amount)
+    if any(key in _SAY_HOW_MANY or key.startswith("data.") for key in find_changes(saved, resolved)):
+        return None
+    total = status.get("total_steps")
+    return total if isinstance(total, int) else None

@@ -1,0 +1,289 @@
+"""Memory, time and the whole run of a model that is known by its units, copied or sharded over ranks.
+
+Invariants:
+- Items are those of `plan.memory` and `plan.time`, and add up as theirs do. A unit is a black box: its products run at
+  the rate of large ones, and what it saves is all that passes through memory.
+- Of what fits the fastest step wins; copies where these are as fast as shards.
+
+Sources: states: Rajbhandari et al., arXiv:1910.02054, section 5; what FSDP gathers: Zhao et al., arXiv:2304.11277,
+section 3.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from types import MappingProxyType
+
+from shardway.errors import Problem, check_no_problems
+from shardway.plan.answer import JobTerms, TrainingWork, assume_saving, list_warnings, price_run
+from shardway.plan.case import Optimizer, Precision, divisors
+from shardway.plan.economy import RunEstimate
+from shardway.plan.estimate import holds
+from shardway.plan.machine import Machine
+from shardway.plan.memory import OPTIMIZER_BYTES, Overheads, StageMemory, load_overheads
+from shardway.plan.search import NEAR
+from shardway.plan.shapes.measured import Measured
+from shardway.plan.time.ceilings import Ceilings, CollectiveGroup, Wires, ceilings_of
+from shardway.plan.time.operators import machine_bandwidth
+from shardway.plan.time.step import (
+    BACKWARD_SHARE,
+    GRADIENTS,
+    LEAST_EXPOSED,
+    MOVES,
+    OPTIMIZER,
+    PRODUCTS,
+    REST,
+    SHARDS,
+    TIME_ITEMS,
+    UPDATE_BYTES,
+    StepTime,
+)
+from shardway.units import Scale, Span
+
+# --- Memory and time of a step of a model that is known by its units, on ranks that share or copy its states
+
+STATE_BYTES = 4
+"""Of a weight and of a gradient, which are kept in fp32."""
+FORWARD_MOVES, BACKWARD_MOVES = 2, 3
+"""How often what a unit saves passes through memory: written and read; read, its gradient written and read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitCase:
+    """A step to be priced; batches count samples. Raises UserError that names everything that does not divide."""
+
+    model: Measured
+    global_batch: int
+    micro_batch: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    precision: Precision = "bf16"
+    optimizer: Optimizer = "adamw"
+
+    def __post_init__(self) -> None:
+        check_no_problems(f"the plan of {self.model.name}", list(_find_problems(self)))
+
+    @property
+    def world(self) -> int:
+        """Ranks in all."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def micro_batches(self) -> int:
+        """Passes of one rank in a step."""
+        return self.global_batch // (self.world * self.micro_batch)
+
+    @property
+    def low_bits(self) -> bool:
+        """Whether products are in eight bits or less: those of a unit that is a black box count as in 16."""
+        return self.precision in ("fp8", "mxfp8", "fp4")
+
+    @property
+    def value_bytes(self) -> int:
+        """Of an activation and of a gathered weight."""
+        return 4 if self.precision in ("fp32", "tf32") else 2
+
+
+def _find_problems(case: UnitCase) -> Iterator[Problem]:
+    for each in fields(case):
+        size = getattr(case, each.name)
+        if isinstance(size, int) and size < 1:
+            yield Problem(each.name, f"{size} is no size", allowed="1 or more")
+            return
+    unit = case.world * case.micro_batch
+    if case.global_batch % unit:
+        what = (
+            f"{case.global_batch} samples do not split over {case.world} ranks in micro-batches of {case.micro_batch}"
+        )
+        yield Problem("global_batch", what, allowed=f"a multiple of {unit}")
+
+
+@dataclass(frozen=True)
+class UnitEstimate:
+    """A case on a machine; every rank needs the same."""
+
+    case: UnitCase
+    machine: Machine
+    peak: StageMemory
+    time: StepTime
+
+    @property
+    def usable_bytes(self) -> float:
+        """What a plan may use of a device."""
+        return self.machine.memory_bytes * self.peak.overheads.usable
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device holds what a rank needs."""
+        return holds(self.machine, self.peak, self.case.world)
+
+    @property
+    def samples_per_second(self) -> float:
+        """Of all ranks."""
+        return self.case.global_batch / self.time.seconds
+
+    @property
+    def peak_flops(self) -> float:
+        """The rate on paper that utilisation is measured by."""
+        return self.machine.peak(self.case.precision)
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation, 0 to 1."""
+        flops = self.case.model.flops_per_sample * self.samples_per_second
+        return flops / self.case.world / self.peak_flops
+
+
+def estimate_units(case: UnitCase, machine: Machine) -> UnitEstimate:
+    """Price a case. Raises UserError where the machine has no rate for the precision."""
+    return UnitEstimate(
+        case, machine, _memory(case, load_overheads()), _Step(case, machine, ceilings_of(machine)).time()
+    )
+
+
+def _memory(case: UnitCase, overheads: Overheads) -> StageMemory:
+    model, share = case.model, case.model.parameters / case.dp_shard
+    saved = [_saved(case, index) for index in range(len(model.units))]
+    largest = max(unit.parameters for unit in model.units)
+    # The unit in use and the next, and one gradient that is summed in fp32.
+    gathered = largest * (3 * case.value_bytes + STATE_BYTES) if case.dp_shard > 1 else 0.0
+    return StageMemory(
+        rank=0,
+        weights=share * STATE_BYTES,
+        gradients=share * STATE_BYTES,
+        optimizer=share * OPTIMIZER_BYTES[case.optimizer],
+        activations=sum(unit.count * size for unit, size in zip(model.units, saved, strict=True)),
+        working=max(saved),
+        gathered=gathered,
+        messages=0.0,
+        in_flight=1.0,
+        host=0.0,
+        overheads=overheads,
+    )
+
+
+def _saved(case: UnitCase, index: int) -> float:
+    """Bytes that one of a unit's copies keeps of a micro-batch."""
+    unit = case.model.units[index]
+    scale = case.value_bytes / case.model.value_bytes
+    return case.micro_batch * (unit.fixed_bytes + (unit.saved_bytes - unit.fixed_bytes) * scale)
+
+
+class _Step:
+    def __init__(self, case: UnitCase, machine: Machine, ceilings: Ceilings) -> None:
+        self.case, self.machine, self.ceilings = case, machine, ceilings
+        self.wires = Wires(machine, ceilings)
+
+    @cached_property
+    def bandwidth(self) -> float:
+        return machine_bandwidth(self.machine) * self.ceilings.memory
+
+    def time(self) -> StepTime:
+        once = self._pass()
+        items = {name: self.case.micro_batches * seconds for name, seconds in once.items()}
+        items |= self._once(sum(once.values()))
+        items[REST] = self.ceilings.step_s
+        seconds = sum(items.values())
+        ordered = {name: items[name] for name in TIME_ITEMS if items.get(name)}
+        return StepTime(MappingProxyType(ordered), seconds * self.ceilings.low, seconds * self.ceilings.high)
+
+    def _pass(self) -> Mapping[str, float]:
+        """One micro-batch, forward and backward."""
+        case = self.case
+        rate = self.machine.peak("bf16" if case.low_bits else case.precision) * self.ceilings.matmul
+        saved = sum(unit.count * _saved(case, index) for index, unit in enumerate(case.model.units))
+        items = {
+            PRODUCTS: case.model.flops_per_sample * case.micro_batch / rate,
+            MOVES: (FORWARD_MOVES + BACKWARD_MOVES) * saved / self.bandwidth,
+        }
+        if case.dp_shard > 1:
+            size, group = case.model.parameters, CollectiveGroup(case.dp_shard)
+            messages = 2 * self.wires.seconds("all_gather", size * case.value_bytes, group)
+            messages += self.wires.seconds("reduce_scatter", size * STATE_BYTES, group)
+            items[SHARDS] = self._exposed(messages, sum(items.values()))
+        return items
+
+    def _once(self, pass_seconds: float) -> Mapping[str, float]:
+        case = self.case
+        elements = case.model.parameters / case.dp_shard
+        group = CollectiveGroup(case.dp_replicate, case.dp_shard)
+        gradients = self.wires.seconds("all_reduce", elements * STATE_BYTES, group)
+        update = self.ceilings.optimizer_passes * elements * UPDATE_BYTES / self.bandwidth
+        return {GRADIENTS: self._exposed(gradients, BACKWARD_SHARE * pass_seconds), OPTIMIZER: update}
+
+    def _exposed(self, messages: float, cover: float) -> float:
+        return max(messages - self.ceilings.overlap * cover, LEAST_EXPOSED * messages)
+
+
+# --- The plan of a model that is known by its units: copies or shards, the micro-batch, the whole run
+
+
+@dataclass(frozen=True)
+class UnitQuestion:
+    """What is fixed: a case (its micro-batch and shards too where `fixed` names them), machine, ranks, length."""
+
+    case: UnitCase
+    machine: Machine
+    world: int
+    length: Span | None = None
+    fixed: frozenset[str] = frozenset()
+    tokens_per_sample: int = 1
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the ranks are on."""
+        return -(-self.world // self.machine.per_node)
+
+
+@dataclass(frozen=True)
+class UnitAnswer:
+    """What fits, best first; `shown` is the best, or what needs least memory where nothing fits."""
+
+    question: UnitQuestion
+    terms: JobTerms
+    fitting: tuple[UnitEstimate, ...]
+    shown: UnitEstimate
+    run: RunEstimate | None
+    assumed: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def answer_units(question: UnitQuestion, terms: JobTerms, assumed: tuple[str, ...] = ()) -> UnitAnswer:
+    """Price every micro-batch and both ways to hold the states. Raises UserError where the batch does not split."""
+    priced = [estimate_units(case, question.machine) for case in _list_cases(question)]
+    fitting = _order([each for each in priced if each.fits])
+    shown = fitting[0] if fitting else min(priced, key=lambda each: each.peak.device)
+    told = list(assumed)
+    run = None
+    if fitting and question.length:
+        saving = assume_saving(question.case.model.parameters, question.nodes)
+        work = TrainingWork(
+            length=question.length,
+            scale=Scale(question.case.global_batch, question.tokens_per_sample, 1),
+            step_seconds=shown.time.seconds,
+            ranks=question.world,
+        )
+        run = price_run(work, question.machine, terms, saving)
+        told.append(saving.told)
+    return UnitAnswer(question, terms, tuple(fitting), shown, run, tuple(told), list_warnings(terms, question.nodes))
+
+
+def _order(fitting: list[UnitEstimate]) -> list[UnitEstimate]:
+    """Fastest first, but copies before shards, and large passes before small, among those as fast as the fastest."""
+    fastest = min((each.time.seconds for each in fitting), default=0.0)
+    equal = [each for each in fitting if each.time.seconds <= fastest * (1 + NEAR)]
+    others = [each for each in fitting if each.time.seconds > fastest * (1 + NEAR)]
+    equal.sort(key=lambda each: (each.case.dp_shard > 1, -each.case.micro_batch))
+    return [*equal, *sorted(others, key=lambda each: each.time.seconds)]
+
+
+def _list_cases(question: UnitQuestion) -> Iterator[UnitCase]:
+    base, world = question.case, question.world
+    shards = [base.dp_shard] if "dp_shard" in question.fixed else [1, world] if world > 1 else [1]
+    # Where the batch does not split over the ranks the case itself refuses, with what is allowed.
+    sizes = divisors(base.global_batch // world) if base.global_batch % world == 0 else [1]
+    for shard in shards:
+        for size in [base.micro_batch] if "micro_batch" in question.fixed else sizes:
+            yield replace(base, dp_replicate=world // shard, dp_shard=shard, micro_batch=size)

@@ -1,0 +1,376 @@
+"""What configurations of other libraries share: files and comments, settings as text, sizes of layers, pipelines, notes
+on what is lost.
+
+Invariants:
+- What is written is read back as the values that came in.
+- A file says how many ranks its degrees make and how many the plan has.
+- Where layers differ in more than that, it is said.
+- The layers of each stage are those that memory and time were worked out for.
+- A sentence names the wish, what the file does instead, and what follows for the prediction where it differs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TypeAlias
+
+from shardway.plan.case import Case, Schedule
+from shardway.plan.shapes.architecture import Architecture, ExpertsShape, LayerShape
+from shardway.plan.stages import layers_of_stages
+
+# --- Settings as TOML, YAML, shell arrays and calls of Python
+
+Scalar: TypeAlias = str | int | float | bool
+Value: TypeAlias = Scalar | Sequence["Value"] | Mapping[str, "Value"] | None
+Settings: TypeAlias = Mapping[str, Value]
+
+_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
+_UNSAFE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
+"""Characters that JSON leaves as they are, and TOML or YAML refuse or read as the end of a line."""
+_WORDS = {"yes", "no", "on", "off", "true", "false", "null", "y", "n"}
+"""That YAML reads as something else than text."""
+
+
+def write_toml(tables: Mapping[str, Settings]) -> str:
+    """Tables with their settings; those that are None or a table without settings are left out."""
+    parts = []
+    for name, settings in tables.items():
+        lines = [f"{key} = {_toml(value)}" for key, value in settings.items() if value is not None]
+        if lines:
+            parts.append("\n".join([f"[{name}]", *lines, ""]))
+    return "\n".join(parts)
+
+
+def _toml(value: Value) -> str:
+    if isinstance(value, list | tuple):
+        inner = [_toml(each) for each in value]
+        long = any(isinstance(each, list | tuple) for each in value)
+        return "[\n  " + ",\n  ".join(inner) + ",\n]" if long else f"[{', '.join(inner)}]"
+    return quote(value) if isinstance(value, str) else json.dumps(value)
+
+
+def quote(text: str) -> str:
+    """A text in double quotes that TOML, YAML and Python read alike."""
+    return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False))
+
+
+def write_yaml(settings: Settings, indent: str = "") -> str:
+    """Settings with those below them further in; lists on one line."""
+    lines = []
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            lines.append(f"{indent}{_yaml(key)}:\n{write_yaml(value, indent + '  ')}")
+        else:
+            lines.append(f"{indent}{_yaml(key)}: {_yaml(value)}\n")
+    return "".join(lines)
+
+
+def _yaml(value: Value) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_yaml(each) for each in value)}]"
+    if isinstance(value, str):
+        return value if _PLAIN.fullmatch(value) and value.lower() not in _WORDS else quote(value)
+    return re.sub(r"^(-?\d+)e", r"\1.0e", json.dumps(value))  # YAML 1.1 takes 1e-05 for a text
+
+
+def write_flags(flags: Settings) -> str:
+    """Options as words of a shell array, one a line; True is an option without value, None and False are no option."""
+    return "".join(
+        f"  {_flag(name, value)}\n" for name, value in flags.items() if value is not None and value is not False
+    )
+
+
+def _flag(name: str, value: Value) -> str:
+    words = [f"--{name}"]
+    if isinstance(value, list | tuple):
+        words += [str(each) for each in value]
+    elif value is not True:
+        words.append(str(value))
+    return " ".join(shlex.quote(word) for word in words)
+
+
+def write_call(callee: str, settings: Settings, indent: str = "") -> str:
+    """A call of Python with keywords, one a line."""
+    lines = [f"{indent}    {key}={literal(value)},\n" for key, value in settings.items()]
+    return f"{callee}(\n{''.join(lines)}{indent})" if lines else f"{callee}()"
+
+
+def literal(value: Value) -> str:
+    """A value as Python writes it, texts in double quotes."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(literal(each) for each in value)}]"
+    return quote(value) if isinstance(value, str) else repr(value)
+
+
+# --- What is handed on: files, and sentences about what stands in none of them; the comment that each file starts
+# with
+
+_WIDTH = 112
+
+
+@dataclass(frozen=True)
+class EmittedFile:
+    """A text and the name that it is meant to be kept under."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """The files of one library; `told` is what it cannot express and what a person still has to set, in sentences."""
+
+    files: tuple[EmittedFile, ...]
+    told: tuple[str, ...]
+
+
+Emitter = Callable[[Case, Sequence[str]], Emitted]
+"""Called with a case and the lines of its prediction."""
+
+
+@dataclass(frozen=True)
+class EmittedHeader:
+    """What a file says about itself before its settings: prediction, degrees that it expresses, what it lacks."""
+
+    case: Case
+    prediction: Sequence[str]
+    degrees: Mapping[str, int]
+    told: Sequence[str]
+
+    @property
+    def ranks(self) -> int:
+        """How many the degrees of the file make."""
+        return math.prod(self.degrees.values())
+
+    def lines(self) -> list[str]:
+        """Without marks of a comment."""
+        told = [line for sentence in self.told for line in _item(sentence)]
+        heading = ["Still to do, or different from the plan:"] if told else []
+        return [*self.prediction, *_wrapped(f"{self.case.model.name}: {self._degrees()}"), *heading, *told]
+
+    def comment(self, mark: str = "#") -> str:
+        """The lines as a comment, with the newline after the last."""
+        return "".join(f"{mark} {line}".rstrip() + "\n" for line in self.lines())
+
+    def _degrees(self) -> str:
+        product = " x ".join(f"{name} {size}" for name, size in self.degrees.items() if size > 1) or "1"
+        there, wanted = self.ranks, self.case.degrees.world
+        if there == wanted:
+            return f"degrees {product} = {there} ranks, as many as in the plan."
+        return f"degrees {product} = {there} ranks, but the plan has {wanted}: what is missing is told below."
+
+
+def write(name: str, head: EmittedHeader, body: str) -> EmittedFile:
+    """A file whose format has comments that start with #."""
+    return EmittedFile(name, f"{head.comment()}\n{body}")
+
+
+def gather(sentences: Iterable[str]) -> tuple[str, ...]:
+    """Each once, in the order in which they were said first."""
+    return tuple(dict.fromkeys(sentences))
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def _item(sentence: str) -> list[str]:
+    first, *rest = _wrapped(sentence)
+    return [f"- {first}", *(f"  {line}" for line in rest)]
+
+
+# --- An architecture as configurations of libraries know one: layers alike but for which of them have experts or a
+# window
+
+
+@dataclass(frozen=True, kw_only=True)
+class UniformSizes:
+    """One layer that stands for all, with what may differ between layers as one entry a layer."""
+
+    layer: LayerShape
+    ffn: int
+    experts: ExpertsShape | None
+    mixed: tuple[bool, ...]
+    """Which layers have experts."""
+    window: int
+    windowed: tuple[bool, ...]
+    """Which layers look at the last positions alone."""
+
+    @property
+    def count(self) -> int:
+        """Layers in all."""
+        return len(self.mixed)
+
+
+def read_sizes(model: Architecture) -> UniformSizes:
+    """The sizes of the decoder; the first layer of a kind speaks for those that differ."""
+    layers = _decoder(model)
+    dense = [layer for layer in layers if layer.experts is None]
+    return UniformSizes(
+        layer=layers[0],
+        ffn=(dense or layers)[0].ffn,
+        experts=next((layer.experts for layer in layers if layer.experts), None),
+        mixed=tuple(layer.experts is not None for layer in layers),
+        window=next((layer.attention.window for layer in layers if layer.attention.window), 0),
+        windowed=tuple(bool(layer.attention.window) for layer in layers),
+    )
+
+
+def describe_irregular(model: Architecture) -> Iterator[str]:
+    """What one set of sizes cannot say about a model."""
+    layers = _decoder(model)
+    if any(run.side == "encoder" for run in model.runs):
+        yield "The encoder of the model is not in these sizes: they are those of its decoder."
+    if model.patch_features:
+        yield "The model reads patches of images, and these sizes are those of a decoder of tokens."
+    if not all(layer.attention.causal for layer in layers):
+        yield "Attention of the model looks ahead, and these sizes are those of a causal decoder."
+    for what, kinds in _kinds(layers).items():
+        if len(kinds) > 1:
+            yield f"Layers differ in {what}; the sizes written are those of the first layer of the kind."
+
+
+def _decoder(model: Architecture) -> Sequence[LayerShape]:
+    return [run.layer for run in model.runs for _ in range(run.count) if run.side == "decoder"] or model.layers
+
+
+def _kinds(layers: Sequence[LayerShape]) -> dict[str, set[object]]:
+    return {
+        "attention": {replace(layer.attention, window=0) for layer in layers},
+        "the window of attention": {layer.attention.window for layer in layers if layer.attention.window},
+        "experts": {layer.experts for layer in layers if layer.experts},
+        "the feed-forward layer": {(layer.ffn, layer.gated, layer.ffn_bias) for layer in layers if not layer.experts},
+        "norms": {(layer.norms, layer.norm_bias) for layer in layers},
+    }
+
+
+def render_pattern(flags: Sequence[bool]) -> str:
+    """One entry a layer as an expression: "([0]*3+[1]*58)"."""
+    runs = [f"[{int(flag)}]*{len(list(group))}" for flag, group in groupby(flags)]
+    return f"({'+'.join(runs)})"
+
+
+# --- The schedule and the cut of a pipeline in the terms that libraries share
+
+
+def schedule_of(case: Case) -> Schedule:
+    """What the stages work by: 1F1B with several stages a rank is the interleaved one, and the other way round."""
+    if case.schedule in ("1f1b", "interleaved"):
+        return "interleaved" if case.stages_per_rank > 1 else "1f1b"
+    return case.schedule
+
+
+def is_even(case: Case) -> bool:
+    """Whether all stages have as many layers."""
+    return len(set(layers_of_stages(case))) == 1
+
+
+def name_schedule(case: Case) -> str:
+    """In a sentence: "interleaved with 3 stages a rank"."""
+    stages = "one stage" if case.stages_per_rank == 1 else f"{case.stages_per_rank} stages"
+    return f"{case.schedule} with {stages} a rank"
+
+
+def render_layout(case: Case) -> str:
+    """One letter a layer, stages apart by bars, embedding and loss at the ends: "Ett|ttt|ttL"."""
+    return f"E{'|'.join('t' * count for count in layers_of_stages(case))}L"
+
+
+# --- Sentences about what several libraries have no word for
+
+_OPTIMIZERS = {
+    "adamw": "AdamW",
+    "adamw8bit": "AdamW with states of 8 bits",
+    "adafactor": "Adafactor",
+    "sgd": "SGD",
+    "muon": "Muon",
+}
+
+
+def describe_engine(case: Case, library: str, priced_as: Collection[str]) -> Iterator[str]:
+    """Where the prediction is that of another library."""
+    if case.engine.name not in priced_as:
+        others = " or ".join(f'"{name}"' for name in priced_as)
+        yield f'The prediction is that of the engine "{case.engine.name}"; for {library} ask for that of {others}.'
+
+
+def describe_order(case: Case, library: str) -> Iterator[str]:
+    """Where a library puts pipeline ranks furthest apart, and the plan puts copies there."""
+    if case.degrees.pp > 1 and case.degrees.dp_replicate > 1:
+        yield (
+            f"{library} places pipeline ranks furthest apart and copies of the model within; the plan has it the other "
+            "way round, so other messages leave the node."
+        )
+
+
+def describe_optimizer(case: Case, library: str, known: Collection[str]) -> Iterator[str]:
+    """Where a library lacks the optimizer."""
+    if case.optimizer not in known:
+        wanted = _OPTIMIZERS[case.optimizer]
+        yield f"{library} has no {wanted}: the file says AdamW, whose states take other memory than the prediction."
+
+
+def describe_zero(case: Case, library: str) -> Iterator[str]:
+    """Where a library has the third stage of ZeRO alone."""
+    if case.zero in (1, 2):
+        yield (
+            f"{library} shards weights, gradients and optimizer states alike, and the plan shares them as "
+            f"ZeRO-{case.zero}. Weights stay gathered from the forward to the backward pass, which comes nearest."
+        )
+
+
+def describe_kernel(case: Case, library: str) -> Iterator[str]:
+    """Where the kernel of attention is the library's own choice."""
+    yield f"{library} chooses the kernel of attention by itself; the prediction is for {case.attention}."
+
+
+def describe_own_model(case: Case) -> Iterator[str]:
+    """Where the model is the script's, and with it the kernel of attention, dropout and the loss."""
+    yield from describe_kernel(case, "Your model")
+    if case.dropout:
+        yield "Dropout is the model's; the plan has it."
+    if case.fused_loss:
+        yield "The loss of the plan is computed without a full copy of the logits: your script has to do the same."
+
+
+def describe_dropout(case: Case, library: str) -> Iterator[str]:
+    """Where models of a library have none."""
+    if case.dropout:
+        yield f"The plan has dropout, and the models of {library} have none."
+
+
+def describe_tf32(case: Case, said: str) -> Iterator[str]:
+    """Where tf32 is a setting of PyTorch alone; `said` is what the files have instead."""
+    if case.precision == "tf32":
+        yield f'{said}: set torch.set_float32_matmul_precision("high") for tf32.'
+
+
+def describe_offload(case: Case, library: str) -> Iterator[str]:
+    """Where offload takes weights and gradients along; a plan does so where it shares them (ZeRO 3)."""
+    if case.offload and case.zero < 3:
+        yield (
+            f"{library} keeps weights and gradients in CPU memory too, the plan optimizer states alone: slower steps, "
+            "and less memory than predicted."
+        )
+
+
+def describe_script(case: Case, what: str) -> Iterator[str]:
+    """What a file leaves to the person always."""
+    yield f"Set in your own script or on the command line: {what}."
+
+
+def describe_copies(case: Case, library: str) -> Iterator[str]:
+    """Where sharding has to reach over all data ranks."""
+    if case.degrees.dp_replicate > 1 and case.zero:
+        shared = case.degrees.data
+        yield (
+            f"{library} shares states over all {shared} data ranks, not over {case.degrees.dp_shard} of them with "
+            f"{case.degrees.dp_replicate} copies: less memory and more traffic between nodes than predicted."
+        )

@@ -1,0 +1,521 @@
+"""The search: every legal layout, the best of them, what would make a run fit, and the curve over nodes.
+
+Invariants:
+- A layout is listed once, in an order that does not depend on chance, and only where every degree divides what it must.
+- Of two layouts the one that takes less time for a step wins; within `NEAR` of each other the simpler one. A layout is
+  only offered where its memory fits.
+- A change is listed only where the search found a layout that fits with it, and that layout is shown with it. Two
+  things are changed at once only where no single one helps: everything that is set is left open then.
+- The global batch stays what it is (strong scaling), so that every point trains the same model.
+
+What is legal follows Narayanan et al., arXiv:2104.04473, section 5.1 (tensor parallel inside the fast link), and
+Korthikanti et al., arXiv:2205.05198; recompute goes from nothing to everything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+
+from shardway.errors import Problem, UserError, render_problems
+from shardway.plan.case import Case, Degrees, Precision, Recompute, Schedule, divisors
+from shardway.plan.estimate import Estimate, estimate, holds
+from shardway.plan.machine import Machine
+from shardway.plan.memory import StageMemory, estimate_peak, load_overheads
+from shardway.plan.stages import fills_schedule
+from shardway.plan.time.ceilings import ceilings_of
+from shardway.plan.time.step import estimate_step
+
+# --- Every legal layout of a question: degrees, micro-batch, recompute, schedule, sharding
+
+AXES = tuple(each.name for each in fields(Degrees) if each.name != "etp")
+SETTINGS = ("micro_batch", "recompute", "schedule", "zero")
+"""What a question may fix: axes, and what does not change which ranks work together."""
+
+LONGEST_PART = 4096
+"""A sequence is split only where each part still has so many tokens."""
+MOST_MICRO_BATCH = 64
+MOST_STAGES_PER_RANK = 8
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is fixed: the case's model, batch, precision, optimizer and engine, the machine, and how many ranks.
+
+    `fixed` names what the person set and the search must keep. Formats that are listed in `precisions` are all tried;
+    without any that of the case is kept. Offload is tried only where it is not fixed and nothing fits without.
+    """
+
+    case: Case
+    machine: Machine
+    world: int
+    fixed: frozenset[str] = frozenset()
+    precisions: tuple[Precision, ...] = ()
+    as_run: Callable[[Case], Case | None] = lambda case: case
+    """The case as its engine runs it; None for a layout that it refuses."""
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the ranks are on."""
+        return -(-self.world // self.machine.per_node)
+
+    @property
+    def formats(self) -> tuple[Precision, ...]:
+        """Formats of products to try."""
+        return self.precisions or (self.case.precision,)
+
+    @property
+    def ladder(self) -> tuple[Recompute, ...]:
+        """Modes of recompute that the engine has, from the fastest to the smallest."""
+        if "recompute" in self.fixed:
+            return (self.case.recompute,)
+        between: Recompute = self.case.engine.between if self.case.flash else "selective"
+        return ("none", between, "full") if between != "none" else ("none", "full")
+
+
+def list_degrees(question: Question) -> Iterator[Degrees]:
+    """Every split of the ranks over the axes."""
+    case, world = question.case, question.world
+    layers = sum(run.count for run in case.model.runs)
+    for tp in _tensor_degrees(question):
+        for pp in _choices(question, "pp", [size for size in divisors(world // tp) if size <= layers]):
+            for cp in _choices(question, "cp", _context_degrees(case, world // (tp * pp))):
+                if world % (tp * pp * cp) == 0 and case.seq_len % cp == 0:
+                    yield from _data_degrees(question, tp, pp, cp)
+
+
+def _choices(question: Question, name: str, sizes: list[int]) -> list[int]:
+    """The sizes, or the one that the person set."""
+    return [getattr(question.case.degrees, name)] if name in question.fixed else sizes
+
+
+def _tensor_degrees(question: Question) -> list[int]:
+    """Degrees inside the fast link that divide the heads and the ranks."""
+    heads = question.case.model.runs[0].layer.attention.heads
+    sizes = [size for size in divisors(heads) if size <= question.machine.domain and question.world % size == 0]
+    inside = [size for size in sizes if question.machine.per_node % size == 0 or size == question.machine.domain]
+    return _choices(question, "tp", inside)
+
+
+def _context_degrees(case: Case, ranks: int) -> list[int]:
+    return [size for size in divisors(ranks) if size == 1 or case.seq_len // size >= LONGEST_PART]
+
+
+def _data_degrees(question: Question, tp: int, pp: int, cp: int) -> Iterator[Degrees]:
+    """What is left is data parallel: shared by all, or by each node (or by as few as hold it) and copied."""
+    case = question.case
+    data = question.world // (tp * pp * cp)
+    if case.global_batch % data:
+        return
+    mixed = any(run.layer.experts for run in case.model.runs)
+    etp = tp if mixed and case.engine.splits_experts else 1
+    for shard in _shard_degrees(question, data, tp * cp):
+        for ep in _expert_degrees(question, shard * cp * tp // etp):
+            yield Degrees(dp_replicate=data // shard, dp_shard=shard, cp=cp, tp=tp, pp=pp, ep=ep, etp=etp)
+
+
+def _shard_degrees(question: Question, data: int, inner: int) -> list[int]:
+    """All ranks share, or those of a node (hybrid sharding, arXiv:2304.11277, section 3.2.2), or nobody does."""
+    near = max(1, question.machine.domain // inner)
+    copies = question.case.degrees.dp_replicate if "dp_replicate" in question.fixed else 0
+    sizes = {max(1, data // copies)} if copies else {data, 1, near}
+    chosen = _choices(question, "dp_shard", sorted(sizes, reverse=True))
+    return [size for size in chosen if data % size == 0 and copies in (0, data // size)]
+
+
+def _expert_degrees(question: Question, ranks: int) -> list[int]:
+    counts = {run.layer.experts.count for run in question.case.model.runs if run.layer.experts}
+    sizes = [size for size in divisors(min(counts)) if ranks % size == 0] if counts else [1]
+    return [size for size in _choices(question, "ep", sizes) if ranks % size == 0]
+
+
+@dataclass(frozen=True)
+class DegreeCandidates:
+    """A way to run some degrees: cases with ever larger micro-batches, which need ever more memory."""
+
+    cases: tuple[Case, ...]
+
+
+def list_ways(question: Question, degrees: Degrees) -> Iterator[DegreeCandidates]:
+    """Every format, schedule and sharding, without recompute; offload as in the question."""
+    sizes = list_micro_batches(question, degrees)
+    sequence = question.case.sequence if "sequence" in question.fixed else degrees.tp > 1
+    for precision in question.formats if sizes else ():
+        base = replace(
+            question.case,
+            degrees=degrees,
+            micro_batch=sizes[0],
+            precision=precision,
+            sequence=sequence,
+            stages_per_rank=1,
+            recompute=question.ladder[0],
+        )
+        for schedule, stages_per_rank in list_schedules(question, degrees):
+            for zero, reshard in list_sharding(question, degrees):
+                way = replace(base, schedule=schedule, stages_per_rank=stages_per_rank, zero=zero, reshard=reshard)
+                cases = (way, *(replace(way, micro_batch=size) for size in sizes[1:]))
+                run = map(question.as_run, filter(fills_schedule, cases))
+                taken = tuple(each for each in run if each is not None)
+                if taken:
+                    yield DegreeCandidates(taken)
+
+
+def list_micro_batches(question: Question, degrees: Degrees) -> list[int]:
+    """Powers of two that divide a data rank's share."""
+    share = question.case.global_batch // degrees.data
+    if "micro_batch" in question.fixed:
+        return [question.case.micro_batch] if share % question.case.micro_batch == 0 else []
+    sizes = [2**power for power in range(MOST_MICRO_BATCH.bit_length())]
+    return [size for size in sizes if share % size == 0]
+
+
+def list_schedules(question: Question, degrees: Degrees) -> list[tuple[Schedule, int]]:
+    """Plain and interleaved pipelines; others only where the person asks for them, with any number of stages that the
+    schedule takes unless that is set too."""
+    case = question.case
+    if degrees.pp == 1:
+        return [("1f1b", 1)]
+    held = case.model.depth // degrees.pp
+    if "schedule" not in question.fixed:
+        return [("1f1b", 1), *(("interleaved", size) for size in _stages_per_rank(held))]
+    if case.schedule not in STAGES or case.stages_per_rank > 1:
+        return [(case.schedule, case.stages_per_rank)] if case.stages_per_rank <= held else []
+    least, most = STAGES[case.schedule]
+    return [(case.schedule, size) for size in _stages_per_rank(held) if least <= size <= most]
+
+
+STAGES: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {"interleaved": (2, MOST_STAGES_PER_RANK), "zero_bubble": (2, MOST_STAGES_PER_RANK), "zbv": (2, 2)}
+)
+"""Schedules that want several stages on each rank, and how many they take."""
+
+
+def _stages_per_rank(held: int) -> list[int]:
+    """Numbers of stages above 1 that so many layers of a rank split into evenly, or one where none does."""
+    sizes = [size for size in divisors(max(1, held)) if 1 < size <= MOST_STAGES_PER_RANK]
+    return sizes or ([min(held, MOST_STAGES_PER_RANK)] if held > 1 else [])
+
+
+def list_sharding(question: Question, degrees: Degrees) -> list[tuple[int, bool]]:
+    """Stages of ZeRO with whether weights are freed after use."""
+    if degrees.shards == 1:
+        return [(0, True)]
+    if "zero" in question.fixed:
+        return [(question.case.zero, question.case.reshard)]
+    if question.case.engine.shards_weights:
+        return [(3, False)] if degrees.pp > 1 else [(3, True), (3, False)]
+    return [(1, True)]
+
+
+# --- The best layouts of a question, and why the others lost
+
+NEAR = 0.02
+"""Layouts whose steps differ by less are equal: the estimate is not that sharp."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The best way to run some degrees, and what it loses against the best of all."""
+
+    estimate: Estimate
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """Layouts that fit, best first, one for each set of degrees; how many were looked at; the nearest miss."""
+
+    candidates: tuple[Candidate, ...]
+    looked_at: int
+    nearest: Estimate | None
+    """Where nothing fits: what needs least memory."""
+
+    @property
+    def best(self) -> Estimate | None:
+        """The layout to take."""
+        return self.candidates[0].estimate if self.candidates else None
+
+
+def search(question: Question, most: int = 10) -> SearchResult:
+    """Look at every legal layout and return the `most` best; with states on the host where nothing else fits."""
+    found = _search(question, most)
+    if found.candidates or question.case.offload or "offload" in question.fixed:
+        return found
+    offloaded = _search(replace(question, case=replace(question.case, offload=True)), most)
+    looked_at = found.looked_at + offloaded.looked_at
+    return replace(offloaded if offloaded.candidates else found, looked_at=looked_at)
+
+
+def _search(question: Question, most: int) -> SearchResult:
+    pricer = _Pricer(question.machine)
+    fitting: list[_Priced] = []
+    nearest: _Priced | None = None
+    for degrees in list_degrees(question):
+        found, smallest = pricer.best_of(question, degrees)
+        if found is not None:
+            fitting.append(found)
+        elif smallest is not None and (nearest is None or smallest.peak.device < nearest.peak.device):
+            nearest = smallest
+    ordered = [Candidate(estimate(each.case, question.machine)) for each in _order(fitting)[:most]]
+    explained = tuple(replace(each, reason=explain_loss(ordered[0].estimate, each.estimate)) for each in ordered)
+    missed = estimate(nearest.case, question.machine) if nearest is not None and not explained else None
+    return SearchResult(explained, pricer.looked_at, missed)
+
+
+@dataclass(frozen=True)
+class _Priced:
+    """A case whose memory is known, and its time where that was worth asking."""
+
+    case: Case
+    peak: StageMemory
+    seconds: float = math.inf
+
+
+class _Pricer:
+    """Prices cases of one machine, memory first: what does not fit is not timed."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine, self.looked_at = machine, 0
+        self.ceilings, self.overheads = ceilings_of(machine), load_overheads()
+
+    def _fits(self, priced: _Priced) -> bool:
+        return holds(self.machine, priced.peak, priced.case.degrees.world)
+
+    def best_of(self, question: Question, degrees: Degrees) -> tuple[_Priced | None, _Priced | None]:
+        """The fastest way to run some degrees that fits, and the one that needs least memory where none does."""
+        best: _Priced | None = None
+        smallest: _Priced | None = None
+        for way in list_ways(question, degrees):
+            for found in self._walk(way, question.ladder):
+                if self._fits(found):
+                    timed = self._time(found)
+                    best = timed if best is None or timed.seconds < best.seconds else best
+                elif smallest is None or found.peak.device < smallest.peak.device:
+                    smallest = found
+        return best, smallest
+
+    def _time(self, found: _Priced) -> _Priced:
+        return replace(found, seconds=estimate_step(found.case, self.machine, self.ceilings).seconds)
+
+    def _walk(self, way: DegreeCandidates, ladder: Sequence[Recompute]) -> Iterator[_Priced]:
+        """Each micro-batch with as little recompute as fits, up to the first that does not fit with the most.
+
+        What was too much for a micro-batch is too much for a larger one.
+        """
+        modes = list(ladder)
+        for case in way.cases:
+            found = self._weigh(case, modes[0])
+            while not self._fits(found) and len(modes) > 1:
+                modes.pop(0)
+                found = self._weigh(case, modes[0])
+            yield found
+            if not self._fits(found):
+                return
+
+    def _weigh(self, case: Case, mode: Recompute) -> _Priced:
+        self.looked_at += 1
+        tried = case if mode == case.recompute else replace(case, recompute=mode)
+        return _Priced(tried, estimate_peak(tried, self.overheads))
+
+
+def _order(priced: Sequence[_Priced]) -> list[_Priced]:
+    """Fastest first, but the simplest of those that are as fast as the fastest."""
+    ordered = sorted(priced, key=lambda each: each.seconds)
+    if not ordered:
+        return []
+    equal = [each for each in ordered if each.seconds <= ordered[0].seconds * (1 + NEAR)]
+    first = min(equal, key=lambda each: (count_axes(each.case.degrees), each.case.recompute != "none"))
+    return [first, *(each for each in ordered if each is not first)]
+
+
+def count_axes(degrees: Degrees) -> int:
+    """Axes that split something: fewer are simpler."""
+    return sum(getattr(degrees, each.name) > 1 for each in fields(degrees))
+
+
+def explain_loss(best: Estimate, other: Estimate) -> str:
+    """What a layout spends more time on than the best: "bubble +11 %, tensor messages +4 %"; "" for the best."""
+    if other is best:
+        return ""
+    lost = sorted(_differences(best, other), reverse=True)
+    told = [f"{name} +{share:.0%}" for share, name in lost[:2] if share >= 0.01]
+    more = count_axes(other.case.degrees) > count_axes(best.case.degrees)
+    return ", ".join(told) or ("as fast, with more axes" if more else "as fast")
+
+
+def _differences(best: Estimate, other: Estimate) -> Iterator[tuple[float, str]]:
+    for name, seconds in other.time.items.items():
+        yield (seconds - best.time.items.get(name, 0.0)) / best.time.seconds, name
+
+
+# --- What to do differently so that a run fits which does not: each change alone, the smallest first
+
+MOST_NODES_TO_FIT = 4096
+SHORTEST = 1024
+"""Tokens of a sequence, below which a shorter one is no help to anybody."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What to do, and the best layout with it."""
+
+    what: str
+    estimate: Estimate
+
+
+@dataclass(frozen=True)
+class _Try:
+    """A question that differs in one thing; `what` says in which, where the layout that is found does not."""
+
+    question: Question
+    what: str = ""
+    told: tuple[str, ...] = ()
+    """Fields of a case whose new values say what the change is."""
+
+
+def list_changes(question: Question) -> tuple[Change, ...]:
+    """All changes that help, the smallest first: settings, layout, host memory, nodes; then what alters training."""
+    here = replace(question, fixed=question.fixed | {"offload"})
+    found = []
+    for each in _list_tries(here):
+        best = search(each.question, most=1).best
+        if best is not None:
+            found.append(Change(each.what or _describe(best, each.told), best))
+    more = _more_nodes(here)
+    if found or more or not fixed_settings(here):
+        return tuple([*found, more] if more else found)
+    freed = replace(here, fixed=here.fixed - fixed_settings(here))
+    best = search(freed, most=1).best
+    if best is not None:
+        return (Change(f"all that is set left open: {best.case.degrees.render()}, {_describe(best, _ALL)}", best),)
+    more = _more_nodes(freed)
+    return (replace(more, what=f"{more.what}, and all that is set left open"),) if more else ()
+
+
+_ALL = ("micro_batch", "recompute")
+
+
+def fixed_settings(question: Question) -> frozenset[str]:
+    """What a person set that the search could choose."""
+    return question.fixed & {*SETTINGS, *AXES}
+
+
+def _list_tries(question: Question) -> Iterator[_Try]:
+    fixed = question.fixed
+    for name in SETTINGS:
+        if name in fixed:
+            yield _Try(replace(question, fixed=fixed - {name}), told=(name,))
+    if fixed & set(AXES):
+        yield _Try(replace(question, fixed=fixed - set(AXES)), told=("degrees",))
+    if not question.case.offload:
+        yield _Try(_changed(question, offload=True), "optimizer states in the host's memory (--offload)")
+    if question.case.optimizer == "adamw":
+        yield _Try(_changed(question, optimizer="adamw8bit"), "AdamW with moments in eight bits (adamw8bit)")
+    half = question.case.seq_len // 2
+    if half >= SHORTEST and half % question.case.degrees.cp == 0 and not question.case.model.patch_features:
+        what = f"sequences of {half:,} tokens, twice as many in a batch"
+        yield _Try(_changed(question, seq_len=half, global_batch=2 * question.case.global_batch), what)
+
+
+def _changed(question: Question, **values: object) -> Question:
+    return replace(question, case=replace(question.case, **values))  # type: ignore[arg-type]
+
+
+def _describe(best: Estimate, names: tuple[str, ...]) -> str:
+    case = best.case
+    words = {
+        "micro_batch": f"a micro-batch of {case.micro_batch}",
+        "recompute": f"recompute {case.recompute}",
+        "zero": "weights sharded too" if case.zero == 3 else f"states shared by stage {case.zero} of ZeRO",
+        "schedule": f"schedule {case.schedule} with {case.stages_per_rank} stages a rank",
+        "degrees": f"the layout {case.degrees.render()}",
+    }
+    return ", ".join(words[name] for name in names)
+
+
+def _more_nodes(question: Question) -> Change | None:
+    """The fewest nodes, doubled each time, on which something fits. Axes that copy or shard states follow."""
+    part = question.world % question.machine.per_node > 0
+    nodes = question.nodes if part else 2 * question.nodes
+    while nodes <= MOST_NODES_TO_FIT:
+        best = search(on_nodes(question, nodes), most=1).best
+        if best is not None:
+            return Change(f"{nodes:,} {'node' if nodes == 1 else 'nodes'} ({best.case.degrees.world:,} ranks)", best)
+        nodes *= 2
+    return None
+
+
+def on_nodes(question: Question, nodes: int) -> Question:
+    """The same question for so many whole nodes; dp_replicate and dp_shard are kept where the ranks are the same."""
+    world = nodes * question.machine.per_node
+    loose = question.fixed if world == question.world else question.fixed - {"dp_replicate", "dp_shard"}
+    return replace(question, world=world, fixed=loose)
+
+
+# --- The same work on more and on fewer nodes: the best layout on each, and what a token costs there
+
+MOST_NODES = 131072
+POINTS_BEYOND = 2
+"""Times that the nodes are doubled beyond those that are asked for."""
+
+
+@dataclass(frozen=True)
+class ScalingPoint:
+    """A number of nodes with its best layout; where there is none `why_not` says why."""
+
+    nodes: int
+    best: Estimate | None
+    why_not: str = ""
+
+    @property
+    def device_seconds_per_token(self) -> float:
+        """What a token costs, in seconds of one accelerator; 0 where nothing runs."""
+        return self.best.case.degrees.world / self.best.tokens_per_second if self.best else 0.0
+
+
+def scaling_curve(question: Question, nodes: Sequence[int]) -> tuple[ScalingPoint, ...]:
+    """One point for each number of nodes."""
+    return tuple(_point(question, count) for count in nodes)
+
+
+def default_nodes(question: Question) -> tuple[int, ...]:
+    """Powers of two up to two doublings beyond those that are asked for, which are among them."""
+    powers = {2**power for power in range((question.nodes - 1).bit_length() + POINTS_BEYOND + 1)}
+    return tuple(sorted({each for each in powers if each <= 4 * question.nodes} | {question.nodes}))
+
+
+def parse_nodes(text: str) -> tuple[int, ...]:
+    """Numbers of nodes in a text such as "1,2,8". Raises UserError."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and 1 <= int(part) <= MOST_NODES for part in parts):
+        allowed = f'"nodes", or numbers from 1 to {MOST_NODES:,} such as 1,2,8'
+        raise UserError(render_problems("the plan", [Problem("--curve", f'"{text}" is no curve', allowed=allowed)]))
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def efficiency(points: Sequence[ScalingPoint], point: ScalingPoint) -> float:
+    """What a token costs at the cheapest point over what it costs here, 0 to 1; 0 where nothing runs."""
+    costs = [each.device_seconds_per_token for each in points if each.best]
+    return min(costs) / point.device_seconds_per_token if point.best else 0.0
+
+
+def _point(question: Question, nodes: int) -> ScalingPoint:
+    there = on_nodes(question, nodes)
+    found = search(there, most=1)
+    if found.best is not None:
+        return ScalingPoint(nodes, found.best)
+    if found.nearest is None:
+        return ScalingPoint(nodes, None, _no_layout(there))
+    peak, usable = found.nearest.peak.device / 2**30, found.nearest.usable_bytes / 2**30
+    return ScalingPoint(nodes, None, f"needs {peak:,.0f} GiB of {usable:,.0f}")
+
+
+def _no_layout(there: Question) -> str:
+    """Why no layout of so many ranks is legal."""
+    degrees = there.case.degrees
+    taken = math.prod(getattr(degrees, name) for name in ("cp", "tp", "pp") if name in there.fixed)
+    if there.world % taken:
+        return f"the degrees that are set need a multiple of {taken:,} ranks, not {there.world:,}"
+    return f"{there.case.global_batch:,} sequences do not split over {there.world // taken:,} ranks"

@@ -1,0 +1,499 @@
+"""The last collectives of each rank and group, from torch's flight recorder, and which rank has not entered one.
+
+Invariants:
+- Kept is what a comparison of ranks needs (`collectives`), a bounded number of calls a group. Text that is no record
+  raises ValueError, TypeError or KeyError. Pure.
+- Nobody is said not to have entered a collective whose record does not show it. Pure.
+
+Torch notes each collective as it is entered, with a number that counts those of its group. On gloo the state that it
+tells never changes (torch 2.13); whether it counts the collective as done ("retired") does. Gloo notes no transfers
+from point to point; NCCL does, and counts them apart.
+
+Within one group the numbers of collectives are those of their order, the same on all its ranks. A rank that others
+wait for may itself wait in another group, so only those are named that wait in none; where everybody waits for somebody
+else, that is what is told. Point-to-point transfers are counted by pairs of ranks and not recorded by all libraries:
+nobody is accused by them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+from math import prod
+from typing import Any
+
+# --- What a rank entered last: the collectives of each of its groups, from the flight recorder of torch
+
+LAST = 8
+"""How many of the newest calls of a group are kept."""
+FIRST_OPEN = 4
+"""How many are kept besides of those that were entered and are not over, the oldest of them."""
+
+Span = tuple[int, int, int]
+
+_MOST_RANKS = 1_000_000
+_SHOWN_SIZES = 3
+_DTYPES = {
+    "Float": "float32",
+    "Double": "float64",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Byte": "uint8",
+    "Char": "int8",
+    "Short": "int16",
+    "Int": "int32",
+    "Long": "int64",
+    "Bool": "bool",
+}
+_TRANSFER = re.compile(r"\w+:(?P<verb>send|recv) \d+(?:->|<-)(?P<other>\d+)")
+_UNNAMED = frozenset(("", "undefined", "default_pg"))
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective as one rank entered it: its number in the order of the group, its kind ("all_reduce"), what this
+    rank put in (elements of all tensors, their sizes and dtypes in words), and whether it is over for this rank."""
+
+    number: int
+    kind: str
+    elements: int
+    sizes: str
+    dtype: str
+    ended: bool
+
+
+@dataclass(frozen=True)
+class Team:
+    """A process group: the library that carries it, torch's name for it (the same on all its ranks), what people call
+    it (may be empty), and the ranks in it by their numbers among all, in the order of the group.
+
+    These are kept as spans (first, distance, count), so that a record of a rank among thousands stays small.
+    """
+
+    backend: str
+    name: str
+    words: str
+    spans: tuple[Span, ...]
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks; empty where they are not known."""
+        return tuple(first + distance * place for first, distance, count in self.spans for place in range(count))
+
+
+def make_team(backend: str, name: str, words: str, ranks: Sequence[int]) -> Team:
+    """A group of these ranks."""
+    return Team(backend, name, words, tuple(_find_spans(ranks)))
+
+
+def _find_spans(ranks: Sequence[int]) -> Iterator[Span]:
+    begin = 0
+    while begin < len(ranks):
+        distance = ranks[begin + 1] - ranks[begin] if begin + 1 < len(ranks) else 1
+        end = begin + 1
+        while end < len(ranks) and ranks[end] - ranks[end - 1] == distance:
+            end += 1
+        yield ranks[begin], distance, end - begin
+        begin = end
+
+
+@dataclass(frozen=True)
+class CallTimeline:
+    """The last calls of one rank in one group, oldest first."""
+
+    team: Team
+    calls: tuple[Call, ...]
+
+
+@dataclass(frozen=True)
+class Record:
+    """The last calls of a rank in all its groups.
+
+    `whole`: nothing was left out since the rank began, so that a group without a line was never used by it.
+    `transfer`: the oldest point-to-point transfer that it began after its last collective, and that is not over.
+    """
+
+    rank: int
+    lines: tuple[CallTimeline, ...] = ()
+    whole: bool = True
+    transfer: str = ""
+
+
+def build_record(
+    rank: int, dumps: Sequence[Mapping[str, Any]], members: Mapping[str, tuple[int, ...]], *, recording: bool
+) -> Record:
+    """The record of a rank from what the recorders of torch tell (one for NCCL, one for the rest), and the ranks of
+    each group by torch's name for it. `recording`: they were on from the start."""
+    entries = [list(dump.get("entries", ())) for dump in dumps]
+    whole = recording and all(not each or int(each[0]["record_id"]) == 0 for each in entries)
+    transfer = next(filter(None, (_find_transfer(each, members) for each in entries)), "")
+    calls = [entry for each in entries for entry in each if not _is_transfer(entry)]
+    calls.sort(key=_find_team)
+    lines = [
+        CallTimeline(_describe_team(next_ones[0], members), trim_calls(map(_read_entry, next_ones)))
+        for next_ones in (list(group) for _, group in groupby(calls, key=_find_team))
+    ]
+    return Record(rank, tuple(lines), whole, transfer)
+
+
+def trim_calls(calls: Iterable[Call]) -> tuple[Call, ...]:
+    """The calls to keep of one group, in order: the newest ones, and the oldest of those that are open at the end.
+
+    Numbers that begin anew are those of a group that was made again under the same name; of several calls with one
+    number (sent together) the first stands for all.
+    """
+    newest: list[Call] = []
+    for call in calls:
+        if newest and call.number < newest[-1].number:
+            newest = []
+        if not newest or call.number > newest[-1].number:
+            newest.append(call)
+    open_ones = find_open(newest)
+    return (*open_ones[: max(0, min(FIRST_OPEN, len(open_ones) - LAST))], *newest[-LAST:])
+
+
+def find_open(calls: Sequence[Call]) -> Sequence[Call]:
+    """Calls that are not over, after the last one that is."""
+    done = next((index for index in range(len(calls), 0, -1) if calls[index - 1].ended), 0)
+    return calls[done:]
+
+
+def shift_record(record: Record, first: int) -> Record:
+    """The same with the number that the rank has among all, the first of its node being `first`."""
+    return replace(record, rank=record.rank + first)
+
+
+def read_record(facts: Mapping[str, Any]) -> Record:
+    """A record from what `dataclasses.asdict` made of it."""
+    return Record(
+        int(facts["rank"]), tuple(map(_read_line, facts["lines"])), bool(facts["whole"]), str(facts["transfer"])
+    )
+
+
+def _read_line(facts: Mapping[str, Any]) -> CallTimeline:
+    team = facts["team"]
+    return CallTimeline(
+        Team(str(team["backend"]), str(team["name"]), str(team["words"]), tuple(map(_read_span, team["spans"]))),
+        tuple(map(_read_call, facts["calls"])),
+    )
+
+
+def _read_span(numbers: Sequence[Any]) -> Span:
+    first, distance, count = map(int, numbers)
+    if not 0 <= count <= _MOST_RANKS:
+        raise ValueError(f"a group of {count} ranks")
+    return first, distance, count
+
+
+def _read_call(facts: Mapping[str, Any]) -> Call:
+    return Call(
+        int(facts["number"]),
+        str(facts["kind"]),
+        int(facts["elements"]),
+        str(facts["sizes"]),
+        str(facts["dtype"]),
+        bool(facts["ended"]),
+    )
+
+
+# --- what torch says
+
+
+def _find_team(entry: Mapping[str, Any]) -> tuple[str, str]:
+    backend, found, _ = str(entry["profiling_name"]).partition(":")
+    return backend if found else "", str(entry["process_group"][0])
+
+
+def _describe_team(entry: Mapping[str, Any], members: Mapping[str, tuple[int, ...]]) -> Team:
+    backend, name = _find_team(entry)
+    words = str(entry["process_group"][1])
+    return make_team(backend, name, "" if words in _UNNAMED else words.removeprefix("mesh_"), members.get(name, ()))
+
+
+def _read_entry(entry: Mapping[str, Any]) -> Call:
+    shapes = [tuple(map(int, shape)) for shape in entry["input_sizes"]]
+    kinds = sorted({_DTYPES.get(str(each), str(each)) for each in entry["input_dtypes"]})
+    return Call(
+        number=int(entry["collective_seq_id"]),
+        kind=str(entry["profiling_name"]).rpartition(":")[2],
+        elements=sum(map(prod, shapes)),
+        sizes=_render_sizes(shapes),
+        dtype=" and ".join(kinds),
+        ended=bool(entry["retired"]),
+    )
+
+
+def _render_sizes(shapes: Sequence[tuple[int, ...]]) -> str:
+    shown = ", ".join("x".join(map(str, shape)) or "1" for shape in shapes[:_SHOWN_SIZES])
+    return f"{shown} and {len(shapes) - _SHOWN_SIZES} more" if len(shapes) > _SHOWN_SIZES else shown
+
+
+def _is_transfer(entry: Mapping[str, Any]) -> bool:
+    return bool(entry["is_p2p"]) or _TRANSFER.fullmatch(str(entry["profiling_name"])) is not None
+
+
+def _find_transfer(entries: Sequence[Mapping[str, Any]], members: Mapping[str, tuple[int, ...]]) -> str:
+    """What is said of the oldest open transfer after the last collective, as "recv from rank 0"."""
+    last = next((index for index in range(len(entries), 0, -1) if not _is_transfer(entries[index - 1])), 0)
+    for entry in entries[last:]:
+        found = _TRANSFER.fullmatch(str(entry["profiling_name"]))
+        ranks = members.get(_find_team(entry)[1], ())
+        if found is not None and not entry["retired"] and int(found["other"]) < len(ranks):
+            return f"{found['verb']} {'to' if found['verb'] == 'send' else 'from'} rank {ranks[int(found['other'])]}"
+    return ""
+
+
+# --- In which collective ranks wait, and who has not entered it: the records of all ranks (`record`) held together
+
+SHOWN = 3
+"""How many sentences are told at most."""
+
+_ALIKE = frozenset(
+    (
+        "all_reduce",
+        "allreduce_coalesced",
+        "broadcast",
+        "reduce",
+        "_all_gather_base",
+        "all_gather_single",
+        "_reduce_scatter_base",
+        "reduce_scatter_single",
+    )
+)
+"""Kinds in which all ranks put in as many elements, of one dtype."""
+
+CIRCLE = "each of these waits for another: they call collectives in different orders, or one is held up elsewhere"
+SILENT = "did not answer (stopped, or Python's lock is held)"
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What ranks say of their collectives, and those that were asked and did not answer."""
+
+    records: tuple[Record, ...] = ()
+    silent: tuple[int, ...] = ()
+
+    def shift(self, first: int) -> Heard:
+        """The same with the numbers that the ranks have among all, the first of this node being `first`."""
+        records = tuple(shift_record(record, first) for record in self.records)
+        return Heard(records, tuple(rank + first for rank in self.silent))
+
+
+NOTHING = Heard()
+
+
+def merge_heard(parts: Iterable[Heard]) -> Heard:
+    """What the ranks of several nodes say."""
+    known = list(parts)
+    records = sorted((record for part in known for record in part.records), key=lambda record: record.rank)
+    return Heard(tuple(records), tuple(sorted(rank for part in known for rank in part.silent)))
+
+
+def explain_collectives(heard: Heard) -> tuple[str, ...]:
+    """What the records show, a sentence each without a full stop, what matters most first; at most SHOWN."""
+    known = {record.rank: record for record in heard.records}
+    views = [_GroupView(team, known, frozenset(heard.silent)) for team in _list_teams(heard.records)]
+    told = [text for view in views if (text := _explain_mismatch(view))]
+    waits = _choose_waits([wait for view in views if not _find_mismatch(view) and (wait := _find_wait(view))])
+    is_circle, waits = _is_circle(waits), waits[: SHOWN - len(told)]
+    told += [_explain_wait(wait, known) for wait in waits]
+    if is_circle:
+        told = [*told[: SHOWN - 1], CIRCLE]
+    if not set(heard.silent) <= {rank for wait in waits for rank in wait.silent}:
+        told = [*told[: SHOWN - 1], f"{render_ranks(heard.silent)} {SILENT}"]
+    return tuple(told[:SHOWN])
+
+
+def render_ranks(ranks: Sequence[int]) -> str:
+    """As people say it: "rank 3", "ranks 0 and 2", "ranks 0 to 7, 9 and 12"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    spans = [[f"{run[0]} to {run[-1]}"] if len(run) > 2 else list(map(str, run)) for run in runs]
+    words = [word for span in spans for word in span]
+    listed = f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)
+    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
+
+
+# --- one group
+
+
+@dataclass(frozen=True)
+class _GroupView:
+    """One group, with all records."""
+
+    team: Team
+    records: Mapping[int, Record]
+    all_silent: frozenset[int]
+
+    @property
+    def silent(self) -> tuple[int, ...]:
+        return tuple(rank for rank in self.team.ranks if rank in self.all_silent)
+
+    def calls(self, rank: int) -> Sequence[Call]:
+        """The calls of a rank that are known, oldest first."""
+        record = self.records.get(rank)
+        lines: Sequence[CallTimeline] = record.lines if record is not None else ()
+        return next((line.calls for line in lines if _is_same(line.team, self.team)), ())
+
+    def last(self, rank: int) -> int | None:
+        """The number of the last collective that a rank has entered, 0 for none; None where that is not known."""
+        calls = self.calls(rank)
+        if calls:
+            return calls[-1].number
+        return 0 if rank in self.records and self.records[rank].whole else None
+
+    def call(self, rank: int, number: int) -> Call | None:
+        """The call of this number, where it is known."""
+        return next((call for call in self.calls(rank) if call.number == number), None)
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """A collective that some ranks of a group have entered and that is not over."""
+
+    view: _GroupView
+    call: Call
+    inside: tuple[int, ...]
+    missing: tuple[int, ...]
+    silent: tuple[int, ...]
+    unknown: tuple[int, ...]
+
+    @property
+    def awaited(self) -> frozenset[int]:
+        return frozenset((*self.missing, *self.silent))
+
+
+def _list_teams(records: Sequence[Record]) -> list[Team]:
+    """All groups of several ranks whose ranks are known, in the same order whoever asks."""
+    named = {line.team for record in records for line in record.lines}
+    found = [team for team in named if len(team.ranks) > 1]
+    return sorted(found, key=lambda team: (team.ranks, team.backend, team.name))
+
+
+def _is_same(team: Team, other: Team) -> bool:
+    """Whether two ranks speak of one group; who has left it does not know its ranks any more."""
+    alike = (team.backend, team.name) == (other.backend, other.name)
+    return alike and (team.spans == other.spans or not team.spans)
+
+
+def _find_wait(view: _GroupView) -> _Wait | None:
+    open_ones = {rank: calls[0] for rank in view.team.ranks if (calls := find_open(view.calls(rank)))}
+    if not open_ones:
+        return None
+    call = min(open_ones.values(), key=lambda each: each.number)
+    last = {rank: view.last(rank) for rank in view.team.ranks}
+    return _Wait(
+        view,
+        call,
+        inside=tuple(rank for rank, each in open_ones.items() if each.number == call.number),
+        missing=tuple(rank for rank, number in last.items() if number is not None and number < call.number),
+        silent=view.silent,
+        unknown=tuple(rank for rank, number in last.items() if number is None and rank not in view.all_silent),
+    )
+
+
+def _find_mismatch(view: _GroupView) -> dict[int, Call]:
+    """The first number under which ranks have entered what does not go together, by rank; empty for none."""
+    numbers = sorted({call.number for rank in view.team.ranks for call in view.calls(rank)})
+    for number in numbers:
+        calls = {rank: call for rank in view.team.ranks if (call := view.call(rank, number)) is not None}
+        if len({_sign(call) for call in calls.values()}) > 1:
+            return calls
+    return {}
+
+
+def _sign(call: Call) -> tuple[str, int, str]:
+    """What has to be the same on all ranks."""
+    return (call.kind, call.elements, call.dtype) if call.kind in _ALIKE else (call.kind, 0, "")
+
+
+# --- in words
+
+
+def _explain_mismatch(view: _GroupView) -> str:
+    calls = _find_mismatch(view)
+    if not calls:
+        return ""
+    number = next(iter(calls.values())).number
+    places: dict[tuple[str, int, str], list[int]] = {}
+    for rank, call in calls.items():
+        places.setdefault(_sign(call), []).append(rank)
+    order = sorted(places.values(), key=lambda ranks: (len(ranks), ranks))
+    told = "; ".join(f"{render_ranks(ranks)} in {_render_call(calls[ranks[0]])}" for ranks in order)
+    where = f"of {_render_team(view.team)} at number {number}"
+    return f"the ranks do not call the same collectives (a mistake in the code): {where} {told}"
+
+
+def _choose_waits(waits: Sequence[_Wait]) -> list[_Wait]:
+    """The waits to tell: those for ranks that wait for nobody; else a circle of waits; else those for nobody at all."""
+    waiting = {rank for wait in waits if wait.awaited for rank in wait.inside}
+    roots = [wait for wait in waits if wait.awaited - waiting]
+    roots = [
+        replace(wait, missing=_without(wait.missing, waiting))
+        for wait in sorted(roots, key=lambda wait: len(wait.awaited & waiting))
+    ]
+    return roots or [wait for wait in waits if wait.awaited] or list(waits)
+
+
+def _is_circle(waits: Sequence[_Wait]) -> bool:
+    """Whether all that are waited for wait themselves."""
+    inside = {rank for wait in waits for rank in wait.inside}
+    awaited = {rank for wait in waits for rank in wait.awaited}
+    return bool(awaited) and awaited <= inside
+
+
+def _without(ranks: Iterable[int], others: Iterable[int]) -> tuple[int, ...]:
+    left_out = frozenset(others)
+    return tuple(rank for rank in ranks if rank not in left_out)
+
+
+def _explain_wait(wait: _Wait, records: Mapping[int, Record]) -> str:
+    are = "is" if len(wait.inside) == 1 else "are"
+    words = _render_call(wait.call)
+    parts = [
+        f"{render_ranks(wait.inside)} {are} in {words}, number {wait.call.number} of {_render_team(wait.view.team)}"
+    ]
+    if wait.missing:
+        have = "has" if len(wait.missing) == 1 else "have"
+        before = _render_last(wait.view, wait.missing)
+        parts.append(f"which {render_ranks(wait.missing)} {have} not entered ({before})")
+        parts += [f"rank {rank} is in {records[rank].transfer}" for rank in wait.missing if records[rank].transfer][:1]
+    if wait.silent:
+        parts.append(f"{render_ranks(wait.silent)} {SILENT}")
+    if wait.unknown and not wait.awaited:
+        parts.append(f"what {render_ranks(wait.unknown)} entered there is not known any more")
+    if not (wait.awaited or wait.unknown):
+        parts.append("which all have entered and which is not over: look at the network and the devices")
+    return ", ".join(parts)
+
+
+def _render_last(view: _GroupView, ranks: Sequence[int]) -> str:
+    """What these ranks entered last in the group."""
+    calls = [(rank, view.calls(rank)[-1] if view.calls(rank) else None) for rank in ranks]
+    order = sorted(calls, key=lambda pair: (pair[1].number if pair[1] is not None else 0, pair[0]))
+    parts = []
+    for number, same in groupby(order, key=lambda pair: pair[1].number if pair[1] is not None else 0):
+        found = list(same)
+        call = found[0][1]
+        what = f"the last one there was {_render_call(call)}, number {number}" if call is not None else "none there yet"
+        parts.append(what if len(found) == len(calls) else f"{render_ranks([rank for rank, _ in found])}: {what}")
+    return "; ".join(parts[:2])
+
+
+def _render_call(call: Call) -> str:
+    """As "all_reduce of 4x3 float32"."""
+    what = f"{call.sizes} {call.dtype}".strip()
+    return f"{call.kind} of {what}" if what else call.kind
+
+
+def _render_team(team: Team) -> str:
+    ranks = render_ranks(team.ranks)
+    carried = f" ({team.backend})" if team.backend else ""
+    return f"group {team.words} of {ranks}{carried}" if team.words else f"{ranks}{carried}"

@@ -1,1 +1,0 @@
-"""The checks, one module a part of the machine."""

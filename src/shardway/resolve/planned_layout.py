@@ -1,0 +1,390 @@
+"""The fastest layout and micro-batch of a run that fits, among those that its rules take.
+
+Invariants:
+- One line without a period.
+- The draft behind it is never changed, and what a rule says here is what it would say of a run file with these values.
+- A size is at most a rank's share.
+- What the person set is kept, and no layout is priced that a rule would refuse.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from shardway.errors import UserError
+from shardway.layout import AXES
+from shardway.plan.case import Case, Degrees, Schedule, divisors
+from shardway.plan.estimate import Estimate, estimate
+from shardway.plan.machine import Machine
+from shardway.plan.search import NEAR, SETTINGS, Question, SearchResult, search
+from shardway.plan.shapes.architecture import Architecture
+from shardway.plan.shapes.measured import Shape
+from shardway.resolve.draft import Draft, Rule
+from shardway.resolve.planned_case import (
+    ASSUMED_VOCAB,
+    BETWEEN,
+    case_of,
+    fixed_case_of,
+    machine_for,
+    recompute_of,
+    shape_of_run,
+    split_experts,
+)
+from shardway.resolve.rules.numbers import ceil_div
+from shardway.resolve.rules.pipeline import stages_of_schedule
+from shardway.runfile.schema import RunFile, all_keys
+
+# --- What a plan says in the origin of a value
+
+
+def format_gib(count_bytes: float) -> str:
+    """Bytes for a person: "71.2 GiB"."""
+    return f"{count_bytes / 2**30:,.1f} GiB"
+
+
+def describe_need(missed: Estimate) -> str:
+    """What does not fit: "81.2 GiB of an accelerator, 6.3 GiB more than the 74.9 GiB that a plan may use"."""
+    peak, machine = missed.peak, missed.machine
+    need, usable, where = peak.device, missed.usable_bytes, "an accelerator"
+    if need <= usable and machine.host_bytes is not None:
+        need = machine.bytes_of_node(peak.host, missed.case.degrees.world)
+        usable = machine.host_bytes * peak.overheads.usable
+        where = "a node's own memory"
+    more = format_gib(need - usable)
+    return f"{format_gib(need)} of {where}, {more} more than the {format_gib(usable)} that a plan may use"
+
+
+def describe_memory(estimate: Estimate) -> str:
+    """What the fullest device holds: "31.2 of 71.2 GiB by the plan"."""
+    return f"{estimate.peak.device / 2**30:,.1f} of {format_gib(estimate.usable_bytes)} by the plan"
+
+
+# --- A draft on which the rules of layouts are tried with other values
+
+
+def list_values(draft: Draft) -> dict[str, Any]:
+    """Every key of a draft with its value."""
+    return {dotted: draft.get(dotted) for dotted in all_keys()}
+
+
+class TrialDraft(Draft):
+    """A draft where `tried` stands before its own values; `own` are these, so that a search lists them once for the
+    thousands of trials that it makes."""
+
+    def __init__(self, draft: Draft, ranks: int, tried: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        self.circumstances = replace(draft.circumstances, ranks=ranks)
+        self.problems = []
+        self._draft, self._tried, self._table = draft, set(tried), {**own, **tried}
+
+    @property
+    def values(self) -> RunFile:
+        """All values as they stand now."""
+        values = self._draft.values
+        for dotted in sorted(self._tried):
+            section, name = dotted.split(".")
+            table = getattr(values, section).model_copy(update={name: self._table[dotted]})
+            values = values.model_copy(update={section: table})
+        return values
+
+    def get(self, dotted: str) -> Any:
+        """The value that is tried, or that of the draft."""
+        return self._table[dotted]
+
+    def is_set(self, dotted: str) -> bool:
+        """Whether a value is tried, or stands in the draft."""
+        return dotted in self._tried or self._draft.is_set(dotted)
+
+    def derive(self, dotted: str, value: Any, reason: str) -> None:
+        """Try what a rule settles."""
+        self._tried.add(dotted)
+        self._table[dotted] = value
+
+    def origin(self, dotted: str) -> str:
+        """That of the draft."""
+        return self._draft.origin(dotted)
+
+    def passes(self, rules: Sequence[Callable[[Draft], None]]) -> bool:
+        """Whether no rule refuses anything; the first that does is the last that is asked."""
+        for rule in rules:
+            rule(self)
+            if self.problems:
+                return False
+        return True
+
+
+# --- The fastest micro-batch that fits, where everything else of a run is settled
+
+LARGEST = 4096
+"""No size above it is looked at: a device is busy long before."""
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A micro-batch, in samples, and why."""
+
+    samples: int
+    reason: str
+
+
+def fastest_micro_batch(values: RunFile, share: int, machine: Machine, hf: Shape | None) -> Sized | None:
+    """Of the sizes that cut a rank's share evenly, and of powers of two, the fastest; of equal ones that with least
+    memory. None for a model or a format that the planner cannot price."""
+    try:
+        shape = shape_of_run(values, hf)
+        cases = [case_of(values, shape, size) for size in list_sizes(share)]
+        priced = [estimate(case, machine) for case in cases]
+    except UserError:
+        return None
+    fitting = [each for each in priced if each.fits]
+    if not fitting:
+        return Sized(1, f"even one sample does not fit by the plan: it needs {describe_need(priced[0])}")
+    quickest = min(each.time.seconds for each in fitting)
+    near = [each for each in fitting if each.time.seconds <= quickest * (1 + NEAR)]
+    best = min(near, key=lambda each: each.peak.device)
+    told = f"the fastest of {len(fitting)} sizes that fit {machine.accelerator.name}; {describe_memory(best)}"
+    return Sized(best.case.micro_batch, told)
+
+
+def list_sizes(share: int) -> list[int]:
+    """Sizes worth a look, smallest first."""
+    most = min(share, LARGEST)
+    even = {size for size in divisors(share) if size <= most} if share <= LARGEST**2 else set()
+    return sorted(even | {2**power for power in range(most.bit_length())})
+
+
+# --- The fastest layout of a run that fits, among those that its rules take
+
+MODES: Mapping[str, str] = MappingProxyType({"none": "none", BETWEEN: "selective", "full": "full"})
+"""The planner's modes of recompute in the words of a run file."""
+
+_AXIS_NAMES = (*AXES, "ep")
+KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        **{axis: (f"parallel.{axis}",) for axis in _AXIS_NAMES},
+        "micro_batch": ("train.micro_batch",),
+        "recompute": ("recompute.mode",),
+        "schedule": ("parallel.pp_schedule", "parallel.pp_stages_per_rank"),
+        "zero": ("parallel.reshard_after_forward",),
+    }
+)
+"""What a search may be told to keep -> the keys of a run file that say it."""
+
+MOST_TIMES = 64
+"""How many times the ranks may be multiplied in a proposal."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Values of the keys that were open, and why."""
+
+    values: Mapping[str, Any]
+    reasons: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Missed:
+    """No layout: what needs least memory, where any is legal, its keys, and the smallest change that is known to
+    help."""
+
+    nearest: Estimate | None
+    values: Mapping[str, Any]
+    help: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenLayout:
+    """A run whose layout is open: the draft as it stands, the rules that its layout will meet, the model, the
+    machine."""
+
+    draft: Draft
+    rules: Sequence[Rule]
+    shape: Architecture
+    machine: Machine
+
+    @property
+    def on_deepspeed(self) -> bool:
+        """Whether ZeRO shards, over the ranks of dp_replicate alone."""
+        return bool(self.draft.get("train.engine") == "deepspeed")
+
+    def is_open(self, name: str, loose: frozenset[str] = frozenset()) -> bool:
+        """Whether a search may choose what `KEYS` calls so."""
+        return name in loose or all(self.draft.is_open(key) for key in KEYS[name])
+
+
+def choose_layout(wish: OpenLayout) -> Chosen | Missed:
+    """Search on all ranks of the run."""
+    ranks = wish.draft.circumstances.ranks
+    found = _search(wish, ranks)
+    if found is not None and found.best is not None:
+        return Chosen(*_describe_choice(wish, found, found.best))
+    nearest = found.nearest if found else None
+    if nearest is None:
+        return Missed(None, {}, "")
+    return Missed(nearest, _list_open(wish, nearest.case), _find_help(wish))
+
+
+def _search(wish: OpenLayout, ranks: int, loose: frozenset[str] = frozenset(), **changes: Any) -> SearchResult | None:
+    """What a search finds; None where no layout is legal.
+
+    Where the ranks do not divide the batch, it is tried rounded up as well: a step takes as long as its largest share.
+    """
+    batch, unit = wish.draft.get("train.global_batch"), ranks
+    if not wish.is_open("micro_batch", loose):
+        unit *= wish.draft.get("train.micro_batch")
+    sizes = dict.fromkeys((batch, ceil_div(batch, unit) * unit))
+    tried = [_find(wish, ranks, loose, {**changes, "global_batch": size}) for size in sizes]
+    legal = [found for found in tried if found is not None and found.looked_at]
+    return min(legal, key=_seconds_of, default=None)
+
+
+def _find(wish: OpenLayout, ranks: int, loose: frozenset[str], changes: Mapping[str, Any]) -> SearchResult | None:
+    try:
+        question = _ask(wish, ranks, loose, changes)
+    except UserError:  # the degrees that are set do not go with each other or with this batch
+        return None
+    return search(question, most=2)
+
+
+def _seconds_of(found: SearchResult) -> float:
+    return found.best.time.seconds if found.best else math.inf
+
+
+def _ask(wish: OpenLayout, ranks: int, loose: frozenset[str], changes: Mapping[str, Any]) -> Question:
+    """The question; its case carries what is fixed. Raises UserError where that cannot be."""
+    draft, deepspeed = wish.draft, wish.on_deepspeed
+    fixed = {name for name in KEYS if not wish.is_open(name, loose)}
+    fixed |= {"offload", *(() if draft.get("parallel.tp_sequence") else ("sequence",))}
+    schedule, stages = _schedule_of(draft)
+    laid_out: dict[str, Any] = {
+        "degrees": Degrees(dp_shard=ranks) if deepspeed else _carry_degrees(draft, fixed),
+        "micro_batch": draft.get("train.micro_batch") if "micro_batch" in fixed else 1,
+        "zero": draft.get("deepspeed.stage") if deepspeed else 3 if "zero" in fixed else 0,
+        "schedule": schedule,
+        "stages_per_rank": stages if "schedule" in fixed else 1,
+        "recompute": recompute_of(draft.values.recompute) if "recompute" in fixed else "none",
+    }
+    fixed |= {*_AXIS_NAMES, "zero"} if deepspeed else set()
+    case = fixed_case_of(draft.values, wish.shape, **{**laid_out, **changes})
+    return Question(case, machine_for(wish.machine, ranks), ranks, frozenset(fixed), as_run=_adapt(wish, loose, case))
+
+
+def _carry_degrees(draft: Draft, fixed: set[str]) -> Degrees:
+    """Those that are set; experts split over ranks that are not found yet."""
+    sizes = {axis: draft.get(f"parallel.{axis}") for axis in _AXIS_NAMES if axis in fixed}
+    if "ep" in fixed and "dp_shard" not in fixed:
+        sizes["dp_shard"] = sizes["ep"]
+    return Degrees(**sizes)
+
+
+def _schedule_of(draft: Draft) -> tuple[Schedule, int]:
+    """The schedule and the stages of a rank that follow from what is set of the two."""
+    schedule, stages = draft.get("parallel.pp_schedule"), draft.get("parallel.pp_stages_per_rank")
+    if stages == "auto":
+        return schedule, stages_of_schedule(schedule).least
+    if draft.is_open("parallel.pp_schedule") and stages > 1:
+        return "interleaved", stages
+    return schedule, stages
+
+
+def _adapt(wish: OpenLayout, loose: frozenset[str], asked: Case) -> Callable[[Case], Case | None]:
+    """A layout as the run's engine runs it; None where a rule refuses it or it is not what the person set."""
+    draft, own = wish.draft, list_values(wish.draft)
+    kept = {key: draft.get(key) for name, keys in KEYS.items() for key in keys if not draft.is_open(key)}
+    kept = {key: value for key, value in kept.items() if not any(key in KEYS[name] for name in loose)}
+    # A vocabulary that is not known yet may turn out to be one that the tensor axis cannot split.
+    whole = draft.get("model.vocab") == "auto" and "parallel.tp" not in kept
+
+    def as_run(case: Case) -> Case | None:
+        tried = {**values_of(wish, case), **_changed(asked, draft, case)}
+        if any(kept[key] != value for key, value in tried.items() if key in kept) or (whole and case.degrees.tp > 1):
+            return None
+        if not TrialDraft(draft, case.degrees.world, tried, own).passes(wish.rules):
+            return None
+        return replace(case, degrees=split_experts(case.degrees, case.model))
+
+    return as_run
+
+
+def _changed(asked: Case, draft: Draft, case: Case) -> dict[str, Any]:
+    """Keys beside the layout that a question changes in order to help."""
+    offload = {"parallel.cpu_offload": True} if case.offload and not draft.get("parallel.cpu_offload") else {}
+    return {"optim.name": case.optimizer, **(offload if draft.get("train.engine") == "torch" else {})}
+
+
+def values_of(wish: OpenLayout, case: Case) -> dict[str, Any]:
+    """The keys of a run file that say what a case says, those alone that have an effect in its layout."""
+    degrees = case.degrees
+    values: dict[str, Any] = {f"parallel.{axis}": getattr(degrees, axis) for axis in _AXIS_NAMES}
+    if wish.on_deepspeed:
+        values |= {"parallel.dp_replicate": degrees.data, "parallel.dp_shard": 1}
+    elif degrees.shards > 1 and wish.is_open("zero"):
+        values["parallel.reshard_after_forward"] = case.reshard
+    values |= {"train.micro_batch": case.micro_batch}
+    if wish.is_open("recompute"):
+        values["recompute.mode"] = MODES[case.recompute]
+    if degrees.pp > 1:
+        values |= {"parallel.pp_schedule": case.schedule, "parallel.pp_stages_per_rank": case.stages_per_rank}
+    return values
+
+
+def _describe_choice(wish: OpenLayout, found: SearchResult, best: Estimate) -> tuple[dict[str, Any], dict[str, str]]:
+    """The open keys with their values, and with why."""
+    values = _list_open(wish, best.case)
+    told = f"the fastest of {found.looked_at:,} ways to run that were priced"
+    if len(found.candidates) > 1:
+        other = found.candidates[1]
+        told += f"; next: {other.estimate.case.degrees.render()}: {other.reason}"
+    if wish.draft.get("model.vocab") == "auto":
+        told += f" (for a vocabulary of {ASSUMED_VOCAB:,})"
+    reasons = {
+        "train.micro_batch": f"the fastest with this layout; {describe_memory(best)}",
+        "recompute.mode": "as little as fits",
+        "parallel.reshard_after_forward": "the fastest with this layout",
+        "parallel.pp_stages_per_rank": "the fastest with this layout",
+    }
+    reasons |= dict.fromkeys(_list_unsplit(values), "not split in the fastest layout")
+    return values, {key: reasons.get(key, told) for key in values}
+
+
+def _list_open(wish: OpenLayout, case: Case) -> dict[str, Any]:
+    return {key: value for key, value in values_of(wish, case).items() if wish.draft.is_open(key)}
+
+
+def _list_unsplit(values: Mapping[str, Any]) -> list[str]:
+    """Keys of axes of one rank, but for that of copies where all axes are such."""
+    ones = [f"parallel.{axis}" for axis in _AXIS_NAMES if values.get(f"parallel.{axis}") == 1]
+    return ones[len(ones) == len(_AXIS_NAMES) :]
+
+
+def _find_help(wish: OpenLayout) -> str:
+    """The first change of those below with which something fits; "" where none does."""
+    for what, attempt in _list_attempts(wish):
+        found = attempt()
+        if found is not None and found.best is not None:
+            return what
+    return ""
+
+
+def _list_attempts(wish: OpenLayout) -> Iterator[tuple[str, Callable[[], SearchResult | None]]]:
+    """Changes, the smallest first."""
+    ranks = wish.draft.circumstances.ranks
+    for name in SETTINGS:
+        if not wish.is_open(name):
+            keys = " and ".join(key for key in KEYS[name] if not wish.draft.is_open(key))
+            yield f"leave {keys} open", lambda name=name: _search(wish, ranks, frozenset({name}))  # type: ignore[misc]
+    degrees = frozenset(axis for axis in _AXIS_NAMES if not wish.is_open(axis))
+    if degrees:
+        yield f"leave the degrees open ({', '.join(sorted(degrees))})", lambda: _search(wish, ranks, degrees)
+    if not wish.on_deepspeed and not wish.draft.get("parallel.cpu_offload"):
+        yield "set parallel.cpu_offload = true", lambda: _search(wish, ranks, offload=True)
+    if not wish.on_deepspeed and wish.draft.get("optim.name") == "adamw":
+        yield 'set optim.name = "adamw8bit"', lambda: _search(wish, ranks, optimizer="adamw8bit")
+    shared, times = frozenset({"dp_replicate", "dp_shard"}), 2
+    while times <= MOST_TIMES:
+        more = times * ranks
+        yield f"start {more:,} ranks", lambda more=more: _search(wish, more, shared)  # type: ignore[misc]
+        times *= 2

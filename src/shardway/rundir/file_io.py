@@ -1,0 +1,306 @@
+"""Files of a run directory: whole or not at all, typed when read, looked for without hanging, refused in words.
+
+Invariants:
+- After `write_whole` returns, the file has the new content even across a power cut (unless it need not be durable); if
+  it raises, the file has the old content.
+- "no" means that the file system said so. One that does not answer (a server that is gone, a mount that was lost) is an
+  error that says what to do, since what is taken for absent may be made anew, and what is taken for damaged set aside.
+- An OSError becomes a JobError, of which the user hears what to do; nothing else is changed.
+- What it gives has no value of another type, and no number that is not finite.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields
+from itertools import takewhile
+from pathlib import Path
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from shardway.errors import JobError
+from shardway.refusals import AWAY, find_remedy
+
+# --- Files that appear whole or not at all
+
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What file systems without links say: FAT, some of FUSE and SMB."""
+
+
+def write_whole(path: Path, text: str, *, durable: bool = True) -> None:
+    """Write `text` to a temporary neighbour, fsync it, rename it over `path` and fsync the folder.
+
+    Not `durable`, it is not fsynced, which takes a disk milliseconds: readers find the old or the new content, and
+    after a power cut perhaps none.
+    """
+    with _written_beside(path, text, durable=durable) as temporary:
+        os.replace(temporary, path)
+    if durable:
+        fsync_folder(path.parent)
+
+
+def write_new(path: Path, text: str) -> bool:
+    """Write a whole file under a name that nobody has taken; whether it was free.
+
+    Where the file system has no links, readers may find it empty for an instant.
+    """
+    with _written_beside(path, text, durable=True) as temporary:
+        try:
+            os.link(temporary, path)  # unlike a rename, refuses to take another's place
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            if not _write_exclusively(path, text):
+                return False
+    fsync_folder(path.parent)
+    return True
+
+
+def why_refused(folder: Path) -> str:
+    """Why nothing can be written into a folder now, in the words of the system; empty where something can."""
+    try:
+        with _written_beside(folder / "probe", " " * 4096, durable=True):
+            return ""
+    except OSError as error:
+        return error.strerror or type(error).__name__
+
+
+def _write_exclusively(path: Path, text: str) -> bool:
+    try:
+        with open(path, "x", encoding="utf-8", errors="surrogateescape") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except FileExistsError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _written_beside(path: Path, text: str, *, durable: bool) -> Iterator[Path]:
+    """A temporary neighbour of `path` that holds `text`; gone afterwards, unless it was renamed."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with open(temporary, "x", encoding="utf-8", errors="surrogateescape") as file:
+            file.write(text)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        yield temporary
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def write_json(path: Path, content: Mapping[str, Any], *, durable: bool = True) -> None:
+    """`content` as strict JSON, written whole."""
+    write_whole(path, render_json(content, indent=1) + "\n", durable=durable)
+
+
+def render_json(content: Any, **form: Any) -> str:
+    """JSON that every reader takes; a number that is not finite, which has no form there (RFC 8259), is null."""
+    try:
+        return json.dumps(content, allow_nan=False, **form)
+    except ValueError:
+        return json.dumps(_without_nan(content), allow_nan=False, **form)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {name: _without_nan(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(entry) for entry in value]
+    return value
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder and what is in it, as far as the file system lets: what is left is no file of anybody's.
+
+    `shutil.rmtree` raises in spite of `ignore_errors` where a file system goes away while a folder is open.
+    """
+    with contextlib.suppress(OSError):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make renames in `folder` durable; file systems that cannot fsync a folder are left alone."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- Whether something stands at a path, where a file system may not answer
+
+ABSENT = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG))
+"""What a file system says where nothing stands at a path, or can."""
+
+UNREADABLE = AWAY | {errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EIO}
+"""What says nothing of the file either: it may not, or cannot, be looked at from here."""
+
+
+def is_there(path: Path) -> bool:
+    """Whether something stands there. Raises JobError where the file system does not answer."""
+    try:
+        os.stat(path)
+    except OSError as error:
+        if error.errno in ABSENT:
+            return False
+        raise unanswered(path, error) from error
+    return True
+
+
+def is_seen(path: Path) -> bool:
+    """The same as far as the file system answers now: for what is looked for again."""
+    with contextlib.suppress(JobError):
+        return is_there(path)
+    return False
+
+
+def list_names(folder: Path) -> list[str]:
+    """The names in a folder, in no order; none where there is no folder. Raises JobError as `is_there` does."""
+    try:
+        return os.listdir(folder)
+    except OSError as error:
+        if error.errno in ABSENT:
+            return []
+        raise unanswered(folder, error) from error
+
+
+def list_missing(path: Path) -> tuple[Path, ...]:
+    """Of a path and the folders above it, those that are not there, innermost first. Raises JobError."""
+    return tuple(takewhile(lambda folder: not is_there(folder), (path, *path.parents)))
+
+
+def answers(folder: Path) -> bool:
+    """Whether the file system of a folder answers now: asked for a name that no cache knows."""
+    try:
+        os.stat(folder / f".shardway-{uuid.uuid4().hex}")
+    except OSError as error:
+        return error.errno not in AWAY
+    return True
+
+
+def check_answers(path: Path, error: Exception) -> None:
+    """Raise JobError where this error, of reading a file, says nothing of the file."""
+    if isinstance(error, OSError) and error.errno in AWAY:
+        raise unanswered(path, error) from error
+
+
+def unanswered(path: Path, error: OSError) -> JobError:
+    """That error of a file system which was only asked."""
+    return JobError(
+        f"{path} cannot be looked at: {error.strerror}.\n"
+        f"  Nothing that was saved has changed. To do: {find_remedy(error)}; then run the same command again. A run "
+        "goes on from its last checkpoint."
+    )
+
+
+# --- What the file system of a run directory refuses, in words for whoever started the run
+
+
+@contextlib.contextmanager
+def refusals(run: Path) -> Iterator[None]:
+    """What is refused while something is written into a run directory, as a JobError with what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise refused(run, error) from error
+
+
+def refused(run: Path, error: OSError) -> JobError:
+    """That error of the file system."""
+    target = error.filename2 or error.filename
+    where = f" ({target})" if target else ""
+    return JobError(
+        f"the run directory {run} does not take more writing: {error.strerror}{where}.\n"
+        f"  What was saved before is unchanged. To do: {find_remedy(error)}; then run the same command again: it goes "
+        "on from the last checkpoint."
+    )
+
+
+# --- From a table that was read from a file to a dataclass, with every value of the type that the dataclass says
+
+T = TypeVar("T")
+
+_WRONG = object()
+
+
+def read_fields(kind: type[T], table: Any) -> T | None:
+    """The dataclass in a table: keys that it does not know, and values of another type, count as not there.
+
+    None where that leaves out a field without a default, or `table` is no table.
+    """
+    if not isinstance(table, Mapping):
+        return None
+    hints, found = get_type_hints(kind), {}
+    for each in fields(kind):  # type: ignore[arg-type]
+        value = _read(hints[each.name], table[each.name]) if each.name in table else _WRONG
+        if value is not _WRONG:
+            found[each.name] = value
+        elif each.default is MISSING and each.default_factory is MISSING:
+            return None
+    return kind(**found)
+
+
+def check_sections(resolved: dict[str, Any]) -> dict[str, Any]:
+    """The same tables. Raises ValueError where something else than the format is none."""
+    for name, section in resolved.items():
+        if name != "format" and not isinstance(section, dict):
+            raise ValueError(f"{name} is no section")
+    return resolved
+
+
+def _read(hint: Any, value: Any) -> Any:
+    """The value as that type, or _WRONG."""
+    origin = get_origin(hint)
+    if origin is tuple:
+        entries = [_read(get_args(hint)[0], entry) for entry in value] if isinstance(value, list) else [_WRONG]
+        return _WRONG if _WRONG in entries else tuple(entries)
+    if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
+        return value if isinstance(value, Mapping) else _WRONG
+    options = get_args(hint) if origin is not None else (hint,)
+    return next((read for option in options if (read := _read_plain(option, value)) is not _WRONG), _WRONG)
+
+
+def _read_plain(kind: type, value: Any) -> Any:
+    """The value as a text, number, truth value or nothing, or _WRONG. A whole number also stands for a float."""
+    if kind is NoneType:
+        return value if value is None else _WRONG
+    if kind is bool or isinstance(value, bool):
+        return value if kind is bool and isinstance(value, bool) else _WRONG
+    if kind is float and isinstance(value, int | float):
+        return _finite(value)
+    if issubclass(kind, str):
+        return value if isinstance(value, str) and _is_text(value) else _WRONG
+    return value if isinstance(value, kind) else _WRONG
+
+
+def _finite(value: float) -> Any:
+    try:
+        number = float(value)
+    except OverflowError:
+        return _WRONG
+    return number if math.isfinite(number) else _WRONG
+
+
+def _is_text(value: str) -> bool:
+    """Whether it can be printed and handed to a program: no lone surrogate, no NUL."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in value

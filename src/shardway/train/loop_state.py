@@ -1,0 +1,417 @@
+"""The state of the loop: counters, schedule, phases, what it works with, and what validations ask for.
+
+Invariants:
+- The position is where the next step begins in the order of samples, whatever was skipped before it, so that it means
+  the same on any world size and under any `data.skip`.
+- The factor depends on the step and the lengths alone, so that a resumed run needs no state for it. It must not know an
+  optimizer.
+- Every phase that is entered on one rank is entered on all, since the facts it follows from are agreed.
+- Values alone, the same on every rank.
+- A learning rate that a script has set is never overwritten; where run file and script both set it, the run ends with a
+  sentence.
+- It follows from the results that hold and from the steps that are saved, and nothing of it is written down; so a
+  resume knows the same. All ranks know what rank 0 found.
+
+RESTORE ─► STEP ─► SAVE ─► VALIDATE ─► STEP ...        (SAVE and VALIDATE only when due)
+       └─────────┴───────┴─────────┴─► STOP ─► END         (asked to stop: save first, do not validate)
+                                   └─► FINISH ─► END       (the last step: save and validate first)
+
+VALIDATE ─► SAVE ─► STEP ...                           (the result asks for a checkpoint: it is one of the best)
+
+STEP or RESTORE ─► GO_BACK ─► as after RESTORE         (a spike: nothing of it is validated or saved)
+
+A save comes before the validation of its step, so that an error in a validation costs no work. A validation that a stop
+broke off is followed by the save of the stop. One that a stop left out is due again after RESTORE; a run that owes one
+stops rather than finishes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from shardway.best import LOSS, Monitor, Results
+from shardway.checkpoint.folders import RetentionPolicy
+from shardway.checkpoint.state import CheckpointState
+from shardway.data.loader import Batch
+from shardway.errors import UserError, list_some
+from shardway.parallel.apply import ParallelModel
+from shardway.train.by_hand import GradientsByHand
+from shardway.train.engines.base import Engine
+from shardway.train.guard import GuardPlan
+from shardway.train.held import Holdings
+from shardway.train.local_tier import LeastCost, LocalPlan
+from shardway.train.loss import LossScale
+from shardway.train.session import Session
+from shardway.train.validate import Validation
+
+# --- How far a run is
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Finished steps, samples that were trained on, targets that counted in the loss, and the position in the data.
+
+    Where nothing was skipped, the position is the number of samples.
+    """
+
+    step: int = 0
+    samples: int = 0
+    targets: int = 0
+    position: int = 0
+
+    def after(self, samples: int, targets: float, next_position: int) -> Counters:
+        """The counters once one more step is done."""
+        return Counters(self.step + 1, self.samples + samples, self.targets + round(targets), next_position)
+
+    def as_numbers(self) -> dict[str, Any]:
+        """For a checkpoint's manifest."""
+        return {"step": self.step, "samples": self.samples, "targets": self.targets, "position": self.position}
+
+
+def read_counters(numbers: Mapping[str, Any]) -> Counters:
+    """The counters of a manifest; one without a position is from before any could be skipped."""
+    samples = int(numbers["samples"])
+    return Counters(int(numbers["step"]), samples, int(numbers["targets"]), int(numbers.get("position", samples)))
+
+
+# --- The learning rate of a step, as a pure function
+
+
+@dataclass(frozen=True)
+class LRSchedule:
+    """Lengths in steps, and the factor at the end as a fraction of the peak."""
+
+    total: int
+    warmup: int
+    decay: int
+    final: float
+
+
+def lr_factor(name: str, course: LRSchedule, step: int) -> float:
+    """The factor on the peak learning rate for the step that follows `step` finished ones (0 is the first).
+
+    Linear warm-up over `warmup` steps, the first of which has 1/warmup of the peak; then the named course.
+    """
+    if step < course.warmup:
+        return (step + 1) / course.warmup
+    return COURSES[name](course, min(step, course.total))
+
+
+def _cosine(course: LRSchedule, step: int) -> float:
+    """Half a cosine from 1 to `final` (Loshchilov and Hutter, arXiv:1608.03983)."""
+    progress = _progress(step, course.warmup, course.total)
+    return course.final + (1 - course.final) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def _linear(course: LRSchedule, step: int) -> float:
+    return 1 + (course.final - 1) * _progress(step, course.warmup, course.total)
+
+
+def _constant(course: LRSchedule, step: int) -> float:
+    return 1.0
+
+
+def _warmup_stable_decay(course: LRSchedule, step: int) -> float:
+    """Constant until `decay` steps before the end, then linear to `final` (Hu et al., arXiv:2404.06395)."""
+    return 1 + (course.final - 1) * _progress(step, course.total - course.decay, course.total)
+
+
+def _progress(step: int, start: int, end: int) -> float:
+    return min(1.0, max(0.0, (step - start) / max(1, end - start)))
+
+
+COURSES: dict[str, Callable[[LRSchedule, int], float]] = {
+    "cosine": _cosine,
+    "linear": _linear,
+    "constant": _constant,
+    "wsd": _warmup_stable_decay,
+}
+"""Name in the run file -> factor after the warm-up."""
+
+
+# --- The states of the loop and the order in which they follow each other, as a pure function
+
+
+class LoopPhase(Enum):
+    """What the loop does now."""
+
+    RESTORE = auto()
+    STEP = auto()
+    GO_BACK = auto()
+    VALIDATE = auto()
+    SAVE = auto()
+    STOP = auto()
+    FINISH = auto()
+    END = auto()
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the next phase follows from; the same on every rank.
+
+    `validate_due`: a validation belongs after the step that was done last, and was not made. `goes_back`: the last
+    steps were a spike that the run goes back before. `save_owed`: the run directory lacks the step that the run went on
+    from. `result_save_due`: the validation of this step asks for a checkpoint of it in the run directory.
+    """
+
+    done: bool
+    stop: bool
+    validate_due: bool
+    save_due: bool
+    goes_back: bool = False
+    save_owed: bool = False
+    result_save_due: bool = False
+
+
+def next_phase(phase: LoopPhase, facts: Facts) -> LoopPhase:
+    """The phase after `phase`."""
+    if phase in (LoopPhase.STOP, LoopPhase.FINISH, LoopPhase.END):
+        return LoopPhase.END
+    if phase in (LoopPhase.RESTORE, LoopPhase.STEP) and facts.goes_back:
+        return LoopPhase.GO_BACK
+    if (phase is LoopPhase.STEP or (phase is LoopPhase.VALIDATE and facts.stop)) and facts.save_due:
+        return LoopPhase.SAVE
+    if phase in (LoopPhase.RESTORE, LoopPhase.GO_BACK, LoopPhase.VALIDATE) and facts.result_save_due:
+        return LoopPhase.SAVE
+    if phase is LoopPhase.RESTORE and facts.save_owed and (facts.done or facts.stop):
+        return LoopPhase.SAVE
+    if phase is not LoopPhase.VALIDATE and facts.validate_due and not facts.stop:
+        return LoopPhase.VALIDATE
+    if facts.stop and not (facts.done and not facts.validate_due):
+        return LoopPhase.STOP
+    return LoopPhase.FINISH if facts.done else LoopPhase.STEP
+
+
+# --- What a walk through a run is told before it begins: lengths, cadences, and what it works with
+
+
+@dataclass(frozen=True)
+class LoopPlan:
+    """Lengths and cadences of a run, in steps unless named otherwise; None: never.
+
+    `writes_lr`: each step sets the learning rate by the schedule; otherwise it is the script's own. `patience`: how
+    many validations without a better `monitor` finish the run.
+    """
+
+    total_steps: int
+    global_batch: int
+    tokens_per_sample: int
+    validate_every: int | None = None
+    save_every: int | None = None
+    save_every_s: float | LeastCost | None = None
+    save_at_end: bool = True
+    keep: RetentionPolicy = field(default_factory=lambda: RetentionPolicy(3))
+    schedule: str = "constant"
+    writes_lr: bool = True
+    course: LRSchedule = field(default_factory=lambda: LRSchedule(1, 0, 0, 1.0))
+    data_fingerprint: str = ""
+    loss_scale: LossScale | None = None
+    stop_margin_s: float | None = None
+    guard: GuardPlan = field(default_factory=GuardPlan)
+    local: LocalPlan | None = None
+    monitor: Monitor = LOSS
+    patience: int | None = None
+
+    def saves_after(self, step: int) -> bool:
+        """Whether a save is due by the number of this step."""
+        return self.saves_shared_after(step) or self.saves_local_after(step)
+
+    def saves_shared_after(self, step: int) -> bool:
+        """One into the run directory; that which is kept for ever is made, whatever the cadence."""
+        return any(every is not None and step % every == 0 for every in (self.save_every, self.keep.every))
+
+    def saves_local_after(self, step: int) -> bool:
+        """One on the disks of the nodes."""
+        return self.local is not None and self.local.every is not None and step % self.local.every == 0
+
+
+@dataclass(frozen=True)
+class LoopParts:
+    """What the loop works with: the engine, a stream of batches from a data position without some spans, validation.
+
+    `others` are the engines of further optimizers. `reading_draws`: whether reading a batch may draw random numbers.
+    `held` is what a script of its own holds, `by_hand` what its run.backward knows; None for a recipe. `data`: where
+    its data stand, as far as a position does not say that.
+    """
+
+    engine: Engine
+    batches_from: Callable[[int, Sequence[Sequence[int]]], Iterator[Batch]]
+    validation: Validation | None = None
+    on_step: Callable[[int, dict[str, Any]], None] | None = None
+    others: tuple[Engine, ...] = ()
+    held: Holdings | None = None
+    reading_draws: bool = True
+    by_hand: GradientsByHand | None = None
+    data: CheckpointState | None = None
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """All of them, the first first."""
+        return (self.engine, *self.others)
+
+    @property
+    def parallels(self) -> tuple[ParallelModel, ...]:
+        """Every model that is trained, each once."""
+        if self.held is not None:
+            return tuple(each.parallel for each in self.held.models)
+        return (self.engine.passes.parallel,)
+
+
+# --- The learning rate that the loop writes: by the schedule of the run file, where that is wished for, and by no
+# other
+
+
+class ScheduledLR:
+    """The learning rates of all groups of a run."""
+
+    def __init__(self, session: Session, plan: LoopPlan, parts: LoopParts) -> None:
+        self._session, self._plan, self._parts = session, plan, parts
+        self._peaks: list[float] = []
+        self._written: list[float] = []
+
+    def begin(self) -> None:
+        """Take what the groups have now as their peaks. Raises UserError where the script has schedulers besides."""
+        if not self._plan.writes_lr:
+            return
+        self._peaks = [float(group["lr"]) for group in self._groups()]
+        if self._parts.held is not None and self._parts.held.schedulers:
+            raise UserError(
+                f"{self._describe_key()} sets the learning rate at each step, and the script has made a scheduler for "
+                f"it ({list_some(list(self._parts.held.schedulers), 6)}).\n"
+                "  To do: leave one of the two out: the scheduler of the script, or optim.schedule."
+            )
+
+    def write(self, step: int) -> None:
+        """Set the learning rate of the step that follows `step` finished ones; nothing where it is the script's."""
+        if not self._plan.writes_lr:
+            return
+        self.check()
+        factor = lr_factor(self._plan.schedule, self._plan.course, step)
+        self._written = [peak * factor for peak in self._peaks]
+        for group, lr in zip(self._groups(), self._written, strict=True):
+            group["lr"] = lr
+
+    def check(self) -> None:
+        """Raise UserError where the script has changed what was written."""
+        if self._parts.held is None or not self._written:
+            return
+        found = [group["lr"] for group in self._groups()]
+        if found == self._written:
+            return
+        changed = [pair for pair in zip(found, self._written, strict=False) if pair[0] != pair[1]]
+        what, instead = "added a parameter group, whose lr", ""
+        if changed:
+            what, instead = f"set lr to {float(changed[0][0]):g}, and", f" (to {changed[0][1]:g} the last time)"
+        raise UserError(
+            f"the script has {what} {self._describe_key()} sets it at each step{instead}.\n"
+            "  To do: leave one of the two out: the schedule of the script, or optim.schedule."
+        )
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for engine in self._parts.engines for group in engine.groups]
+
+    def _describe_key(self) -> str:
+        resolved = self._session.resolved
+        return f"optim.schedule = {resolved.values.optim.schedule!r} ({resolved.origins['optim.schedule']})"
+
+
+# --- What the results of validations ask for: a checkpoint of a step that is one of the best, or the end of the run
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    save_due: bool
+    finish_reason: str
+    unknown: str
+
+
+class Monitoring:
+    """Looks at the results of one run; without a validation there is nothing to look at.
+
+    `save_due`: the step is one of the best or the last, and the run directory lacks it. `finish_reason`: why the run is
+    finished by `train.patience`; empty where it is not. `unknown`: that no result has the metric which
+    `checkpoint.monitor` names.
+    """
+
+    def __init__(self, session: Session, plan: LoopPlan, validation: Validation | None) -> None:
+        self._session = session
+        self._plan = plan
+        self._validation = validation
+        self.save_due, self.finish_reason, self.unknown = False, "", ""
+
+    @property
+    def ranking(self) -> tuple[int, ...]:
+        """The steps that were validated, the best first, where checkpoints are kept by it."""
+        return tuple(self._plan.monitor.rank(self._results)) if self._plan.keep.best else ()
+
+    def look(self, step: int, *, finished: bool) -> None:
+        """Find what the results up to this step ask for, of a run that is finished anyway or not; on all ranks
+        together."""
+        if self._validation is None:
+            return
+        done = finished or step >= self._plan.total_steps
+        found = self._session.ranks.ask_first(lambda: self._judge(step, done=done))
+        self.save_due, self.finish_reason, self.unknown = found.save_due, found.finish_reason, found.unknown
+        if found.finish_reason and self._session.own_model and self._session.ranks.is_first:
+            told = f"this run is finished ({found.finish_reason}); with a higher train.patience it goes on."
+            logging.getLogger("shardway").warning(told)
+
+    def take_save(self) -> tuple[bool, tuple[int, ...]]:
+        """For a save, which is made now: whether the result asks for it, and the ranking."""
+        due, self.save_due = self.save_due, False
+        return due, self.ranking
+
+    def describe_finish(self, reason: str) -> dict[str, str]:
+        """For the status of a run that is finished before its last step: by its script, or by which key."""
+        return {"finished_by": "train.patience"} if self.finish_reason else {"finished_early": reason}
+
+    @property
+    def _results(self) -> Results:
+        return self._validation.results if self._validation is not None else {}
+
+    def _judge(self, step: int, *, done: bool) -> _Verdict:
+        keep, finish_reason = self._plan.keep, "" if done else self._find_finish()
+        saved = self._session.directory.checkpoint_steps() if keep.best or finish_reason else []
+        is_best = step in keep.find_best([*saved, step], self.ranking)
+        return _Verdict((is_best or bool(finish_reason)) and step not in saved, finish_reason, self._find_unknown())
+
+    def _find_finish(self) -> str:
+        """Why the run is finished, where enough validations in a row were no better."""
+        monitor, patience, results = self._plan.monitor, self._plan.patience, self._results
+        count = monitor.count_since_best(results)
+        if patience is None or count < patience:
+            return ""
+        best = monitor.find_best(results)
+        said = f"{best.metrics[monitor.metric]:.4g} at step {best.step} is the best" if best else "none was a number"
+        return f"no better {monitor.metric} for {count} validation{'s' * (count != 1)}: {said}"
+
+    def _find_unknown(self) -> str:
+        metric, results = self._plan.monitor.metric, self._results
+        origin = self._session.resolved.origins["checkpoint.monitor"]
+        if not results or any(metric in metrics for metrics in results.values()):
+            return ""
+        there = ", ".join(dict.fromkeys(name for metrics in results.values() for name in metrics))
+        return (
+            f'checkpoint.monitor is "{self._plan.monitor}" ({origin}), and the results of the validation hold no '
+            f"{metric}.\n"
+            f"      allowed: {there}; a name other than loss, accuracy and bits_per_byte with max or min before it\n"
+            "  Nothing is lost: what was trained is saved. To do: name one of these, or let the loss function give "
+            f"{metric} in LossSum(metrics=...); then run the same command again."
+        )
+
+
+def check_is_validated(session: Session, validation: Validation | None) -> None:
+    """Raise UserError where a key goes by the results of validations, and the script has none."""
+    values, origins = session.resolved.values, session.resolved.origins
+    asked = {"checkpoint.keep_best": values.checkpoint.keep_best, "train.patience": values.train.patience}
+    named = [f"{key} is {value} ({origins[key]})" for key, value in asked.items() if value not in (0, "off")]
+    if named and validation is None:
+        raise UserError(
+            f"{' and '.join(named)}, which needs validations, and run.steps was given none.\n"
+            "  To do: hand run.steps(loader, validation=run.validation(held_out, loss_fn)), or leave the key out."
+        )

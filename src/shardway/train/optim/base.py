@@ -1,0 +1,403 @@
+"""The base of our optimizers: groups of parameters, what a rank holds of each, states in bf16.
+
+Invariants:
+- The tensors of a part have one shape and share memory with what they were taken from.
+- Every trainable parameter is in one group, once, and a group is never empty.
+- A rounded value has the exact one as its mean, and how it is rounded is a pure function of step and row-major index in
+  the whole parameter, so that a run repeats itself, every layout rounds alike and replicas stay equal.
+- An update that takes each element by itself needs no communication, and no kernel sees a DTensor: torch refuses
+  DTensors of several meshes, or beside plain tensors, in one call.
+
+Rounding to the nearest would stall second moments: with beta2 = 0.999 they fall by at most 1/1000 of themselves, and
+two neighbours in bf16 lie 1/256 to 1/128 apart. Weights lose small updates in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.nn.parallel import DistributedDataParallel
+
+from shardway.errors import Bug, UserError
+from shardway.models.contract import ModelPlan, canonical_name, held_by_rank, matches
+from shardway.models.initialise import held_part
+from shardway.parallel.compile import find_units
+
+# --- What a rank holds of a parameter, with its gradient and states, as plain tensors
+
+
+@dataclass(frozen=True)
+class ParameterPart:
+    """What this rank holds of one parameter, or some rows of that; `step` counts from 1.
+
+    `shape` is that of the whole parameter and `offset` the place of this part in it; a rank that holds a part needs
+    no communication to update it.
+    """
+
+    parameter: torch.Tensor
+    gradient: torch.Tensor
+    states: tuple[torch.Tensor, ...]
+    step: int
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The parameter, its gradient and its states."""
+        return (self.parameter, self.gradient, *self.states)
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> ParameterPart:
+        """The same part with other tensors in the order of `tensors`."""
+        return replace(self, parameter=tensors[0], gradient=tensors[1], states=tuple(tensors[2:]))
+
+    def rows(self, first: int, end: int) -> ParameterPart:
+        """The part between two indices of the first dim."""
+        piece = self.with_tensors([tensor[first:end] for tensor in self.tensors])
+        return replace(piece, offset=(self.offset[0] + first, *self.offset[1:]))
+
+
+Kernel = Callable[[Sequence[ParameterPart]], None]
+"""Changes the parameters and states of parts in place."""
+
+
+def local_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """The gradient of the elements that this rank holds of a parameter."""
+    gradient = parameter.grad
+    if gradient is None:
+        raise Bug(f"a parameter of shape {tuple(parameter.shape)} has no gradient and is updated")
+    if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
+        return gradient
+    if gradient.placements != parameter.placements:  # plain DTensor operators may leave it a sum over ranks
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return gradient.to_local()
+
+
+def split_dim(placement: Placement) -> int | None:
+    """The dim that an axis of a mesh splits, or None; FSDP2 over tensor parallel has a kind of split of its own."""
+    return placement.dim if isinstance(placement, Shard | _StridedShard) else None
+
+
+def split_rows(part: ParameterPart, elements: int) -> Iterator[ParameterPart]:
+    """The part in pieces of at most so many elements (one row, where a row is longer); none of an empty part."""
+    if part.parameter.numel() <= elements:
+        yield from [part] if part.parameter.numel() else []
+        return
+    length = part.parameter.shape[0]
+    rows = max(1, elements * length // part.parameter.numel())
+    for first in range(0, length, rows):
+        yield part.rows(first, min(first + rows, length))
+
+
+# --- Which parameters are updated in which way
+
+Groups = list[dict[str, Any]]
+"""Parameter groups as `torch.optim` takes them."""
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> Groups:
+    """Two parameter groups: matrices with weight decay, everything of fewer than two dims without."""
+    return _split_by_decay(_trainable(model), weight_decay)
+
+
+def muon_groups(model: nn.Module, weight_decay: float) -> tuple[list[nn.Parameter], Groups]:
+    """The matrices of the model's blocks, and groups of everything else.
+
+    A matrix has two dims, or three where the plan calls its module one of experts. Embeddings and the output layer
+    are no such matrices, wherever they are, nor are the kernels of convolutions. Raises UserError for a model without
+    a plan that has none.
+    """
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    plan = _plan_of(inner)
+    inside = {parameter for unit in find_units(inner, plan) for parameter in unit.parameters()}
+    matrices = {
+        parameter
+        for name, module in inner.named_modules()
+        for parameter in module.parameters(recurse=False)
+        if parameter in inside and _is_matrix(canonical_name(name), module, parameter, plan or ModelPlan())
+    }
+    if not matrices and plan is None:
+        raise UserError(
+            f'optim.name = "muon" is for the matrices of a model\'s blocks, and {type(model).__name__} has none that '
+            'are known.\n  To do: name the blocks in a plan() of the model, or choose optim.name = "adamw".'
+        )
+    trainable = _trainable(inner)
+    others = [parameter for parameter in trainable if parameter not in matrices]
+    return [parameter for parameter in trainable if parameter in matrices], _split_by_decay(others, weight_decay)
+
+
+def _trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _split_by_decay(parameters: Sequence[nn.Parameter], weight_decay: float) -> Groups:
+    matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
+    vectors = [parameter for parameter in parameters if parameter.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _plan_of(model: nn.Module) -> ModelPlan | None:
+    """The plan of a model that may be a part of a whole one (a pipeline stage), which `find_plan` would refuse."""
+    offers = callable(getattr(type(model), "plan", None))
+    return model.plan() if offers else None  # type: ignore[operator]
+
+
+def _is_matrix(name: str, module: nn.Module, parameter: torch.Tensor, plan: ModelPlan) -> bool:
+    if any(matches(name, pattern) for pattern in plan.experts):
+        return parameter.dim() == 3
+    kinds = [split for pattern, split in plan.tensor.items() if matches(name, pattern)]
+    is_table = isinstance(module, nn.Embedding) or "vocabulary" in kinds or "logits" in kinds
+    return parameter.dim() == 2 and not is_table
+
+
+# --- Weights and states kept in bf16: widened for the update, rounded back stochastically
+
+WORKING = 2**22
+WORKING_ON_CPU = 2**18
+"""Elements that are widened at once: bounds the working memory to about 100 MiB, or to what caches hold."""
+
+_MIX = ((16, 0x7FEB352D), (15, 0x846CA68B))
+_STEP = 0x9E3779B9
+_STREAM = 0x85EBCA6B
+_LOW = 0xFFFF
+_LARGEST = 0x7FFF0000
+
+
+@dataclass(frozen=True)
+class _Column:
+    """One tensor of each part of a bucket: `wide` in fp32, looking into `flat` where `narrow` is what they copy."""
+
+    wide: tuple[torch.Tensor, ...]
+    narrow: tuple[torch.Tensor, ...]
+    flat: torch.Tensor
+
+
+def is_narrow(part: ParameterPart) -> bool:
+    """Whether some tensor of the part is kept in bf16."""
+    return torch.bfloat16 in [tensor.dtype for tensor in part.tensors]
+
+
+def update_widened(parts: Sequence[ParameterPart], kernel: Kernel, working: int | None = None) -> None:
+    """Run a kernel on fp32 copies of what parts hold in bf16, then round weights and states back.
+
+    `working` changes memory and speed, never values.
+    """
+    on_cpu = parts[0].parameter.device.type == "cpu"
+    for bucket in _fill_buckets(_sort_by_format(parts), working or (WORKING_ON_CPU if on_cpu else WORKING)):
+        columns = [_widen(column) for column in zip(*(part.tensors for part in bucket), strict=True)]
+        wide = zip(*(column.wide for column in columns), strict=True)
+        kernel([part.with_tensors(tensors) for part, tensors in zip(bucket, wide, strict=True)])
+        weights, _, *states = columns
+        _narrow([weights, *states], bucket)
+
+
+def round_stochastically(values: torch.Tensor, noise: torch.Tensor) -> None:
+    """Cut fp32 values in place to what bf16 can hold, upwards in magnitude with the probability of what is cut off.
+
+    `noise` holds uniform integers of 16 bits in int32. Infinity and NaN stay what they are.
+    """
+    bits = values.view(torch.int32)
+    bits.clamp_(max=_LARGEST)  # CUDA's NaN is all ones: a carry would wrap it to zero
+    bits.add_(noise).bitwise_and_(~_LOW)
+
+
+def noise_of(part: ParameterPart, stream: int = 0) -> torch.Tensor:
+    """32 random bits for each element of a part, int32 in its shape.
+
+    The mixing function is "lowbias32" (Wellons, "Prospecting for Hash Functions", 2018) on index + step * odd.
+    """
+    state = _index(part)
+    state.add_(_signed(part.step * _STEP + stream * _STREAM))
+    for shift, factor in _MIX:
+        state.bitwise_xor_(_shift_right(state, shift)).mul_(_signed(factor))
+    return state.bitwise_xor_(_shift_right(state, 16))
+
+
+def _sort_by_format(parts: Sequence[ParameterPart]) -> list[list[ParameterPart]]:
+    """Parts whose tensors have the same formats, together."""
+    alike: dict[tuple[torch.dtype, ...], list[ParameterPart]] = {}
+    for part in parts:
+        alike.setdefault(tuple(tensor.dtype for tensor in part.tensors), []).append(part)
+    return list(alike.values())
+
+
+def _fill_buckets(groups: Sequence[Sequence[ParameterPart]], working: int) -> Iterator[list[ParameterPart]]:
+    for parts in groups:
+        bucket: list[ParameterPart] = []
+        room = working
+        for piece in (piece for part in parts for piece in split_rows(part, working)):
+            if bucket and piece.parameter.numel() > room:
+                yield bucket
+                bucket, room = [], working
+            bucket.append(piece)
+            room -= piece.parameter.numel()
+        if bucket:
+            yield bucket
+
+
+def _widen(tensors: Sequence[torch.Tensor]) -> _Column:
+    if tensors[0].dtype is not torch.bfloat16:
+        return _Column(tuple(tensors), (), torch.empty(0))
+    sizes = [tensor.numel() for tensor in tensors]
+    flat = torch.empty(sum(sizes), device=tensors[0].device)
+    wide = tuple(piece.view(tensor.shape) for piece, tensor in zip(flat.split(sizes), tensors, strict=True))
+    torch._foreach_copy_(list(wide), list(tensors))
+    return _Column(wide, tuple(tensors), flat)
+
+
+def _narrow(columns: Sequence[_Column], bucket: Sequence[ParameterPart]) -> None:
+    """Round and write back; each draw of 32 bits serves two columns."""
+    noise = torch.empty(0)
+    for place, column in enumerate(column for column in columns if column.narrow):
+        if place % 2 == 0:
+            noise = torch.cat([noise_of(part, place // 2).view(-1) for part in bucket])
+        round_stochastically(column.flat, noise >> (16 * (place % 2)) & _LOW)
+        torch._foreach_copy_(list(column.narrow), list(column.wide))
+
+
+def _index(part: ParameterPart) -> torch.Tensor:
+    """Row-major indices of a part's elements in the whole parameter, modulo 2**32 as int32."""
+    extent, device = part.parameter.shape, part.parameter.device
+    index, stride = torch.zeros(extent, dtype=torch.int32, device=device), 1
+    for dim in reversed(range(len(extent))):
+        along = torch.arange(part.offset[dim], part.offset[dim] + extent[dim], device=device) * stride
+        index += along.to(torch.int32).view(-1, *(1 for _ in extent[dim + 1 :]))
+        stride *= part.shape[dim]
+    return index
+
+
+def _shift_right(value: torch.Tensor, bits: int) -> torch.Tensor:
+    """A logical shift; torch shifts int32 arithmetically."""
+    return (value >> bits).bitwise_and_((1 << (32 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    """The int32 with the bits of an unsigned number modulo 2**32."""
+    value &= 2**32 - 1
+    return value - 2**32 if value >= 2**31 else value
+
+
+# --- The base of our optimizers: each rank updates what it holds, whatever mesh that belongs to
+
+FUSED_DEVICES = ("cpu", "cuda")
+"""Devices on which torch 2.11 to 2.13 have fused kernels of all optimizers here."""
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """How an update is computed. `state_dtype` None keeps elementwise states in the format of their parameter."""
+
+    kernel: Literal["auto", "fused", "foreach"] = "auto"
+    state_dtype: torch.dtype | None = None
+
+
+class LocalOptimizer(torch.optim.Optimizer):
+    """Steps on the local tensors of parameters. A subclass names its elementwise states and has a kernel for them.
+
+    Every parameter has the state `step` besides: its number of updates, fp32 on the CPU.
+    """
+
+    def __init__(self, groups: Groups, defaults: dict[str, Any], numerics: Numerics) -> None:
+        super().__init__(groups, defaults)
+        self._numerics = numerics
+        self._offsets: dict[torch.Tensor, tuple[int, ...]] = {}
+        self.register_load_state_dict_post_hook(self._restore_formats)
+
+    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The states of a group's parameters that have one number an element, at most two."""
+        raise NotImplementedError
+
+    def update(self, group: dict[str, Any], parts: Sequence[ParameterPart]) -> None:
+        """Change parameters and states of the parts in place; states come in the order of `state_names`."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient; what the closure returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            used = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if used:
+                self.advance(group, used)
+        return loss
+
+    def advance(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> None:
+        """Update parameters of a group that have gradients."""
+        self.run(lambda some: self.update(group, some), self.next_parts(group, parameters))
+
+    def run(self, kernel: Kernel, parts: Sequence[ParameterPart]) -> None:
+        """Apply a kernel that takes each element by itself; what is kept in bf16 reaches it in fp32."""
+        wide: list[ParameterPart] = []
+        narrow: list[ParameterPart] = []
+        for part in parts:
+            (narrow if is_narrow(part) else wide).append(part)
+        if wide:
+            kernel(wide)
+        if narrow:
+            update_widened(narrow, kernel)
+
+    def next_parts(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> list[ParameterPart]:
+        """What this rank holds of parameters, their steps counted up: all at once, or a small model waits for it."""
+        states, names = [self.state_of(group, parameter) for parameter in parameters], self.state_names(group)
+        counts = [state["step"] for state in states]
+        torch._foreach_add_(counts, 1)
+        steps = torch.stack(counts).tolist()
+        return [
+            ParameterPart(
+                parameter=held_by_rank(parameter),
+                gradient=local_gradient(parameter),
+                states=tuple([held_by_rank(state[name]) for name in names]),
+                step=int(step),
+                shape=parameter.shape,
+                offset=self._offset(parameter),
+            )
+            for parameter, state, step in zip(parameters, states, steps, strict=True)
+        ]
+
+    def state_of(self, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+        """The state of a parameter, made at its first update."""
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state.update(self.new_states(group, parameter))
+        return state
+
+    def new_states(self, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """States of a parameter before its first update."""
+        dtype = self._numerics.state_dtype or parameter.dtype
+        return {name: torch.zeros_like(parameter, dtype=dtype) for name in self.state_names(group)}
+
+    def can_fuse(self, parts: Sequence[ParameterPart]) -> bool:
+        """Whether a fused kernel may take these parts.
+
+        It walks through memory without looking at strides: tensors that lie there differently (channels_last
+        weights with other gradients) would be combined wrongly, without an error.
+        """
+        if self._numerics.kernel == "foreach":
+            return False
+        known = self._numerics.kernel == "fused" or parts[0].parameter.device.type in FUSED_DEVICES
+        return known and all(len({tensor.stride() for tensor in part.tensors}) == 1 for part in parts)
+
+    def _offset(self, parameter: torch.Tensor) -> tuple[int, ...]:
+        if torch.bfloat16 not in (self._numerics.state_dtype, parameter.dtype):
+            return ()  # only rounding asks for it, and it takes longer to find than a small update
+        if parameter not in self._offsets:
+            self._offsets[parameter] = held_part(parameter, f"of shape {tuple(parameter.shape)}").offset
+        return self._offsets[parameter]
+
+    def _restore_formats(self, _: torch.optim.Optimizer) -> None:
+        """Put states back into their own format: torch casts what it loads to that of the parameter."""
+        dtype = self._numerics.state_dtype
+        for group in self.param_groups if dtype is not None else ():
+            for parameter in group["params"]:
+                state = self.state.get(parameter, {})
+                state.update({name: state[name].to(dtype) for name in self.state_names(group) if name in state})
