@@ -263,7 +263,8 @@ RENAMED_VALUES = {
 }
 
 
-def _by_names_of_today(kept: Mapping[str, Any]) -> dict[str, Any]:
+def by_names_of_today(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries whose keys and values have other names since."""
     renamed = {RENAMED.get(key, key): value for key, value in kept.items()}
     return {
         key: RENAMED_VALUES.get((key, value), value) if isinstance(value, str) else value
@@ -275,7 +276,7 @@ def check_says(found: Any, kept: Any, where: str = "") -> None:
     """What was said is said still, by the names of today; more may be said."""
     if isinstance(kept, dict):
         assert isinstance(found, dict), where
-        kept = _by_names_of_today(kept)
+        kept = by_names_of_today(kept)
         missing = kept.keys() - found.keys()
         assert not missing, f"{where} lacks {', '.join(sorted(missing))}"
         for key, value in kept.items():

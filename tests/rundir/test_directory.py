@@ -390,3 +390,15 @@ def test_a_new_directory_is_for_its_owner_and_group(tmp_path: Path, empty: bool)
     (tmp_path / "shared").mkdir(0o755)
     RunDir(tmp_path / "shared").create()
     assert (tmp_path / "shared").stat().st_mode & 0o777 == 0o755
+
+
+def test_a_resolved_run_is_read_by_the_names_of_today(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.resolved_path.write_text(
+        '[run]\nrestarts = 2\nname = "a"\n[site]\nstarter = "srun"\n[guard]\non_spike = "tell"\n'
+    )
+    assert run.read_resolved() == {
+        "run": {"max_restarts": 2, "name": "a"},
+        "site": {"launcher": "srun"},
+        "guard": {"on_spike": "warn"},
+    }

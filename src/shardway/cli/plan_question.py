@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardway.cli.plan_options import Counting
+from shardway.earlier_names import EARLIER_KEYS
 from shardway.errors import Problem, SiteError, UserError, check_no_problems, list_some, render_problems
 from shardway.hfconfig import CONFIG
 from shardway.places import expand_home
@@ -363,8 +364,10 @@ def _read(stored: Path, values: RunFile) -> Measured:
 
 
 def _digest(values: RunFile) -> str:
-    """Of what a sample and the model are made from."""
+    """Of what a sample and the model are made from, by the first names of keys, so that an earlier count holds."""
     text = values.model.model_dump_json() + str((values.data.seq_len, values.data.shape))
+    for first, today in EARLIER_KEYS.items():
+        text = text.replace(f'"{today.removeprefix("model.")}":', f'"{first.removeprefix("model.")}":')
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

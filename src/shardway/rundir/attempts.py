@@ -26,6 +26,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
+from shardway.earlier_names import EARLIER_STATES
 from shardway.rundir.file_io import read_fields, render_json, write_json, write_new
 
 FORMAT = 1
@@ -258,7 +259,7 @@ def parse_result(text: str) -> Result | None:
     if found is None:
         return None
     try:
-        state = Ending.UNKNOWN if found.state == "lost" else Ending(found.state)  # its name until 2026-11
+        state = Ending(EARLIER_STATES.get(found.state, found.state))
     except ValueError:
         state = Ending.UNKNOWN
     return Result(**{**asdict(found), "state": state})

@@ -16,6 +16,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+from shardway.earlier_names import rename_sections
 from shardway.errors import JobError, UserError
 from shardway.refusals import find_remedy
 from shardway.rundir.attempts import Attempt
@@ -256,7 +257,7 @@ class RunDir:
         if not is_there(self.resolved_path):
             return {}
         try:
-            return check_sections(tomllib.loads(self.resolved_path.read_text(encoding="utf-8")))
+            return rename_sections(check_sections(tomllib.loads(self.resolved_path.read_text(encoding="utf-8"))))
         except (ValueError, RecursionError, OSError) as error:
             raise JobError(
                 f"{self.resolved_path} is damaged: {error}.\n"

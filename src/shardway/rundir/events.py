@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
+from shardway.earlier_names import EARLIER_EVENTS
 from shardway.errors import JobError
 from shardway.rundir.file_io import check_answers, is_there, render_json
 
@@ -110,14 +111,6 @@ class EventWriter:
         self.close()
 
 
-_EARLIER = {
-    "step_voided": "step_discarded",
-    "set_aside": "checkpoint_quarantined",
-    "tier_dropped": "local_checkpoints_ignored",
-}
-"""What events were called until 2026-11 -> their names."""
-
-
 def _open_to_append(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
 
@@ -130,7 +123,7 @@ def parse_event(line: bytes) -> Event | None:
         return None
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
         return None
-    event["event"] = _EARLIER.get(event["event"], event["event"])
+    event["event"] = EARLIER_EVENTS.get(event["event"], event["event"])
     return event
 
 
@@ -153,7 +146,7 @@ def _reading(path: Path) -> Iterator[BinaryIO | None]:
 def read_events(path: Path, names: Sequence[str] = ()) -> Iterator[Event]:
     """Every whole event of a file, in the order written, or those of some names, which is many times as quick; nothing
     where there is no file. Raises JobError where it cannot be read."""
-    names = (*names, *(earlier for earlier, name in _EARLIER.items() if name in names))
+    names = (*names, *(earlier for earlier, name in EARLIER_EVENTS.items() if name in names))
     begins = tuple(f'{{"event": "{name}"'.encode() for name in names) or b""
     with _reading(path) as file:
         for line in file or ():

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import ValidationError
 
+from shardway.earlier_names import EARLIER_KEYS, rename_entry
 from shardway.errors import Problem, UserError, check_no_problems
 from shardway.runfile.problems import find_problems
 from shardway.runfile.schema import RunFile, all_keys, open_tables, sections
@@ -77,18 +78,6 @@ COMMAND_LINE = "command line"
 DEFAULT = "default"
 
 
-EARLIER_KEYS: Mapping[str, str] = MappingProxyType(
-    {
-        "site.starter": "site.launcher",
-        "run.restarts": "run.max_restarts",
-        "model.balance_step": "model.bias_update_rate",
-        "recompute.save": "recompute.save_ops",
-    }
-)
-"""What keys were called until 2026-11 -> their names; run files of then are read."""
-_EARLIER_VALUES = {("guard.on_spike", "tell"): "warn"}
-
-
 @dataclass(frozen=True)
 class LoadedRunFile:
     """A run file as asked for: its values, the origin of each key, the user's own text and file name."""
@@ -124,9 +113,7 @@ class _Draft:
     origins: dict[str, str] = field(default_factory=dict)
 
     def lay_over(self, dotted: str, value: Any, origin: str) -> None:
-        dotted = EARLIER_KEYS.get(dotted, dotted)
-        if isinstance(value, str):
-            value = _EARLIER_VALUES.get((dotted, value), value)
+        dotted, value = rename_entry(dotted, value)
         section, _, name = dotted.partition(".")
         if not name:
             self.values[section] = value

@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from shardway.earlier_names import rename_profile
 from shardway.errors import Problem, UserError, check_no_problems
 from shardway.hardware.catalogue import find_accelerator
 from shardway.hardware.probe import LocalMachine, probe_machine
@@ -124,7 +125,7 @@ def _read_table(file: ProfileFile, below: Sequence[ProfileFile]) -> dict[str, An
 
 
 def _extend(file: ProfileFile, text: str, below: Sequence[ProfileFile]) -> dict[str, Any]:
-    table = _with_names_of_today(_parse_table(file.title, text))
+    table = rename_profile(_parse_table(file.title, text))
     _check_format(file.title, table)
     _check_name(file, table)
     parent_name = table.get("extends")
@@ -151,18 +152,6 @@ def _parse_table(title: str, text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also for a number or a nesting that Python cannot hold
         raise UserError(f"{title} is not valid TOML: {error}\n  to do: correct that line") from None
-
-
-def _with_names_of_today(table: dict[str, Any]) -> dict[str, Any]:
-    """`launcher` was called starter until 2026-11; of two the newer name holds."""
-    renamed = {("launcher" if key == "starter" else key): value for key, value in table.items()}
-    if "starter" in table and "launcher" in table:
-        renamed["launcher"] = table["launcher"]
-    if isinstance(renamed.get("sources"), dict):
-        renamed["sources"] = {
-            ("launcher" if key == "starter" else key): value for key, value in renamed["sources"].items()
-        }
-    return renamed
 
 
 def _check_format(title: str, table: Mapping[str, Any]) -> None:
